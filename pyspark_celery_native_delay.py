@@ -1,7 +1,7 @@
-"""Makes ``format("celery")`` known to Spark 4, which looks for modules named ``pyspark_*``.
+"""Registers ``format("celery")`` with Spark 4, which imports all modules named ``pyspark_*``.
 
-Spark imports this module when a session first uses any data source written in Python, so nothing
-else is imported here, and nothing may fail.
+Spark does so when a session first uses any data source in Python, so this module imports little and
+must not fail.
 https://spark.apache.org/docs/latest/api/python/tutorial/sql/python_data_source.html
 """
 
@@ -16,21 +16,21 @@ except ImportError:  # Spark 3.5 has no data sources in Python
 else:
 
     class DefaultSource(DataSource):
-        """Delayed Celery tasks, to be written to."""
+        """The sink of delayed Celery tasks."""
 
         @classmethod
         def name(cls) -> str:
-            """What ``format()`` takes."""
+            """The name for ``format()``."""
             return "celery"
 
         def writer(self, schema: Any, overwrite: bool) -> Any:
-            """For ``df.write``."""
+            """The writer for ``df.write``."""
             from celery_native_delay.spark.sink import Writer
 
             return Writer(schema, self.options, overwrite=overwrite)
 
         def streamWriter(self, schema: Any, overwrite: bool) -> Any:  # noqa: N802  Spark's name
-            """For ``df.writeStream``."""
+            """The writer for ``df.writeStream``."""
             from celery_native_delay.spark.sink import StreamWriter
 
             return StreamWriter(schema, self.options, overwrite=overwrite)

@@ -1,8 +1,7 @@
-"""pytest fixtures: a private RabbitMQ and a private Redis, started when a test first asks.
+"""pytest fixtures: a private RabbitMQ and a private Redis, started when a test first needs them.
 
-Installing celery_native_delay is enough; pytest loads this module by its entry point. It lies
-beside the package, because pytest imports it in every run, also in those that test something
-else: neither Celery, nor kombu, nor the package is imported before a test asks for a broker.
+pytest loads this module by its entry point, in every run, also of other projects. Therefore it
+imports neither the package nor Celery nor kombu before a test needs a broker.
 
 | fixture | per | what it is |
 | --- | --- | --- |
@@ -11,9 +10,9 @@ else: neither Celery, nor kombu, nor the package is imported before a test asks 
 | `native_delay_redis` | session | :class:`celery_native_delay.testing.PrivateRedis` |
 | `native_delay_redis_url` | test | url of its database 0, emptied before and afterwards |
 
-Where the broker is not installed the test is skipped, and says what to install; in CI (the
-environment variable `CI` is `true` or `1`) it fails. A server that a test killed is up again for
-the next. With pytest-xdist every process has its own.
+If the broker is not installed, the test is skipped with a message that says what to install; in CI
+(the environment variable `CI` is `true` or `1`) it fails. A server that a test killed is started
+again for the next test. With pytest-xdist every process has its own.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ T = TypeVar("T")
 
 
 def installed(require: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What *require* finds; where it raises BrokerMissing the test is skipped, in CI it fails."""
+    """The result of *require*; on BrokerMissing the test is skipped, or fails in CI."""
     from celery_native_delay.testing import BrokerMissing
 
     try:
@@ -49,7 +48,7 @@ def installed(require: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 @pytest.fixture(scope="session")
 def native_delay_rabbitmq() -> Iterator[PrivateRabbitMQ]:
-    """The system's RabbitMQ, on a private node that all tests of the session share."""
+    """A private node of this machine's RabbitMQ, which all tests of the session share."""
     from celery_native_delay.testing import private_rabbitmq, require_rabbitmq
 
     installed(require_rabbitmq)
@@ -59,7 +58,7 @@ def native_delay_rabbitmq() -> Iterator[PrivateRabbitMQ]:
 
 @pytest.fixture
 def native_delay_rabbitmq_url(native_delay_rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
-    """The url of an empty virtual host that belongs to this test, on a node that is up."""
+    """The URL of an empty virtual host for one test."""
     from celery_native_delay.testing import vhost_name
 
     native_delay_rabbitmq.start()
@@ -71,7 +70,7 @@ def native_delay_rabbitmq_url(native_delay_rabbitmq: PrivateRabbitMQ) -> Iterato
 
 @pytest.fixture(scope="session")
 def native_delay_redis() -> Iterator[PrivateRedis]:
-    """The system's Redis or any Valkey, on a private server that all tests of the session share."""
+    """A private Redis or Valkey, which all tests of the session share."""
     from celery_native_delay.testing import private_redis, require_redis
 
     installed(require_redis)
@@ -81,7 +80,7 @@ def native_delay_redis() -> Iterator[PrivateRedis]:
 
 @pytest.fixture
 def native_delay_redis_url(native_delay_redis: PrivateRedis) -> Iterator[str]:
-    """The url of an empty Redis that is up; it is emptied again afterwards."""
+    """The URL of database 0 of the private Redis, emptied before and after the test."""
     native_delay_redis.start()
     native_delay_redis.client.flushall()
     yield native_delay_redis.url

@@ -147,7 +147,7 @@ def _fan_out_of(df: Any, app: str = "app") -> FanOut:
 
 
 def _fan_out(df: Any, app: str = "app") -> Callable[[], object]:
-    return lambda: _fan_out_of(df, app).send(progress=False)
+    return lambda: _fan_out_of(df, app).send()
 
 
 def _encode(df: Any) -> Callable[[], object]:

@@ -32,7 +32,7 @@ from benchmarks.measuring import (
 )
 from celery_native_delay import Delay
 from celery_native_delay.bulk import bulk
-from celery_native_delay.records.interface import Listed
+from celery_native_delay.records.interface import IndexEntry
 from celery_native_delay.records.opened import records_at
 from celery_native_delay.testing import private_redis
 
@@ -131,7 +131,7 @@ def worker_checks(bench: Bench) -> list[float]:
     with private_redis(config=REDIS_CONFIG) as redis:
         records = records_at(redis.url, "bench")
         for member in members:
-            records.note(Listed(member, 2**52, "e" * ENTRY_BYTES))
+            records.note(IndexEntry(member, 2**52, "e" * ENTRY_BYTES))
         records.flush()
         for member in members:
             started = perf_counter()

@@ -1,11 +1,11 @@
-"""Delayed Celery tasks that wait in the broker, not in the memory of workers.
+"""Delayed Celery tasks wait in the broker, not in the memory of workers.
 
 >>> from celery import Celery
 >>> from celery_native_delay import install
 >>> app = install(Celery("proj", broker="amqp://"))
 
-From then on every ``countdown`` and ``eta`` of that app waits in the broker. Plain kombu users
-set ``transport_options={"native_delay": True}`` and publish with :func:`delay_headers`.
+From then on every task of that app with a ``countdown`` or ``eta`` waits in the broker. With plain
+kombu set ``transport_options={"native_delay": True}`` and publish with :func:`delay_headers`.
 """
 
 from .app.delay import Delay
@@ -38,7 +38,6 @@ from .rates.retry_after import RetryAfter
 from .records.waiting import Outcome, Query, Verdict, Waiting
 from .settings import DelaySettings
 from .transports.aliases import delay_headers, register_transports, transport_for
-from .worker.outage import store_outage
 
 __version__ = "0.1.0"
 
@@ -74,7 +73,6 @@ __all__ = (
     "Waiting",
     "delay_headers",
     "install",
-    "store_outage",
     "transport_for",
 )
 

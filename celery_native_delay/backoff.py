@@ -1,4 +1,4 @@
-"""Pauses between attempts at what is away. Pure."""
+"""Growing pauses between attempts to reach a server. Pure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ class Backoff:
         self._first = first
         self._longest = longest
         self.seconds = first
-        """The pause after the next failure."""
+        """The pause that the next call of :meth:`failed` returns."""
 
     def failed(self) -> float:
-        """The pause after this failure; the one after the next is twice as long."""
+        """The pause after this failure, in seconds; the next one is twice as long."""
         seconds = self.seconds
         self.seconds = min(seconds * 2, self._longest)
         return seconds
 
     def reset(self) -> bool:
-        """Begin with the shortest pause again; True if there has been a failure."""
+        """Start again with the shortest pause; True if there was a failure."""
         has_failed = self.seconds != self._first
         self.seconds = self._first
         return has_failed

@@ -1,7 +1,6 @@
-"""Countdowns and ETAs in units of the resolution.
+"""Countdowns and ETAs as due times: integer microseconds since the epoch.
 
-Microseconds since the epoch throughout, because ETAs carry them: with exact integers
-``countdown=5`` is exactly five seconds and nothing is ever early by rounding.
+Integers are exact: ``countdown=5`` is five seconds, and rounding never makes a task early.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ _MICROSECOND = timedelta(microseconds=1)
 def due_us(eta: datetime | str) -> int:
     """The due time of an ETA, a datetime or ISO 8601 text, in microseconds since the epoch.
 
-    A naive one is UTC, as Celery's workers read it (``celery.utils.time.maybe_make_aware``).
-    InvalidDueTime: it is neither.
+    Without a time zone it is UTC, as in Celery's workers. InvalidDueTime: it is neither.
     """
     if isinstance(eta, str):
         try:
@@ -38,7 +36,7 @@ def due_us(eta: datetime | str) -> int:
 
 
 def due_us_or_none(eta: Any) -> int | None:
-    """:func:`due_us`; None for no ETA, and for one that is no time."""
+    """The due time of an ETA in microseconds since the epoch; None for none or an invalid one."""
     try:
         return due_us(eta) if eta else None
     except InvalidDueTime:
@@ -46,25 +44,22 @@ def due_us_or_none(eta: Any) -> int | None:
 
 
 def eta_of(due_us: int) -> str:
-    """The ETA, as Celery writes it, of a due time in microseconds since the epoch."""
+    """The ETA for a due time in microseconds since the epoch, as Celery writes it."""
     return (_EPOCH + due_us * _MICROSECOND).isoformat()
 
 
 def milliseconds_up(microseconds: int) -> int:
-    """Microseconds in milliseconds, rounded up: never early."""
+    """Convert microseconds to milliseconds, rounded up so that nothing is early."""
     return -(-microseconds // 1000)
 
 
 def units_until(due_us: int, *, now_us: int, resolution_ms: int) -> int:
-    """Units of the resolution from *now_us* until *due_us*, rounded up: never early.
-
-    A due time in the past is 0.
-    """
+    """Units of the resolution from *now_us* until *due_us*, rounded up; 0 for a past due time."""
     return max(0, -((now_us - due_us) // (resolution_ms * 1000)))
 
 
 def check_reach(units: int, *, max_units: int, resolution_ms: int) -> None:
-    """Refuse a delay that the levels cannot hold, by DelayTooLong."""
+    """Raise DelayTooLong if a delay exceeds what the delay levels can hold."""
     if units > max_units:
         raise DelayTooLong(
             _too_long(units * resolution_ms / 1000, max_units * resolution_ms / 1000)
@@ -72,7 +67,7 @@ def check_reach(units: int, *, max_units: int, resolution_ms: int) -> None:
 
 
 def check_due(due_us: int, *, now_us: int, longest_delay_seconds: float) -> None:
-    """Refuse a delay beyond the longest, where nothing else bounds it; counted in milliseconds."""
+    """Raise DelayTooLong if *due_us* is further away than the longest delay."""
     check_reach(
         milliseconds_up(due_us - now_us),
         max_units=round(longest_delay_seconds * 1000),
@@ -81,9 +76,9 @@ def check_due(due_us: int, *, now_us: int, longest_delay_seconds: float) -> None
 
 
 def check_countdown(countdown: object, *, longest_delay_seconds: float) -> None:
-    """Refuse a countdown that is no time at all, or longer than the levels reach.
+    """Raise if a countdown is infinite, NaN or longer than the longest delay.
 
-    Anything that is not a number is left to Celery's own checks.
+    A countdown that is no number is left to Celery's own checks.
     """
     if not isinstance(countdown, int | float):
         return

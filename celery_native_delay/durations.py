@@ -1,4 +1,4 @@
-"""Spans of time as people write and read them: ``1 h 10 min``. Pure."""
+"""Durations as people write and read them: ``1 h 10 min``. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .errors import InvalidDueTime
 
 _UNITS_MS = {"d": 86_400_000, "h": 3_600_000, "min": 60_000, "s": 1000}
 
-#: From so many ms on, a duration is told to so many.
+#: (A, B): a duration of at least A ms is rounded to B ms.
 _STEPS_MS = ((86_400_000, 3_600_000), (3_600_000, 60_000), (10_000, 1000), (1000, 100), (0, 1))
 
 _NUMBER = r"(\d+(?:\.\d+)?)\s*"
@@ -23,11 +23,11 @@ _WRITTEN = re.compile(
 
 
 def duration(seconds: float, *, exact: bool = False, up: bool = False) -> str:
-    """A number of seconds in its two largest units: ``1 d 3 h``, ``1 h 10 min``, ``0.3 s``.
+    """Format seconds in their two largest units: ``1 d 3 h``, ``1 h 10 min``, ``0.3 s``.
 
     Args:
-        exact: in all units, to the millisecond.
-        up: rounded up, for what is an upper bound; otherwise to the nearest.
+        exact: use all units, to the millisecond.
+        up: round up, for an upper bound; otherwise to the nearest.
     """
     if seconds < 0:
         return f"-{duration(-seconds, exact=exact)}"
@@ -46,7 +46,7 @@ def duration(seconds: float, *, exact: bool = False, up: bool = False) -> str:
 
 
 def seconds_of(text: str) -> float:
-    """The seconds of a duration: ``90``, ``1h30m``, ``1h 30min``, ``2d``; or InvalidDueTime."""
+    """Parse a duration to seconds: ``90``, ``1h30m``, ``1h 30min``, ``2d``; or InvalidDueTime."""
     try:
         seconds = float(text)
     except ValueError:
@@ -59,7 +59,7 @@ def seconds_of(text: str) -> float:
 
 
 def _written(text: str) -> float:
-    """NaN if it is no duration."""
+    """The seconds of a duration with units; NaN if *text* is none."""
     found = _WRITTEN.fullmatch(text)
     if found is None or not any(found.groups()[1:]):
         return math.nan

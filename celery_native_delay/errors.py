@@ -1,26 +1,4 @@
-"""Every error this package raises, in one tree.
-
-::
-
-    NativeDelayError
-    ├── SettingsError            a setting is unknown or has an impossible value
-    ├── InvalidDueTime           a countdown or ETA that is no point in time
-    │   └── DelayTooLong         further away than the delay levels reach
-    ├── CannotDelay              this message cannot wait in the broker exactly
-    ├── PublishRefused           the broker did not take some messages of a batch
-    ├── TopologyMismatch         the broker holds one of our names with other arguments
-    ├── NotPermitted             the broker user may not declare or bind what is needed
-    ├── NotDeclared              it is not on the broker, and native_delay_declare is off
-    ├── UnsupportedBroker        no transport of ours fits, or the broker is too old
-    ├── BrokerFull               the broker takes no more messages that wait
-    ├── StoreUnavailable         the database of a timeout store is away, or cannot be used
-    ├── InvalidQuery             a search for waiting tasks that cannot be understood
-    ├── RecordsUnavailable       the records are away: waiting tasks cannot be seen or changed
-    │   └── NoRecords            the app has none
-    ├── InvalidFanOut            an option or column of a Spark fan-out is impossible
-    ├── FanOutFailed             rows of a Spark fan-out are not confirmed
-    └── ManagementUnavailable    RabbitMQ's management API cannot be read
-"""
+"""Every error that this package raises."""
 
 from __future__ import annotations
 
@@ -32,10 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RefusedMessage:
-    """A message that the broker did not take: all that is needed to send it again.
+    """A message that the broker refused, with all that is needed to publish it again.
 
-    *exchange* and *routing_key* are what it was published with, *delivery_id* is None if it had
-    no wait ahead; *returned* is True if it led nowhere.
+    *delivery_id* is None if the message had no delay. *returned* is true if no queue was bound for
+    its *exchange* and *routing_key*.
     """
 
     reason: str
@@ -59,36 +37,36 @@ class RefusedMessage:
 class NativeDelayError(Exception):
     """Base of every error this package raises."""
 
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
 
 class SettingsError(NativeDelayError, ValueError):
     """A setting is unknown or has an impossible value."""
 
 
 class InvalidDueTime(NativeDelayError, ValueError):
-    """A countdown or ETA that is no point in time."""
+    """A countdown or ETA is no point in time."""
 
 
 class DelayTooLong(InvalidDueTime):
-    """The due time is further away than the delay levels reach."""
+    """The due time is further away than the longest delay."""
 
 
 class CannotDelay(NativeDelayError):
-    """This message cannot wait in the broker and arrive exactly as without the delay."""
+    """This message cannot wait in the broker and then arrive as it would without the delay."""
 
 
 class PublishRefused(NativeDelayError):
-    """The broker did not take some messages of a batch; *refused* holds every one of them."""
+    """The broker refused some messages of a batch; *refused* lists all of them."""
 
     def __init__(self, text: str, refused: tuple[RefusedMessage, ...] = ()) -> None:
         super().__init__(text, refused)
         self.refused = refused
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class TopologyMismatch(NativeDelayError):
-    """The broker holds a queue or exchange of this name with other arguments."""
+    """The broker has a queue or exchange of this name with other arguments."""
 
 
 class NotPermitted(NativeDelayError):
@@ -96,67 +74,64 @@ class NotPermitted(NativeDelayError):
 
 
 class NotDeclared(NativeDelayError):
-    """Delayed delivery needs something that is not on the broker, and may not declare it."""
+    """Something is missing on the broker, and ``native_delay_declare`` is off."""
 
 
 class UnsupportedBroker(NativeDelayError):
-    """No transport of ours fits this connection, or the broker is too old."""
+    """This package does not support the broker, or not its version."""
 
 
 class BrokerFull(NativeDelayError):
-    """The broker takes no more messages that wait; nothing was sent."""
+    """The broker has no memory left for delayed messages; nothing was sent."""
 
 
 class StoreUnavailable(NativeDelayError):
-    """The database in which messages wait cannot be reached or used; nothing was stored."""
+    """The database of ``native_delay_store`` cannot be used; nothing was stored."""
 
 
 class InvalidQuery(NativeDelayError, ValueError):
-    """A search for waiting tasks that cannot be understood."""
+    """A search for waiting tasks cannot be parsed."""
 
 
 class RecordsUnavailable(NativeDelayError):
-    """The records are away: waiting tasks cannot be seen or changed."""
+    """The records are unreachable: waiting tasks cannot be listed or changed."""
 
 
 class NoRecords(RecordsUnavailable):
-    """This app has no records, and its broker cannot keep any."""
+    """This app has no ``native_delay_records``, and its broker keeps no records itself."""
 
 
 class InvalidFanOut(NativeDelayError, ValueError):
-    """An option or a column of a Spark fan-out is impossible; nothing was sent."""
+    """An option or a column of a Spark fan-out is invalid; nothing was sent."""
 
 
 class FanOutFailed(NativeDelayError):
-    """Rows of a Spark fan-out are not confirmed.
+    """The broker did not confirm some rows of a Spark fan-out.
 
-    *result* names every one of them, and counts the others.
+    *result* lists these rows and counts the others.
     """
 
     def __init__(self, text: str, result: Any = None) -> None:
         super().__init__(text, result)
         self.result = result
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class ManagementUnavailable(NativeDelayError):
-    """RabbitMQ's management API cannot be read; only inspection needs it."""
+    """RabbitMQ's management API, which only checks and counts use, cannot be read."""
 
 
 class ExtraMissing(ModuleNotFoundError):
-    """A package of an extra is not installed; the text says what to install."""
+    """A package of an extra is missing; the text says what to install."""
 
 
 def described(error: BaseException) -> str:
-    """The error with its type, for a log or a sentence: ``ValueError: expected …``."""
+    """The type and text of an error for a log line: ``ValueError: expected …``."""
     return f"{type(error).__name__}: {error}"
 
 
 @contextmanager
 def brought_by(extra: str, *, whose: str) -> Iterator[None]:
-    """A block of imports, in the module *whose*, that needs the packages of *extra*."""
+    """Turn a failing import in the module *whose* into an error that names *extra* to install."""
     try:
         yield
     except ModuleNotFoundError as exc:

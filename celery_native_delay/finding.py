@@ -1,4 +1,4 @@
-"""Findings: faults of delays, certain or possible, each with a remedy. Pure."""
+"""Findings: problems of the delays, each with a remedy. Pure."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Self
 
 from .durations import duration
 
-#: Workers take a message that waited for due up to a second early.
+#: Clocks may differ by this: workers accept a delayed message up to a second early.
 MAY_DIFFER_SECONDS = 1.0
 
-#: The same for a clock that is told in whole seconds.
+#: The same for a clock that is only known in whole seconds.
 MAY_DIFFER_IN_WHOLE_SECONDS = 2.5
 
-#: Levels of a finding. Delays do not work, or lose messages.
+#: Level of a finding: delays do not work, or lose messages.
 WRONG = "wrong"
-#: It could not be looked at.
+#: Level: the check could not be made.
 UNCHECKED = "not checked"
-#: Delays work, and could do so more safely.
+#: Level: delays work, and could be made safer.
 ADVICE = "advice"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be, or that could not be looked at.
+    """A problem, or a check that could not be made, with its remedy.
 
-    *check* is what was looked at, such as "policies"; *level* is :data:`WRONG`, :data:`UNCHECKED`
-    or :data:`ADVICE`; *problem* says what was found and *remedy* the way out, a line each.
+    *check* names the check, such as "policies". *level* is :data:`WRONG`, :data:`UNCHECKED` or
+    :data:`ADVICE`. *problem* and *remedy* are a line each.
     """
 
     check: str
@@ -37,7 +37,7 @@ class Finding:
 
     @classmethod
     def of_sentence(cls, check: str, level: str, sentence: str) -> Self:
-        """The finding of a sentence "problem: remedy", as our errors say it."""
+        """Split a sentence "problem: remedy", as our errors have it, into a finding."""
         problem, _, remedy = sentence.rpartition(": ")
         return cls(check, level, problem, remedy)
 
@@ -53,9 +53,9 @@ def clock_finding(
     may_differ_seconds: float = MAY_DIFFER_SECONDS,
     check: str = "clocks",
 ) -> Iterator[Finding]:
-    """The fault of *whose* clock if it is *ahead_seconds* ahead of this machine's; below 0: behind.
+    """A finding if *whose* clock differs too much; *ahead_seconds* is negative if it is behind.
 
-    *effect* is what that does to delays.
+    *effect* says what that does to delays.
     """
     if abs(ahead_seconds) > may_differ_seconds:
         side = "ahead of" if ahead_seconds > 0 else "behind"

@@ -1,7 +1,7 @@
-"""The header that a message carries through its wait, and the ETA that it waits for.
+"""The header of a delayed message, and the ETA that the message waits for.
 
-Rule: what the header holds is decided here alone; a change in it is a new VERSION, because messages
-in brokers carry it for years.
+Only this module decides what the header contains. A change needs a new VERSION: messages in brokers
+carry the header for years.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .due_time import due_us, milliseconds_up
 from .errors import InvalidDueTime
 from .texts import is_text
 
-#: The one header we add: what the worker must see again, and when.
+#: The one header that we add to a message.
 HEADER = "native_delay"
 
 VERSION = 1
@@ -38,9 +38,9 @@ _LATEST_MS = 253_402_300_800_000
 
 
 def is_own(header: Any) -> bool:
-    """True for a header of this version whose fields have their types.
+    """True if *header* is of this version and its fields have the right types.
 
-    A producer may send any value under this name.
+    Any producer may send any value under this name.
     """
     if not isinstance(header, dict) or header.get("v") != VERSION:
         return False
@@ -49,12 +49,12 @@ def is_own(header: Any) -> bool:
 
 
 class Delayed(NamedTuple):
-    """The wait of one message, as its header tells of it.
+    """The header of a delayed message: where it was published to, and when it is due.
 
-    *delivery_id* is equal only for copies of one delivery. *exchange* and *routing_key* are what it
-    was published with, and is seen with again; *queue* is the only one it is for, None for all that
-    these lead to. *due_us* and *expires_ms*, the end of its own ``expiration``, count from the
-    epoch. One that was *cancelled* comes to be announced, not to run.
+    Only copies of one delivery have the same *delivery_id*. *queue* is set if the message is for
+    that queue alone; None: for all queues bound for *exchange* and *routing_key*. *due_us* and
+    *expires_ms* (the end of the message's ``expiration``) count from the epoch. A *cancelled*
+    message is announced by a worker and not run.
     """
 
     delivery_id: str
@@ -66,7 +66,7 @@ class Delayed(NamedTuple):
     cancelled: bool = False
 
     def header(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """Our header for it; *kept* is what is taken from the message until it has waited."""
+        """The header as a dict; *kept* are properties to restore when the message is due."""
         header: dict[str, Any] = {
             "v": VERSION,
             "id": self.delivery_id,
@@ -80,7 +80,7 @@ class Delayed(NamedTuple):
 
     @classmethod
     def of(cls, header: Any) -> Delayed | None:
-        """The wait that a header of :meth:`header` tells of; None for anything else."""
+        """Parse what :meth:`header` has written; None for anything else."""
         if not is_own(header) or not header.keys() >= _REQUIRED or not is_text(header["id"]):
             return None
         return cls(
@@ -95,9 +95,9 @@ class Delayed(NamedTuple):
 
 
 def due_of(headers: Mapping[str, Any] | None) -> int | None:
-    """The due time in a message's ``eta`` header, microseconds since the epoch, or None.
+    """The due time in the ``eta`` header, in microseconds since the epoch; None without one.
 
-    InvalidDueTime: a Celery task's ETA is not ISO 8601. In other messages it means nothing to us.
+    InvalidDueTime: a Celery task's ETA is not ISO 8601. In other messages such an ETA is ignored.
     """
     eta = headers.get("eta") if headers else None
     if not eta:
@@ -111,7 +111,7 @@ def due_of(headers: Mapping[str, Any] | None) -> int | None:
 
 
 def due_ms_of(headers: Mapping[str, Any]) -> int | None:
-    """The due time in milliseconds, as our header has it; None also where :func:`due_of` raises."""
+    """The due time of the ``eta`` header in milliseconds; None for none or an invalid one."""
     try:
         found_us = due_of(headers)
     except InvalidDueTime:
@@ -119,15 +119,15 @@ def due_ms_of(headers: Mapping[str, Any]) -> int | None:
     return None if found_us is None else milliseconds_up(found_us)
 
 
-#: Under these two our header keeps that its task was cancelled, and the ``expires`` it had.
+#: Fields of our header: the task was cancelled, and its original ``expires``.
 CANCELLED, EXPIRES = "cancelled", "task_expires"
 
-#: Long ago: a worker that knows nothing of us announces a cancelled task as expired.
+#: A cancelled task expired then: a worker without this package announces it as expired.
 _LONG_AGO = "2000-01-01T00:00:00+00:00"
 
 
 def cancel(headers: dict[str, Any], header: dict[str, Any]) -> None:
-    """Mark a task's *headers*, and our *header* among them: its receiver must not run it."""
+    """Mark a task as cancelled, in its *headers* and in our *header*: no worker may run it."""
     header[CANCELLED] = True
     if "expires" in headers:
         header[EXPIRES] = headers["expires"]
@@ -135,7 +135,7 @@ def cancel(headers: dict[str, Any], header: dict[str, Any]) -> None:
 
 
 def uncover(headers: dict[str, Any], header: Mapping[str, Any]) -> bool:
-    """True if the task was cancelled; its *headers* then have what :func:`cancel` took."""
+    """Undo :func:`cancel` in *headers*; True if the task was cancelled."""
     if not header.get(CANCELLED):
         return False
     if EXPIRES in header:

@@ -1,7 +1,6 @@
-"""Connections and threads that belong to one process, and the only fork hook of this package.
+"""Values that belong to one process, such as connections, and this package's only fork hook.
 
-A forked child has its parent's sockets but not its threads: it must neither use nor end what its
-parent has opened.
+A forked child has its parent's sockets but not its threads. It must neither use nor close them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _forgets: list[Callable[[], object]] = []
 
 
 def in_forked_child(forget: Callable[[], object]) -> None:
-    """Call *forget* first thing in every forked child."""
+    """Call *forget* at the start of every forked child."""
     _forgets.append(forget)
 
 
@@ -32,9 +31,9 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class PerProcess(Generic[Key, Value]):
-    """One value for each key in each process, made when it is first asked for.
+    """One value per key and process, made when it is first needed.
 
-    *abandon* is called in a forked child with each value of its parent, which is forgotten then.
+    A forked child calls *abandon* with each value of its parent, and forgets the value.
     """
 
     def __init__(self, abandon: Callable[[Value], object] = lambda value: None) -> None:
@@ -50,7 +49,7 @@ class PerProcess(Generic[Key, Value]):
         *,
         is_good: Callable[[Value], bool] = lambda value: True,
     ) -> Value:
-        """The value of *key*; made anew where there is none, or it is not good any more."""
+        """The value of *key*; *make* makes it if there is none or *is_good* refuses it."""
         value = self._values.get(key)
         if value is None or not is_good(value):
             with self._making:

@@ -1,4 +1,4 @@
-"""A Redis or Valkey that keeps something of ours: its version, its settings, its clock."""
+"""Checks of a Redis or Valkey: its version, its settings and its clock."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from redis.exceptions import RedisError, ResponseError
 from .errors import UnsupportedBroker
 from .finding import ADVICE, UNCHECKED, WRONG, Finding, clock_finding
 
-#: Seconds for which what was written to see whether that is possible stays.
+#: TTL of the key that a check writes, in seconds.
 _TRIED_SECONDS = 5
 
-#: ZRANGE … BYSCORE, which kombu's own consumers use as well.
+#: The first version with ZRANGE … BYSCORE, which kombu's own consumers need, too.
 OLDEST_REDIS = (6, 2)
 
 
 @dataclass(frozen=True)
 class Server:
-    """The part of ``INFO`` that matters here.
+    """A server, as its ``INFO`` describes it.
 
-    *version* is () where the server tells none, *policy* and *aof* are None likewise.
-    *configurable* says whether this user may change its configuration, as no user may on most
-    hosted servers; None where that was not asked.
+    *version* is () if it is unknown; *policy* (``maxmemory-policy``) and *aof* (``appendonly``) are
+    None. *configurable* is true if this user may read the configuration, and None if that was not
+    tried: on most hosted servers no user may.
     """
 
     name: str = "Redis"
@@ -37,7 +37,7 @@ class Server:
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any], *, configurable: bool | None = None) -> Server:
-        """A server by redis-py's ``info()``; {} where asking is not allowed."""
+        """A server from redis-py's ``info()``; {} if this user may not call it."""
         text = str(info.get("redis_version", ""))
         aof = info.get("aof_enabled")
         return cls(
@@ -54,10 +54,10 @@ class Server:
 
 
 def check_server(server: Server, *, prefix: str) -> None:
-    """Refuse a server that cannot hold delayed messages: older than 6.2, or a cluster.
+    """Raise UnsupportedBroker for a server older than 6.2, or in cluster mode.
 
-    With a hash tag in kombu's ``global_keyprefix``, *prefix*, all keys share a slot, which is how
-    some use kombu on a cluster.
+    A cluster is accepted if *prefix*, kombu's ``global_keyprefix``, has a hash tag: then all keys
+    share a slot.
     """
     if server.version and server.version < OLDEST_REDIS:
         raise UnsupportedBroker(
@@ -73,10 +73,10 @@ def check_server(server: Server, *, prefix: str) -> None:
 
 
 def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) -> Iterator[Finding]:
-    """Settings that may make a server lose what is *kept*, such as "delayed messages".
+    """Findings for settings that may make the server lose what is *kept* ("delayed messages").
 
-    Where it does not let its configuration be changed, that is advice: its host decides. Volatile
-    policies drop only what *has_ttls*.
+    They are advice if the server's host decides about its configuration. A volatile eviction policy
+    matters if the keys have TTLs (*has_ttls*).
     """
     level = ADVICE if server.configurable is False else WRONG
     policy = server.policy
@@ -84,45 +84,44 @@ def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) ->
         yield Finding(
             check,
             UNCHECKED,
-            "maxmemory-policy and persistence: INFO does not tell them",
-            "let this user do INFO, or make sure of noeviction and appendonly yes yourself",
+            "maxmemory-policy and appendonly are unknown: INFO does not show them",
+            "let this user call INFO, or make sure of noeviction and appendonly yes yourself",
         )
     dropping = ("allkeys-", "volatile-") if has_ttls else ("allkeys-",)
     if policy is not None and policy.startswith(dropping):
         yield Finding(
             check,
             level,
-            f"maxmemory-policy is {policy}: {server.name} may drop {kept} when memory is short",
+            f"maxmemory-policy is {policy}: {server.name} may delete {kept} when memory is short",
             f"set maxmemory-policy noeviction{_where(server)}",
         )
     elif policy is not None and policy.startswith("volatile-"):
         yield Finding(
             check,
             ADVICE,
-            f"maxmemory-policy is {policy}: what has no TTL stays, queues with x-expires may go",
+            f"maxmemory-policy is {policy}: queues with x-expires may be deleted",
             f"set maxmemory-policy noeviction{_where(server)}",
         )
     if server.aof is False:
         yield Finding(
             check,
             level,
-            f"appendonly is no: of {kept}, what came since the last snapshot is lost when "
-            f"{server.name} restarts",
+            f"appendonly is no: a restart of {server.name} loses {kept} since its last snapshot",
             f"set appendonly yes (appendfsync everysec){_where(server)}"
-            + ("; else have a replica that takes over" if level == ADVICE else ""),
+            + ("; or run a replica that takes over" if level == ADVICE else ""),
         )
 
 
 def clocks(ahead_seconds: float, *, check: str = "clocks") -> Iterator[Finding]:
-    """The fault of a server whose clock is *ahead_seconds* ahead of this machine's."""
-    effect = "are put back once" if ahead_seconds > 0 else "come that much later"
+    """A finding if the server's clock is *ahead_seconds* ahead of this machine's, or behind."""
+    effect = "arrive early and are put back once" if ahead_seconds > 0 else "arrive that much later"
     yield from clock_finding(
         "the Redis server's clock", ahead_seconds, f"delayed tasks {effect}", check=check
     )
 
 
 def _where(server: Server) -> str:
-    return ", where your provider lets you" if server.configurable is False else ""
+    return ", if your provider lets you" if server.configurable is False else ""
 
 
 def _has_hash_tag(prefix: str) -> bool:
@@ -131,9 +130,9 @@ def _has_hash_tag(prefix: str) -> bool:
 
 
 def server_of(client: Any, *, thoroughly: bool = False) -> Server:
-    """The server as it describes itself now; little, where ``INFO`` is not allowed.
+    """Ask the server for its ``INFO``; fields are unknown if this user may not.
 
-    *thoroughly*: also whether it can be configured.
+    *thoroughly*: find out *configurable*, too.
     """
     configurable = _is_configurable(client) if thoroughly else None
     try:
@@ -143,7 +142,7 @@ def server_of(client: Any, *, thoroughly: bool = False) -> Server:
 
 
 def _is_configurable(client: Any) -> bool:
-    """True if this user may look at the configuration: else it may not change it either."""
+    """True if this user may read the configuration; otherwise it cannot change it either."""
     try:
         client.config_get("appendonly")
     except ResponseError:
@@ -152,47 +151,40 @@ def _is_configurable(client: Any) -> bool:
 
 
 def now_us(client: Any) -> int:
-    """Microseconds since the epoch by the server's clock."""
+    """The time of the server's clock in microseconds since the epoch."""
     seconds, microseconds = client.time()
     return int(seconds) * 1_000_000 + int(microseconds)
 
 
 def clock_ahead_seconds(client: Any) -> float:
-    """Seconds that the server's clock is ahead of ours; negative if it is behind."""
+    """Seconds that the server's clock is ahead of this machine's; negative if it is behind."""
     before_us = time_ns() // 1000
     server_us = now_us(client)
     return (server_us - (before_us + time_ns() // 1000) / 2) / 1_000_000
 
 
 def findings(client: Any, *, key: str, where: str) -> Iterator[Finding]:
-    """Faults of a Redis beside the broker, in which records are kept with TTLs.
+    """Problems of a Redis that keeps records with TTLs, beside the broker.
 
-    *where* is its URL, without a password; *key* one that may be written, and goes by itself.
+    *where* is its URL without a password. *key* is written to try, and expires by itself.
     """
-    check, kept = "records", "what is known about waiting tasks"
+    check = "records"
     try:
         client.ping()
     except (RedisError, OSError) as exc:
-        yield Finding(
-            check,
-            WRONG,
-            f"{where} does not serve: {type(exc).__name__}: {exc}",
-            "start it, or correct host, user and password of its URL, in workers and producers",
-        )
+        problem = f"{where} does not answer: {type(exc).__name__}: {exc}"
+        remedy = "start it, or correct host, user and password of its URL, in workers and producers"
+        yield Finding(check, WRONG, problem, remedy)
         return
     try:
         client.set(key, "", ex=_TRIED_SECONDS)
     except (RedisError, OSError) as exc:
-        yield Finding(
-            check,
-            WRONG,
-            f"{where} takes nothing: {type(exc).__name__}: {exc}",
-            "name a server in its URL that may be written to, no replica, with memory and disk "
-            "left and a user who may",
-        )
+        problem = f"{where} cannot be written to: {type(exc).__name__}: {exc}"
+        remedy = "name a primary, not a replica, with free memory and disk, and let its user write"
+        yield Finding(check, WRONG, problem, remedy)
     try:
         server = server_of(client, thoroughly=True)
-        yield from keeping(server, check=check, kept=kept, has_ttls=True)
+        yield from keeping(server, check=check, kept="records of waiting tasks", has_ttls=True)
         yield from clocks(clock_ahead_seconds(client), check=check)
     except (RedisError, OSError) as exc:
         yield Finding(check, WRONG, f"{where}: {type(exc).__name__}: {exc}", "ask again")

@@ -1,7 +1,7 @@
-"""All settings: one frozen object, validated whole.
+"""All settings, as one frozen object.
 
-In a Celery configuration every name carries the prefix ``native_delay_``; as keywords of
-``install()`` and as ``transport_options["native_delay"]`` they stand without it.
+In a Celery configuration every name has the prefix ``native_delay_``. Keywords of ``install()`` and
+``transport_options["native_delay"]`` have no prefix.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .urls import is_redis_url, without_password
 #: RabbitMQ refuses a longer ``x-message-ttl``: rabbit_misc.erl, check_expiry/1.
 MAX_TTL_MS = 315_360_000_000
 
-#: A million messages of 1 kB kept are a gigabyte; beyond some thousands none goes out faster.
+#: A million unconfirmed messages of 1 kB take a gigabyte of memory.
 MAX_CONFIRM_WINDOW = 1_000_000
 
-#: Fused bits that are waited for together: 15 queues for one hop instead of four.
+#: Fused bits of one group: its 15 queues replace four hops by one.
 FUSED_WIDTH = 4
-#: The lowest of them are the fractions of a second at the default resolution: most delays are
-#: whole seconds, and spread over all 15 queues of a group that begins with the second.
+#: The lowest group has three bits: the fractions of a second at the default resolution. The next
+#: group then begins with whole seconds, and most delays use all of its 15 queues.
 FRACTION_BITS = 3
 
 _PREFIX = "native_delay_"
@@ -35,7 +35,7 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _NAMESPACE_BYTES = 64
 
 
-# Not SQLite in memory: no other process would see it, and it ends with its own.
+# Not SQLite in memory: no other process would see it.
 _STORE_URL = re.compile(
     r"(?!sqlite(\+\w+)?://(/?(\?|$)|.*(:memory:|mode=memory)))[A-Za-z][\w.]*(\+\w+)?://", re.ASCII
 )
@@ -44,7 +44,7 @@ _EXPECTED_STORE = (
     '"sqlite:////var/lib/shop/delays.db"'
 )
 
-# The dialects of SQLAlchemy itself, and others with their driver: no URL of a broker.
+# SQLAlchemy's own dialects, and others with their driver; never the URL of a broker.
 _DATABASE = re.compile(r"(sqlite|postgresql|mysql|mariadb|oracle|mssql)://|\w+\+\w+://")
 
 _EXPECTED_RECORDS = (
@@ -55,76 +55,77 @@ _EXPECTED_RECORDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DelaySettings:
-    """Settings of delayed delivery; equal ones mean the same delay levels.
+    """The settings of this package for one app.
 
     Raises:
-        SettingsError: for an unknown name or an impossible value; the text says what was expected,
-            what came and the way out.
+        SettingsError: a name is unknown or a value invalid. The text says what was expected, what
+            was given and what to do.
     """
 
     enabled: bool = True
     """Off: Celery behaves as if this package were not installed. Defaults to True."""
     namespace: str = "celery_delay"
-    """First word of every broker-side name. Two namespaces never meet."""
+    """First word of every name on the broker. Apps with different namespaces share nothing."""
     levels: int = 31
-    """Delay levels; the longest delay is just under 2**levels times the resolution.
+    """Number of delay levels. The longest delay is just under 2**levels times the resolution.
     Defaults to 31 (8.5 years at 125 ms)."""
     resolution: float = 0.125
-    """Seconds of level 0, a whole number of milliseconds; delays are rounded up to it."""
+    """Seconds of level 0, a whole number of milliseconds. Delays are rounded up to a multiple."""
     fused_bits: int = 15
-    """So many of the lowest bits of a delay are waited for in groups, each in one of up to 15
-    queues, instead of one at a time: fewer hops per message, and room for more messages per second,
-    for more level queues. The lowest group has three bits, which are the fractions of a second at
-    the default resolution, the others four: 3, 7, 11, 15 and so on; 0 is purely binary. Defaults to
-    15: whole seconds below an hour take at most three hops."""
+    """Number of the lowest bits of a delay that are waited for in groups. A message waits for a
+    group once, in one of up to 15 queues, instead of once per bit: fewer hops and more messages per
+    second, for more level queues. The lowest group has three bits (the fractions of a second at
+    the default resolution), the others have four, so use 3, 7, 11, 15 and so on; 0 makes no groups.
+    Defaults to 15: whole seconds below an hour take at most three hops."""
     queue_type: str = "quorum"
-    """"quorum", or "classic": one node, may lose what hops while the broker crashes."""
+    """"quorum" or "classic". Classic queues are on one node, and may lose messages that hop while
+    the broker crashes."""
     confirm_publish: bool = True
-    """Each delayed publish waits for RabbitMQ's confirm. Off: it does not, as in Celery, and a
-    message may be lost unnoticed. Defaults to True."""
+    """Each delayed publish waits for RabbitMQ's confirm. If off, as in Celery, a message may be
+    lost unnoticed. Defaults to True."""
     confirm_window: int = 1000
-    """Messages of a batch of ``bulk(app)`` that may be unconfirmed at a time."""
+    """Number of messages of ``bulk(app)`` that may be unconfirmed at a time."""
     declare: bool = True
-    """Off: nothing of ours is declared, bound, unbound or deleted on RabbitMQ, and what is missing
-    raises ``NotDeclared``; `celery -A PROJ delay export` writes all of it for other tools."""
+    """If off, this package declares, binds and deletes nothing on RabbitMQ, and raises
+    ``NotDeclared`` for what is missing. `celery -A PROJ delay export` writes all of it for other
+    tools."""
     landing_exchanges: tuple[str, ...] = ()
-    """Exchanges that foreign consumers bind to: their delayed messages pass a landing queue."""
+    """Exchanges to which consumers without this package bind queues. Their delayed messages go
+    through a landing queue."""
     adopt: bool = True
-    """Workers put tasks that arrive with their ETA ahead back into the delay levels."""
+    """Workers put tasks that arrive before their ETA back into the broker."""
     management_url: str | None = None
-    """RabbitMQ's management API, ``http://user:password@host:15672``. None: the broker's host
-    and credentials, port 15672. Only ``doctor``, ``verify``, ``status`` and the policy check
-    read it."""
+    """URL of RabbitMQ's management API, ``http://user:password@host:15672``. None: the broker's
+    host and credentials, port 15672. Only ``doctor``, ``verify``, ``status`` and a worker's check
+    of policies read it."""
 
     records: str | None = None
-    """URL of a Redis, or SQLAlchemy URL of a database, that keeps what is known about waiting
-    tasks, such as ``postgresql+psycopg://host/shop``. RabbitMQ, SQS and pgmq need it to list,
-    cancel and move tasks, for keys and for rates. A Redis broker and ``native_delay_store``
-    keep records themselves. Fenced runs are kept here on any broker. Defaults to None."""
+    """URL of a Redis, or SQLAlchemy URL of a database, for the records of waiting tasks, such as
+    ``postgresql+psycopg://host/shop``. RabbitMQ, SQS and pgmq need it to list, cancel and move
+    tasks, for keys and for rates. A Redis broker and ``native_delay_store`` keep records
+    themselves. Fenced runs are recorded here on any broker. Defaults to None."""
     records_away: str = "run"
-    """While the records are unreachable, due tasks "run", even if one was cancelled or moved; or
-    they "wait" in the broker."""
+    """Decides about due tasks while the records are unreachable: they "run", even if they were
+    cancelled or moved, or they "wait" in the broker."""
 
     store: str | None = None
-    """SQLAlchemy URL of the database in which messages wait whose broker can delay nothing, such
-    as ``sqlite:////var/lib/shop/delays.db``. Defaults to None: a ``sqla+…`` broker is its own
-    store, with other brokers Celery keeps its own way."""
-    store_outage_seconds: float = 120.0
-    """So long the store may be away before a worker calls it critical, and stops warmly."""
+    """SQLAlchemy URL of the database in which messages wait if the broker itself cannot delay,
+    such as ``sqlite:////var/lib/shop/delays.db``. Defaults to None: a ``sqla+…`` broker is its own
+    store, and on other such brokers delayed tasks wait in the worker, as in Celery."""
     strict: bool = False
-    """An app whose broker no transport of ours fits raises, instead of a warning."""
+    """If on, an app whose broker is not supported raises ``UnsupportedBroker``, instead of a
+    warning."""
 
     telemetry: str | None = None
-    """Folder to which every process of a worker writes what its tasks did, one line of JSON when
-    an attempt starts and one when it ends. Defaults to None: off."""
+    """Folder for telemetry: every process of a worker writes one line of JSON when a task starts
+    and one when it ends. Defaults to None: off."""
     fence_policy: str = "run"
-    """Fate of the tasks of a fenced run that was not sealed in time: workers "run" all of them,
-    perhaps twice, or "drop" all of them."""
+    """Decides about the tasks of a fenced run that was not sealed in time: workers "run" all of
+    them, perhaps twice, or "drop" all of them."""
 
     rates: Mapping[str, Rate | str | Mapping[str, Any]] | tuple[tuple[str, Rate], ...] = ()
-    """Rates by the names of tasks, ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
-    ``{"shop.call_api": "100/m"}``: workers let these wait in the broker until it is their turn.
-    Defaults to none."""
+    """Rates by task name, ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
+    ``{"shop.call_api": "100/m"}``. Tasks beyond their rate wait in the broker. Defaults to none."""
 
     def __post_init__(self) -> None:
         for name in ("landing_exchanges", "rates"):
@@ -133,11 +134,12 @@ class DelaySettings:
             _check(name, getattr(self, name))
         if not self._fits_ttl(self.levels):
             ttl_ms = self.resolution_ms * self._largest_step(self.levels)
+            most = next((n for n in range(self.levels, 0, -1) if self._fits_ttl(n)), 0)
             raise SettingsError(
                 f"native_delay_levels={self.levels} with native_delay_resolution="
                 f"{self.resolution} and native_delay_fused_bits={self.fused_bits} needs a queue "
                 f"with a TTL of {ttl_ms} ms; RabbitMQ's limit is {MAX_TTL_MS} ms (10 years): "
-                f"expected native_delay_levels of at most {self._most_levels()}, or a smaller "
+                f"expected native_delay_levels of at most {most}, or a smaller "
                 f"native_delay_resolution"
             )
 
@@ -148,18 +150,14 @@ class DelaySettings:
 
     @property
     def rate_by_task(self) -> dict[str, Rate]:
-        """The rates, by the names of their tasks."""
+        """The rates by task name."""
         return {name: Rate.of(rate) for name, rate in dict(self.rates).items()}
 
     @property
     def while_records_are_away(self) -> str:
-        """The consequences of records that do not answer, for an error to tell."""
-        due = (
-            "tasks wait and run as ever, those that were cancelled or moved as well"
-            if self.records_away == "run"
-            else "tasks that are due wait in the broker"
-        )
-        return f"until they do {due}, and none can be listed, cancelled or moved"
+        """The consequences of unreachable records, for an error's text."""
+        due = "run, even if cancelled" if self.records_away == "run" else "wait in the broker"
+        return f"meanwhile due tasks {due}, and none can be listed, cancelled or moved"
 
     @property
     def longest_delay_seconds(self) -> float:
@@ -167,25 +165,21 @@ class DelaySettings:
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000
 
     def _largest_step(self, levels: int) -> int:
-        """Units of the longest single wait: all bits of the top level."""
+        """The longest single wait in units of the resolution: all bits of the top level."""
         return (1 << levels) - (1 << lowest_bit(levels - 1, fused_bits=self.fused_bits))
-
-    def _most_levels(self) -> int:
-        fits = (n for n in range(self.levels, 0, -1) if self._fits_ttl(n))
-        return next(fits, 0)
 
     def _fits_ttl(self, levels: int) -> bool:
         return self.resolution_ms * self._largest_step(levels) <= MAX_TTL_MS
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> DelaySettings:
-        """Settings from names without the prefix; unknown names are refused."""
+        """Make settings from a mapping of names without the prefix."""
         check_settings(values)
         return cls(**values)
 
 
 def check_settings(values: Mapping[str, Any]) -> None:
-    """Check names and values one by one, without the rules that join several of them."""
+    """Check each name and value, without the rules that involve several settings."""
     for name, value in values.items():
         bare = name.removeprefix(_PREFIX)
         if bare != name and bare in _names():
@@ -202,7 +196,7 @@ def check_settings(values: Mapping[str, Any]) -> None:
 
 
 def is_store_url(url: str) -> bool:
-    """True if messages can wait in a database at *url*: in no SQLite in memory."""
+    """True if *url* is a SQLAlchemy URL of a database, other than SQLite in memory."""
     return bool(_STORE_URL.match(url))
 
 
@@ -211,7 +205,7 @@ def _names() -> list[str]:
 
 
 def _normal(name: str, value: Any) -> Any:
-    """*value* as it is kept: what is equal is equal, has one repr and can be hashed."""
+    """The *value* in its normal form, which can be compared and hashed."""
     if name == "landing_exchanges" and isinstance(value, list | set | frozenset):
         return tuple(value if isinstance(value, list) else sorted(value, key=str))
     if name == "rates" and isinstance(value, Mapping):
@@ -233,7 +227,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def _expected(name: str, value: Any) -> str:
-    """The values that *name* may have, or "" when *value* will do."""
+    """The values that *name* may have; "" if *value* is valid."""
     match name:
         case "enabled" | "adopt" | "confirm_publish" | "declare" | "strict":
             return "" if isinstance(value, bool) else "True or False"
@@ -268,9 +262,6 @@ def _expected(name: str, value: Any) -> str:
         case "store":
             fits = value is None or (isinstance(value, str) and is_store_url(value))
             return "" if fits else _EXPECTED_STORE
-        case "store_outage_seconds":
-            fits = _is_number(value) and 0 < value <= 86_400
-            return "" if fits else "seconds, more than 0 and at most 86400"
         case "telemetry":
             fits = value is None or (isinstance(value, str) and value != "" and "\0" not in value)
             return "" if fits else "None or the path of a folder"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import _state
+from celery import _state, signals
 from hypothesis import HealthCheck, settings
 
 from celery_native_delay.testing import (
@@ -83,12 +83,21 @@ def pytest_runtest_makereport(
     return report
 
 
+@signals.setup_logging.connect(weak=False)
+def leave_logging_to_pytest(**_: Any) -> None:
+    """A worker in this process configures no logging: its log level would outlive its test."""
+
+
 @pytest.fixture(autouse=True)
-def unshare_tasks() -> Iterator[None]:
-    """Keep the tasks of a test's app out of the apps of later tests."""
+def unshare_celery() -> Iterator[None]:
+    """Remove a test's shared tasks, and the state of a worker that did not start, after the test.
+
+    While ``start_worker`` starts a worker, Celery forbids ``result.get()`` in the whole process.
+    """
     shared = set(_state._on_app_finalizers)
     yield
     _state._on_app_finalizers.intersection_update(shared)
+    _state._set_task_join_will_block(False)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,6 +10,7 @@ from threading import Thread
 from time import monotonic, time
 from typing import Any
 
+from celery import Celery
 from kombu import Exchange, Producer, Queue
 
 from tests.waiting import PATIENCE_SECONDS
@@ -24,6 +25,10 @@ QUEUES = [
     Queue("invoices", DIRECT, routing_key="invoice"),
     Queue("copies", DIRECT, routing_key="invoice"),
 ]
+
+
+#: The queue of the tasks that wait in tests.
+JOBS = "jobs"
 
 
 def eta_in(seconds: float) -> str:
@@ -44,6 +49,13 @@ def publish(
     if delay is not None:
         headers["eta"] = eta_in(delay)
     Producer(connection).publish(body, routing_key=routing_key, headers=headers, **options)
+
+
+def send_task(app: Celery, number: int, *, countdown: float, **options: Any) -> str:
+    """Send the task ``order-<number>``; its id is returned."""
+    options = {"queue": JOBS, "task_id": f"order-{number}"} | options
+    kwargs = {"order": number, "text": "käse" if number % 2 else "wurst"}
+    return str(app.send_task("shop.remind", ("ada",), kwargs, countdown=countdown, **options).id)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The broker of an app: asked questions, named in errors, and why nothing can wait there."""
+"""The broker of an app: questions to it, its name in errors, and whether tasks can wait there."""
 
 from __future__ import annotations
 
@@ -16,48 +16,47 @@ from ..transports.aliases import needs_store, transport_of
 from ..urls import without_password
 
 _WAY_TO_STORE = (
-    "; set native_delay_store to the URL of a database, such as "
+    "set native_delay_store to the URL of a database, such as "
     '"sqlite:////var/lib/shop/delays.db", in workers and producers'
 )
 
 
 def check_fits(connection: Any, settings: DelaySettings) -> None:
-    """Refuse a connection to a broker in which nothing can wait, saying the way out."""
+    """Raise UnsupportedBroker if no task can wait in the broker of *connection*."""
     if transport_of(connection.transport_cls, store=settings.store) is None:
-        problem, way_out = why_nothing_waits(connection.transport_cls)
-        raise UnsupportedBroker(f"{problem}{way_out}")
+        raise UnsupportedBroker(why_nothing_waits(connection.transport_cls))
 
 
-def why_nothing_waits(transport: Any) -> tuple[str, str]:
-    """The problem with one of kombu's transports in which nothing can wait, and the way out."""
+def why_nothing_waits(transport: Any) -> str:
+    """The reason why no task can wait with kombu's *transport*, and what to do."""
     shown = transport if transport in TRANSPORT_ALIASES else repr(transport)
     if needs_store(transport):
-        return f"native delay has no store for {shown}", _WAY_TO_STORE
-    return f"native delay has no transport for {shown}", ""
+        return f"native delay has no store for {shown}: {_WAY_TO_STORE}"
+    return f"native delay does not support {shown}"
 
 
 @contextmanager
 def told_on_command_lines() -> Iterator[None]:
-    """An UnsupportedBroker ends ``celery worker``, ``beat``, … without a traceback."""
+    """Let an UnsupportedBroker end ``celery worker``, ``beat``, … without a traceback."""
     try:
         yield
     except UnsupportedBroker as exc:
         click = sys.modules.get("click")
         if click is None or click.get_current_context(silent=True) is None:
             raise
-        # A ClickException is told in a sentence; one of ours is what callers may expect.
+        # click prints a ClickException in one sentence; callers expect an UnsupportedBroker.
         told = type("UnsupportedBroker", (UnsupportedBroker, click.ClickException), {})
         raise told(str(exc)) from exc
 
 
 def name_broker(error: OperationalError, app: Any) -> None:
-    """Add to an error of kombu's, whose text may name no host, where *app* connects to."""
+    """Add the app's broker as a note to an error of kombu, whose text may name no host."""
     if not hasattr(error, "__notes__"):
         error.add_note(f"the broker is {shown_broker(app)}")
 
 
 def shown_broker(app: Any) -> str:
-    """The broker that *app* writes to, or each of several, without a password."""
+    """The URLs of the app's broker, without passwords."""
     connection = app.connection_for_write()
     urls = [without_password(url) for url in connection.alt]
     return " or ".join(urls) if len(urls) > 1 else without_password(connection.as_uri())
@@ -67,9 +66,9 @@ T = TypeVar("T")
 
 
 def ask_on_a_connection(app: Any, question: Callable[[Any], T]) -> T:
-    """The answer to *question*, which is asked on a connection.
+    """Call *question* with a connection of the app's pool, and return its answer.
 
-    Errors of kombu if the broker is not there.
+    Raises kombu's OperationalError if the broker cannot be reached.
     """
     try:
         with app.connection_or_acquire() as connection:
@@ -78,7 +77,7 @@ def ask_on_a_connection(app: Any, question: Callable[[Any], T]) -> T:
                     connection.ensure_connection(max_retries=1)
                     return question(connection)
                 except connection.recoverable_connection_errors as exc:
-                    # A pooled connection whose broker was restarted knows when it is used.
+                    # A pooled connection notices a restarted broker only when it is used.
                     if last_try:
                         raise OperationalError(str(exc)) from exc
                     connection.collect()

@@ -1,4 +1,4 @@
-"""``Delay(app)``: see, cancel and move what waits."""
+"""``Delay(app)``: list, cancel and reschedule waiting tasks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from typing import Any, TypeAlias, TypeVar, overload
 from celery import Celery, Task
 from celery.canvas import Signature
 from celery.result import AsyncResult
-from celery.utils.log import get_logger
 
 from ..due_time import due_us
 from ..errors import (
     CannotDelay,
     InvalidQuery,
     NativeDelayError,
-    NoRecords,
     RecordsUnavailable,
-    described,
 )
 from ..rates.line import RateLine
 from ..records import waiting
@@ -31,47 +28,48 @@ from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
 from .broker import ask_on_a_connection
 from .installation import checked_app, delaying_channel
-from .keyed import Edge, Keyed, KeyedResult, KeyKind, Until, tell_revoked
-
-logger = get_logger(__name__)
+from .keyed import KeyedCalls, KeyKind, tell_revoked
 
 T = TypeVar("T")
 
-#: Matches of a search are counted so far beyond those listed: reading all would take seconds.
+#: A search counts up to this many matches beyond the listed ones: reading all could take seconds.
 _COUNTED = 1000
 
-#: What names a task.
+#: A task, by its id or by an object that has it.
 TaskId: TypeAlias = str | AsyncResult | Waiting
 
-#: Lines of rated tasks that are looked through for holds.
+#: Rate lines that are read to find those that RetryAfter holds.
 _MOST_LINES = 10_000
 
 
-class Delay:
-    """The waiting tasks of one app, to be seen, cancelled and moved.
+class Delay(KeyedCalls):
+    """List, search, cancel and reschedule the waiting tasks of one app, or send one per key.
 
-    On Redis it is the broker itself that is asked, on RabbitMQ ``native_delay_records``, elsewhere
-    ``native_delay_store``. Every method raises :class:`~celery_native_delay.RecordsUnavailable` if
-    that is not there, and errors of kombu if the broker is not. What changes something answers
-    with an :class:`~celery_native_delay.Outcome`, true if it was done.
+    It asks the broker on Redis, ``native_delay_records`` on RabbitMQ, SQS and pgmq, and
+    ``native_delay_store`` elsewhere. Every method raises
+    :class:`~celery_native_delay.RecordsUnavailable` if these are unreachable, and kombu's errors if
+    the broker is. Methods that change a task return an :class:`~celery_native_delay.Outcome`; it is
+    truthy if the change was made.
     """
 
     def __init__(self, app: Celery) -> None:
-        self._app = checked_app(app)
+        super().__init__(checked_app(app))
         self._tells_results = True
-        self._keyed = Keyed(self._app)
 
     # --- seeing --------------------------------------------------------------------------
 
     def ls(self, search: str | Query = "", *, limit: int = 50, offset: int = 0) -> Page:
-        """The tasks that wait, earliest first, as a sequence; its *total* is how many match in all.
+        """List the waiting tasks that match *search*, earliest due time first.
 
         Args:
             search: words as in Flower's search box, such as ``name:shop.remind ada``, or a
-                :class:`Query`.
+                :class:`Query`. By default all tasks match.
+
+        Returns:
+            a sequence of :class:`Waiting`. Its *total* is the number of all matching tasks.
 
         Raises:
-            InvalidQuery: it cannot be understood, or *limit* or *offset* is no number from 0.
+            InvalidQuery: *search* cannot be parsed, or *limit* or *offset* is no number from 0.
         """
         _check_count("limit", limit, least=0)
         _check_count("offset", offset, least=0)
@@ -80,37 +78,37 @@ class Delay:
         return Page(tuple(self._as_held(page.tasks)), page.total)
 
     def show(self, task_id: TaskId) -> list[Waiting]:
-        """Messages that wait under this id: one most often, none if it does not wait."""
+        """The waiting messages with this task id: usually one, none if the task is not waiting."""
         one = _id_of(task_id)
         return self._as_held(self._ask(lambda found: found.get(one)))
 
     def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
-        """Ids of the tasks that match now, each once, earliest first; at most *limit*."""
+        """The ids of the waiting tasks that match *search*, earliest first, up to *limit*."""
         if limit is not None:
             _check_count("limit", limit, least=0)
         query = _query(search)
         return self._ask(lambda found: _some_of(found.ids(query), limit))
 
     def count(self, search: str | Query = "") -> int:
-        """Number of tasks that wait and match."""
+        """The number of waiting tasks that match *search*."""
         query = _query(search)
         return self._ask(lambda found: found.count(query))
 
     def histogram(self, *, bars: int = 40) -> list[Bar]:
-        """The spread of the due times, in *bars* bars at most."""
+        """A histogram of the due times of all waiting tasks, with up to *bars* bars."""
         _check_count("bars", bars, least=1)
         return self._ask(lambda found: waiting.histogram(found, bars=bars))
 
     def next_due(self) -> datetime | None:
-        """The time at which the next task is due, None if nothing waits."""
+        """The earliest due time of all waiting tasks; None if no task waits."""
         span = self._ask(lambda found: found.span())
         return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
 
     def rates(self, *, limit: int = 50) -> list[RateLine]:
-        """The lines of rated tasks, those with most waiting first; at most *limit*.
+        """The queues of rate-limited tasks, one per task and key, longest first, up to *limit*.
 
         Raises:
-            NoRecords: nothing beside this broker can keep lines.
+            NoRecords: this broker needs ``native_delay_records`` for rates.
         """
         _check_count("limit", limit, least=0)
 
@@ -121,10 +119,10 @@ class Delay:
         return self._ask_broker(looked)
 
     def _as_held(self, tasks: Sequence[Waiting]) -> list[Waiting]:
-        """*tasks*, none of them due before the hold of its line ends."""
+        """Correct the due times of *tasks* that RetryAfter holds: they run after the hold."""
         until_us: dict[tuple[str, str], int] = {}
         if any(task.place for task in tasks):
-            with suppress(NativeDelayError):  # then the messages' own due times are shown
+            with suppress(NativeDelayError):  # then show the due times of the messages
                 for line in self.rates(limit=_MOST_LINES):
                     until_us[line.task, line.key or ""] = line.held_until_us or 0
         return [
@@ -149,26 +147,26 @@ class Delay:
         task: str | Task | Signature | None = None,
         kind: KeyKind | None = None,
     ) -> Outcome:
-        """Cancel a waiting task, by its id or by the key it was sent under: it never runs.
+        """Cancel a waiting task by its id, or by the key it was sent with: it never runs.
 
-        Its result is REVOKED at once. A worker announces it as it does with every revoked task:
-        to monitors and, if it is part of one, to its chord; as soon as there is one.
+        Its result becomes REVOKED at once. The next worker announces it like every revoked task,
+        to monitors and to its chord.
 
         Args:
-            task_id: an id, an ``AsyncResult`` or what :meth:`ls` has found.
-            key: instead of *task_id*, with *task* and *kind*: cancel what waits for this key.
+            task_id: an id, an ``AsyncResult`` or a :class:`Waiting` of :meth:`ls`.
+            key: instead of *task_id*, together with *task* and *kind*: the key of the task.
             task: the task, or its name.
-            kind: the call: "debounce", "throttle" (its edge "both"), "throttle-trailing" or
-                "unique".
+            kind: the call that sent it: "debounce", "throttle" (with edge "both"),
+                "throttle-trailing" or "unique".
 
         Returns:
-            what became of it; its *id* is "" if nothing was sent for the key.
+            the outcome. Its *id* is "" if no task was sent with the key.
 
         Raises:
-            UnsupportedBroker: this broker has no place for records of keys.
+            UnsupportedBroker: no records of keys can be kept for this broker.
         """
         if key is None and task is None and kind is None:
-            return self.cancel_all([_id_of(task_id, many="cancel_all")])[0]
+            return self.cancel_all([_id_of(task_id)])[0]
         if task_id is not None or key is None or task is None or kind is None:
             raise TypeError("expected the id of a task, or all of key, task and kind")
         name = getattr(task, "name", task)
@@ -177,23 +175,23 @@ class Delay:
         return self._cancel_key(key, name, kind)
 
     def cancel_all(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
-        """:meth:`cancel` for many, over one connection."""
+        """Cancel many tasks over one connection; see :meth:`cancel`."""
         self._tells_results = True
         return self._change(task_ids, self._cancel)
 
     def reschedule(
         self, task_id: TaskId, *, countdown: float | None = None, eta: datetime | str | None = None
     ) -> Outcome:
-        """Give a task another due time, as its ``eta`` then says.
+        """Give a waiting task another due time, which its ``eta`` then says.
 
         Args:
-            countdown: seconds from now; below 0 is now.
-            eta: the due time; a naive one is UTC. Either *countdown* or *eta*.
+            countdown: seconds from now; a negative one is now.
+            eta: the due time; without a time zone it is UTC. Give either *countdown* or *eta*.
 
         Raises:
-            InvalidDueTime, DelayTooLong: it is due when it was.
+            InvalidDueTime, DelayTooLong: the due time stays as it was.
         """
-        one = _id_of(task_id, many="reschedule_all")
+        one = _id_of(task_id)
         return self.reschedule_all([one], countdown=countdown, eta=eta)[0]
 
     def reschedule_all(
@@ -203,7 +201,7 @@ class Delay:
         countdown: float | None = None,
         eta: datetime | str | None = None,
     ) -> list[Outcome]:
-        """:meth:`reschedule` for many, over one connection."""
+        """Reschedule many tasks over one connection; see :meth:`reschedule`."""
         if isinstance(countdown, int | float):
             countdown = max(countdown, 0)
         at_us = due_us(delay_headers(countdown=countdown, eta=eta)["eta"])
@@ -211,99 +209,26 @@ class Delay:
         return self._change(task_ids, lambda found, task_id: found.move(task_id, moment))
 
     def run_now(self, task_id: TaskId) -> Outcome:
-        """Make a task due now."""
-        return self.run_all_now([_id_of(task_id, many="run_all_now")])[0]
+        """Let a waiting task run now."""
+        return self.run_all_now([_id_of(task_id)])[0]
 
     def run_all_now(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
-        """:meth:`run_now` for many, over one connection."""
+        """Let many waiting tasks run now, over one connection."""
         return self._change(task_ids, lambda found, task_id: found.move(task_id, None))
 
-    # --- one task for a key --------------------------------------------------------------
-
-    def debounce(
-        self,
-        signature: Signature,
-        *,
-        key: str,
-        seconds: float,
-        max_wait_seconds: float | None = None,
-        announce: bool = False,
-    ) -> KeyedResult:
-        """Run a task once its *key* has been quiet for *seconds*, with the last call's arguments.
-
-        Args:
-            signature: of a single task, such as ``reindex.s(7)``; its name is part of the key.
-            max_wait_seconds: it runs so long after the first of the calls at the latest.
-            announce: the results of the calls that it takes the place of become REVOKED, with the
-                reason; else they are forgotten.
-
-        Returns:
-            the result of the task that will run, if no other call comes; its *replaced* is the id
-            of the waiting task that was taken out for it, or None.
-
-        Raises:
-            UnsupportedBroker: this broker has no place for records of keys; nothing was sent.
-        """
-        return self._keyed.debounce(
-            signature, key, seconds, max_wait_seconds=max_wait_seconds, announce=announce
-        )
-
-    def throttle(
-        self,
-        signature: Signature,
-        *,
-        key: str,
-        seconds: float,
-        edge: Edge = "leading",
-        announce: bool = False,
-    ) -> KeyedResult:
-        """Run a task at most once in *seconds* for its *key*.
-
-        Args:
-            edge: "leading": the first call runs at once, later ones are answered with its result;
-                "trailing": the last call runs when *seconds* are over; "both": the first and, if
-                there are more, the last.
-            signature, announce: as in :meth:`debounce`, which also says what is raised.
-
-        Returns:
-            the result of the task that stands; *created* tells if it is this call's, *replaced* is
-            as in :meth:`debounce`.
-        """
-        return self._keyed.throttle(signature, key, seconds, edge=edge, announce=announce)
-
-    def unique(
-        self,
-        signature: Signature,
-        *,
-        key: str,
-        countdown: float | None = None,
-        eta: datetime | str | None = None,
-        until: Until = "end",
-    ) -> KeyedResult:
-        """Run a task unless one waits or, *until* its "end", runs for its *key*; else that stands.
-
-        Args:
-            until: "start": another may come once it has started; "end": once it is over, and never
-                do two run at once.
-            signature: as in :meth:`debounce`, which also says what is raised.
-
-        Returns:
-            the result of the task that is there; *created* is true if there was none, and this
-            call's task is it.
-        """
-        return self._keyed.unique(signature, key, countdown=countdown, eta=eta, until=until)
+    # --- private -------------------------------------------------------------------------
 
     def _cancel_key(self, key: str, task: str, kind: KeyKind) -> Outcome:
         reason = f"nothing waits for key {key!r} of {task} ({kind})"
         outcome = Outcome("", Verdict.UNKNOWN, reason=reason)
         for _ in range(TRIES):
-            task_id = self._keyed.standing_id(kind, task, key)
+            task_id = self._standing_id(kind, task, key)
             if task_id is None or task_id == outcome.id:
                 break
             outcome = self.cancel(task_id)
             if outcome:
                 break
-            # Another call may have replaced it in the meantime.
+            # Another call may have replaced the task meanwhile: look again.
         return outcome
 
     def _cancel(self, found: WaitingTasks, task_id: str) -> Outcome:
@@ -321,7 +246,7 @@ class Delay:
 
         def rest(found: WaitingTasks) -> list[Outcome]:
             nonlocal begun
-            # Asked once more on another connection, those that are changed are not waiting.
+            # Runs again on a new connection if the first one breaks, for the rest of the ids.
             for position, task_id in list(enumerate(ids))[len(outcomes) :]:
                 is_again, begun = position == begun, position
                 try:
@@ -332,8 +257,8 @@ class Delay:
                     outcome = Outcome(task_id, Verdict.IMPOSSIBLE, reason=str(exc))
                 if is_again and not outcome:
                     raise RecordsUnavailable(
-                        f"the connection broke while {task_id} was being changed, and it no longer "
-                        f"waits as it did: either it was changed, or it has run"
+                        f"the connection broke while {task_id} was being changed: it was changed, "
+                        f"or it has run"
                     )
                 outcomes.append(outcome)
             return outcomes
@@ -344,28 +269,22 @@ class Delay:
             if not outcomes:
                 raise
             done = sum(map(bool, outcomes))
-            raise RecordsUnavailable(f"{done} of {len(ids)} were changed, then {exc}") from exc
+            raise RecordsUnavailable(f"{done} of {len(ids)} were changed; then {exc}") from exc
 
     def _ask(self, question: Callable[[WaitingTasks], T]) -> T:
         def ask(channel: Any, settings: DelaySettings) -> T:
-            found = channel.waiting_tasks(settings)
-            if found is None:
-                raise NoRecords(
-                    "RabbitMQ's delay levels cannot be looked into: set native_delay_records to "
-                    "the URL of a Redis or a database in workers and producers"
-                )
-            with closing(found):
+            with closing(channel.waiting_tasks(settings)) as found:
                 try:
                     return question(found)
                 except RecordsUnavailable as exc:
-                    if settings.records is None:  # then they are the broker's, or the store's
+                    if settings.records is None:  # the broker or the store keeps them
                         raise
                     raise RecordsUnavailable(f"{exc}; {settings.while_records_are_away}") from exc
 
         return self._ask_broker(ask)
 
     def _ask_broker(self, question: Callable[[Any, DelaySettings], T]) -> T:
-        """*question* on a delaying channel, given the settings; once more on a new connection."""
+        """Ask *question* on a delaying channel; if it breaks, ask again on a new connection."""
 
         def ask(connection: Any) -> T:
             return question(*delaying_channel(self._app, connection))
@@ -373,31 +292,21 @@ class Delay:
         return ask_on_a_connection(self._app, ask)
 
     def _revoke_result(self, outcome: Outcome) -> None:
-        """Tell the result backend now; chord and monitors are for the worker to tell, once.
+        """Set the results to REVOKED now; a worker tells chord and monitors later.
 
-        A backend that is away is not asked again for the others: each may wait for minutes.
+        If the backend fails once, the worker sets the other results, too: a try may take minutes.
         """
         for task in outcome.tasks:
-            if not (self._tells_results and task.name and task.keeps_result):
-                continue
-            try:
-                tell_revoked(self._app, task.id, task.name, reason="revoked")
-            except Exception as exc:  # the worker will say it, too
-                self._tells_results = False
-                logger.warning(
-                    "native delay: %s is cancelled, results from it on will say so when a worker "
-                    "has announced it: %s",
-                    task.id,
-                    described(exc),
-                )
+            if self._tells_results and task.name and task.keeps_result:
+                self._tells_results = tell_revoked(self._app, task.id, task.name, reason="revoked")
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:
-    """A page of what matches, and whether its total is all of them; else there are more."""
+    """A page of matching tasks, and True if its total is exact; else there are more."""
     searched = not query.is_by_time_only
     page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
     total = page.total
-    if total is None:  # behind the last one it is not known where that is
+    if total is None:  # an offset beyond the last match does not tell the number of matches
         behind = offset and not page.tasks
         total = delay.count(query) if behind else offset + len(page.tasks)
     counted = not searched or len(page.tasks) < limit + _COUNTED
@@ -405,7 +314,7 @@ def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, b
 
 
 def _some_of(ids: Iterable[str], limit: int | None) -> list[str]:
-    """The first *limit* of *ids*, each once; all of them for None."""
+    """The first *limit* different ids; all of them if *limit* is None."""
     found: dict[str, None] = {}
     for task_id in ids:
         if len(found) == limit:
@@ -427,16 +336,12 @@ def _check_count(name: str, value: object, *, least: int) -> None:
         raise InvalidQuery(f"expected {name} to be a whole number from {least}, got {value!r}")
 
 
-def _id_of(task: object, *, many: str | None = None) -> str:
+def _id_of(task: object) -> str:
     if isinstance(task, AsyncResult | Waiting):
         return str(task.id)
     if isinstance(task, str) and task:
         return task
-    several = many if isinstance(task, Iterable) and not isinstance(task, str | bytes) else None
-    raise TypeError(
-        f"expected the id of a task, or its AsyncResult, got {task!r}"
-        + (f"; for several there is {several}()" if several else "")
-    )
+    raise TypeError(f"expected the id of a task, or its AsyncResult, got {task!r}")
 
 
 def _ids_of(tasks: object) -> list[str]:

@@ -1,4 +1,4 @@
-"""Checks of everything that may be wrong with the delays of an app."""
+"""The checks of ``delay doctor``."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ..settings import DelaySettings
 from ..transports.interface import lines_of
 from .installation import admin_part, bounded_connection, installed
 
-#: Bytes that are written to see whether a folder takes what workers are going to write there.
+#: Bytes that the check of the telemetry folder writes.
 _TRIED_BYTES = 65_536
 
 _WAYS_OUT: tuple[tuple[type[Exception], str], ...] = (
     (SettingsError, "correct the setting, in workers and producers alike"),
-    (NotPermitted, "have this user granted what is named, or ask as one who may"),
-    (UnsupportedBroker, "use a broker that fits, or set native_delay_enabled = False"),
+    (NotPermitted, "grant this user the named permission, or run the command as a user who has it"),
+    (UnsupportedBroker, "use a supported broker, or set native_delay_enabled = False"),
 )
 
 _START_IT = (
@@ -40,13 +40,13 @@ _START_IT = (
 )
 
 _START_THEM = (
-    "start what keeps the lines (the broker's Redis, native_delay_records or the store), or "
+    "start the server of the rates (the broker's Redis, native_delay_records or the store), or "
     "correct its URL and the rights of its user, in workers and producers"
 )
 
 
 def examine(app: Any) -> list[Finding]:
-    """Findings of what is wrong with *app* or could not be looked at; [] if all is well."""
+    """The problems of the app's delays, and checks that could not be made; [] if all is well."""
     installation = installed(app)
     try:
         settings = installation.settings()
@@ -64,18 +64,18 @@ def examine(app: Any) -> list[Finding]:
 def _of_broker(app: Any, settings: DelaySettings) -> Iterator[Finding]:
     try:
         with bounded_connection(app) as connection:
-            yield from _looks(app, connection, settings)
+            yield from _found_on(connection, app, settings)
     except NativeDelayError as exc:
         yield _failed("broker", exc)
 
 
-def _looks(app: Any, connection: Any, settings: DelaySettings) -> Iterator[Finding]:
+def _found_on(connection: Any, app: Any, settings: DelaySettings) -> Iterator[Finding]:
     away = OperationalError, OSError, *connection.connection_errors, *connection.channel_errors
     try:
         connection.ensure_connection(max_retries=1, interval_start=0)
         if _delays_by_itself(connection):
-            problem = f"{connection.as_uri()} delays by itself, and has nothing to ask"
-            yield Finding("broker", UNCHECKED, problem, "see to it with its own means")
+            problem = f"{connection.as_uri()} delays by itself, and cannot be asked"
+            yield Finding("broker", UNCHECKED, problem, "check it with its own tools")
             yield from _of_lines(connection, settings)
             return
         part = admin_part(app, connection)
@@ -90,7 +90,7 @@ def _looks(app: Any, connection: Any, settings: DelaySettings) -> Iterator[Findi
         if has_store:
             yield from _of_lines(connection, settings)
     except away as exc:
-        problem = f"the broker {connection.as_uri()} cannot be used: {type(exc).__name__}: {exc}"
+        problem = f"cannot use the broker {connection.as_uri()}: {type(exc).__name__}: {exc}"
         yield Finding("broker", WRONG, problem, _START_IT)
 
 
@@ -103,11 +103,11 @@ def _failed(check: str, exc: NativeDelayError) -> Finding:
     if isinstance(exc, SettingsError) and str(exc).startswith("native_delay_rates"):
         return Finding(check, WRONG, str(exc), "correct the rate; only workers need it")
     fitting = (way_out for kind, way_out in _WAYS_OUT if isinstance(exc, kind))
-    return Finding(check, WRONG, str(exc), next(fitting, "do what it says, and ask again"))
+    return Finding(check, WRONG, str(exc), next(fitting, "do what it says, and check again"))
 
 
 def _of_lines(connection: Any, settings: DelaySettings) -> Iterator[Finding]:
-    """Findings about where rated tasks are counted; it is asked, as workers ask it."""
+    """Findings about the server that keeps the rates: workers must be able to ask it."""
     if not settings.rates:
         return
     try:
@@ -116,7 +116,7 @@ def _of_lines(connection: Any, settings: DelaySettings) -> Iterator[Finding]:
     except NoRecords as exc:
         yield Finding.of_sentence("rates", WRONG, f"no worker starts with these rates: {exc}")
     except NativeDelayError as exc:
-        yield Finding("rates", WRONG, f"no rated task starts: {exc}", _START_THEM)
+        yield Finding("rates", WRONG, f"no rate-limited task starts: {exc}", _START_THEM)
 
 
 def _of_records(settings: DelaySettings) -> Iterator[Finding]:
@@ -130,15 +130,15 @@ def _of_records(settings: DelaySettings) -> Iterator[Finding]:
 
 
 def _of_rated_names(app: Any, settings: DelaySettings) -> Iterator[Finding]:
-    """Findings about the names and keys of rated tasks."""
+    """Findings about the names and keys in ``native_delay_rates``."""
     if not settings.rates:
         return
     try:
         app.loader.import_default_modules()
         app.finalize()
-    except Exception as exc:  # whatever a module does when it is imported
-        problem = f"the app's tasks cannot be imported: {type(exc).__name__}: {exc}"
-        yield Finding("rates", WRONG, problem, "correct what it says; no worker starts before")
+    except Exception as exc:  # an imported module may raise anything
+        problem = f"cannot import the app's tasks: {type(exc).__name__}: {exc}"
+        yield Finding("rates", WRONG, problem, "correct it; until then no worker starts")
         return
     own = [name for name in app.tasks if not name.startswith("celery.")]
     for name, rate in settings.rate_by_task.items():
@@ -153,31 +153,22 @@ def _of_rated_names(app: Any, settings: DelaySettings) -> Iterator[Finding]:
         yield Finding(
             "rates",
             WRONG,
-            f"native_delay_rates names {name}, no task that this app registers: it limits nothing",
-            f"write the name of a task{meant}, or leave it to the apps whose workers run it",
+            f"native_delay_rates has {name}, but this app has no such task",
+            f"write the name of a task{meant}, or set this rate only in the app that has the task",
         )
 
 
 def _of_telemetry(settings: DelaySettings) -> Iterator[Finding]:
-    """Findings about this machine's folder; those of workers elsewhere cannot be seen from here."""
+    """Findings about the telemetry folder on this machine."""
     if settings.telemetry is None:
         return
     folder = Path(settings.telemetry).absolute()
     try:
-        if not folder.is_dir():
-            yield Finding(
-                "telemetry",
-                WRONG,
-                f"{folder} is no folder on this machine, so no worker here has written to it",
-                "make it, for the user whose workers run here to write to, or ask on a machine "
-                "with workers",
-            )
-            return
         with TemporaryFile(dir=folder, prefix=".trial-") as trial:
             trial.write(bytes(_TRIED_BYTES))
             trial.flush()
             os.fsync(trial.fileno())
     except OSError as exc:
-        problem = f"{folder} takes nothing on this machine: {exc.strerror or exc}"
-        way_out = "make room there, and let the user write whose workers run here"
+        problem = f"cannot write to {folder} on this machine: {exc.strerror or exc}"
+        way_out = "create the folder for the workers' user, or run this where workers run"
         yield Finding("telemetry", WRONG, problem, way_out)

@@ -1,8 +1,7 @@
-"""``install(app)``: the one line that makes an app's delayed tasks wait in the broker."""
+"""``install(app)``: the one line that lets an app's delayed tasks wait in the broker."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,15 +20,15 @@ BOOTSTEP = "celery_native_delay.worker.bootsteps:NativeDelay"
 
 
 def install(app: App, **settings: Any) -> App:
-    """Make the delayed tasks of *app* wait in the broker instead of in its workers.
+    """Let the delayed tasks of *app* wait in the broker instead of in its workers.
 
-    Call it once, before or after the app is configured; calling it again only adds settings.
-    Nothing changes for other apps of the process.
+    Call it once, before or after the app is configured. Another call only adds settings. Other apps
+    of the process stay as they are.
 
     Args:
         app: the Celery app.
         **settings: any of :class:`~celery_native_delay.DelaySettings`, without the prefix
-            ``native_delay_``; they win over the configuration.
+            ``native_delay_``. They win over the app's configuration.
 
     Returns:
         *app* itself.
@@ -37,7 +36,7 @@ def install(app: App, **settings: Any) -> App:
     Raises:
         TypeError: *app* is no Celery app.
         SettingsError: a setting is unknown or has an impossible value.
-        UnsupportedBroker: this release of Celery is not one we know.
+        UnsupportedBroker: this release of Celery is not supported.
     """
     real = checked_app(app)
     check_settings(settings)
@@ -51,15 +50,13 @@ def install(app: App, **settings: Any) -> App:
         return app
     installation = Installation(real, dict(settings))
     if real.configured:
-        installation.settings()  # rules that join several of them
+        installation.settings()  # checks rules that involve several settings
     real._native_delay = installation
     real._connection = installation.connection
     real.send_task = installation.send_task
     if not isinstance(real.control_cls, ControlOf):
         real.control_cls = ControlOf(real.control_cls)
         vars(real).pop("control", None)
-    if "celery.worker.control" in sys.modules:  # else the command cannot be asked for
-        from . import remote  # noqa: F401
     real.steps["consumer"].add(BOOTSTEP)
     real.fixups = {*real.fixups, f"{__name__}:reinstall"}
     _drop_pools(real)
@@ -68,7 +65,7 @@ def install(app: App, **settings: Any) -> App:
 
 @dataclass(frozen=True)
 class ControlOf:
-    """A maker of the app's ``Control``, out of the class that it had before; can be pickled."""
+    """A factory of the app's ``Control``, from its original class; it can be pickled."""
 
     original: Any
 
@@ -85,7 +82,7 @@ def reinstall(app: Celery) -> None:
 
 
 def _drop_pools(app: Celery) -> None:
-    """Forget the pools made before now, whose connections cannot delay."""
+    """Forget the connection pools made before ``install``: their connections cannot delay."""
     app._pool = None
     if "amqp" in vars(app):
         app.amqp._producer_pool = None

@@ -1,4 +1,4 @@
-"""An app's installation: its settings, and what stands in for methods of the app."""
+"""The installation of an app: its settings, and the methods of the app that it replaces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..due_time import check_countdown
 from ..errors import SettingsError, UnsupportedBroker
 from ..records.opened import Place
 from ..settings import DelaySettings
-from ..transports.aliases import OPTION, check_url, option_of, transport_of
+from ..transports.aliases import OPTION, option_of, transport_of, url_errors_explained
 from ..transports.interface import AdminPart, ExpectsQueues, ServesQueues
 from .broker import check_fits, name_broker, told_on_command_lines, why_nothing_waits
 
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "native_delay_"
 
-#: Roughly thirty years in seconds; from here on a countdown is checked before Celery computes.
+#: About thirty years in seconds: Celery cannot compute an ETA from a much longer countdown.
 LONGEST_CELERY_SECONDS = 1e9
 
-#: Which URLs lead to our transports, by the driver type of the foreign one that a connection has.
+#: URLs that use our transports, by kombu's driver type of a transport that cannot delay.
 EXPECTED_URLS = {
     "amqp": "amqp:// or amqps:// (py-amqp)",
     "redis": "redis://, rediss://, redis+socket:// or sentinel://",
@@ -38,63 +38,60 @@ EXPECTED_URLS = {
 
 
 class Installation:
-    """The settings and earlier methods of one app, as ``install`` keeps them."""
+    """The settings of one installed app, and the methods that ``install`` replaced."""
 
     def __init__(self, app: Celery, keywords: dict[str, Any]) -> None:
         self.app = app
         self.keywords = keywords
         self._earlier_connection = vars(app).get("_connection")
-        #: What stood in the app's own ``send_task`` before, in front of its class's.
+        #: The app's own ``send_task`` before ``install``, if it had one besides its class's.
         self.earlier_send_task = vars(app).get("send_task")
         self._amqp: Any = None
         self._connected_enabled: bool | None = None
         self._warned_of: set[str] = set()
         self.insists = False
-        """True if a broker in which nothing can wait is an error: for a command, not for an app."""
+        """True in a ``delay`` command: an unsupported broker raises instead of a warning."""
 
     def settings(self) -> DelaySettings:
-        """The settings in force: configuration first, keywords of ``install()`` on top.
+        """The settings: keywords of ``install()`` win over the configuration.
 
         Raises:
-            SettingsError: a name is unknown or a value impossible.
+            SettingsError: a name is unknown or a value invalid.
         """
         return DelaySettings.from_mapping(_configured(self.app) | self.keywords)
 
     def has(self, name: str) -> bool:
-        """True if the setting *name* is given at all, right or wrong."""
+        """True if the setting *name* is given, valid or not."""
         return bool((_configured(self.app) | self.keywords).get(name))
 
     @property
     def enabled(self) -> bool:
-        """True if delayed tasks wait in the broker.
-
-        Only ``False`` brings Celery's own way back; any other wrong value is reported.
-        """
+        """False if ``native_delay_enabled`` is False; any other wrong value is reported later."""
         value = self.keywords.get("enabled", self.app.conf.get(f"{PREFIX}enabled", True))
         return value is not False
 
     @property
     def keeps_celerys_off(self) -> bool:
-        """True if Celery's own delayed delivery is to stay out of the way.
+        """True if Celery must not use its own delayed delivery for this app.
 
-        Asked with every delayed publish, where looking up a setting costs as much as all that we
-        do to the message: as enabled as the connections that publish.
+        Every delayed publish asks this, so it does not look up the setting but takes what the
+        app's connections were made with.
         """
         return self.enabled if self._connected_enabled is None else self._connected_enabled
 
     # --- what replaces the app's own ----------------------------------------------------
 
     def connection(self, *args: Any, **kwargs: Any) -> Connection:
-        """``app._connection``, with delayed delivery asked for in its transport options."""
-        # Looked up each time: the class's may be replaced after us, by an APM for one.
+        """``app._connection``, with our transport option in its connections."""
+        # Looked up each time: others, such as an APM, may replace the class's method later.
         connect = self._earlier_connection or partial(type(self.app)._connection, self.app)
         self._connected_enabled = self.enabled
         if not self._connected_enabled:
             return connect(*args, **kwargs)
         with told_on_command_lines():
-            url = args[0] if args else kwargs.get("url")
-            check_url(url, alias=kwargs.get("transport") or self.app.conf.broker_transport)
-            connection = connect(*args, **kwargs)
+            with url_errors_explained():
+                connection = connect(*args, **kwargs)
+                connection.get_transport_cls()
             settings = self._settings_or_error()
             if self._fits(connection, settings):
                 options = {OPTION: option_of(settings)} | (connection.transport_options or {})
@@ -110,9 +107,8 @@ class Installation:
         *more: Any,
         **options: Any,
     ) -> Any:
-        """``app.send_task``, with countdowns that are no time refused in plain words."""
-        # What the levels can hold is checked when the message is published; here only what
-        # Celery cannot turn into an ETA. Written so that NaN is caught.
+        """``app.send_task``; raises for countdowns that Celery cannot turn into an ETA."""
+        # The channel checks all others when it publishes. NaN is caught, too.
         if isinstance(countdown, int | float) and not countdown < LONGEST_CELERY_SECONDS:
             settings = self._settings_or_error()
             known = settings if isinstance(settings, DelaySettings) else DelaySettings()
@@ -136,13 +132,13 @@ class Installation:
             return exc
 
     def _fits(self, connection: Connection, settings: DelaySettings | SettingsError) -> bool:
-        """True if a transport of ours serves *connection*.
+        """True if *connection* uses one of our transports.
 
-        UnsupportedBroker: it reaches such a broker through a foreign class, or nothing fits, and
-        ``native_delay_strict`` is on.
+        UnsupportedBroker: it reaches a supported broker through another transport, or the broker is
+        not supported and ``native_delay_strict`` is on.
         """
         name = connection.transport_cls
-        # Misconfigured, it is to be one of ours: so a producer that delays a message is told.
+        # With wrong settings take our transport: then a delayed publish raises the error.
         store = settings.store if isinstance(settings, DelaySettings) else ""
         if transport_of(name, store=store) is not None:
             return True
@@ -154,23 +150,17 @@ class Installation:
                 f"transport {name!r}, which cannot delay: use pyamqp:// to avoid librabbitmq, "
                 f"remove broker_transport, or set native_delay_enabled = False"
             )
-        problem, way_out = why_nothing_waits(name)
-        if isinstance(settings, DelaySettings) and settings.strict:
-            raise UnsupportedBroker(f"{problem}, and native_delay_strict is on{way_out}")
-        if self.insists:
-            raise UnsupportedBroker(f"{problem}{way_out}")
+        why = why_nothing_waits(name)
+        if self.insists or (isinstance(settings, DelaySettings) and settings.strict):
+            raise UnsupportedBroker(why)
         if name not in self._warned_of:
             self._warned_of.add(name)
-            logger.warning(
-                "%s: tasks with an ETA stay with Celery, in the memory of its workers%s",
-                problem,
-                way_out,
-            )
+            logger.warning("delayed tasks wait in the memory of workers, as in Celery: %s", why)
         return False
 
 
 def checked_app(app: Any) -> Any:
-    """The app itself, if it came as a proxy; TypeError for what is none."""
+    """The app behind a proxy, or *app* itself; TypeError if it is no Celery app."""
     real = app._get_current_object() if isinstance(app, Proxy) else app
     if not isinstance(real, Celery):
         raise TypeError(f"expected a Celery app, got {real!r}")
@@ -178,14 +168,14 @@ def checked_app(app: Any) -> Any:
 
 
 def installation_of(app: Any) -> Installation | None:
-    """The installation of *app*, None if ``install`` was never called for it."""
+    """The installation of *app*; None if ``install`` was not called for it."""
     real = app._get_current_object() if isinstance(app, Proxy) else app
     installation: Installation | None = vars(real).get("_native_delay")
     return installation
 
 
 def installed(app: Any) -> Installation:
-    """The installation of *app*; SettingsError if ``install`` was never called for it."""
+    """The installation of *app*; SettingsError if ``install`` was not called for it."""
     found = installation_of(checked_app(app))
     if found is None:
         raise SettingsError(
@@ -196,9 +186,9 @@ def installed(app: Any) -> Installation:
 
 
 def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
-    """A channel of *connection*, which is one of *app*, and the settings to ask for its parts.
+    """The channel of *connection*, which must be one of *app*, and the app's settings.
 
-    See :mod:`~celery_native_delay.transports.interface`.
+    :mod:`~celery_native_delay.transports.interface` says what such a channel has.
 
     Raises:
         SettingsError: the app is not installed, or its settings are wrong.
@@ -207,21 +197,21 @@ def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
     settings = installed(app).settings()
     if not settings.enabled:
         raise UnsupportedBroker(
-            "native_delay_enabled is off in this app: nothing waits in its broker"
+            "native_delay_enabled is off in this app: no task waits in its broker"
         )
     check_fits(connection, settings)
     channel = connection.default_channel
     if not hasattr(channel, "admin_part"):
         raise UnsupportedBroker(
-            f"{connection.as_uri()} delays by itself: there is nothing to ask or to do there; to "
-            f"list, cancel and move tasks, set native_delay_records in workers and producers"
+            f"{connection.as_uri()} delays by itself and cannot be asked; to list, cancel and move "
+            f"tasks, set native_delay_records in workers and producers"
         )
     return channel, settings
 
 
 def _configured(app: Celery) -> dict[str, Any]:
     """The app's ``native_delay_*`` settings without their prefix, from any namespace."""
-    app.conf.get("broker_url")  # reads a configuration that is still pending
+    app.conf.get("broker_url")  # loads a pending configuration
     namespace = (app.namespace or "").lower().rstrip("_")
     found: dict[str, Any] = {}
     for mapping in reversed(app.conf.maps):
@@ -235,7 +225,7 @@ def _configured(app: Celery) -> dict[str, Any]:
 
 
 def _give_eta_header(amqp: Any) -> None:
-    """Put the ETA of task protocol 1, which is in the body, where a transport sees it, too."""
+    """Copy the ETA of task protocol 1, which is in the body, to a header for our transports."""
     original = amqp.task_protocols[1]
     if hasattr(original, "native_delay_original"):
         return
@@ -252,16 +242,16 @@ def _give_eta_header(amqp: Any) -> None:
 
 
 def keep_celerys_own_off(module: ModuleType) -> None:
-    """Let quorum queues switch on Celery's own delayed delivery only for other apps.
+    """Keep Celery's own delayed delivery off for installed apps, also with quorum queues.
 
-    UnsupportedBroker: Celery decides it elsewhere, so both would delay.
+    UnsupportedBroker: this Celery decides about it elsewhere, so both would delay.
     """
     original = getattr(module, "detect_quorum_queues", None)
     if original is None:
         raise UnsupportedBroker(
             f"expected {module.__name__}.detect_quorum_queues, which Celery 5.5 to 5.7 have, "
-            f"found none in Celery {celery.__version__}: Celery's own delayed delivery could "
-            f"not be kept off; use a supported release"
+            f"found none in Celery {celery.__version__}: use a supported release, or Celery's own "
+            f"delayed delivery would delay, too"
         )
     if not hasattr(original, "native_delay_original"):
         vars(module)["detect_quorum_queues"] = _unless_installed(original)
@@ -281,11 +271,10 @@ def _unless_installed(original: Any) -> Any:
 
 Part = TypeVar("Part")
 
-#: Seconds for each answer of a broker that is looked at.
+#: Time limit for each answer of a broker that is checked, in seconds.
 TIMEOUT_SECONDS = 5.0
 
-#: Transport options for that; py-amqp takes the first two, redis-py the others, and either passes
-#: over what is not its own.
+#: Transport options for it: py-amqp uses the first two, redis-py the others.
 _BOUNDED = {
     "read_timeout": TIMEOUT_SECONDS,
     "write_timeout": TIMEOUT_SECONDS,
@@ -295,16 +284,16 @@ _BOUNDED = {
 
 
 def bounded_connection(app: Any) -> Any:
-    """A connection of *app* to look at its broker, whose every answer has a time limit."""
+    """A connection of *app* with a time limit for every answer of the broker."""
     return app.connection_for_write(
         connect_timeout=TIMEOUT_SECONDS, transport_options=dict(_BOUNDED)
     )
 
 
 def records_place(app: Any, settings: DelaySettings) -> Place | None:
-    """The place of records of the whole *app*, such as fenced runs; None if none can be kept.
+    """The place of records of the whole *app*, such as fenced runs; None if it has none.
 
-    It is the same in every process and on every virtual host. No broker is asked.
+    It is the same in every process and on every virtual host. The broker is not asked.
     """
     if settings.records is not None:
         return Place(settings.records, settings.namespace)
@@ -313,14 +302,14 @@ def records_place(app: Any, settings: DelaySettings) -> Place | None:
 
 
 def admin_part(app: Any, connection: Any) -> AdminPart:
-    """The admin part for the broker of *connection*, which is one of *app*."""
+    """The admin part for *connection*, which must be one of *app*."""
     channel, settings = delaying_channel(app, connection)
     part: AdminPart = channel.admin_part(settings)
     return serving(part, app)
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """*part* itself, which knows now of *queues* if it must; None for all of the app's."""
+    """Tell *part* the queues to serve, if it needs them (None: all of the app), and return it."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

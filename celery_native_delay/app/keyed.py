@@ -1,7 +1,7 @@
-"""Debounce, throttle and unique, from the call to Celery's own publish and back.
+"""Debounce, throttle and unique: one task per key.
 
-The call may look at its record first, to send nothing at all; what decides is the channel's look,
-with the message in its hands.
+A call first reads the key's record: often there is nothing to send. Otherwise it publishes by
+Celery, and our channel decides again, in one step with the message.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Edge: TypeAlias = Literal["leading", "trailing", "both"]
 Until: TypeAlias = Literal["start", "end"]
 KeyKind: TypeAlias = Literal["debounce", "throttle", "throttle-trailing", "unique"]
 
-#: A rule that lacks what was seen, and the id of the new task.
+#: A rule of ``keyed/rules.py``, to be called with the record that was read and the new task's id.
 _Call: TypeAlias = Callable[[Seen, str], Step]
 
 
-class Keyed:
-    """Calls under keys, of one app."""
+class KeyedCalls:
+    """The methods of :class:`~celery_native_delay.Delay` that keep one task for a key."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -51,12 +51,28 @@ class Keyed:
     def debounce(
         self,
         signature: Signature,
+        *,
         key: str,
         seconds: float,
-        *,
-        max_wait_seconds: float | None,
-        announce: bool,
+        max_wait_seconds: float | None = None,
+        announce: bool = False,
     ) -> KeyedResult:
+        """Run the last call's task when no other call with its *key* came for *seconds*.
+
+        Args:
+            signature: a single task's signature, such as ``reindex.s(7)``. The task's name is part
+                of the key.
+            max_wait_seconds: the task runs at most this long after the first call.
+            announce: the results of the calls it replaces become REVOKED, with the reason. By
+                default they stay pending.
+
+        Returns:
+            the result of the task that will run if there is no later call. Its *replaced* is the
+            id of the waiting task that this call replaced, or None.
+
+        Raises:
+            UnsupportedBroker: no records of keys can be kept for this broker; nothing was sent.
+        """
         mark = _mark_of("debounce", signature, key)
         quiet_us = _microseconds("seconds", seconds)
         longest_us = None
@@ -71,8 +87,26 @@ class Keyed:
         return self._publish(mark, call, signature, announce=announce)
 
     def throttle(
-        self, signature: Signature, key: str, seconds: float, *, edge: Edge, announce: bool
+        self,
+        signature: Signature,
+        *,
+        key: str,
+        seconds: float,
+        edge: Edge = "leading",
+        announce: bool = False,
     ) -> KeyedResult:
+        """Run a task at most once per *key* within *seconds*.
+
+        Args:
+            edge: "leading": the first call's task runs at once, and later calls get its result;
+                "trailing": the last call's task runs when *seconds* are over; "both": the first
+                call's task runs at once and, if there are more calls, the last one's at the end.
+            signature, announce: as in :meth:`debounce`, which also says what is raised.
+
+        Returns:
+            the result of the task that runs for the key. Its *created* is true if this call sent
+            that task; its *replaced* is as in :meth:`debounce`.
+        """
         window_us = _microseconds("seconds", seconds)
         _check_word("edge", edge, Edge)
         _refuse_times(signature)
@@ -92,12 +126,22 @@ class Keyed:
     def unique(
         self,
         signature: Signature,
-        key: str,
         *,
-        countdown: float | None,
-        eta: datetime | str | None,
-        until: Until,
+        key: str,
+        countdown: float | None = None,
+        eta: datetime | str | None = None,
+        until: Until = "end",
     ) -> KeyedResult:
+        """Send a task unless another one for its *key* waits or runs.
+
+        Args:
+            until: "end": the key is free when the task has ended, and no two tasks run at once;
+                "start": the key is free when the task starts.
+            signature: as in :meth:`debounce`, which also says what is raised.
+
+        Returns:
+            the result of the task that has the key. Its *created* is true if this call sent it.
+        """
         mark = _mark_of("unique", signature, key, until)
         _check_word("until", until, Until)
         options = signature.options
@@ -111,19 +155,19 @@ class Keyed:
                 call = partial(rules.unique, wait_us=max(round(countdown * 1_000_000), 0))
         return self._unless_another_stands(mark, call, signature)
 
-    def standing_id(self, kind: KeyKind, task: str, key: str) -> str | None:
-        """The id of the last task that was sent for *key* to run later; it may have run."""
+    def _standing_id(self, kind: KeyKind, task: str, key: str) -> str | None:
+        """The id of the last task that was sent for *key*; it may have run."""
         _check_word("kind", kind, KeyKind)
         _check_key(key)
-        seen: Seen = self._ask(lambda records: records.read(name_of(kind, task, key)))
+        seen: Seen = self._ask_keys(lambda records: records.read(name_of(kind, task, key)))
         return None if seen.record is None else seen.record.id
 
     def _unless_another_stands(
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
     ) -> KeyedResult:
-        """:meth:`_publish`, unless a look at the record shows that there is no need."""
+        """Publish the task, unless the key's record shows that another task has the key."""
         if self._task(signature) is None or not self._app.conf.task_always_eager:
-            seen = self._ask(lambda records: records.read(mark.name))
+            seen = self._ask_keys(lambda records: records.read(mark.name))
             if stands := call(seen, "").stands:
                 return self._of_another(signature, stands)
         return self._publish(mark, call, signature, announce=announce)
@@ -131,7 +175,7 @@ class Keyed:
     def _publish(
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
     ) -> KeyedResult:
-        """Publish the task as *call* rules; the result of the task that stands then."""
+        """Publish the task if *call* lets it; return the result of the task that has the key."""
         task = self._task(signature)
         send = partial(self._app.send_task, signature.task) if task is None else task.apply_async
         options = dict(signature.options)
@@ -139,7 +183,7 @@ class Keyed:
         if task is not None and self._app.conf.task_always_eager:
             return keyed_result(send(signature.args, signature.kwargs, **options))
         self._check()
-        for each in ("countdown", "eta"):  # the channel knows when it is due
+        for each in ("countdown", "eta"):  # the channel sets the due time
             options.pop(each, None)
         task_id = options.pop("task_id", None) or uuid()
         keyed = KeyedPublish(mark.name, lambda seen: call(seen, task_id), task_id)
@@ -150,39 +194,27 @@ class Keyed:
             return self._of_another(signature, exc.task_id)
         if keyed.step is None:
             raise CannotDelay(
-                f"{signature.task} was not sent under its key: expected its message to reach a "
-                f"queue of this app's broker; leave out the options connection and producer, and "
-                f"see that its exchange leads to a queue"
+                f"{signature.task} was not sent with its key: expected a message to a queue of "
+                f"this app's broker; leave out the options connection and producer, and bind its "
+                f"exchange to a queue"
             )
         if announce and keyed.replaced is not None:
-            self._announce(keyed.replaced, signature, task_id)
+            reason = f"replaced by {task_id}"
+            tell_revoked(self._app, keyed.replaced, signature.task, reason=reason)
         return keyed_result(result, replaced=keyed.replaced)
 
-    def _announce(self, replaced: str, signature: Signature, task_id: str) -> None:
-        """Tell the result backend; the call itself is done, whatever that says."""
-        try:
-            tell_revoked(self._app, replaced, signature.task, reason=f"replaced by {task_id}")
-        except Exception as exc:
-            logger.warning(
-                "native delay: %s is replaced by %s, its result will not say so: %s",
-                replaced,
-                task_id,
-                described(exc),
-            )
-
     def _check(self) -> None:
-        """Refuse, once for all, an app that has no place for records of keys."""
+        """Raise if records of keys cannot be kept for this app; checks once."""
         if self._is_checked:
             return
         if self._app.conf.task_protocol != 2:
             raise CannotDelay(
-                "expected task_protocol = 2, in whose headers a task can be told from another: "
-                "debounce, throttle and unique need it"
+                "expected task_protocol = 2: debounce, throttle and unique need its headers"
             )
-        self._ask(lambda records: None)
+        self._ask_keys(lambda records: None)
         self._is_checked = True
 
-    def _ask(self, question: Callable[[KeyRecords], Any]) -> Any:
+    def _ask_keys(self, question: Callable[[KeyRecords], Any]) -> Any:
         def ask(connection: Any) -> Any:
             return question(key_records(self._app, connection))
 
@@ -193,23 +225,22 @@ class Keyed:
         return found
 
     def _of_another(self, signature: Signature, task_id: str) -> KeyedResult:
-        """The result of task *task_id*, which another call has created."""
+        """The result of task *task_id*, which another call has sent."""
         result = (self._task(signature) or self._app).AsyncResult(task_id)
         return keyed_result(result, created=False)
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:
-    """The records of keys on a *connection* of *app*; UnsupportedBroker where there are none."""
+    """The records of keys for *connection*; UnsupportedBroker if none can be kept."""
     try:
         channel, settings = delaying_channel(app, connection)
     except UnsupportedBroker as exc:
         raise UnsupportedBroker(f"{exc}; {WHERE_KEYS_ARE_KEPT}") from exc
-    records: KeyRecords = channel.key_records(settings)
-    return records
+    return KeyRecords(channel.records(settings))
 
 
 def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -> Mark:
-    """The mark of a message; TypeError for what is no single task, or no key."""
+    """The mark for the header of a message; TypeError for no single task, or no key."""
     if isinstance(signature, Task):
         raise TypeError(
             f"expected a signature, got the task itself: write {signature.__name__}.s()"
@@ -219,8 +250,8 @@ def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -
     kinds = signature.get("subtask_type")
     if kinds:
         raise TypeError(
-            f"expected the signature of a single task, got a {kinds}: a key stands for one "
-            f"message; use that of a task which starts the {kinds}"
+            f"expected the signature of a single task, got a {kinds}: a key is for one message; "
+            f"send a task that starts the {kinds}"
         )
     return Mark(kind, signature.task, _check_key(key), until)
 
@@ -256,20 +287,19 @@ def _refuse_times(signature: Signature) -> None:
     given = [name for name in ("countdown", "eta") if signature.options.get(name) is not None]
     if given:
         raise TypeError(
-            f"expected a signature without {given[0]}, for its key says when it runs: leave it out "
-            f"of the signature's options"
+            f"expected a signature without {given[0]}: the call itself decides when the task runs"
         )
 
 
-#: A result in one of these is not the last one; Celery's own revoke overwrites the same.
+#: States that a task can still leave; Celery's own revoke overwrites the same ones.
 _UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
 
 
 class KeyedResult(AsyncResult):  # type: ignore[misc]  # Celery has no types
-    """An ``AsyncResult`` of the task that stands for a key, and what the call did.
+    """The ``AsyncResult`` of the task that has a key, with what the call did.
 
-    *created* is False if another call's task stands for the key: this call has sent nothing.
-    *replaced* is the id of the waiting task that was taken out for the new one.
+    *created* is False if another call's task has the key: then this call sent nothing.
+    *replaced* is the id of the waiting task that this call replaced, or None.
     """
 
     created: bool = True
@@ -297,16 +327,16 @@ class KeyedResult(AsyncResult):  # type: ignore[misc]  # Celery has no types
 
 
 class EagerKeyedResult(EagerResult, KeyedResult):  # type: ignore[misc]
-    """A :class:`KeyedResult` with ``task_always_eager``: the task has run."""
+    """A :class:`KeyedResult` of an app with ``task_always_eager``: the task has run."""
 
 
 def keyed_result(
     result: AsyncResult, *, created: bool = True, replaced: str | None = None
 ) -> KeyedResult:
-    """Celery's *result*, which from now on tells what the call did, too.
+    """Turn Celery's *result* into a :class:`KeyedResult`.
 
-    It stays the same object. A copy would cost a round trip where results are in Redis: the
-    subscription of an id ends with each result object of that id that is dropped.
+    The object stays the same: with results in Redis, dropping a copy would end the subscription of
+    its id, and cost a round trip.
     """
     result.__class__ = EagerKeyedResult if isinstance(result, EagerResult) else KeyedResult
     keyed: KeyedResult = result
@@ -314,12 +344,18 @@ def keyed_result(
     return keyed
 
 
-def tell_revoked(app: Any, task_id: str, name: str, *, reason: str) -> None:
-    """Tell the result backend that task *task_id*, of that *name*, is revoked, and why.
+def tell_revoked(app: Any, task_id: str, name: str, *, reason: str) -> bool:
+    """Set the result of task *task_id* to REVOKED; log it and return False if the backend fails.
 
-    Chord and monitors are for the worker to tell, once. Raises whatever the backend does.
+    A worker tells chord and monitors later.
     """
     registered = app.tasks.get(name)
-    backend = app.backend if registered is None else registered.backend
-    if not isinstance(backend, DisabledBackend) and backend.get_state(task_id) in _UNREADY:
-        backend.mark_as_revoked(task_id, reason=reason, store_result=True)
+    try:
+        backend = app.backend if registered is None else registered.backend
+        if not isinstance(backend, DisabledBackend) and backend.get_state(task_id) in _UNREADY:
+            backend.mark_as_revoked(task_id, reason=reason, store_result=True)
+    except Exception as exc:  # the task itself is cancelled
+        text = "native delay: %s is cancelled (%s), but its result is not REVOKED yet: %s"
+        logger.warning(text, task_id, reason, described(exc))
+        return False
+    return True

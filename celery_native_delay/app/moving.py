@@ -1,13 +1,11 @@
-"""Moving what waits from one place to another, one message at a time.
+"""Move waiting messages from one place to another, one at a time.
 
-Rule: a message leaves its place only after the other place has it. A process that dies in between
-leaves that one message in both, never in neither; the next run knows it where the place tells.
+A message is deleted at its source after the other place has it. If the process dies in between,
+that message is in both places. The record of a message's key moves with it:
 
-The record of a key goes with its message:
-
-1. The message and the record are written in the other place, in one step.
-2. The source's record lets go of the task.
-3. The message is removed from the source.
+1. The message and its key's record are written to the other place, in one step.
+2. The source's record forgets the task.
+3. The message is deleted at the source.
 """
 
 from __future__ import annotations
@@ -18,32 +16,33 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from secrets import token_hex
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 from kombu import Connection
 from kombu.exceptions import OperationalError
+from kombu.utils.limits import TokenBucket
 
 from ..errors import CannotDelay, NativeDelayError, UnsupportedBroker
 from ..keyed import rules
 from ..keyed.publishing import AnotherStands, KeyedPublish
 from ..keyed.record import HEADER, Mark, Record
-from ..keyed.rules import Seen, Step
+from ..keyed.rules import Step
 from ..records.waiting import PLACE
 from ..settings import DelaySettings, is_store_url
-from ..transports.aliases import OPTION, check_url, option_of
+from ..transports.aliases import OPTION, option_of, url_errors_explained
 from ..transports.moving import Moving, MovingPart, Reach, Source, Stays, Void
 from ..urls import without_password
 from .installation import delaying_channel
 
-_UNKNOWN = "nothing is named that records the keys (native_delay_records, --records)"
+_UNKNOWN = "the records of the keys are unknown: set native_delay_records, or use --records"
 
-#: The record that tells whether two places are one is kept for so long, should it not be removed.
+#: TTL of the record that finds out whether two places share their records, in microseconds.
 _PROBE_US = 60_000_000
 
 
 class MovingKeys:
-    """Keys and places of the messages of *source*, which are moved *into* another place."""
+    """Moves the messages of *source*, with the records of their keys, *into* another place."""
 
     def __init__(self, source: Source, into: MovingPart) -> None:
         self._into = into
@@ -54,35 +53,35 @@ class MovingKeys:
 
     @property
     def warning(self) -> str | None:
-        """The warning about tasks under keys, before any is moved; None if they go along."""
+        """A warning about tasks with a key, before the move; None if their keys move, too."""
         if self._is_kept:
             return None
         if self._from is None:
-            return f"tasks under a key stay, if there are any: {_UNKNOWN}"
+            return f"tasks with a key stay, if there are any: {_UNKNOWN}"
         if self._to is None:
-            return f"tasks under a key become ordinary ones: {self._into.name} keeps no keys"
+            return f"tasks lose their key: {self._into.name} keeps no keys"
         return None
 
     def take_in(self, moving: Moving) -> bool:
-        """:meth:`MovingPart.take_in`, with what is recorded of the message's key.
+        """Let a message wait in the other place, with its key's record; False: perhaps twice.
 
         Raises:
-            NativeDelayError: it cannot be taken in, or its key does not let it; it was not sent.
+            NativeDelayError: it cannot wait there, or its key does not let it; it was not sent.
         """
         mark = Mark.of(moving.headers)
         if mark is not None and not self._is_kept and not self._is_probed:
             self._probe()
         if self._is_kept:
             return self._into.take_in(moving)
-        # A place counts in its own line. The task comes when it is its turn, and stands anew.
+        # A place in a rate line means nothing elsewhere: there the task gets a new one when due.
         moving = moving.without(PLACE)
         if mark is None or moving.task_id is None:
             return self._into.take_in(moving)
         if self._from is None:
-            raise CannotDelay(f"its task is under a key: {_UNKNOWN}")
+            raise CannotDelay(f"its task has a key: {_UNKNOWN}")
         seen = self._from.read(mark.name)
         if rules.runs(seen):
-            raise CannotDelay("a task runs under its key: run this again when that is over")
+            raise CannotDelay("a task with its key is running: run this again when it has ended")
         if self._to is None:
             is_once = self._into.take_in(moving.without(HEADER))
         else:
@@ -101,29 +100,24 @@ class MovingKeys:
             return self._into.take_in(moving, KeyedPublish(mark.name, rule, task_id))
         except AnotherStands as exc:
             raise CannotDelay(
-                "another task waits for its key there: cancel one of the two, and run this again"
+                "another task with its key waits there: cancel one of them, and run this again"
             ) from exc
 
     def _probe(self) -> None:
-        """Find out whether both places have the same records, however they are named."""
+        """Find out whether both places share their records, by writing one and reading it."""
         if self._from is not None and self._to is not None:
             token = token_hex(16)
             name = f"probe:{token}"
-            self._from.change(name, partial(_set, record=Record(id=token)))
+            self._from.change(name, lambda seen: Step(Record(id=token), seen.now_us + _PROBE_US))
             self._is_kept = self._to.read(name).record is not None
-            self._from.change(name, partial(_set, record=None))
+            self._from.change(name, lambda seen: Step(None, seen.now_us))
         self._is_probed = True
 
 
-def _set(seen: Seen, *, record: Record | None) -> Step:
-    return Step(record, seen.now_us + _PROBE_US)
-
-
-#: Schemes of stores that are named without the broker beside them.
+#: Schemes of a store's URL.
 _DATABASES = ("sqlite", "postgresql", "mysql", "mariadb", "oracle", "mssql")
 
-#: Ids that are told, and different reasons; more of them are counted only.
-_TOLD = 100
+#: Most different reasons in an account; others are counted under "…".
 _REASONS = 20
 
 # ---- the loop ----------------------------------------------------------------------------------
@@ -131,11 +125,10 @@ _REASONS = 20
 
 @dataclass
 class Account:
-    """The numbers of one source: *count* before, then what became of each message.
+    """The numbers of one source: its messages before (*count*), and what became of them.
 
-    *stays* are to stay, *refused* could not be moved, by reason; *void* were thrown away, being
-    cancelled or moved before. *computed* had no ETA: their due time was computed, and may be late
-    by *late_seconds*. Those *doubtful*, by id, may run twice.
+    *stays* were not to be moved; *refused* could not be moved, by reason; *void* were cancelled or
+    replaced before, and deleted. *doubtful* are the ids of tasks that may run twice.
     """
 
     source: str
@@ -144,9 +137,6 @@ class Account:
     stays: int = 0
     void: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-    computed: int = 0
-    late_seconds: float = 0.0
-    doubtful_count: int = 0
     doubtful: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -154,51 +144,22 @@ class Account:
         return asdict(self) | {"refused": dict(self.refused)}
 
     def refuse(self, why: str) -> None:
-        """One more could not be moved."""
+        """Count a message that could not be moved."""
         self.refused[why if why in self.refused or len(self.refused) < _REASONS else "…"] += 1
-
-    def doubt(self, task_id: str | None) -> None:
-        """One more may run twice."""
-        self.doubtful_count += 1
-        if len(self.doubtful) < _TOLD:
-            self.doubtful.append(str(task_id))
-
-
-class Pace:
-    """Waits so that there are *rate* in a second at most; None: as many as there are."""
-
-    def __init__(
-        self,
-        rate: float | None,
-        *,
-        clock: Callable[[], float] = monotonic,
-        wait: Callable[[float], object] = sleep,
-    ) -> None:
-        self._interval_seconds = 0.0 if rate is None else 1 / rate
-        self._clock = clock
-        self._wait = wait
-        self._next_at = clock()
-
-    def keep(self) -> None:
-        """Return when the next one may follow; what was not used is not made up for."""
-        now = self._clock()
-        self._next_at = max(self._next_at, now - self._interval_seconds) + self._interval_seconds
-        if self._next_at > now:
-            self._wait(self._next_at - now)
 
 
 def move(
     source: Source,
     into: MovingPart,
     account: Account,
-    pace: Pace,
+    pace: TokenBucket | None,
     stopped: Callable[[], object],
     on_each: Callable[[], object],
     on_doubt: Callable[[str | None], object],
 ) -> None:
-    """Move what waits in *source*, until it is through or *stopped*.
+    """Move all messages of *source*, at most as fast as *pace*, until *stopped* is true.
 
-    *on_doubt* is told at once, by its task's id, of each message that may run twice.
+    *on_doubt* is called with the id of each task that may run twice.
     """
     keys = MovingKeys(source, into)
     with closing(source):
@@ -214,7 +175,8 @@ def move(
                     account.void += 1
                 case Moving():
                     _move_one(source, keys, found, account, on_doubt)
-                    pace.keep()
+                    while pace is not None and not pace.can_consume():
+                        sleep(pace.expected_time())
             on_each()
             if stopped():
                 return
@@ -233,17 +195,14 @@ def _move_one(
         account.refuse(str(exc))
         return
     if not is_once:
-        # Before it is gone: killed in between, the next run tells it.
+        # Before it is deleted: if the process dies in between, the next run says it.
         on_doubt(moving.task_id)
     is_gone = source.done()
     if is_once and not is_gone:
         on_doubt(moving.task_id)
     account.moved += 1
     if not (is_once and is_gone):
-        account.doubt(moving.task_id)
-    if moving.late_seconds is not None:
-        account.computed += 1
-        account.late_seconds = max(account.late_seconds, moving.late_seconds)
+        account.doubtful.append(str(moving.task_id))
 
 
 # ---- places ------------------------------------------------------------------------------------
@@ -263,13 +222,13 @@ def reaches_of(app: Any) -> list[Reach]:
 def moving(
     app: Any, connection: Any, names: Sequence[str], *, records: str | None
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
-    """The part to move into, on *connection*, and the places that *names* stand for.
+    """The part of *connection* to move messages into, and the sources with these *names*.
 
     Args:
         records: URL of another broker's records; None for the app's own.
 
     Raises:
-        UnsupportedBroker: nothing can be moved into this broker, or there is no such place.
+        UnsupportedBroker: no messages can be moved into this broker, or a source does not exist.
     """
     channel, settings = delaying_channel(app, connection)
     part = _part_of(channel, settings, connection.as_uri())
@@ -289,34 +248,37 @@ def moving(
 
 @contextmanager
 def _other_part(url: str, settings: DelaySettings, own: Any) -> Iterator[MovingPart]:
-    """The part on another broker, or of a store that is named alone."""
+    """The part for another broker, or for a store, at *url*."""
     if url.partition("://")[0].partition("+")[0] in _DATABASES and is_store_url(url):
         url = f"sqla+{url}"
-    check_url(url)
     shown = without_password(url)
-    with Connection(url, transport_options={OPTION: option_of(settings)}) as connection:
+    with url_errors_explained():
+        other = Connection(url, transport_options={OPTION: option_of(settings)})
+        other.get_transport_cls()
+    with other as connection:
         if (connection.hostname, connection.port) != (own.hostname, own.port):
             settings = replace(settings, management_url=None)
         if connection.as_uri() == own.as_uri():
             raise UnsupportedBroker(
-                f"{shown} is the app's own broker: name celery, sets or a queue"
+                f"{shown} is the app's own broker: use --from celery or --from sets"
             )
         try:
             connection.ensure_connection(max_retries=1)
         except OperationalError as exc:
-            raise UnsupportedBroker(f"{shown} cannot be used: {exc}") from exc
+            raise UnsupportedBroker(f"cannot use {shown}: {exc}") from exc
         try:
             yield _part_of(connection.default_channel, settings, shown)
         except (*connection.connection_errors, *connection.channel_errors) as exc:
             raise NativeDelayError(
-                f"{shown}, or the app's own broker, was lost: {exc}; run this again for the rest"
+                f"lost the connection to {shown} or to the app's own broker: {exc}; run this again "
+                f"for the rest"
             ) from exc
 
 
 def _part_of(channel: Any, settings: DelaySettings, shown: str) -> MovingPart:
     if not hasattr(channel, "moving_part"):
         raise UnsupportedBroker(
-            f"what waits can be moved to and from RabbitMQ, Redis and stores, not {shown}"
+            f"expected RabbitMQ, Redis or a store to move messages from or to, got {shown}"
         )
     part: MovingPart = channel.moving_part(settings)
     return part

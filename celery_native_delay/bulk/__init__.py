@@ -1,4 +1,4 @@
-"""Batches of delayed tasks: ``bulk(app)`` and how its tasks travel."""
+"""Bulk publishing of delayed tasks: ``bulk(app)``."""
 
 from .batch import Bulk, BulkResult, bulk
 

@@ -1,20 +1,20 @@
-"""Publish many delayed tasks of an app: confirmed, in little time, none dropped in silence.
+"""Publish many delayed tasks of an app fast, with broker confirms.
 
     with bulk(app) as batch:
         for order in orders:
             batch.send("shop.remind", kwargs={"order": order.id}, eta=order.due)
     print(batch.result)
 
-The first two tasks of each kind (name, route and options) go the way ``apply_async`` takes it: one
-to make a template of, one with other arguments that the template must make as well. Those after it
-go through the template, as long as it is proved that no code sees or changes them on that way: no
-publish signals, wrapped or overridden methods, links, stamps, compression, another serializer or
-protocol, ``expires``, routers written as functions.
+The first two tasks of each kind (name, route and options) are published by ``apply_async``. The
+first message becomes a template, which must also produce the second one. Later tasks only fill the
+template. That needs proof that no code would see or change their messages: no publish signals,
+wrapped or overridden methods, links, stamps, compression, ``expires``, other serializers or
+protocols, or router functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from time import monotonic, time_ns
@@ -30,11 +30,11 @@ from ..due_time import due_us as due_us_of
 from ..durations import duration
 from ..errors import PublishRefused, RefusedMessage, UnsupportedBroker
 from ..transports.aliases import OPTION, asks_for_delays
-from ..transports.random_ids import RandomIds
+from ..transports.bulk_publisher import RandomIds
 from .kinds import Kinds, Made, Sample
 from .plain_publishing import PlainPublishing
 
-#: Options that are the same for all tasks of a kind and leave their trace in the template.
+#: Options that the template may contain, because all tasks of a kind have the same.
 _TEMPLATE_OPTIONS = frozenset(
     ("queue", "exchange", "routing_key", "priority", "ignore_result", "shadow", "time_limit",
      "soft_time_limit", "delivery_mode", "retry")
@@ -45,15 +45,18 @@ _SIMPLE = frozenset((str, int, bool, type(None)))
 _ENCODER = json.JSONEncoder()
 _NO_CANVAS = ', {"callbacks": null, "errbacks": null, "chain": null, "chord": null}]'
 
-#: Refusals kept until sending stops: what fails by the thousand needs a person.
+#: Sending stops after this many refused tasks.
 MOST_REFUSED = 10_000
+
+#: Tasks sent between two counts of the refused ones.
+_LOOK_EVERY = 1000
 
 
 @dataclass
 class BulkResult:
-    """The account of a batch: what was sent, by which way, and what was refused.
+    """The result of a batch: how many tasks were sent, and which were refused.
 
-    *in_doubt* were sent, but the broker could not be asked: they may have arrived.
+    The broker has not answered for the tasks *in_doubt*: it may have them.
     """
 
     sent: int = 0
@@ -64,12 +67,12 @@ class BulkResult:
 
     @property
     def confirmed(self) -> int:
-        """Tasks that the broker has taken responsibility for, once the batch has ended."""
+        """The number of tasks that the broker has confirmed, once the batch has ended."""
         return self.sent - len(self.refused) - len(self.in_doubt)
 
     @property
     def returned(self) -> list[RefusedMessage]:
-        """Messages among *refused* that led to no queue."""
+        """The refused messages that no queue is bound for."""
         return [message for message in self.refused if message.returned]
 
     def __str__(self) -> str:
@@ -80,15 +83,13 @@ class BulkResult:
 
 
 class Bulk:
-    """A batch being sent; made by :func:`bulk`. For one thread, on a connection of its own."""
+    """A batch of delayed tasks, made by :func:`bulk`; for one thread, with its own connection."""
 
     def __init__(
         self,
         app: Celery,
         *,
         window: int | None = None,
-        on_progress: Callable[[BulkResult], object] | None = None,
-        progress_every: int = 1000,
         check: bool = True,
         timeout_seconds: float | None = 60.0,
         headers: Mapping[str, str] | None = None,
@@ -98,15 +99,12 @@ class Bulk:
             raise UnsupportedBroker(
                 "expected an app with native delays: call celery_native_delay.install(app) first"
             )
-        for name, number in (("window", window), ("progress_every", progress_every)):
-            if number is not None and (not isinstance(number, int) or number < 1):
-                raise ValueError(f"expected {name} to be a whole number from 1, got {number!r}")
+        if window is not None and (not isinstance(window, int) or window < 1):
+            raise ValueError(f"expected window to be a whole number from 1, got {window!r}")
         self.result = BulkResult()
         self._app = installation.app
         self._plain = PlainPublishing(installation)
         self._window = window or installation.settings().confirm_window
-        self._on_progress = on_progress
-        self._progress_every = progress_every
         self._check = check
         self._timeout_seconds = timeout_seconds
         self._headers = dict(headers or {})
@@ -144,7 +142,6 @@ class Bulk:
             result.refused += self._publisher.outbox.take_refused()
             result.seconds = monotonic() - self._started
             self._publisher.outbox.close()
-        self._tell()
         if kind is None and self._check and (result.refused or result.in_doubt):
             raise PublishRefused(f"{result}", (*result.refused, *result.in_doubt))
 
@@ -163,22 +160,22 @@ class Bulk:
 
         Args:
             task: the task or its name; it need not be registered here.
-            args, kwargs: its arguments.
+            args, kwargs: the task's arguments.
             eta: the due time; a naive one is UTC.
             countdown: seconds from now, instead of *eta*.
-            task_id: a UUID by default.
-            **options: any of ``apply_async``: ``queue``, ``priority``, ``expires``, …
+            task_id: the task's id; a UUID by default.
+            **options: other options of ``apply_async``: ``queue``, ``priority``, ``expires``, …
 
         Returns:
             The task's id.
 
         Raises:
-            NativeDelayError: it cannot wait; the others are not affected.
+            NativeDelayError: this task cannot be delayed; other tasks are not affected.
             PublishRefused: the broker has refused :data:`MOST_REFUSED` tasks.
-            RuntimeError: the block has not begun, or is over; this task was not sent.
-            OSError, amqp.exceptions.AMQPError: there has been no connection for a minute, or
-                there will be none, such as with a wrong password; this task was not sent. An
-                outage is waited out once, however many tasks are sent while it lasts.
+            RuntimeError: the ``with`` block has not begun or has ended; the task was not sent.
+            OSError, amqp.exceptions.AMQPError: the connection has been lost for a minute, or the
+                broker does not let the app in; the task was not sent. During one outage only the
+                first task waits for a minute.
         """
         if not self._is_open:
             raise RuntimeError("expected send() within the block `with bulk(app) as batch:`")
@@ -190,7 +187,7 @@ class Bulk:
             known = task = maybe_evaluate(task)
         key: Any = task if known is None else known
         if options:
-            # 1, 1.0 and True are equal, and different in a message.
+            # 1, 1.0 and True are equal keys, but differ in a message.
             key = (key, tuple(options.items()), tuple(map(type, options.values())))
         sent, made, hooks = False, None, ()
         if options.keys() <= _TEMPLATE_OPTIONS and _hashable(key):
@@ -202,12 +199,14 @@ class Bulk:
                     sent = self._publisher.send(kind.learnt, made.due_us, made.values)
                     result.by_template += sent
         if not sent:
-            self._send_the_long_way(task, known, args, kwargs, eta, countdown, task_id, options)
+            when = {"eta": eta, "countdown": countdown, "task_id": task_id}
+            way = task if known is None else known
+            self._apply_async(way, (args, kwargs), when | options)
             if hooks:
                 self._kinds.learn(Sample(key, known, hooks, task_id, bool(countdown), made))
         result.sent += 1
-        if result.sent % self._progress_every == 0:
-            self._tell()
+        if result.sent % _LOOK_EVERY == 0:
+            result.refused += self._publisher.outbox.take_refused()
             if len(result.refused) >= MOST_REFUSED:
                 refused = tuple(result.refused)
                 raise PublishRefused(f"{result}; the first being {refused[0]}", refused)
@@ -215,13 +214,13 @@ class Bulk:
 
     @property
     def unconfirmed_count(self) -> int:
-        """Tasks sent that the broker has not answered for; those in doubt once the batch ended."""
+        """The number of sent tasks that the broker has not answered for."""
         waiting = 0 if self._publisher is None else int(self._publisher.outbox.unconfirmed_count)
         return len(self.result.in_doubt) + waiting
 
     @property
     def has_given_up(self) -> bool:
-        """True if the broker has been away for too long, or does not let the app in."""
+        """True if the connection was lost for too long, or the broker does not let the app in."""
         return bool(self._publisher.outbox.has_given_up)
 
     def _made(
@@ -233,7 +232,7 @@ class Bulk:
         countdown: float | None,
         task_id: str,
     ) -> Made | None:
-        """Values that a template is filled with; None if only the long way will do."""
+        """The values for a template; None if the task must go by ``apply_async``."""
         if type(args) not in (list, tuple) or type(kwargs) is not dict:
             return None
         at_us = time_ns() // 1000
@@ -260,7 +259,7 @@ class Bulk:
         return Made(at_us, due_us, values)
 
     def _iso(self, due_us: int) -> str:
-        """ISO 8601 text in the app's time zone; within one second only the fraction changes."""
+        """The time as ISO 8601 in the app's time zone; the text of the last second is cached."""
         second, us = divmod(due_us, 1_000_000)
         if second != self._second:
             whole = (_EPOCH + timedelta(seconds=second)).astimezone(self._timezone).isoformat()
@@ -273,65 +272,46 @@ class Bulk:
             arguments, max_size, maxlevels=self._repr_levels
         )
 
-    def _send_the_long_way(
-        self,
-        task: str | Task,
-        known: Task | None,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-        eta: datetime | str | None,
-        countdown: float | None,
-        task_id: str,
-        options: dict[str, Any],
-    ) -> None:
-        when = {"eta": eta, "countdown": countdown, "task_id": task_id, **options, "retry": False}
+    def _apply_async(self, task: Any, arguments: Any, options: dict[str, Any]) -> None:
+        options["retry"] = False
         if self._headers:
-            when["headers"] = self._headers | (options.get("headers") or {})
+            options["headers"] = self._headers | (options.get("headers") or {})
 
         def publish(producer: Any) -> None:
-            # add_to_parent: a million results have no place in a parent's memory.
-            with_producer = {**when, "producer": producer, "add_to_parent": False}
-            if known is None:
-                self._app.send_task(task, args, kwargs, **with_producer)
+            # Without add_to_parent: a parent task would keep a million results in memory.
+            with_producer = {**options, "producer": producer, "add_to_parent": False}
+            if isinstance(task, str):
+                self._app.send_task(task, *arguments, **with_producer)
             else:
-                known.apply_async(args, kwargs, **with_producer)
+                task.apply_async(*arguments, **with_producer)
 
         self._publisher.publish(publish)
 
-    def _tell(self) -> None:
-        result = self.result
-        result.refused += self._publisher.outbox.take_refused()
-        result.seconds = monotonic() - self._started
-        if self._on_progress is not None:
-            self._on_progress(result)
-
 
 def bulk(app: Celery, **options: Any) -> Bulk:
-    """A batch of delayed tasks of *app*, to be used in a ``with`` block.
+    """A batch of delayed tasks of *app*, for a ``with`` block.
 
-    Leaving the block waits until the broker has confirmed everything; ``batch.result`` then tells
-    what became of it.
+    The end of the block waits until the broker has confirmed all tasks. Then ``batch.result`` has
+    the counts.
 
     Args:
-        app: an installed Celery app.
-        window: messages that may be unconfirmed at a time; ``native_delay_confirm_window`` by
-            default. No more than these are kept in memory.
-        on_progress: called with the :class:`BulkResult` so far.
-        progress_every: how many tasks lie between two such calls; 1000 by default.
-        check: False: leave refused tasks to the result instead of raising at the end.
-        timeout_seconds: how long leaving the block waits for the broker, 60 by default; None for
-            as long as it takes.
-        headers: what every message of the batch carries besides its own; also by template.
+        app: a Celery app with ``install(app)``.
+        window: the most messages without a confirm, which are kept in memory;
+            ``native_delay_confirm_window`` by default.
+        check: False: do not raise at the end if tasks were refused; the result has them.
+        timeout_seconds: seconds for which the end of the block waits for confirms, 60 by default;
+            None waits for ever.
+        headers: headers for every message of the batch.
 
     Raises:
-        UnsupportedBroker: *app* is not installed, or nothing can wait on its broker.
-        PublishRefused: leaving the block, when some were refused or are in doubt.
+        UnsupportedBroker: ``install(app)`` was not called, or the broker cannot delay tasks.
+        PublishRefused: at the end of the block, if tasks were refused or are in doubt.
     """
     return Bulk(app, **options)
 
 
 def check_broker(connection: Any) -> None:
-    """Refuse a broker in which nothing can wait; *connection* is an installed app's."""
+    """Raise UnsupportedBroker if the broker of *connection* cannot delay tasks."""
     if not asks_for_delays((connection.transport_options or {}).get(OPTION)):
         raise UnsupportedBroker(
             f"expected a broker in which delayed tasks can wait, got {connection.as_uri()}: set "
@@ -340,15 +320,15 @@ def check_broker(connection: Any) -> None:
 
 
 def short_repr(arguments: Any, max_size: int) -> str | None:
-    """``repr`` of flat arguments that Celery's ``saferepr`` would not shorten; None for others.
+    """Text like that of Celery's ``saferepr``, ten times as fast; None if arguments are not simple.
 
-    Celery's takes ten times as long for the same text.
+    Arguments are simple if they are flat, short and need no escapes.
     """
     values = arguments.values() if type(arguments) is dict else arguments
     if not _SIMPLE.issuperset(map(type, values)):
         return None
     text = repr(arguments)
-    # Celery's escapes nothing, and shortens.
+    # saferepr escapes nothing, and shortens long texts.
     plain = "\\" not in text and '"' not in text and len(text) < min(max_size, 128)
     return text if plain else None
 

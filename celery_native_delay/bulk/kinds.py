@@ -1,8 +1,8 @@
-"""Kinds of tasks that may go by template: of each, what two that went the long way have taught.
+"""Templates of ``bulk(app)``, one for each kind of task (name, route and options).
 
-A template is made of the first. It serves when it is proved that no code sees those after it, and
-when it makes the second as well, which had other arguments. After a reconnect, and once a minute,
-one message has to show that both still hold.
+The first task of a kind goes by ``apply_async``; its message becomes the template. The template is
+used if no code would see or change the messages, and if it also produces the message of the second
+task, which has other arguments. After a reconnect, and once a minute, another task checks both.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from celery import Task
 from ..due_time import due_us as due_us_of
 from ..errors import InvalidDueTime
 from ..message import HEADER
-from ..transports.bulk_publisher import BulkPublisher, Learnt, TaskValues
+from ..transports.bulk_publisher import BulkPublisher, TaskTemplate, TaskValues
 from .plain_publishing import PlainPublishing, same
 
 logger = logging.getLogger("celery_native_delay.bulk")
 
 
 class Made(NamedTuple):
-    """Values in which two tasks of one kind differ; made *at_us*."""
+    """The values that differ between two tasks of a kind, as they were at *at_us*."""
 
     at_us: int
     due_us: int
@@ -34,28 +34,28 @@ class Made(NamedTuple):
 
 @dataclass(slots=True)
 class Kind:
-    """Tasks of one name with the same options, and what the publisher has *learnt* of them.
+    """A kind of task with its template, *learnt*, for one connection (*generation*).
 
-    Valid on one connection, while *hooks* are what they were. Once *checked*, it serves for the
-    arguments in *body*, and for all once that is None.
+    It is valid while *hooks* are the same objects. Once *checked*, it may be used for the arguments
+    in *body*; if that is None, for all arguments.
     """
 
-    learnt: Learnt
+    learnt: TaskTemplate
     hooks: tuple[Any, ...]
     generation: int
     body: bytes | None
     checked: bool = False
 
     def serves(self, made: Made, generation: int) -> bool:
-        """True if its template, on this connection, has been seen to make the like of *made*."""
+        """True if the template may be used for the values *made* on this connection."""
         known = self.checked and (self.body is None or self.body == made.values[-1])
         return known and self.generation == generation
 
 
 class Sample(NamedTuple):
-    """A task that has just gone the long way.
+    """A task that was just published by ``apply_async``.
 
-    *made* is what a template would have been filled with, just before; None if nothing.
+    *made* are the values that a template would have been filled with; None if it could not be.
     """
 
     key: Any
@@ -67,7 +67,7 @@ class Sample(NamedTuple):
 
 
 class Kinds:
-    """All kinds of tasks of one batch; keys are the caller's."""
+    """All kinds of tasks of one batch."""
 
     def __init__(
         self, plain: PlainPublishing, publisher: BulkPublisher, iso: Callable[[int], str]
@@ -76,85 +76,84 @@ class Kinds:
         self._publisher = publisher
         self._iso = iso
         self._kinds: dict[Any, Kind] = {}
-        #: Kinds for which a template does not do.
-        self._unlike: set[Any] = set()
-        #: Hooks of kinds of which something was found to see the tasks.
-        self._witnessed: dict[Any, tuple[Any, ...]] = {}
-        self._said: set[str] = set()
+        #: Kinds whose template would not produce the next message.
+        self._without_template: set[Any] = set()
+        #: The hooks of kinds whose messages some code would see.
+        self._observed: dict[Any, tuple[Any, ...]] = {}
+        self._logged: set[str] = set()
 
     def hooks(self, key: Any, known: Task | None) -> tuple[Any, ...]:
-        """Hooks of a task's kind (:class:`PlainPublishing`); none for one without a template."""
-        return () if key in self._unlike else self._plain.hooks(known)
+        """The hooks of a task (see :class:`PlainPublishing`); none if its kind has no template."""
+        return () if key in self._without_template else self._plain.hooks(known)
 
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:
-        """The kind known by *key*, if none of its hooks has been replaced since."""
+        """The kind of *key*; None if there is none, or if a hook has been replaced since."""
         kind = self._kinds.get(key)
         return kind if kind is not None and same(kind.hooks, hooks) else None
 
     def learn(self, sample: Sample) -> None:
-        """Find out from a task whether others of its kind need not go the long way."""
+        """Make or check the template of a kind by a task that was just published."""
         key, now_us = sample.key, time_ns() // 1000
         kind = self.of(key, sample.hooks)
         generation = self._publisher.outbox.connects
         if kind is None or kind.generation != generation or now_us > kind.learnt.valid_until_us:
             self._begin(sample, kind, now_us)
         elif sample.made is not None and not (kind.checked and kind.body is None):
-            found = self._difference(kind, sample, now_us)
-            if found:
-                self._unlike.add(key)
+            alike = self._made_by(kind, sample, now_us)
+            if alike is False:
+                self._without_template.add(key)
                 name = (self._publisher.last_headers or {}).get("task")
-                self._say(logging.WARNING, f"two tasks {name!r} differ unexpectedly in {found}")
-            elif found is not None:
+                self._log(logging.WARNING, f"two tasks {name!r} differ unexpectedly")
+            elif alike:
                 kind.checked = True
                 if sample.made.values[-1] != kind.body:
                     kind.body = None
 
     def _begin(self, sample: Sample, before: Kind | None, now_us: int) -> None:
-        """Make a template of the last message, unless something sees others of its kind.
+        """Make a template of the last message, unless some code would see or change messages.
 
-        If the one *before* would have made it, what is known of that holds for the new one.
+        If the template *before* would have produced this message, the new one counts as checked.
         """
         key, hooks = sample.key, sample.hooks
-        if same(self._witnessed.get(key, ()), hooks):
+        if same(self._observed.get(key, ()), hooks):
             return
         witness = self._plain.witness(sample.known)
         if witness:
-            self._witnessed[key] = hooks
-            self._say(logging.INFO, witness)
+            self._observed[key] = hooks
+            self._log(logging.INFO, witness)
             return
         headers = self._publisher.last_headers or {}
         learnt = self._publisher.learn() if headers.get("id") == sample.task_id else None
         if learnt is None:
             return
         kind = Kind(learnt, hooks, self._publisher.outbox.connects, learnt.body)
-        alike = before is not None and self._difference(before, sample, now_us) == ""
-        if before is not None and before.checked and alike:
+        if before is not None and before.checked and self._made_by(before, sample, now_us):
             kind.checked, kind.body = True, before.body
         self._kinds[key] = kind
 
-    def _difference(self, kind: Kind, sample: Sample, now_us: int) -> str | None:
-        """The part of the last message that the template would make otherwise; "" if none.
+    def _made_by(self, kind: Kind, sample: Sample, now_us: int) -> bool | None:
+        """True if the template would produce the last message.
 
-        None if that cannot be told: it was due already, or could not have gone by template.
+        None if it cannot be compared: the task was due, or could not have gone by template.
         """
         if sample.made is None:
             return None
         headers = self._publisher.last_headers
         at_us, due_us, values = sample.made
         if headers is not None and HEADER not in headers:
-            return "its wait" if due_us > now_us else None
+            return False if due_us > now_us else None
         if sample.by_countdown and headers is not None:
             try:
                 their_due_us = due_us_of(headers["eta"])
             except (InvalidDueTime, KeyError):
-                return "header 'eta'"
+                return False
             if not due_us - 1 <= their_due_us <= due_us + now_us - at_us + 1:
-                return "header 'eta'"
+                return False
             values = (values[0], self._iso(their_due_us), *values[2:])
-        return self._publisher.difference(kind.learnt, values)
+        return self._publisher.made_by(kind.learnt, values)
 
-    def _say(self, level: int, why: str) -> None:
-        """Log once in a batch why tasks do not go by template."""
-        if why not in self._said:
-            self._said.add(why)
-            logger.log(level, "sending as apply_async does, not by template: %s", why)
+    def _log(self, level: int, why: str) -> None:
+        """Log once per batch why tasks go by ``apply_async``."""
+        if why not in self._logged:
+            self._logged.add(why)
+            logger.log(level, "sending by apply_async, not by template: %s", why)

@@ -1,7 +1,7 @@
-"""Proof that only Celery and kombu see a task on its way out, so that a template may stand in.
+"""Proof that only Celery and kombu see a task when it is published, so that a template may be used.
 
-A function is at home in a class if it was compiled there: its globals are the module's, its code
-bears the class's name. ``functools.wraps`` and a subclass of the same name copy names, not these.
+A function belongs to a class if it was compiled there: it has the module's globals, and its code
+has the class's name. ``functools.wraps`` does not copy these.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..app.installation import Installation
 _OURS = frozenset(("celery", "kombu"))
 _MISSING = object()
 
-#: Names that publishing calls of each, besides those looked at by themselves.
+#: The methods that publishing calls of each object.
 _OF_TASK = ("apply_async", "shadow_name", "_get_exec_options", "_get_app", "AsyncResult")
 _OF_APP = ("producer_or_acquire", "now", "thread_oid")
 _OF_ROUTER = ("route", "expand_destination", "lookup_route", "query_router")
 _OF_PRODUCER = ("publish", "_publish", "_prepare", "_delivery_details", "maybe_declare")
 
-#: Attributes of a task that ``apply_async`` reads anew each time.
+#: Attributes of a task that ``apply_async`` reads each time.
 _READ_OF_TASK = ("name", "ignore_result", "time_limit", "soft_time_limit")
 
 _SIGNALS = {
@@ -42,19 +42,19 @@ _before, _after, _sent = _SIGNALS.values()
 
 
 class PlainPublishing:
-    """Search for code that sees or changes the tasks that one app publishes."""
+    """Finds code that sees or changes the tasks that an app publishes."""
 
     def __init__(self, installation: Installation) -> None:
         self._installation = installation
         self._app = installation.app
 
     def hooks(self, task: Task | None) -> tuple[Any, ...]:
-        """Objects that code replaces, or listens to, in order to see a task; see :func:`same`.
+        """The objects that code usually replaces or listens to in order to see a task.
 
-        Cheap enough for every message: as long as it is the same, so is what :meth:`witness` says
-        of all that is usual; the rest of it is to be asked again now and then.
+        It is cheap enough for each message. While they are the :func:`same`, :meth:`witness` need
+        be called once a minute only.
         """
-        # Out of their dicts, which is ten times as fast as kombu's cached_property.
+        # From their dicts, which is ten times as fast as kombu's cached_property.
         app = self._app
         amqp = vars(app).get("amqp") or app.amqp
         cached = vars(amqp)
@@ -77,9 +77,9 @@ class PlainPublishing:
         )
 
     def witness(self, task: Task | None) -> str:
-        """The first code found that sees or may change a *task* on its way, in words; "" if none.
+        """The first code found that may see or change *task* when it is published; "" if none.
 
-        None is a task that is not registered here, which has no ``apply_async``.
+        A *task* of None is one that is not registered here.
         """
         found = next(self._witnesses(), "")
         if not found and task is not None:
@@ -144,14 +144,14 @@ class PlainPublishing:
 
 
 def same(hooks: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    """True if they are the same objects; a wrapper may say that it equals what it wraps."""
+    """True if they are the same objects; ``==`` would be true for some wrappers."""
     return len(hooks) == len(others) and all(map(is_, hooks, others))
 
 
 def _foreign(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
-    """Each of *names* that *owner*, a class or an object, has from elsewhere than Celery or kombu.
+    """The attributes among *names* of a class or object that are not Celery's or kombu's.
 
-    All classes that it derives from are asked: one that overrides calls the next.
+    All base classes are checked, because a method that overrides another one calls that.
     """
     is_class = isinstance(owner, type)
     for name in names:
@@ -164,7 +164,7 @@ def _foreign(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
 
 
 def _is_of(found: Any, owner: type, name: str) -> bool:
-    """True if a class of Celery or kombu has *found* from its own source, under *name*."""
+    """True if *found* is the method *name* of *owner*, a class of Celery or kombu."""
     return _is_of_module(found, owner.__module__, f"{owner.__qualname__}.{name}")
 
 
@@ -179,14 +179,14 @@ def _is_of_module(found: Any, module: str, qualname: str) -> bool:
 
 
 def _function(found: Any) -> Any:
-    """The function behind a method, class method or property; a wrapper gives away another's."""
+    """The function of a method, class method or property."""
     if type(found) in (MethodType, classmethod, staticmethod):
         return found.__func__
     return found.fget if type(found) is property else found
 
 
 def _name(found: Any) -> str:
-    """Name of the place where *found* was really written, whatever it calls itself."""
+    """The module and qualified name under which *found* was compiled."""
     function = _function(getattr(found, "_self_wrapper", found))  # wrapt's
     if type(function) is FunctionType:
         return f"{function.__globals__.get('__name__')}.{function.__code__.co_qualname}"

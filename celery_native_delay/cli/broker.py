@@ -1,4 +1,4 @@
-"""``delay declare | verify | doctor | status | purge | parked``: the broker as a whole."""
+"""``delay declare | verify | doctor | status | purge | parked``: checks, counts and upkeep."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @command(name="declare")
 @as_json_option
 def declare(ctx: click.Context, as_json: bool) -> None:
-    """Declare what delays need, and bind the app's queues."""
+    """Declare the queues and exchanges that delays need. Binds the app's queues, too."""
     with broker(ctx) as part:
         show(part.declare(list(ctx.obj.app.amqp.queues.values())), as_json)
 
@@ -40,27 +40,27 @@ def declare(ctx: click.Context, as_json: bool) -> None:
 @command(name="verify")
 @as_json_option
 def verify(ctx: click.Context, as_json: bool) -> None:
-    """Compare the broker with the plan; exit 1 on any difference.
+    """Check that the broker has all that delays need. Exit 1 if not.
 
-    No worker need run for it: whether delays work, `delay doctor` says.
+    It needs no running worker. `delay doctor` checks workers, records and clocks, too.
     """
     with broker(ctx) as part:
         name, found = part.name, part.verify()
-    _show_findings(ctx, found, as_json, well=f"{name}: as planned")
+    _show_findings(ctx, found, as_json, well=f"{name}: as expected")
 
 
 @command(name="doctor")
 @as_json_option
 def doctor(ctx: click.Context, as_json: bool) -> None:
-    """Say that delays work or, finding by finding, what to do; exit 1 unless they do.
+    """Check that delays work, and say what to do if not. Exit 1 on any problem.
 
-    Asks for all that `delay verify` compares, and for what moves: who hands over, what is overdue,
-    parked or held up, records, rates, telemetry and clocks.
+    Checks all that `delay verify` checks, and: installed workers, overdue, parked and stuck
+    messages, records, rates, telemetry and clocks.
     """
     from ..app.doctor import examine
     from ..errors import SettingsError
 
-    with suppress(SettingsError):  # a finding, like others
+    with suppress(SettingsError):  # it becomes a finding
         installed_settings(ctx)
     _show_findings(ctx, examine(ctx.obj.app), as_json, well="healthy")
 
@@ -68,15 +68,13 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 @command(name="status")
 @as_json_option
 def status(ctx: click.Context, as_json: bool) -> None:
-    """Show what waits, when the next is due, what is overdue, parked and stuck.
+    """Count waiting, overdue, parked and stuck messages.
 
-    On RabbitMQ with records tasks are counted as `ls` lists them; levels hold more: what was
-    cancelled or moved stays there until it was due.
+    On RabbitMQ with records it counts the tasks that `ls` lists. The delay levels hold more
+    messages: those of cancelled and moved tasks stay until they were due.
     """
-    from ..transports.interface import CountsByRecords
-
     with broker(ctx) as part:
-        found = part.status_with_records() if isinstance(part, CountsByRecords) else part.status()
+        found = part.status()
     show(found, as_json)
 
 
@@ -84,22 +82,22 @@ def status(ctx: click.Context, as_json: bool) -> None:
 @yes_option
 @as_json_option
 def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
-    """Throw away what waits for this app. Cannot be undone.
+    """Delete all waiting messages of this app. Cannot be undone.
 
-    What is parked, or held by a landing queue, stays.
+    Parked messages, and those in landing queues, stay.
     """
     with broker(ctx) as part:
         if not force:
-            confirm(f"Throw away all that waits in {part.name}?")
+            confirm(f"Delete all waiting messages in {part.name}?")
         purged = part.purge()
-        text = f"{purged} delayed message(s) thrown away"
+        text = f"{purged} delayed message(s) deleted"
         say(as_json, {"name": part.name, "purged": purged}, text)
 
 
 def _show_findings(
     ctx: click.Context, found: Sequence[Finding], as_json: bool, *, well: str
 ) -> None:
-    """Show each, and a last line: *well* if nothing is wrong; else exit status 1."""
+    """Show the findings and a last line, which is *well* if nothing is wrong; else exit 1."""
     from ..finding import ADVICE, UNCHECKED, WRONG
 
     levels = (WRONG, UNCHECKED, ADVICE)
@@ -112,9 +110,9 @@ def _show_findings(
             click.echo(printable(f"{each.level}: {each.check}: {each.problem}"))
             click.echo(printable(f"    {each.remedy}"))
         if numbers[WRONG]:
-            last = f"{numbers[WRONG]} thing(s) to mend"
+            last = f"{numbers[WRONG]} problem(s) found"
         elif numbers[UNCHECKED]:
-            last = f"{well}, as far as could be asked: {numbers[UNCHECKED]} not checked"
+            last = f"{well}, but {numbers[UNCHECKED]} check(s) could not be made"
         else:
             last = well
         click.echo(last)
@@ -126,7 +124,7 @@ def _show_findings(
 
 @delay.group(name="parked")
 def parked() -> None:
-    """Messages that were due, and whose destination was not there."""
+    """Messages that were due, but no queue was bound for them."""
 
 
 @command(group=parked, name="list")
@@ -140,7 +138,7 @@ def parked() -> None:
 )
 @as_json_option
 def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
-    """Show parked messages; they stay where they are."""
+    """List parked messages."""
     with broker(ctx) as part:
         found = part.parked(limit=limit)
     if found is None:
@@ -157,7 +155,7 @@ def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
 @command(group=parked, name="requeue")
 @as_json_option
 def requeue(ctx: click.Context, as_json: bool) -> None:
-    """Send parked messages to where they belong; what no queue takes yet stays parked."""
+    """Publish parked messages again; those without a queue stay parked."""
     with broker(ctx) as part:
         outcome = part.requeue()
     if outcome is None:
@@ -169,9 +167,9 @@ def requeue(ctx: click.Context, as_json: bool) -> None:
 @yes_option
 @as_json_option
 def purge_parked(ctx: click.Context, force: bool, as_json: bool) -> None:
-    """Throw away all parked messages of this namespace. Cannot be undone."""
+    """Delete all parked messages of this namespace. Cannot be undone."""
     with broker(ctx) as part:
         if not force:
-            confirm(f"Throw away all messages in {part.parking}?")
+            confirm(f"Delete all messages in {part.parking}?")
         purged = part.purge_parked()
-    say(as_json, {"purged": purged}, f"{purged} parked message(s) thrown away")
+    say(as_json, {"purged": purged}, f"{purged} parked message(s) deleted")

@@ -1,6 +1,6 @@
-"""The ``delay`` group, and what its commands share.
+"""The command group ``delay``, and what its commands share.
 
-Loaded on every celery command: nothing of ours but this is imported until one is called.
+Every celery command loads it, so it imports the rest of this package only when a command runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ loglevel_option = click.option(
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]
-    """A duration, as a number of seconds."""
+    """A duration such as 90 or 1h30m, as a number of seconds."""
 
     name = "duration"
 
@@ -53,12 +53,12 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
         except InvalidDueTime as exc:
             self.fail(str(exc), param, ctx)
         if self._at_least is not None and seconds < self._at_least:
-            self.fail(f"expected {duration(self._at_least)} at least, got {value}", param, ctx)
+            self.fail(f"expected at least {duration(self._at_least)}, got {value}", param, ctx)
         return seconds
 
 
 class Moment(click.ParamType):  # type: ignore[type-arg]
-    """A point in time: a duration from now, below 0 for the past, or ISO 8601; UTC without zone."""
+    """A time: a duration from now (negative for the past), or ISO 8601 (without a zone: UTC)."""
 
     name = "duration|time"
 
@@ -71,7 +71,7 @@ class Moment(click.ParamType):  # type: ignore[type-arg]
         try:
             return datetime.now(UTC) + timedelta(seconds=seconds_of(value))
         except OverflowError:
-            self.fail(f"{value} from now is beyond every calendar", param, ctx)
+            self.fail(f"{value} from now is too far away", param, ctx)
         except InvalidDueTime:
             pass
         try:
@@ -89,16 +89,16 @@ class Moment(click.ParamType):  # type: ignore[type-arg]
 @click.pass_context
 @handle_preload_options  # type: ignore[untyped-decorator]
 def delay(ctx: click.Context) -> None:
-    """Delayed tasks that wait in the broker."""
+    """List, cancel, check and move delayed tasks."""
 
 
 def command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """A subcommand of ``delay`` whose expected errors are one sentence, exit status 1."""
+    """Make a subcommand of ``delay`` whose expected errors are one sentence, with exit status 1."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @wraps(function)
         def explained(ctx: click.Context, *args: Any, **kwargs: Any) -> None:
-            with errors_explained(ctx):
+            with _errors_explained(ctx):
                 function(ctx, *args, **kwargs)
 
         group = options.pop("group", delay)
@@ -111,8 +111,8 @@ def command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
 
 
 @contextmanager
-def errors_explained(ctx: click.Context) -> Iterator[None]:
-    """Raise what is expected to fail as one sentence."""
+def _errors_explained(ctx: click.Context) -> Iterator[None]:
+    """Show expected errors in one sentence, without a traceback."""
     from amqp.exceptions import AMQPError
     from kombu.exceptions import OperationalError
 
@@ -124,18 +124,18 @@ def errors_explained(ctx: click.Context) -> Iterator[None]:
     except NativeDelayError as exc:
         raise click.ClickException(str(exc)) from exc
     except BrokenPipeError:
-        raise  # of `| head`: click ends quietly
+        raise  # as with `| head`: click exits quietly
     except (OperationalError, AMQPError, OSError) as exc:
-        said = str(exc).rstrip(".")  # redis-py ends its sentences
+        said = str(exc).rstrip(".")
         raise click.ClickException(
-            f"the broker {shown_broker(ctx.obj.app)} cannot be used: {said}; is it running, and is "
-            f"the URL right (celery -b)?"
+            f"cannot use the broker {shown_broker(ctx.obj.app)}: {said}; check that it runs, and "
+            f"its URL (celery -b)"
         ) from exc
 
 
 @contextmanager
 def broker(ctx: click.Context) -> Iterator[AdminPart]:
-    """The admin part of the app's transport, on a fresh connection."""
+    """The admin part for the app's broker, on a new connection."""
     from ..app.installation import admin_part
 
     with reachable(ctx) as connection:
@@ -144,7 +144,7 @@ def broker(ctx: click.Context) -> Iterator[AdminPart]:
 
 @contextmanager
 def reachable(ctx: click.Context) -> Iterator[Any]:
-    """A fresh connection to the broker of the app, which must have delayed delivery."""
+    """A new connection to the app's broker; the app must be installed."""
     from kombu.exceptions import OperationalError
 
     installed_settings(ctx)
@@ -157,7 +157,7 @@ def reachable(ctx: click.Context) -> Iterator[Any]:
 
 
 def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
-    """The connection of the app to its broker, not made yet; tasks must be able to wait there."""
+    """An unopened connection to the app's broker; UnsupportedBroker if tasks cannot wait there."""
     from ..app.broker import check_fits
 
     connection = ctx.obj.app.connection_for_write()
@@ -166,9 +166,9 @@ def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
 
 
 def installed_settings(ctx: click.Context, *, insists: bool = True) -> DelaySettings:
-    """The app's settings; it must have delayed delivery.
+    """The settings of the app, which must be installed.
 
-    With *insists* also a broker in which tasks can wait.
+    With *insists* its broker must be supported, too.
     """
     from celery import _state
 
@@ -177,8 +177,7 @@ def installed_settings(ctx: click.Context, *, insists: bool = True) -> DelaySett
     app = ctx.obj.app
     if app is _state.default_app and installation_of(app) is None:
         raise click.ClickException(
-            f"expected an app, got none: name its module with -A, as in "
-            f"`celery -A shop {_words_of(ctx)}`"
+            f"expected an app: name its module with -A, as in `celery -A shop {_words_of(ctx)}`"
         )
     installation = installed(app)
     installation.insists = insists
@@ -189,13 +188,13 @@ def installed_settings(ctx: click.Context, *, insists: bool = True) -> DelaySett
 
 
 def _words_of(ctx: click.Context) -> str:
-    """The command without its options, such as ``delay parked list``."""
+    """The words of the command, such as ``delay parked list``."""
     before = _words_of(ctx.parent) if ctx.parent and ctx.parent.parent else ""
     return f"{before} {ctx.info_name}".lstrip()
 
 
 def settings(ctx: click.Context) -> DelaySettings:
-    """The app's settings, the defaults for one without delayed delivery."""
+    """The app's settings; the defaults if it is not installed."""
     from ..app.installation import installation_of
     from ..settings import DelaySettings
 
@@ -211,14 +210,14 @@ def print_json(value: Any) -> None:
 
 
 def say(as_json: bool, value: Any, text: str) -> None:
-    """Print *text* for people, or *value* for scripts."""
+    """Print *text*, or with ``--json`` *value*."""
     print_json(value) if as_json else click.echo(text)
 
 
 def confirm(question: str) -> None:
-    """Ask on standard error: standard output is for what scripts read. Aborts unless it is yes.
+    """Ask on standard error; abort unless the answer is yes.
 
-    click.confirm() writes a blank to standard output.
+    click.confirm() would write a blank to standard output, which scripts read.
     """
     click.echo(f"{question} [y/N]: ", nl=False, err=True)
     answer = sys.stdin.readline()
@@ -229,7 +228,7 @@ def confirm(question: str) -> None:
 
 
 def show(report: Report, as_json: bool) -> None:
-    """Print *report*, for people or for scripts."""
+    """Print *report*, as text or as JSON."""
     if as_json:
         print_json(report.as_json())
     else:
@@ -237,25 +236,19 @@ def show(report: Report, as_json: bool) -> None:
 
 
 def printable(value: object) -> str:
-    """Text of *value* on one line, with nothing in it that a terminal obeys."""
+    """The text of *value* on one line, with control characters escaped."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(value))
 
 
 def table(headings: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    """Text of a table: columns as wide as they need to be, numbers to the right."""
-    cells = [
-        headings,
-        *(tuple("" if cell is None else printable(cell) for cell in row) for row in rows),
-    ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    """The text of a table, with numbers aligned to the right."""
+    texts = [["" if cell is None else printable(cell) for cell in row] for row in (headings, *rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = []
-    for index, line in enumerate(cells):
-        right = [
-            index > 0 and not isinstance(cell, str) for cell in (rows[index - 1] if index else line)
-        ]
+    for row, cells in zip((headings, *rows), texts, strict=True):
         padded = (
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(line, widths, right, strict=True)
+            text.ljust(width) if isinstance(cell, str) else text.rjust(width)
+            for cell, text, width in zip(row, cells, widths, strict=True)
         )
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)

@@ -1,12 +1,13 @@
-"""``delay migrate | prune``: move what waits elsewhere, and delete what is left of it."""
+"""``delay migrate | prune``: move waiting messages to this broker, and delete empty old queues."""
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -36,18 +37,18 @@ if TYPE_CHECKING:
     multiple=True,
     required=True,
     metavar="celery|sets|URL",
-    help="celery, celery:PREFIX: Celery's own levels. sets, sets:NAMESPACE: levels of earlier "
-    "settings. A URL: another broker, or a store. May be given several times.",
+    help="Where the messages wait. celery, celery:PREFIX: Celery's own delayed delivery. sets, "
+    "sets:NAMESPACE: delay levels of earlier settings. URL: another broker or store. Repeatable.",
 )
 @click.option(
-    "--rate", type=click.FloatRange(min=0, min_open=True), help="Move so many in a second at most."
+    "--rate", type=click.FloatRange(min=0, min_open=True), help="Most messages to move per second."
 )
 @click.option(
     "--records",
     metavar="URL",
-    help="The records of another broker, if they are not in native_delay_records.",
+    help="URL of the other broker's records; by default native_delay_records.",
 )
-@click.option("--dry-run", is_flag=True, help="Only count, source by source; nothing is touched.")
+@click.option("--dry-run", is_flag=True, help="Only count the messages of each source.")
 @yes_option
 @as_json_option
 def migrate(
@@ -59,15 +60,17 @@ def migrate(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Move what waits elsewhere into this app's broker, to be due when it was.
+    """Move waiting messages from elsewhere to this app's broker.
 
-    One message at a time: it leaves its place once the broker has confirmed it. Ctrl-C ends it
-    after the present one; run it again for the rest. A process that is killed loses nothing; the
-    one message that it was at may run twice, and the next run names it where it can be known.
+    Due times stay the same. Each message is deleted at its source after this broker has confirmed
+    it. Ctrl-C stops after the current message; run the command again for the rest. A killed process
+    loses no message, but the current one may run twice; the next run names it if it can.
 
-    Exit 1 if anything had to be left that should have been moved.
+    Exit 1 if a message could not be moved.
     """
-    from ..app.moving import Account, MovingKeys, Pace, move, moving
+    from kombu.utils.limits import TokenBucket
+
+    from ..app.moving import Account, MovingKeys, move, moving
 
     installed_settings(ctx)
     with ExitStack() as stack:
@@ -86,11 +89,20 @@ def migrate(
             click.echo(_counts(accounts), err=True)
             confirm(f"Move them into {part.name}?")
         part.prepare(list(ctx.obj.app.amqp.queues.values()))
-        pace = Pace(rate)
-        with _stopped() as stopped, _progress(total, hidden=as_json) as on_each:
+        pace = None if rate is None else TokenBucket(rate)
+        bar = click.progressbar(length=total, label="moving", show_pos=True, file=sys.stderr)
+        with _stopped() as stopped, bar:
             for source, account in zip(sources, accounts, strict=True):
                 if not stopped:
-                    move(source, part, account, pace, stopped.__len__, on_each, _tell_doubt)
+                    move(
+                        source,
+                        part,
+                        account,
+                        pace,
+                        stopped.__len__,
+                        partial(bar.update, 1),
+                        _tell_doubt,
+                    )
         _show(part.name, accounts, as_json, interrupted=bool(stopped))
         ctx.exit(1 if stopped or any(account.refused for account in accounts) else 0)
 
@@ -100,27 +112,26 @@ def migrate(
     "--namespace",
     "namespaces",
     multiple=True,
-    help="Look for sets of this namespace, too, in which no app lives any more.",
+    help="A namespace that no app uses any more: look for its delay levels, too.",
 )
-@click.option("--dry-run", is_flag=True, help="Only show what is there.")
+@click.option("--dry-run", is_flag=True, help="Only list what would be deleted.")
 @yes_option
 @as_json_option
 def prune(
     ctx: click.Context, namespaces: tuple[str, ...], dry_run: bool, force: bool, as_json: bool
 ) -> None:
-    """Delete levels of earlier settings, and what Celery's own delayed delivery left.
+    """Delete empty delay levels of earlier settings.
 
-    Of the latter also the bindings that it added to your topic exchanges. It shows all of it
-    first, and deletes what is empty: what waits is for `delay migrate`, or matures. No producer
-    may use Celery's own way on this virtual host any more.
+    Also those of Celery's own delayed delivery, and the bindings that it added to your topic
+    exchanges. It lists everything first. Levels with messages stay: use `delay migrate`, or wait
+    until they are due. Stop all producers on this virtual host that use Celery's own way.
     """
     from ..app.moving import reaches_of
-    from ..transports.moving import Prunes
 
     with broker(ctx) as part:
-        if not isinstance(part, Prunes):
+        if not hasattr(part, "pruning"):
             raise click.UsageError(
-                f"{part.name} is all there is: nothing is left of other settings"
+                f"expected RabbitMQ: {part.name} leaves no queues of earlier settings"
             )
         pruning = part.pruning()
         found = pruning.remnants(namespaces, reaches_of(ctx.obj.app))
@@ -140,7 +151,7 @@ def prune(
         print_json({"found": [asdict(remnant) for remnant in found], "deleted": deleted})
     elif found and not dry_run:
         for remnant in left if empty else []:
-            click.echo(f"{remnant.name} is left: {remnant.waiting} message(s) came meanwhile")
+            click.echo(f"{remnant.name} stays: it got {remnant.waiting} message(s) meanwhile")
         click.echo(f"{len(done)} of {len(found)} deleted")
 
 
@@ -149,7 +160,7 @@ def prune(
 
 @contextmanager
 def _stopped() -> Iterator[list[int]]:
-    """A list that Ctrl-C and SIGTERM fill; the second one ends it at once."""
+    """A list that is filled by Ctrl-C or SIGTERM; a second signal ends the process at once."""
     received: list[int] = []
 
     def receive(number: int, _: object) -> None:
@@ -166,18 +177,8 @@ def _stopped() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def _progress(total: int, *, hidden: bool) -> Iterator[Callable[[], object]]:
-    """A call for after each message: it moves a bar on standard error, for a person who looks."""
-    if hidden or not sys.stderr.isatty():
-        yield lambda: None
-        return
-    with click.progressbar(length=total, label="moving", show_pos=True, file=sys.stderr) as bar:
-        yield lambda: bar.update(1)
-
-
 def _tell_doubt(task_id: str | None) -> None:
-    click.echo(printable(f"may run twice, after a run that was interrupted: {task_id}"), err=True)
+    click.echo(printable(f"may run twice, as a run was interrupted: {task_id}"), err=True)
 
 
 def _counts(accounts: Sequence[Account]) -> str:
@@ -199,12 +200,12 @@ def _show(
         return
     if dry_run:
         total = sum(account.count for account in accounts)
-        click.echo(f"{_counts(accounts)}\nwould go through {total:,} message(s)")
+        click.echo(f"{_counts(accounts)}\nwould move up to {total:,} message(s)")
         return
     rows = [
         (each.source, each.moved, each.stays, each.void, each.refused.total()) for each in accounts
     ]
-    click.echo(table(("from", "moved", "stay", "void", "refused"), rows))
+    click.echo(table(("from", "moved", "stay", "dropped", "refused"), rows))
     for account in accounts:
         for line in _remarks(account):
             click.echo(line)
@@ -213,26 +214,18 @@ def _show(
 
 
 def _remarks(account: Account) -> Iterator[str]:
-    from ..durations import duration
-
     for why, number in account.refused.items():
         yield printable(f"{account.source}: {number} refused: {why}")
-    if account.computed:
-        late = duration(account.late_seconds)
-        yield (
-            f"{account.source}: {account.computed} had no ETA and are due by their level, never "
-            f"early, and late by {late} at most"
-        )
-    if account.doubtful_count:
-        yield f"{account.source}: {account.doubtful_count} may run twice, as told above"
+    if account.doubtful:
+        yield f"{account.source}: {len(account.doubtful)} may run twice (listed above)"
 
 
 def _show_remnants(found: Sequence[Remnant]) -> None:
     if not found:
-        click.echo("nothing is left of other settings, or of Celery's own delayed delivery")
+        click.echo("found no levels of earlier settings or of Celery's own delayed delivery")
         return
     rows = [(each.name, each.waiting, each.queues, each.exchanges) for each in found]
-    click.echo(table(("what is left", "waiting", "queues", "exchanges"), rows))
+    click.echo(table(("found", "waiting", "queues", "exchanges"), rows))
     for remnant in found:
         for binding in remnant.bindings:
             click.echo(printable(f"{remnant.name}: binding of {binding}"))

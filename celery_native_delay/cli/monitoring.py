@@ -1,4 +1,4 @@
-"""``delay exporter | flower``: what waits and what came of it, for Prometheus and in Flower."""
+"""``delay exporter | flower``: metrics for Prometheus, and pages in Flower."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .group import (
     type=click.IntRange(0, 65535),
     default=9808,
     show_default=True,
-    help="Where to serve /metrics; 0 for any that is free.",
+    help="The port of /metrics; 0 for any free port.",
 )
 @click.option(
     "-a",
     "--address",
     default="127.0.0.1",
     show_default=True,
-    help="On which of this machine's addresses; 0.0.0.0 for all.",
+    help="The address to listen on; 0.0.0.0 for all of this machine.",
 )
 @click.option(
     "-i",
@@ -38,16 +38,16 @@ from .group import (
     type=Duration(at_least=0.1),
     default=5.0,
     show_default=True,
-    help="Between looks at broker and records: seconds, or such as 1min.",
+    help="Time between two looks at broker and records: seconds, or such as 1min.",
 )
 @loglevel_option
 @as_json_option
 def exporter(
     ctx: click.Context, port: int, address: str, interval: float, loglevel: int, as_json: bool
 ) -> None:
-    """Serve metrics to Prometheus, until Ctrl-C.
+    """Serve Prometheus metrics until Ctrl-C.
 
-    Lateness and counters come from workers with events on (-E). Run one exporter for each app.
+    Lateness and counters come from workers with events on (-E). Run one exporter per app.
     """
     import signal
     from threading import Event
@@ -61,7 +61,7 @@ def exporter(
     from prometheus_client import start_http_server
 
     app = ctx.obj.app
-    installed_settings(ctx, insists=False)  # events come from any broker
+    installed_settings(ctx, insists=False)  # any broker has events
     app.log.setup_logging_subsystem(loglevel=loglevel)
     stopping = Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -89,7 +89,7 @@ def exporter(
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FLOWER OPTIONS]...")
 @click.pass_context
 def flower(ctx: click.Context, arguments: tuple[str, ...]) -> None:
-    """Start Flower with the page Delays; all its options go with it."""
+    """Start Flower with the pages Delays and Rates. Takes all options of Flower."""
     from ..errors import ExtraMissing, NativeDelayError
 
     try:

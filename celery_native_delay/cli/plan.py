@@ -1,4 +1,4 @@
-"""``delay plan``: what a delay, or a load of them, makes of the broker; without a broker."""
+"""``delay plan``: the path of a delayed message, or the load of many, computed without a broker."""
 
 from __future__ import annotations
 
@@ -12,18 +12,15 @@ from .group import Duration, as_json_option, command, fitting_connection, say, s
 if TYPE_CHECKING:
     from ..transports.rabbitmq.topology import Topology
 
-#: Of the way through SQS so many sends are shown at most.
+#: On SQS, the most sends of one message to list.
 _SHOWN = 10
 
-#: What a million requests to SQS cost, in dollars.
-_PRICE_PER_MILLION = 0.5
-
-#: What is told scripts, and people.
+#: The value for ``--json``, and the lines of text.
 _Told: TypeAlias = tuple[dict[str, Any], list[str]]
 
 
 class _Range(click.ParamType):  # type: ignore[type-arg]
-    """A duration, or all from one to another: two numbers of seconds."""
+    """A duration, or a range FROM..TO of durations, as two numbers of seconds."""
 
     name = "duration"
 
@@ -43,7 +40,7 @@ class _Range(click.ParamType):  # type: ignore[type-arg]
 @click.option(
     "--rate",
     type=click.FloatRange(min=0, min_open=True),
-    help="Messages that are sent a second: what a load needs, instead of the way of one message.",
+    help="Messages sent per second: show the load of all, not the path of one message.",
 )
 @click.option(
     "--delay",
@@ -51,11 +48,11 @@ class _Range(click.ParamType):  # type: ignore[type-arg]
     type=_Range(),
     multiple=True,
     metavar="DURATION[..DURATION]",
-    help="With --rate: their delay, 60, 1h30m, or any from 1m..10m. Several are equally frequent.",
+    help="With --rate: the delay, such as 60 or a range 1m..10m. Several are equally frequent.",
 )
 @click.option("--queue", default="celery", show_default=True, help="The destination queue.")
 @click.option(
-    "--transport", type=click.Choice(["rabbitmq", "sqs"]), help="Another broker than the app's."
+    "--transport", type=click.Choice(["rabbitmq", "sqs"]), help="Plan for this broker instead."
 )
 @as_json_option
 def plan(
@@ -67,10 +64,10 @@ def plan(
     transport: str | None,
     as_json: bool,
 ) -> None:
-    """Show the path, hops and routing key of a delay: of 90 seconds, or of 365d, 1h30m.
+    """Show the path, hops and routing key of a delay.
 
-    On SQS also what it costs. With --rate and --delay: what a load makes of each level queue, how
-    much waits, and in how much memory. Needs no broker.
+    On SQS, its hops and requests. With --rate and --delay: messages per second of each level queue,
+    waiting messages and their memory. It needs no broker.
     """
     from ..due_time import check_countdown
     from ..transports.rabbitmq.topology import Topology
@@ -100,7 +97,7 @@ def plan(
 
 
 def _load(topology: Topology | None, rate: float, ranges: tuple[tuple[float, float], ...]) -> _Told:
-    """The load of *rate* messages a second on the broker; *topology* is that of RabbitMQ."""
+    """The load of *rate* messages a second; *topology* is RabbitMQ's, None for other brokers."""
     from ..durations import duration
     from ..transports.rabbitmq.load import CEILINGS, MEMORY_BYTES, Delays, queue_loads
 
@@ -139,7 +136,7 @@ def _load(topology: Topology | None, rate: float, ranges: tuple[tuple[float, flo
 
 
 def _levels(topology: Topology, seconds: float, queue: str) -> _Told:
-    """A delay in the levels of RabbitMQ."""
+    """The path of one message through RabbitMQ's delay levels."""
     from ..due_time import units_until
     from ..durations import duration
     from ..transports.rabbitmq.address import message_address
@@ -166,36 +163,21 @@ def _levels(topology: Topology, seconds: float, queue: str) -> _Told:
 
 
 def _hops(seconds: float, queue: str) -> _Told:
-    """A delay on SQS, hop by hop: a relay sends the message on after each."""
+    """The path of one message through SQS; a relay sends it on after each hop."""
+    from ..due_time import milliseconds_up
     from ..durations import duration
-    from ..transports.sqs.hops import HOP_SECONDS, Itinerary
+    from ..transports.sqs.hops import HOP_SECONDS, REQUESTS_PER_HOP, remainders
 
-    way = Itinerary.of(max(seconds, 0))
-    alone, batched = way.requests, way.requests_in_batches
-    prices = [number * _PRICE_PER_MILLION / 1e6 for number in (alone, batched)]
-    told = {
-        "waits_seconds": way.waits_seconds,
-        "hop_seconds": HOP_SECONDS,
-        "hop_count": way.hops,
-        "requests": alone,
-        "requests_in_batches": batched,
-        "price": prices[0],
-        "price_in_batches": prices[1],
-    }
-    hops = f"in {way.hops:,} hop(s) of {duration(HOP_SECONDS)}"
-    lines = [_waits(seconds, way.waits_seconds, hops, queue)]
-    if way.hops < _SHOWN:
-        rows = [
-            (f"{queue}-delay.fifo" if number < way.hops else queue, duration(left, exact=True))
-            for number, left in enumerate(way.remainders)
-        ]
-        lines.append(table(("sent to", "left"), rows))
-    costs = [
-        ("alone", f"{alone:,}", f"{prices[0]:.7f}"),
-        ("with nine others", f"{batched:,.1f}", f"{prices[1]:.7f}"),
-    ]
-    headings = ("travelling", "requests", f"at {_PRICE_PER_MILLION:g} per million")
-    return told, [*lines, table(headings, costs)]
+    waits, *rest = remainders(milliseconds_up(round(max(seconds, 0) * 1_000_000)))
+    requests = 1 + len(rest) * REQUESTS_PER_HOP
+    told = {"waits_seconds": waits, "hop_count": len(rest), "requests": requests}
+    where = f"in {len(rest):,} hop(s) of {duration(HOP_SECONDS)}, {requests:,} request(s)"
+    lines = [_waits(seconds, waits, where, queue)]
+    if len(rest) < _SHOWN:
+        names = [f"{queue}-delay.fifo"] * len(rest) + [queue]
+        left = [duration(each, exact=True) for each in (waits, *rest)]
+        lines.append(table(("sent to", "left"), list(zip(names, left, strict=True))))
+    return told, lines
 
 
 def _waits(seconds: float, waits_seconds: float, where: str, queue: str) -> str:

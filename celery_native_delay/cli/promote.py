@@ -1,4 +1,4 @@
-"""``delay promote``, on SQS ``delay relay``: hand over what is due, outside the workers."""
+"""``delay promote``, on SQS ``delay relay``: deliver due tasks without an installed worker."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .group import as_json_option, command, installed_settings, loglevel_option,
 @loglevel_option
 @as_json_option
 def promote(ctx: click.Context, loglevel: int, as_json: bool) -> None:
-    """Hand over tasks that are due, from Redis or from a store, until Ctrl-C.
+    """Deliver due tasks from Redis or from a store, until Ctrl-C.
 
-    Installed workers do it by themselves; run this where all workers are plain ones, or stopped at
-    night. Any number may run at once. On SQS it is `relay`.
+    Installed workers do this themselves. Run it if no worker has this package, or if workers stop
+    at night. Several may run at once. On SQS use `relay`.
     """
     _run(ctx, loglevel, "", as_json, done="promoted")
 
@@ -25,14 +25,15 @@ def promote(ctx: click.Context, loglevel: int, as_json: bool) -> None:
     "-Q",
     "--queues",
     default="",
-    help="Relay for these, separated by commas; by default for all of the app's.",
+    help="Relay for these queues, separated by commas; by default for all of the app.",
 )
 @as_json_option
 def relay(ctx: click.Context, loglevel: int, queues: str, as_json: bool) -> None:
-    """Send on what comes out of SQS' delay queues, to wait on or to its queue, until Ctrl-C.
+    """Relay tasks with long delays through SQS, until Ctrl-C.
 
-    For delays of more than 15 minutes. Installed workers do it by themselves for the queues they
-    consume from; run this where all workers are plain ones. Any number may run at once.
+    A task with more than 15 minutes left is sent back to its delay queue, others to their queue.
+    Installed workers do this themselves for their queues. Run it if no worker has this package.
+    Several may run at once.
     """
     _run(ctx, loglevel, queues, as_json, done="relayed")
 
@@ -41,8 +42,7 @@ def _run(ctx: click.Context, loglevel: int, queues: str, as_json: bool, *, done:
     import signal
 
     from ..app.installation import delaying_channel, serving
-    from ..transports.interface import GivesUp, Outage, ServesQueues, WorkerPart
-    from ..worker.outage import react
+    from ..transports.interface import ServesQueues, WorkerPart
 
     app = ctx.obj.app
     installed_settings(ctx)
@@ -53,19 +53,11 @@ def _run(ctx: click.Context, loglevel: int, queues: str, as_json: bool, *, done:
         channel, settings = delaying_channel(app, connection)
         part: WorkerPart = serving(channel.worker_part(settings), app, chosen)
         if chosen and not isinstance(part, ServesQueues):
-            raise click.UsageError(f"{where} is not asked queue by queue: leave --queues out")
+            raise click.UsageError(f"{where} needs no relay per queue: leave --queues out")
         prepared = part.prepare(where)
         promoter = part.promoter(app.connection_for_write)
         if promoter is None:
-            raise click.UsageError(f"{where} delivers what is due by itself: nothing to promote")
-    outages: list[Outage] = []
-
-    def give_up(outage: Outage) -> None:
-        outages.append(outage)
-        promoter.stop()
-
-    if isinstance(promoter, GivesUp):
-        promoter.on_outage = lambda outage: react(app, outage, lambda: give_up(outage))
+            raise click.UsageError(f"{where} delivers due tasks itself: nothing to promote")
     if not as_json:
         click.echo(f"{ctx.info_name} runs: {prepared}")
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -73,5 +65,3 @@ def _run(ctx: click.Context, loglevel: int, queues: str, as_json: bool, *, done:
     promoter.run()
     text = f"{promoter.promoted} message(s) {done}, {promoter.parked} parked"
     say(as_json, {done: promoter.promoted, "parked": promoter.parked}, text)
-    if outages:
-        raise click.ClickException(str(outages[0]))

@@ -1,29 +1,19 @@
-"""``delay rates``: the lines in which rated tasks wait for their turn."""
+"""``delay rates``: rate-limited tasks that wait, by task and key."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from time import sleep
 from typing import TYPE_CHECKING
 
 import click
 
-from .group import (
-    Duration,
-    as_json_option,
-    command,
-    errors_explained,
-    installed_settings,
-    print_json,
-    table,
-)
+from .group import as_json_option, command, installed_settings, say, table
 
 if TYPE_CHECKING:
     from ..rates.line import RateLine
 
-#: So many lines are looked at at least: the longest in time need not have most waiting.
+#: Redis lists lines by time, not by length: read at least this many to find the longest.
 _LOOKED_AT = 500
 
 _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held")
@@ -36,58 +26,32 @@ _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held
     type=click.IntRange(min=1),
     default=50,
     show_default=True,
-    help="Show at most this many lines.",
-)
-@click.option(
-    "-w",
-    "--watch",
-    type=Duration(at_least=0.2),
-    is_flag=False,
-    flag_value="2",
-    metavar="[DURATION]",
-    help="Look again every two seconds, or so often, until Ctrl-C.",
+    help="Show at most this many rows.",
 )
 @as_json_option
-def rates(ctx: click.Context, limit: int, watch: float | None, as_json: bool) -> None:
-    """Show the lines of rated tasks, those with most waiting first.
+def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
+    """Show rate-limited tasks that wait, by task and key.
 
-    The next slot is when the first in a line may start; utilisation, how much of its rate was used
-    in the last period. A line that a task's RetryAfter holds says for how long. With --json and
-    --watch each look is one line.
+    The longest queue comes first. "next slot" is the time until its next task may start,
+    "utilisation" the part of the rate used in the last period, and "held" the time for which
+    RetryAfter stops the queue.
     """
     from ..app.delay import Delay
 
     chosen = installed_settings(ctx)
-    delay = Delay(ctx.obj.app)
-
-    def look() -> None:
-        lines = delay.rates(limit=max(limit + 1, _LOOKED_AT))
-        more, lines = len(lines) > limit, lines[:limit]
-        if as_json:
-            told = {"lines": [line.as_json() for line in lines], "more": more}
-            print_json(told) if watch is None else click.echo(json.dumps(told))
-            return
-        now = datetime.now(UTC)
-        if watch is not None:
-            click.clear()  # of a terminal only
-            click.echo(f"{now.isoformat(timespec='seconds')}\n")
-        click.echo(shown(lines, more, now) if lines else _none(bool(chosen.rates)))
-
-    look()
-    try:
-        while watch is not None:
-            sleep(watch)
-            try:
-                with errors_explained(ctx):
-                    look()
-            except click.ClickException as exc:
-                exc.show()  # and look again: it may be back then
-    except KeyboardInterrupt:
-        ctx.exit()
+    lines = Delay(ctx.obj.app).rates(limit=max(limit + 1, _LOOKED_AT))
+    more, lines = len(lines) > limit, lines[:limit]
+    if lines:
+        text = shown(lines, more, datetime.now(UTC))
+    elif chosen.rates:
+        text = "no rate-limited task has come lately"
+    else:
+        text = "no task of this app has a rate: see native_delay_rates"
+    say(as_json, {"lines": [line.as_json() for line in lines], "more": more}, text)
 
 
 def shown(lines: Sequence[RateLine], more: bool, now: datetime) -> str:
-    """Text of *lines* as a table; with *more* there are others."""
+    """A table of *lines*; *more* is true if there are others."""
     rows = [
         (
             line.task,
@@ -101,8 +65,8 @@ def shown(lines: Sequence[RateLine], more: bool, now: datetime) -> str:
         for line in lines
     ]
     waiting = sum(line.waiting for line in lines)
-    others = "; there are more, which --limit shows" if more else ""
-    return f"{table(_HEADINGS, rows)}\n{waiting:,} waiting in {len(lines):,} line(s){others}"
+    others = "; there are more: raise --limit" if more else ""
+    return f"{table(_HEADINGS, rows)}\n{waiting:,} waiting in {len(lines):,} row(s){others}"
 
 
 def _until(moment_us: int | None, now: datetime) -> str | None:
@@ -112,9 +76,3 @@ def _until(moment_us: int | None, now: datetime) -> str | None:
         return None
     seconds = moment_us / 1_000_000 - now.timestamp()
     return duration(seconds) if seconds > 0 else "now"
-
-
-def _none(rated: bool) -> str:
-    if rated:
-        return "no lines: no rated task has come lately"
-    return "no lines: no task of this app has a rate, see native_delay_rates"

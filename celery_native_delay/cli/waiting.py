@@ -1,4 +1,4 @@
-"""``delay ls | show | cancel | reschedule | run-now``: the tasks that wait, one by one."""
+"""``delay ls | show | cancel | reschedule | run-now``: list and change waiting tasks."""
 
 from __future__ import annotations
 
@@ -29,14 +29,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_BAR_WIDTH = 40
 _LONGEST_TEXT = 40
-
-#: So many rows tell people what a change would be about.
-_SHOWN = 50
-
-#: More than can wait.
-_ALL = 1 << 40
 
 
 def task_id(value: str) -> str:
@@ -55,22 +48,21 @@ _filters = _all(
         "-s",
         "--search",
         default="",
-        help="Words that must all match: name:… queue:… args:… kwargs:key=value key:…, or any.",
+        help="Words that must all match: name:… queue:… args:… kwargs:key=value key:…, or plain.",
     ),
     click.option(
         "--from",
         "from_",
         type=Moment(),
         metavar="DURATION|TIME",
-        help="Due then or later: from now, such as 90, 1h30m or 2d, or ISO 8601.",
+        help="Due at this time or later: 90, 1h30m or 2d from now, or ISO 8601.",
     ),
-    click.option("--until", type=Moment(), metavar="DURATION|TIME", help="Due before then."),
+    click.option("--until", type=Moment(), metavar="DURATION|TIME", help="Due before this time."),
 )
 
 _chosen = _all(
     click.argument("ids", nargs=-1, type=task_id, metavar="[ID]..."),
     _filters,
-    click.option("--dry-run", is_flag=True, help="Only say which they are."),
     yes_option,
     as_json_option,
 )
@@ -80,7 +72,6 @@ _chosen = _all(
 @_filters
 @click.option("-n", "--limit", type=click.IntRange(min=1), default=50, show_default=True)
 @click.option("--offset", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--histogram", is_flag=True, help="Show how the due times are spread instead.")
 @as_json_option
 def ls(
     ctx: click.Context,
@@ -89,25 +80,17 @@ def ls(
     until: datetime | None,
     limit: int,
     offset: int,
-    histogram: bool,
     as_json: bool,
 ) -> None:
-    """List what waits, earliest first.
+    """List waiting tasks, earliest due time first.
 
-    With --json an object: `tasks`, `offset`, and as `total` how many wait or match in all, null
-    where a search finds too many to count.
+    --json prints an object with `tasks`, `offset` and `total`, the number of all waiting or
+    matching tasks; it is null if a search has too many matches to count.
     """
-    if histogram and (search or from_ or until):
-        raise click.UsageError(
-            "--histogram shows all that waits: leave out --search, --from and --until"
-        )
     from ..app.delay import listed
     from ..records.waiting import ALL
 
     delay = _delay(ctx)
-    if histogram:
-        _show_histogram(delay, as_json)
-        return
     query = _query(search, from_, until)
     page, counted = listed(delay, query, offset, limit)
     if as_json:
@@ -125,10 +108,10 @@ def ls(
 @click.argument("ids", type=task_id, nargs=-1, required=True, metavar="ID...")
 @as_json_option
 def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
-    """Show tasks that wait; exit 1 if nothing does under one of the IDs.
+    """Show waiting tasks by ID. Exit 1 if one of them is not waiting.
 
-    With --json one ID is an object, or null, several are a list of these, in the order of the IDs.
-    Where several messages wait under one ID, the object is the first due, with the `others`.
+    --json prints an object, or null, for one ID, and a list for several, in their order. If several
+    messages with one ID wait, the object is the first one due, with the `others`.
     """
     delay = _delay(ctx)
     found = {task_id: sorted(delay.show(task_id), key=attrgetter("due_us")) for task_id in ids}
@@ -144,29 +127,27 @@ def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
 @command(name="cancel")
 @_chosen
 def cancel(ctx: click.Context, **chosen: Any) -> None:
-    """Cancel tasks: those of the IDs, or all that a search finds.
+    """Cancel waiting tasks, by IDs or by a search.
 
-    They are REVOKED at once; a worker tells monitors and chords.
+    Their results become REVOKED at once. A worker tells monitors and chords.
     """
     _change(ctx, "cancel", "cancelled", lambda delay, ids: delay.cancel_all(ids), **chosen)
 
 
 @command(name="reschedule")
 @_chosen
-@click.option(
-    "--countdown", type=Duration(), help="From now: seconds, or such as 1h30m, 1h 30min, 2d."
-)
+@click.option("--countdown", type=Duration(), help="Time from now: seconds, or such as 1h30m, 2d.")
 @click.option("--eta", type=Moment(), metavar="TIME", help="ISO 8601; without a zone, UTC.")
 def reschedule(
     ctx: click.Context, countdown: float | None, eta: datetime | None, **chosen: Any
 ) -> None:
-    """Give tasks another due time: those of the IDs, or all that a search finds.
+    """Give waiting tasks another due time, by IDs or by a search.
 
-    A time that is past is refused, unless --yes says that they are to run at once.
+    A time in the past is refused without --yes.
     """
     if (countdown is None) is (eta is None):
         both = "give --countdown or --eta, not both"
-        raise click.UsageError("say when: --countdown or --eta" if eta is None else both)
+        raise click.UsageError("give --countdown or --eta" if eta is None else both)
     if not chosen["force"]:
         _refuse_past(countdown, eta)
     _change(
@@ -181,7 +162,7 @@ def reschedule(
 @command(name="run-now")
 @_chosen
 def run_now(ctx: click.Context, **chosen: Any) -> None:
-    """Make tasks due now: those of the IDs, or all that a search finds."""
+    """Let waiting tasks run now, by IDs or by a search."""
     _change(ctx, "run now", "due now", lambda delay, ids: delay.run_all_now(ids), **chosen)
 
 
@@ -210,19 +191,15 @@ def _change(
     search: str,
     from_: datetime | None,
     until: datetime | None,
-    dry_run: bool,
     force: bool,
     as_json: bool,
 ) -> None:
     by_search = bool(search or from_ or until)
     if not ids and not by_search:
-        raise click.UsageError("say which: IDs, or a search (--search, --from, --until)")
+        raise click.UsageError("give IDs, or a search (--search, --from, --until)")
     if ids and by_search:
         raise click.UsageError("give IDs or a search (--search, --from, --until), not both")
     delay = _delay(ctx)
-    if dry_run:
-        query = _query(search, from_, until) if by_search else None
-        ctx.exit(_say_dry(delay, list(dict.fromkeys(ids)), query, verb, as_json))
     chosen = list(dict.fromkeys(ids)) or delay.ids(_query(search, from_, until))
     if by_search and chosen and not force:
         confirm(f"{verb.capitalize()} {len(chosen):,} task(s)?")
@@ -239,29 +216,6 @@ def _change(
     ctx.exit(1 if failed and not by_search else 0)
 
 
-def _say_dry(delay: Delay, ids: list[str], query: Query | None, verb: str, as_json: bool) -> int:
-    """Tell what would be changed, of *ids* or by *query*; return the exit status of doing so."""
-    from ..records.waiting import Outcome, Verdict
-
-    if query is None:
-        tasks = [task for task_id in ids for task in delay.show(task_id)]
-    else:
-        tasks = list(delay.ls(query, limit=_ALL).tasks)
-    known = list(dict.fromkeys(task.id for task in tasks))
-    unknown = [task_id for task_id in ids if task_id not in set(known)]
-    if as_json:
-        told = [task.as_json() for task in tasks]
-        print_json({"would": verb, "ids": known, "unknown": unknown, "tasks": told})
-        return 1 if unknown else 0
-    if tasks:
-        click.echo(_table(tasks[:_SHOWN]))
-    for task_id in unknown:
-        click.echo(str(Outcome(task_id, Verdict.UNKNOWN)))
-    more = f", of which {_SHOWN} are shown; --json names all" if len(tasks) > _SHOWN else ""
-    click.echo(f"would {verb} {len(known):,} task(s){more}")
-    return 1 if unknown else 0
-
-
 def _refuse_past(countdown: float | None, eta: datetime | None) -> None:
     from ..durations import duration
 
@@ -271,8 +225,8 @@ def _refuse_past(countdown: float | None, eta: datetime | None) -> None:
         ago_seconds, option = (datetime.now(UTC) - eta).total_seconds(), "--eta"
     if ago_seconds > 0:
         raise click.UsageError(
-            f"{option} was {duration(ago_seconds)} ago, so the task would run at once: "
-            f"if it is to, use `run-now`, or --yes"
+            f"{option} is {duration(ago_seconds)} ago, so the task would run at once: "
+            f"to let it, use `run-now` or --yes"
         )
 
 
@@ -298,21 +252,19 @@ def _fields(task: Waiting, now: datetime) -> Iterator[str]:
 def _table(tasks: Sequence[Waiting]) -> str:
     now = datetime.now(UTC)
     headings = ("due", "in", "task", "id", "queue", "args", "kwargs", "key")
+    rows = [
+        (
+            task.due.isoformat(timespec="seconds"),
+            _until(task, now),
+            task.name,
+            task.id,
+            task.queue or f"exchange {task.exchange}",
+            *map(_short, (task.args, task.kwargs, task.key)),
+        )
+        for task in tasks
+    ]
     columns = len(headings) if any(task.key for task in tasks) else -1
-    return table(headings[:columns], [_row(task, now)[:columns] for task in tasks])
-
-
-def _row(task: Waiting, now: datetime) -> tuple[str, ...]:
-    return (
-        task.due.isoformat(timespec="seconds"),
-        _until(task, now),
-        task.name,
-        task.id,
-        task.queue or f"exchange {task.exchange}",
-        _short(task.args),
-        _short(task.kwargs),
-        _short(task.key),
-    )
+    return table(headings[:columns], [row[:columns] for row in rows])
 
 
 def _until(task: Waiting, now: datetime) -> str:
@@ -324,21 +276,3 @@ def _until(task: Waiting, now: datetime) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
-
-
-def _show_histogram(delay: Delay, as_json: bool) -> None:
-    bars = delay.histogram()
-    if as_json:
-        print_json(
-            [{"from": _iso(b.from_us), "until": _iso(b.until_us), "count": b.count} for b in bars]
-        )
-        return
-    most = max((bar.count for bar in bars), default=0)
-    for bar in bars:
-        drawn = "█" * -(-bar.count * _BAR_WIDTH // most) if most else ""
-        click.echo(f"{_iso(bar.from_us)}  {bar.count:>9,}  {drawn}".rstrip())
-    click.echo(f"{sum(bar.count for bar in bars):,} waiting")
-
-
-def _iso(us: int) -> str:
-    return datetime.fromtimestamp(us / 1_000_000, UTC).isoformat(timespec="seconds")

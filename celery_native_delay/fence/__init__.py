@@ -1,1 +1,1 @@
-"""Fenced runs: of all attempts at a part of a Spark job, the tasks of one run."""
+"""Fenced Spark jobs: of all attempts at a partition, the tasks of one attempt run."""

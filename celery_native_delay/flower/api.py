@@ -1,4 +1,4 @@
-"""REST API of what waits; Flower decides who may call it: these are handlers of its API."""
+"""REST API of waiting tasks; Flower checks who may call it, as for its own API."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..records.waiting import Outcome
 from ..transports.interface import AdminPart
 from .pages import MOST_LINES, Errors, Parked, long_json
 
-#: Changing takes a millisecond or two per task; this is patience for a busy broker.
+#: Time limit of a change, in seconds. A task takes a millisecond or two.
 _CHANGE_SECONDS = 60.0
 
-#: In one request, so that it ends in time.
+#: Most ids in one request, so that it ends within the time limit.
 _MOST_AT_ONCE = 1000
 
 _CHANGES: dict[str, Callable[..., list[Outcome]]] = {
@@ -32,28 +32,28 @@ _CHANGES: dict[str, Callable[..., list[Outcome]]] = {
 
 
 class ApiHandler(Errors, BaseApiHandler):
-    """Base of our API's handlers: Flower's own checks of the caller, our errors as JSON."""
+    """Base of the API's handlers: Flower's own checks of the caller, and our errors as JSON."""
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Answer an error; with 401 a browser is asked for the password that it knows."""
+        """Answer an error; with status 401 let a browser send its password."""
         if status_code == 401 and self.application.options.basic_auth:
             self.set_header("WWW-Authenticate", 'Basic realm="flower"')
         super().write_error(status_code, **kwargs)
 
     def limit(self) -> int:
-        """The request's ``limit``."""
+        """The request's ``limit``, from 1 to 10000; 50 by default."""
         limit: int = self.get_argument("limit", 50, type=int)
         if not 1 <= limit <= 10_000:
             raise InvalidQuery(f"expected limit from 1 to 10000, got {limit}")
         return limit
 
     def changes(self) -> None:
-        """Refuse with 403 where nothing may be changed."""
+        """Raise 403 if Flower is in read-only mode."""
         if self.application.options.read_only:
             raise web.HTTPError(403, "Read only mode is enabled")
 
     def moment(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The due time asked for: ``countdown``, as 90 or 1h30m, or ``eta``, in ISO 8601."""
+        """The request's ``countdown`` (90 or 1h30m, in seconds then) or ``eta`` (ISO 8601)."""
         given = {
             name: body.get(name, self.get_argument(name, None)) for name in ("countdown", "eta")
         }
@@ -66,7 +66,7 @@ class ApiHandler(Errors, BaseApiHandler):
         return found
 
     def body(self) -> dict[str, Any]:
-        """The JSON object of the request, whatever its content type; empty for none."""
+        """The JSON object in the request's body, of any content type; empty without one."""
         text = self.request.body.strip()
         is_json = "json" in self.request.headers.get("Content-Type", "json")
         if not text or not (is_json or text.startswith((b"{", b"["))):
@@ -80,7 +80,7 @@ class ApiHandler(Errors, BaseApiHandler):
         return found
 
     async def change(self, verb: str, ids: list[str], body: dict[str, Any]) -> list[Outcome]:
-        """Cancel, reschedule or run now."""
+        """Do the change *verb*: "cancel", "reschedule" or "run-now"."""
         moment = self.moment(body) if verb == "reschedule" else {}
         outcomes = await self.asking.delay(
             lambda delay: _CHANGES[verb](delay, ids, **moment), within_seconds=_CHANGE_SECONDS
@@ -92,9 +92,9 @@ class ApiHandler(Errors, BaseApiHandler):
 class ListDelays(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
-        """``limit``, ``offset``, ``search``, ``from_us``, ``until_us``; earliest first.
+        """List waiting tasks: ``limit``, ``offset``, ``search``, ``from_us``, ``until_us``.
 
-        ``total`` is null where a search finds more than are counted.
+        ``total`` is null if a search has too many matches to count.
         """
         limit, offset = self.limit(), self.get_argument("offset", 0, type=int)
         query = self.query(self.get_argument("search", "", escape=False))
@@ -105,16 +105,16 @@ class ListDelays(ApiHandler):
             answer = {"total": total, "waiting": delay.count(), "offset": offset}
             return long_json(answer, "tasks", (task.as_json() for task in page))
 
-        await self.write_json(await self.asking.delay(found))
+        self.write_json(await self.asking.delay(found))
 
 
 class ListRates(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
-        """``limit``; lines of rated tasks, those with most waiting first."""
+        """List the queues of rate-limited tasks, longest first, up to ``limit``."""
         limit = self.limit()
         lines = await self.asking.delay(lambda delay: delay.rates(limit=max(limit + 1, MOST_LINES)))
-        await self.write_json(
+        self.write_json(
             long_json(
                 {"more": len(lines) > limit}, "lines", (line.as_json() for line in lines[:limit])
             )
@@ -122,21 +122,20 @@ class ListRates(ApiHandler):
 
 
 class ListParked(ApiHandler, Parked):
-    """Parked messages, as the page has them."""
+    """List parked messages."""
 
 
 class ChangeParked(ApiHandler):
     @web.authenticated
     async def post(self, verb: str) -> None:
-        """``requeue`` sends on what can be, ``purge`` throws all away; 409 while a worker is at it.
+        """``requeue`` or ``purge`` parked messages; 409 while a worker rescues them.
 
-        ``{"parked": n}`` in the body is how many were seen: if they are not as many any more, none
-        is thrown away (409).
+        ``purge`` deletes nothing (409) if the body has ``{"parked": n}`` and n are not parked.
         """
         self.changes()
         seen = self.body().get("parked")
         if seen is not None and type(seen) is not int:
-            raise web.HTTPError(400, "expected parked to be how many were seen")
+            raise web.HTTPError(400, "expected parked to be a number of messages")
         try:
             found = await self.asking.admin(
                 _requeued if verb == "requeue" else partial(_purged, seen=seen),
@@ -153,31 +152,31 @@ class ChangeParked(ApiHandler):
 def _requeued(part: AdminPart) -> dict[str, Any] | str:
     outcome = part.requeue()
     if outcome is None:
-        return "a worker is trying them right now; try again"
+        return "a worker is rescuing them right now; try again"
     return asdict(outcome) | {"message": str(outcome)}
 
 
 def _purged(part: AdminPart, *, seen: int | None) -> dict[str, Any] | str:
     parked = seen if seen is None else part.backlog().parked
     if parked != seen:
-        return f"{seen} parked message(s) were seen, now there are {parked}: look again"
+        return f"expected {seen} parked message(s), found {parked}: reload the page"
     return {"purged": part.purge_parked()}
 
 
 class ShowDelay(ApiHandler):
     @web.authenticated
     async def get(self, task_id: str) -> None:
-        """The task that waits under this id; 404 if none does."""
+        """Show the waiting task with this id; 404 if it is not waiting."""
         found = await self.asking.delay(lambda delay: delay.show(task_id))
         if not found:
-            raise web.HTTPError(404, f"Nothing waits under '{task_id}'")
+            raise web.HTTPError(404, f"No task waits with the id '{task_id}'")
         self.write({"id": task_id, "tasks": [task.as_json() for task in found]})
 
 
 class ChangeOne(ApiHandler):
     @web.authenticated
     async def post(self, verb: str, task_id: str) -> None:
-        """404 if nothing waits under this id, 409 if it was handed over meanwhile."""
+        """Change one task; 404 if it is not waiting, 409 if a worker got it meanwhile."""
         self.changes()
         (outcome,) = await self.change(verb, [task_id], self.body())
         if not outcome:
@@ -188,7 +187,7 @@ class ChangeOne(ApiHandler):
 class ChangeMany(ApiHandler):
     @web.authenticated
     async def post(self, verb: str) -> None:
-        """The body is ``{"ids": […]}``, with ``countdown`` or ``eta`` to reschedule."""
+        """Change the tasks of ``{"ids": […]}``, with ``countdown`` or ``eta`` to reschedule."""
         self.changes()
         body = self.body()
         ids = body.get("ids")
@@ -203,5 +202,5 @@ class ChangeMany(ApiHandler):
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """An outcome as a JSON object."""
+    """The outcome for a JSON answer."""
     return {"id": outcome.id, "verdict": outcome.verdict.value, "due_us": outcome.due_us}

@@ -1,7 +1,7 @@
-"""Flower's application with our pages in it, and our links in the bar of its templates.
+"""Flower's application with the pages *Delays* and *Rates*, and links to them in its bar.
 
-Flower has no place for additions, so the links are made while its templates are loaded. Where a
-release has changed so much that one does not fit, it is left out, and the page works without.
+Flower has no hook for links, so they are inserted while its templates are loaded. If a release of
+Flower has changed its bar, the links are left out, and the pages work without.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ _NAVBAR = """\\1
         </li>
         {% end %}"""
 
-#: What the links are put behind.
+#: The links are inserted after Flower's own link *Broker*.
 _BROKERS_LINK = r"(<li[^>]*>\s*<a(?:(?!</li>).)*reverse_url\('broker'\)(?:(?!</li>).)*</li>)"
 
 
 class PatchedTemplates(Loader):
-    """Loader of Flower's templates, patched, and of ours; tornado's ``template_loader``."""
+    """The tornado loader of Flower's templates, with our links, and of ours."""
 
     def __init__(self) -> None:
         super().__init__(str(Path(flower.__file__).parent / "templates"))
 
     def resolve_path(self, name: str, parent_path: str | None = None) -> str:
-        """The name under which templates include each other: there are no folders."""
+        """The name itself: templates include each other without a folder."""
         return name
 
     def _create_template(self, name: str) -> Template:
@@ -63,12 +63,12 @@ class PatchedTemplates(Loader):
 
 
 def patched(name: str, text: str) -> str:
-    """The *text* of one of Flower's templates with our links in it."""
+    """The *text* of Flower's template *name*; the navigation bar gets our links."""
     if name != "navbar.html":
         return text
     changed, times = re.subn(_BROKERS_LINK, _NAVBAR, text, count=1, flags=re.DOTALL)
     if not times:
-        logger.warning("native delay: this Flower's %s is unknown, it stays as it is", name)
+        logger.warning("native delay: cannot add links to this Flower's %s: open /delays", name)
     return changed
 
 
@@ -92,19 +92,19 @@ HANDLERS = [
     url(r"/api/delay/(.+)", api.ShowDelay),
 ]
 
-#: A thread that reads many tasks keeps the IO loop from its turn for so long, several times in a
-#: row; by default it is 5 ms.
+#: Python's switch interval: a thread that reads many tasks delays the IO loop by this. The default
+#: is 5 ms.
 _SWITCH_SECONDS = 0.0005
 
 
 class DelayFlower(Flower):
-    """Flower's application with our pages, our API and metrics in it."""
+    """Flower's application with our pages, our REST API and our metrics."""
 
     def __init__(self, options: Any = None, **kwargs: Any) -> None:
         kwargs["template_loader"] = PatchedTemplates()
         super().__init__(options=options, **kwargs)
         prefix = self.options.url_prefix
-        # Tornado puts them before Flower's own, which end with one that takes everything.
+        # Tornado puts them before Flower's own handlers, of which the last one matches all URLs.
         self.add_handlers(
             ".*", [rewrite_handler(each, prefix) for each in HANDLERS] if prefix else HANDLERS
         )
@@ -116,7 +116,7 @@ class DelayFlower(Flower):
     def start(self) -> None:
         """Serve until :meth:`stop`."""
         # Flower's /metrics serves the default registry.
-        with suppress(NativeDelayError):  # the page says why
+        with suppress(NativeDelayError):  # the page shows the error
             self.is_rated = bool(installed(self.capp).settings().rates)
             self._exposed = expose(self.capp)
         sys.setswitchinterval(_SWITCH_SECONDS)

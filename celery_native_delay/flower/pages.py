@@ -1,4 +1,4 @@
-"""The pages *Delays* and *Rates*, and their requests while open; as protected as Flower's own."""
+"""The pages *Delays* and *Rates* and the requests of their scripts, for users of Flower."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 
 from flower.views import BaseHandler
 from tornado import web
-from tornado.iostream import StreamClosedError
 
 from ..app.delay import Delay, listed
 from ..errors import InvalidQuery, NativeDelayError, NoRecords, RecordsUnavailable
@@ -22,36 +21,32 @@ from .asking import Asking
 
 STATIC = str(Path(__file__).parent / "static")
 
-#: An answer that is no older serves every open page.
+#: Seconds for which one answer serves all open pages.
 _KEPT_SECONDS = 2.0
 
 _BARS = 40
 
-#: So many parked ones are shown.
+#: Parked messages on the page.
 _PARKED = 50
 
-#: So many lines of rated tasks, the longest in time; the page sorts and searches them itself.
+#: Queues of rate-limited tasks on the page, which sorts and searches them itself.
 MOST_LINES = 500
 
-#: So many can be changed in one go.
+#: Tasks that one action on the page can change.
 MOST_IDS = 100_000
 
-#: Bytes that the IO loop sends before others have their turn.
-_WRITTEN_AT_ONCE = 1 << 18
-
-#: All of them are read in a few seconds; this is patience for a busy machine.
+#: Time limit for reading all ids, in seconds. It usually takes a few seconds.
 _ALL_IDS_SECONDS = 60.0
 
 
-#: Beside the reason why records are away.
+#: Added to the reason why the records are unreachable.
 _BROKERS_OWN = (
-    "What is shown here is what the broker itself knows: what was cancelled or moved counts until "
-    "it was due."
+    "These are the broker's own numbers: cancelled and moved tasks count until they were due."
 )
 
 
 class Errors(BaseHandler):
-    """Base of our handlers: our errors as one sentence, without a traceback."""
+    """Base of our handlers: shows our errors in one sentence, without a traceback."""
 
     @property
     def asking(self) -> Asking:
@@ -59,12 +54,12 @@ class Errors(BaseHandler):
         return asking
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
-        """Log a traceback, but of our own errors: they are no fault of the server."""
+        """Log a traceback, except for our own errors."""
         if not isinstance(value, NativeDelayError):
             super().log_exception(typ, value, tb)
 
     def send_error(self, status_code: int = 500, **kwargs: Any) -> None:
-        """Answer an error; one of ours by its sentence."""
+        """Answer an error; for one of ours with its sentence."""
         error = (kwargs.get("exc_info") or (None, None))[1]
         if isinstance(error, NativeDelayError) and not self._finished:
             self.clear()
@@ -73,37 +68,22 @@ class Errors(BaseHandler):
         else:
             super().send_error(status_code, **kwargs)
 
-    def microseconds(self, name: str) -> int | None:
-        """The request's argument *name*, in microseconds since the epoch."""
-        found: int | None = self.get_argument(name, None, type=int)
-        return found
-
-    async def write_json(self, made: bytes) -> None:
-        """Answer with JSON that is made already; others have their turn on the IO loop meanwhile.
-
-        Tornado would hash and copy a long answer in one go.
-        """
+    def write_json(self, made: bytes) -> None:
+        """Answer with JSON that a thread has made."""
         self.set_header("Content-Type", "application/json; charset=UTF-8")
-        self.set_header("Content-Length", len(made))
-        for start in range(0, len(made), _WRITTEN_AT_ONCE):
-            self.write(made[start : start + _WRITTEN_AT_ONCE])
-            try:
-                await self.flush()
-            except StreamClosedError:
-                return  # the browser has gone
+        self.write(made)
 
     def query(self, search: str) -> Query:
         """The query of the request: *search*, ``from_us`` and ``until_us``."""
-        return Query.parse(search).due_within(
-            self.microseconds("from_us"), self.microseconds("until_us")
-        )
+        edges = (self.get_argument(name, None, type=int) for name in ("from_us", "until_us"))
+        return Query.parse(search).due_within(*edges)
 
 
 class PageHandler(Errors):
-    """Base of our pages, each of which asks for all that it shows."""
+    """Base of our pages."""
 
     def render_page(self, name: str, **values: Any) -> None:
-        """Answer with the page *name*, given *values* and what all of them need."""
+        """Answer with the template *name*, given *values*."""
         prefix = self.reverse_url("delays-static", "")
         ours = {"static_path": STATIC, "static_url_prefix": prefix}
         self.render(
@@ -118,7 +98,7 @@ class PageHandler(Errors):
 class DelaysPage(PageHandler):
     @web.authenticated
     def get(self) -> None:
-        """Answer with the page of what waits."""
+        """Answer with the page *Delays*."""
         options = self.application.options
         closed = not (options.basic_auth or options.auth or self.unauthenticated_api)
         self.render_page("delays", read_only=options.read_only, api_closed=closed)
@@ -127,15 +107,15 @@ class DelaysPage(PageHandler):
 class RatesPage(PageHandler):
     @web.authenticated
     def get(self) -> None:
-        """Answer with the page of the lines of rated tasks."""
+        """Answer with the page *Rates*."""
         self.render_page("rates", is_rated=self.application.is_rated)
 
 
 class Shared(Errors):
-    """Base of requests whose answer is asked for once, for all who look."""
+    """Base of requests whose answer is shared by all open pages."""
 
     kept_as: str
-    """The attribute of the application that keeps it; None there has it asked for anew."""
+    """The application's attribute that keeps the answer; None means: ask again."""
     kept_seconds = _KEPT_SECONDS
 
     async def answer(self) -> dict[str, Any]:
@@ -143,7 +123,7 @@ class Shared(Errors):
 
     @web.authenticated
     async def get(self) -> None:
-        """Answer with figures that are recent."""
+        """Answer with recent numbers."""
         kept = getattr(self.application, self.kept_as, None)
         if kept is None or (kept[1].done() and monotonic() - kept[0] > self.kept_seconds):
             kept = (monotonic(), asyncio.ensure_future(self.answer()))
@@ -152,7 +132,7 @@ class Shared(Errors):
 
 
 class Summary(Shared):
-    """Figures of cards, levels and histogram."""
+    """The numbers of the page *Delays*: cards, levels and histogram."""
 
     kept_as = "delays_summary"
 
@@ -161,7 +141,7 @@ class Summary(Shared):
 
 
 class Lines(Shared):
-    """Lines of rated tasks, by which there are ``more``; and Flower's clock, which slots go by."""
+    """The queues of rate-limited tasks, if there are ``more``, and the time of Flower's clock."""
 
     kept_as = "delays_lines"
     kept_seconds = 1.0
@@ -176,7 +156,7 @@ class Lines(Shared):
 
 
 async def summary(asking: Asking) -> dict[str, Any]:
-    """The numbers of what waits: the broker's own where ``error`` says why there are no others."""
+    """The numbers of waiting tasks: the broker's own if ``error`` says why there are no others."""
     status = await asking.admin(lambda part: part.status().as_json())
     found: dict[str, Any] = {
         "name": status["name"],
@@ -214,7 +194,7 @@ def _numbers(delay: Delay) -> dict[str, Any]:
 class Parked(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Number of parked messages, and the first; null while a worker tries them again."""
+        """The number of parked messages and the first of them; null while a worker rescues."""
         found = await self.asking.admin(lambda part: part.parked(limit=_PARKED))
         if found is None:
             self.write({"total": None, "tasks": None})
@@ -226,7 +206,7 @@ class Parked(Errors):
 class DataTable(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """A page of the table, in the words of DataTables."""
+        """Answer DataTables' request for a page of the table."""
         draw = self.get_argument("draw", type=int, required=True)
         offset = max(self.get_argument("start", 0, type=int), 0)
         limit = min(max(self.get_argument("length", 15, type=int), 1), 500)
@@ -248,7 +228,7 @@ class DataTable(Errors):
 
 
 def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
-    """JSON of *answer* with *items* under *name*; in a thread, so that the IO loop has its turn."""
+    """JSON of *answer* with *items* under *name*; called in a thread, as it may take long."""
     text = f'{json.dumps(answer)[:-1]}, "{name}": [{", ".join(map(json.dumps, items))}]}}'
     return text.encode()
 
@@ -256,7 +236,7 @@ def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
 class MatchingIds(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with all ids that match now, so that the tasks confirmed are those changed."""
+        """Answer with all matching ids: the user confirms them, and the page changes them."""
         query = self.query(self.get_argument("search", "", escape=False))
 
         def found(delay: Delay) -> bytes:
@@ -267,4 +247,4 @@ class MatchingIds(Errors):
                 )
             return long_json({"total": len(ids)}, "ids", ids)
 
-        await self.write_json(await self.asking.delay(found, within_seconds=_ALL_IDS_SECONDS))
+        self.write_json(await self.asking.delay(found, within_seconds=_ALL_IDS_SECONDS))

@@ -1,6 +1,5 @@
-"""Debounce, throttle and unique: one task stands for a key.
+"""Debounce, throttle and unique: of all calls with the same key, one task runs.
 
-A record tells which. What becomes of it is decided by pure functions (``rules.py``) of the record
-as it is read, and written only if it still is as it was, together with the message: one script on
-Redis, one transaction in SQL.
+One record per key holds the id of that task. Pure functions (``rules.py``) decide what a call does
+to the record. Record and message change in one step, and only if the record is still unchanged.
 """

@@ -1,7 +1,7 @@
-"""A publish under a key, from the call to the channel that does it.
+"""A publish with a key, on its way from the call to the channel.
 
-It goes through Celery's ``apply_async``, which knows nothing of keys; the channel finds it again by
-the id of its task.
+The publish goes through Celery's ``apply_async``, which knows nothing of keys. The channel
+recognises the message by the id of its task.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from ..records.interface import Publish, Records
 from .records import KeyRecords
 from .rules import Rule, Step
 
 
 class AnotherStands(Exception):
-    """Another task came to stand for the key meanwhile; nothing was sent."""
+    """Another task has the key by now, so nothing was published. *task_id* is that task's id."""
 
     def __init__(self, task_id: str) -> None:
         super().__init__(task_id)
@@ -26,9 +27,10 @@ class AnotherStands(Exception):
 
 @dataclass
 class KeyedPublish:
-    """A message of task *task_id* on its way, to be put in as *rule* decides for *name*'s record.
+    """The message of task *task_id*, which is published as *rule* decides.
 
-    Once that is done *step* tells how, and *replaced* which task's message was taken out.
+    *name* is the name of the key's record. After the publish *step* is the decision of *rule*, and
+    *replaced* is the id of the task whose waiting message was cancelled, if any.
     """
 
     name: str
@@ -39,13 +41,16 @@ class KeyedPublish:
 
     @property
     def due_us(self) -> int | None:
-        """The due time, once the message is there."""
+        """The due time in microseconds, once the message is published."""
         return None if self.step is None else self.step.due_us
 
-    def settle(self, records: KeyRecords, put: Any) -> None:
-        """Put the message in by *records*; AnotherStands if it is not wanted any more."""
-        seen, step = records.change(self.name, self.rule, put)
-        # Its own id: an attempt before, whose answer was lost, has done it.
+    def settle(self, records: Records, publish: Publish) -> None:
+        """Publish the message by *publish*, and change the record in *records* in the same step.
+
+        Raises AnotherStands if another task has the key by now.
+        """
+        seen, step = KeyRecords(records).change(self.name, self.rule, publish)
+        # Our own id: an earlier attempt has published the message, and its answer was lost.
         if step.stands not in (None, self.task_id):
             raise AnotherStands(str(step.stands))
         self.step = step
@@ -53,14 +58,14 @@ class KeyedPublish:
             self.replaced = seen.record.id
 
 
-#: What is being published under a key, if anything. Channels look here first, so that all other
-#: messages pass one function less.
+#: The publish with a key that runs in this thread, if any. Channels look here first, which saves a
+#: function call for all other messages.
 underway: ContextVar[KeyedPublish | None] = ContextVar("native_delay_keyed", default=None)
 
 
 @contextmanager
 def publishing(keyed: KeyedPublish) -> Iterator[None]:
-    """A block that publishes the message of *keyed*."""
+    """A block in which Celery publishes the message of *keyed*."""
     token = underway.set(keyed)
     try:
         yield
@@ -69,7 +74,7 @@ def publishing(keyed: KeyedPublish) -> Iterator[None]:
 
 
 def keyed_publish(headers: Mapping[str, Any] | None) -> KeyedPublish | None:
-    """The publish that a message with these *headers* is, None for any other message."""
+    """The publish with a key to which a message with these *headers* belongs; None if to none."""
     keyed = underway.get()
     if keyed is None or not headers or headers.get("id") != keyed.task_id:
         return None

@@ -1,6 +1,6 @@
-"""Records of keys, as they lie beside what waits. Pure.
+"""The content of a key's record, and the header of a message with a key. Pure.
 
-Rule: what a record holds is decided here alone; a change in it is a new VERSION.
+A change in the content of a record needs a new VERSION.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ VERSION = 1
 #: The header of a message that was published under a key: a :class:`Mark`.
 HEADER = "native_delay_key"
 
-#: A longer name of a record is its beginning and a digest.
+#: Bytes. A longer name of a record is shortened to its beginning and a digest.
 LONGEST_NAME = 200
 
 #: json.dumps() with separators makes an encoder for each call.
@@ -28,9 +28,10 @@ _as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(frozen=True)
 class Run:
-    """A task that runs under its key, one attempt of it, and until when that is believed.
+    """A running attempt of a task that has the key.
 
-    *lease_us* counts from the epoch by the clock of whatever keeps the record, as all times here.
+    *id* is the task's id and *token* tells the attempt from all others. The attempt counts as
+    running until *lease_us*, in microseconds since the epoch by the clock of the records.
     """
 
     id: str
@@ -40,11 +41,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Record:
-    """The state of one key; nothing of it is set that its kind does not need.
+    """The state of one key. All times are in microseconds since the epoch.
 
-    *id* is the task that waits for it, until *due_us*. *since_us* is when the first of the calls
-    came that it stands for. *window_us* is the end of a window that task *opener* has opened. *run*
-    is what runs.
+    *id* is the id of the task that waits, due at *due_us*. *since_us* is the time of the first call
+    that this task replaces. A throttle's window ends at *window_us*; *opener* is the id of the task
+    that began it. *run* is the running attempt. Fields that a kind of call does not need are unset.
     """
 
     id: str | None = None
@@ -55,7 +56,7 @@ class Record:
     run: Run | None = None
 
     def encoded(self) -> str:
-        """The record as JSON, always the same text for an equal one."""
+        """The record as JSON. Equal records give equal texts."""
         fields: dict[str, Any] = {"v": VERSION}
         for name in ("id", "due_us", "since_us", "window_us", "opener"):
             if value := getattr(self, name):
@@ -66,7 +67,7 @@ class Record:
 
     @classmethod
     def decoded(cls, text: str | bytes) -> Record:
-        """The opposite of :meth:`encoded`; TopologyMismatch for another version."""
+        """Read the JSON of :meth:`encoded`. Raises TopologyMismatch for another version."""
         fields = json.loads(text)
         if fields.pop("v", None) != VERSION:
             raise TopologyMismatch(
@@ -79,10 +80,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Mark:
-    """The header of a message that was published under a key: which call, of which task and key.
+    """The header of a message that was published with a key.
 
-    *kind* is ``debounce``, ``throttle``, ``throttle-trailing`` or ``unique``. *until* is set for
-    unique tasks, and *token* for their attempt that has the key, from the gate on.
+    *kind* is the call: ``debounce``, ``throttle``, ``throttle-trailing`` or ``unique``. *task* is
+    the name of the task. A unique task also has *until*, "start" or "end", and *token*, which the
+    worker adds to tell its running attempt from others.
     """
 
     kind: str
@@ -93,17 +95,17 @@ class Mark:
 
     @property
     def name(self) -> str:
-        """The name of the record of the key."""
+        """The name of the key's record."""
         return name_of(self.kind, self.task, self.key)
 
     def header(self) -> dict[str, Any]:
-        """The header; it leaves out the task, whose name Celery's own header has."""
+        """The header's content, without the task's name, which is in Celery's own header."""
         said = {"v": VERSION, "kind": self.kind, "key": self.key}
         return said | {name: value for name in _OPTIONAL if (value := getattr(self, name))}
 
     @classmethod
     def of(cls, headers: Mapping[str, Any] | None) -> Mark | None:
-        """The mark among the *headers* of a task; None if there is none that can be read."""
+        """Read the mark from the *headers* of a message; None if there is no valid one."""
         header = headers.get(HEADER) if headers else None
         if not isinstance(header, Mapping) or header.get("v") != VERSION:
             return None
@@ -119,13 +121,13 @@ _OPTIONAL = ("until", "token")
 
 
 def key_and_kind(headers: Mapping[str, Any]) -> tuple[str, str]:
-    """The key and the kind of call that these *headers* of a task tell; "" for no such call."""
+    """The key and the kind of call in the *headers* of a message; both "" if it has no key."""
     mark = Mark.of(headers)
     return (mark.key, mark.kind) if mark else ("", "")
 
 
 def name_of(kind: str, task: str, key: str) -> str:
-    """The name of the record of *key*, which one task has for itself in each kind of call."""
+    """The name of the record of *key*. Each task, and each kind of call, has records of its own."""
     name = f"{kind}:{task}:{key}"
     if len(name.encode()) <= LONGEST_NAME:
         return name

@@ -1,57 +1,47 @@
-"""The keeper of records: has a rule decide on what is there now, and does what it decides."""
+"""The records of keys: reads one, lets a rule decide, and writes what the rule decides."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import Any
+from functools import partial
 
-from ..records.interface import tried_again
+from ..records.interface import Change, Publish, RecordName, Records, Snapshot
+from .record import Record
 from .rules import Rule, Seen, Step
 
 
-class KeyRecords(ABC):
-    """The records of one namespace on one broker.
+class KeyRecords:
+    """The keys in *records*. Methods raise the errors of *records* if those are unreachable."""
 
-    Every method may raise RecordsUnavailable or StoreUnavailable, and redis-py's own where the
-    broker is Redis.
-    """
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self.needs_connection = records.needs_connection
 
-    #: False if they have a connection of their own, and do not need that of their channel.
-    needs_connection = False
-
-    @abstractmethod
     def read(self, name: str) -> Seen:
-        """The record of *name* as it is now, and which of its messages wait."""
+        """Read the record *name* of a key, and the waiting messages of its task."""
+        return _seen(self._records.read(_name_of(name)))
 
-    @abstractmethod
-    def change(self, name: str, rule: Rule, put: Any = None) -> tuple[Seen, Step]:
-        """The state that *rule* saw, and the step that it decided on, which is done in one.
+    def change(self, name: str, rule: Rule, publish: Publish | None = None) -> tuple[Seen, Step]:
+        """Change the record *name* of a key as *rule* decides, in one step with its message.
 
-        *put* makes the message that is put in, in terms of the broker; None: there is none.
+        Returns the state that *rule* saw, and its decision. *publish* makes or publishes the
+        message; a rule that never publishes needs none.
         """
+        return self._records.change(_name_of(name), partial(_decided, rule), publish)
 
 
-class ComparedRecords(KeyRecords):
-    """Records that are read, and written if all is still as it was: else from the beginning."""
+def _name_of(name: str) -> RecordName:
+    return RecordName("key", name)
 
-    @abstractmethod
-    def write(self, name: str, seen: Seen, step: Step, put: Any) -> bool:
-        """Do *step*, if all is as it was *seen*: else False, and nothing has changed."""
 
-    def read_to_send(self, name: str) -> Seen:
-        """The record as :meth:`read` has it; a message may be put in next."""
-        return self.read(name)
+def _seen(snapshot: Snapshot) -> Seen:
+    record = None if snapshot.text is None else Record.decoded(snapshot.text)
+    return Seen(snapshot.now_us, record, snapshot.messages)
 
-    def leave(self, seen: Seen) -> None:
-        """Undo what was prepared when it was *seen*: nothing is sent."""
 
-    def change(self, name: str, rule: Rule, put: Any = None) -> tuple[Seen, Step]:
-        def attempt() -> tuple[Seen, Step] | None:
-            seen = self.read(name) if put is None else self.read_to_send(name)
-            step = rule(seen)
-            if step.due_us is None and step.record == seen.record:
-                self.leave(seen)
-                return seen, step
-            return (seen, step) if self.write(name, seen, step, put) else None
-
-        return tried_again(name, attempt)
+def _decided(rule: Rule, snapshot: Snapshot) -> Change[tuple[Seen, Step]]:
+    seen = _seen(snapshot)
+    step = rule(seen)
+    text = snapshot.text
+    if step.record != seen.record:
+        text = None if step.record is None else step.record.encoded()
+    return Change(text, step.kept_us, (seen, step), step.due_us, step.replaces)

@@ -1,6 +1,7 @@
-"""The rules of debounce, throttle and unique. Pure: each takes what was seen, and says a step.
+"""The rules of debounce, throttle and unique: pure functions from a key's state to a decision.
 
-Times are microseconds since the epoch, by the clock of whatever keeps the records.
+All times are in microseconds since the epoch, by the clock of the Redis or database that keeps the
+records.
 """
 
 from __future__ import annotations
@@ -11,53 +12,41 @@ from typing import Any, TypeAlias
 
 from .record import Record, Run
 
-#: So long after its due time a task is believed to lie in its queue, whatever became of it.
+#: A task counts as lying in its queue for a day after its due time, even if it was lost.
 BELIEVED_US = 86_400_000_000
 
-#: The record of a unique task stays for so long after it was due: it may be due later by now.
+#: The record of a unique task is kept for 30 days after its due time, as a user may move the task.
 KEPT_US = 30 * BELIEVED_US
 
-#: The lease of a task that runs, and how often its worker renews it.
+#: The lease of a running task, and how often its worker renews the lease.
 LEASE_US = 60_000_000
 RENEWED_EVERY_SECONDS = 20.0
 
-#: A task that finds an earlier attempt of its own under way asks again so soon: most often it is
-#: a retry that was quicker than the end of that attempt.
+#: A task that meets a running attempt of itself asks again after 2 s: usually it is a retry that
+#: arrived before that attempt ended.
 _OWN_US = 2_000_000
 
 
 @dataclass(frozen=True)
-class InBroker:
-    """A waiting message: its *place*, in terms of the broker, and its due time, 0 if parked."""
-
-    place: Any
-    due_us: int
-
-
-@dataclass(frozen=True)
 class Seen:
-    """A *record* as it was read at *now_us*, and the messages of its task that still wait.
+    """The state of a key: its *record* as read at *now_us*, and the waiting messages of its task.
 
-    A cancelled message does not wait any more. *text* is the record as it was written, to be
-    compared; *sends* the id of the delivery that was prepared, where a broker needs that.
-    *clock_ahead_us* is how far the clock of this process was ahead of that of the records.
+    *record* is None if the key has none. *waiting* holds, for each message, the broker's name of
+    the message and its due time, 0 if the message is parked.
     """
 
     now_us: int
     record: Record | None
-    waiting: tuple[InBroker, ...] = ()
-    sends: str | None = None
-    text: Any = None
-    clock_ahead_us: int = 0
+    waiting: tuple[tuple[Any, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Step:
-    """A decision: the record that is to be there, until *kept_us*; None removes it.
+    """The decision of a rule: the new *record* of the key, kept until *kept_us*; None removes it.
 
-    With *due_us* the caller's message is put in, due then, and if it *replaces* them those that
-    wait are taken out. Else *stands* is the task that stands for the key. *free_us* is when another
-    attempt might be over that runs under it now.
+    If *due_us* is set, the caller's message is published with that due time; if it *replaces* the
+    waiting messages, those are cancelled. Otherwise *stands* is the id of the task that already has
+    the key. *free_us* is when to ask again, if another attempt is running with the key.
     """
 
     record: Record | None
@@ -72,10 +61,10 @@ Rule: TypeAlias = Callable[[Seen], Step]
 
 
 def debounce(seen: Seen, new_id: str, *, quiet_us: int, longest_us: int | None = None) -> Step:
-    """The last call stands, once it has been quiet for *quiet_us*; *longest_us* after the first.
+    """Debounce: the task of the last call runs, *quiet_us* after it.
 
-    A task whose time has come is left to run, and the call after it begins anew: replaced again and
-    again in its last moment, it would never run.
+    With *longest_us* it runs at the latest so long after the first call. A task that is due already
+    is not replaced, or calls in quick succession could keep it from ever running.
     """
     now_us, known = seen.now_us, seen.record
     waits = _waits(seen)
@@ -88,13 +77,14 @@ def debounce(seen: Seen, new_id: str, *, quiet_us: int, longest_us: int | None =
 
 
 def throttle(seen: Seen, new_id: str, *, window_us: int, trails: bool) -> Step:
-    """The first call stands for *window_us*; if it *trails*, the last one of them runs at its end.
+    """Throttle: the task of the first call runs, and later calls within *window_us* are dropped.
 
-    That one begins the next window.
+    If it *trails*, the task of the last call in the window runs at the end of the window, and
+    begins the next window.
     """
     now_us, known, waits = seen.now_us, seen.record, _waits(seen)
     if known is not None and known.id is not None and now_us >= known.due_us and not waits:
-        # It ran at the end of its window.
+        # The task of the last call ran at the end of the window.
         known = Record(window_us=known.due_us + window_us, opener=known.id)
     if known is None or now_us >= known.window_us:
         end_us = now_us + window_us
@@ -108,9 +98,9 @@ def throttle(seen: Seen, new_id: str, *, window_us: int, trails: bool) -> Step:
 
 
 def unique(seen: Seen, new_id: str, *, wait_us: int = 0, at_us: int | None = None) -> Step:
-    """The task that waits, is in its queue or runs stands; if there is none, the new one does.
+    """Unique: the new task is published unless a task with the key waits, is queued or is running.
 
-    That is due after *wait_us*, or at *at_us*.
+    The new task is due after *wait_us*, or at *at_us*.
     """
     now_us, known = seen.now_us, seen.record
     if known is not None:
@@ -124,7 +114,7 @@ def unique(seen: Seen, new_id: str, *, wait_us: int = 0, at_us: int | None = Non
 
 
 def begin(seen: Seen, task_id: str, *, token: str) -> Step:
-    """A task is about to run: it has the key to itself, or learns when to ask again."""
+    """A unique task is about to run: it takes the key, or learns when to ask again."""
     now_us, known = seen.now_us, seen.record or Record()
     if known.run is not None and known.run.token != token and _runs(known.run, now_us):
         free_us = known.run.lease_us
@@ -136,10 +126,10 @@ def begin(seen: Seen, task_id: str, *, token: str) -> Step:
 
 
 def receive(seen: Seen, task_id: str, *, token: str) -> Step:
-    """A worker has got a task that keeps its key until it starts: a lease holds the key for it.
+    """A worker has received a unique task that keeps its key until it starts.
 
-    Of two deliveries of one task the later one has the lease. A task that has started before, such
-    as a retry, has no key any more.
+    From now on a lease keeps the key. If a task is delivered twice, the later delivery has the
+    lease. A task that has started before, such as a retry, has no key any more.
     """
     now_us, known = seen.now_us, seen.record
     if known is None or task_id not in (known.id, known.run and known.run.id):
@@ -149,7 +139,7 @@ def receive(seen: Seen, task_id: str, *, token: str) -> Step:
 
 
 def renew(seen: Seen, *, token: str) -> Step:
-    """Its lease goes on, unless it has lapsed and another attempt has the key."""
+    """Prolong the lease of a running attempt, unless another attempt has the key by now."""
     known = seen.record
     if known is None or known.run is None or known.run.token != token:
         return Step(known)
@@ -158,7 +148,10 @@ def renew(seen: Seen, *, token: str) -> Step:
 
 
 def end(seen: Seen, *, token: str, retry: tuple[str, int] | None = None) -> Step:
-    """An attempt is over: its key is free, or waits for its *retry*: its id, and after how long."""
+    """An attempt has ended: free its key, or keep the key for the *retry*.
+
+    *retry* is the id of the retried task, and how long until it is due, in microseconds.
+    """
     known = seen.record
     if known is None or known.run is None or known.run.token != token:
         return Step(known)
@@ -169,9 +162,9 @@ def end(seen: Seen, *, token: str, retry: tuple[str, int] | None = None) -> Step
 
 
 def release(seen: Seen, task_id: str, *, token: str | None = None) -> Step:
-    """A delivery of a task will never run: its key is free, unless the task still waits.
+    """A delivery of a unique task will never run: free its key, unless the task still waits.
 
-    A worker that had begun it has its attempt's *token*.
+    *token* is that of the attempt, if a worker had begun one.
     """
     known = seen.record
     if known is None:
@@ -183,14 +176,14 @@ def release(seen: Seen, task_id: str, *, token: str | None = None) -> Step:
 
 
 def runs(seen: Seen) -> bool:
-    """True while a task runs under the key."""
+    """True while a task with the key is running."""
     return seen.record is not None and _runs(seen.record.run, seen.now_us)
 
 
 def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
-    """A task that waited in another place waits here, with what was *known* of its key there.
+    """A task is moved here from another broker: its key's record *known* there is taken over.
 
-    If it is here already it stands, and so does another one that waits.
+    If this task, or another task with the key, is here already, that task keeps the key.
     """
     here = seen.record or Record()
     runs_here = here.run is not None and here.run.id == task_id
@@ -204,7 +197,7 @@ def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
 
 
 def let_go(seen: Seen, *, task_id: str) -> Step:
-    """A task that waited for its key waits in another place now, and took along what it opened."""
+    """A task was moved to another broker: its key is free here, and so is its throttle window."""
     known = seen.record
     if known is None or known.id != task_id:
         return Step(known)
@@ -213,8 +206,8 @@ def let_go(seen: Seen, *, task_id: str) -> Step:
 
 
 def _waits(seen: Seen) -> bool:
-    """True if a message of the record's task is due later, wherever a user may have moved it."""
-    return any(seen.now_us < message.due_us for message in seen.waiting)
+    """True if a message of the record's task is still waiting, maybe with a new due time."""
+    return any(seen.now_us < due_us for _, due_us in seen.waiting)
 
 
 def _runs(run: Run | None, now_us: int) -> bool:
@@ -226,7 +219,7 @@ def _without(known: Record, task_id: str) -> Record:
 
 
 def _kept(record: Record, now_us: int) -> Step:
-    """A step to *record*, or to none if it says nothing."""
+    """The decision to keep *record*, or to remove it if it is empty."""
     if record.id is None and record.run is None and record.window_us <= now_us:
         return Step(None)
     lease_us = 0 if record.run is None else record.run.lease_us

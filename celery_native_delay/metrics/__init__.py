@@ -1,7 +1,7 @@
-"""Prometheus metrics of what waits and of what came of it.
+"""Prometheus metrics of delayed tasks.
 
-``celery -A PROJ delay exporter`` serves them; a program that serves prometheus_client's registry
-gets them there with :func:`expose`. Needs the extra ``metrics`` (Flower brings it).
+``celery -A PROJ delay exporter`` serves them. :func:`expose` adds them to the registry of a program
+that serves its own. Needs the extra ``metrics``; Flower has it.
 """
 
 from ..errors import brought_by

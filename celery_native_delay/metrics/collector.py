@@ -1,4 +1,4 @@
-"""The metrics: names, types, labels, and where each number comes from."""
+"""The Prometheus metrics: their names, types, labels and numbers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from prometheus_client.registry import Collector
 
 from ..app.installation import installed
 from ..rates.line import RateLine
-from ..worker.tally import BOUNDS
+from ..worker.tally import BOUNDS, bucket
 from .listening import Counts, Listener
 from .polling import Poll, Reading
 
-#: By their names in a tally.
+#: Their names in a tally.
 _COUNTERS = {
-    "matured": "Delayed messages that were due and reached a worker to be run.",
-    "cancelled": "Delayed messages that were cancelled, and announced by a worker.",
-    "expired": "Delayed messages that reached a worker after they had expired.",
+    "matured": "Delayed messages that a worker received to run them.",
+    "cancelled": "Delayed messages that were cancelled, and that a worker announced.",
+    "expired": "Delayed messages that a worker received after they had expired.",
 }
 
 
 class DelayCollector(Collector):
-    """Collector of the last reading of *poll*, and of *counts*; does no I/O. *rated* are tasks.
+    """The collector of the last reading of *poll* and of the workers' *counts*; it does no I/O.
 
-    A number that is not known is left out, never 0: after a failure the state of the store,
-    without records due times.
+    *rated* are the names of tasks with a rate. An unknown number is left out, never 0.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class DelayCollector(Collector):
         yield from _lines(None if reading is None else reading.lines, self._rated)
         yield _gauge(
             "events_up",
-            "Whether the events of workers are heard.",
+            "1 if the workers' events are received, else 0.",
             float(self._listener.hears),
         )
         yield from self._counted()
@@ -63,20 +62,19 @@ class DelayCollector(Collector):
         }
         lateness = HistogramMetricFamily(
             "celery_delay_lateness_seconds",
-            "How long after they were due delayed tasks started.",
+            "Seconds between the due time and the start of delayed tasks.",
             labels=labels,
         )
         for queue, tally in sorted(self._counts.so_far().items()):
             for name, counter in counters.items():
-                counter.add_metric([queue], getattr(tally, name))
-            buckets = [
-                ("+Inf" if bound == inf else str(bound), float(number))
-                for bound, number in zip(BOUNDS, accumulate(tally.late), strict=True)
-            ]
-            lateness.add_metric([queue], buckets, tally.late_seconds)
+                counter.add_metric([queue], tally[name])
+            late = accumulate(float(tally[bucket(bound)]) for bound in BOUNDS)
+            names = ["+Inf" if bound == inf else str(bound) for bound in BOUNDS]
+            buckets = list(zip(names, late, strict=True))
+            lateness.add_metric([queue], buckets, tally["late_us"] / 1_000_000)
         starts = CounterMetricFamily(
             "celery_delay_rate_starts",
-            "Rated tasks whose turn came, and that a worker started.",
+            "Rate-limited tasks that a worker started.",
             labels=["task_name"],
         )
         for task, number in sorted(self._counts.starts().items()):
@@ -88,31 +86,31 @@ def _waiting(reading: Reading | None) -> Iterator[Metric]:
     backlog = None if reading is None else reading.backlog
     yield _gauge(
         "store_up",
-        "Whether the broker said what waits when it was last asked.",
+        "1 if the broker answered when it was last asked, else 0.",
         None if reading is None else float(backlog is not None),
     )
     yield _gauge(
         "poll_duration_seconds",
-        "How long the last look at broker and records took.",
+        "Seconds that the last look at broker and records took.",
         None if reading is None else reading.duration_seconds,
     )
     knows_due = backlog is not None and bool(backlog.records_answer)
     first_due = None if reading is None else reading.first_due
     yield _gauge(
         "records_up",
-        "Whether the records answered; Redis keeps its own. Absent where none are kept.",
+        "1 if the records answered, else 0. Absent if there are none.",
         None if backlog is None or backlog.records_answer is None else float(knows_due),
     )
     yield _gauge(
         "pending",
-        "Messages that wait in the broker until they are due. What is cancelled or moved stays in "
-        "RabbitMQ's levels until it was due, and is then dropped.",
+        "Messages that wait in the broker. On RabbitMQ also those of cancelled and moved tasks, "
+        "which stay in their level until they were due.",
         None if backlog is None else backlog.waiting,
     )
     yield _gauge(
         "records_messages",
-        "Messages that wait by the records: without those that were cancelled or moved and "
-        "stay in RabbitMQ's levels until they were due. Absent without records.",
+        "Waiting messages in the records: without those of cancelled and moved tasks. Absent "
+        "without records.",
         None if backlog is None else backlog.in_records,
     )
     levels = GaugeMetricFamily(
@@ -125,24 +123,24 @@ def _waiting(reading: Reading | None) -> Iterator[Metric]:
     yield levels
     yield _gauge(
         "unroutable_messages",
-        "Parked messages: they were due, and their destination was not there.",
+        "Parked messages: they were due, and no queue was bound for them.",
         None if backlog is None else backlog.parked,
     )
     yield _gauge(
         "next_due_timestamp_seconds",
-        "When the first message is due. Absent if none waits, and on RabbitMQ without records.",
+        "Due time of the first waiting message. Absent if none waits or it is unknown.",
         first_due if knows_due else None,
     )
     yield _gauge(
         "overdue_seconds",
-        "How long the first message has been due; 0 if none is. On Redis until it is promoted, by "
-        "RabbitMQ's records until a worker receives it. Absent on RabbitMQ without records.",
+        "Seconds for which the first waiting message has been due; 0 if none is. Absent on "
+        "RabbitMQ without records.",
         max(0, -(backlog.until_first_us or 0)) / 1_000_000 if backlog and knows_due else None,
     )
 
 
 def _lines(lines: Sequence[RateLine] | None, rated: Iterable[str]) -> Iterator[Metric]:
-    """Sums by task: keys are too many to be labels."""
+    """Sums by task: there are too many keys for labels."""
     by_task: dict[str, list[RateLine]] = {}
     if lines is not None:
         by_task = {task: [] for task in rated}
@@ -151,15 +149,15 @@ def _lines(lines: Sequence[RateLine] | None, rated: Iterable[str]) -> Iterator[M
     labels = ["task_name"]
     waiting = GaugeMetricFamily(
         "celery_delay_rate_waiting",
-        "Rated tasks that wait in the broker for their turn. Absent where no task is rated.",
+        "Rate-limited tasks that wait in the broker. Absent if no task has a rate.",
         labels=labels,
     )
     count = GaugeMetricFamily(
-        "celery_delay_rate_lines", "Lines of rated tasks, one for each key.", labels=labels
+        "celery_delay_rate_lines", "Keys of rate-limited tasks.", labels=labels
     )
     held = GaugeMetricFamily(
         "celery_delay_rate_lines_held",
-        "Lines in which nothing may start for a while, as a task has raised RetryAfter.",
+        "Keys whose tasks wait because one of them has raised RetryAfter.",
         labels=labels,
     )
     for task, its in sorted(by_task.items()):
@@ -174,7 +172,7 @@ def _gauge(name: str, documentation: str, value: float | None) -> GaugeMetricFam
 
 
 def _seconds(seconds: float) -> str:
-    """A label that is a number to people."""
+    """A number of seconds for a label, without trailing zeros."""
     return f"{seconds:.3f}".rstrip("0").rstrip(".")
 
 
@@ -182,7 +180,7 @@ POLL_SECONDS = 5.0
 
 
 class Exposed:
-    """Metrics that :func:`expose` has put into a registry; :meth:`close` takes them out."""
+    """The metrics that :func:`expose` has registered; :meth:`close` removes them."""
 
     def __init__(self, app: Celery, registry: CollectorRegistry, *, poll_seconds: float) -> None:
         rated = installed(app).settings().rate_by_task
@@ -197,7 +195,7 @@ class Exposed:
             thread.start()
 
     def close(self, *, timeout_seconds: float = 5.0) -> None:
-        """Take the metrics out of the registry and end the threads."""
+        """Remove the metrics from the registry and end the threads."""
         self._registry.unregister(self._collector)
         for thread in self._threads:
             thread.stop()
@@ -211,17 +209,17 @@ def expose(
     *,
     poll_seconds: float = POLL_SECONDS,
 ) -> Exposed:
-    """Put into *registry* what waits for *app*, and what workers with events on say came of it.
+    """Register the Prometheus metrics of the delayed tasks of *app* in *registry*.
 
-    Broker and records are read by a thread, so that collecting does no I/O; while they are away it
-    says so, and goes on when they are back.
+    A thread reads broker and records, so collecting does no I/O. Lateness and counters come from
+    workers with events on (``-E``).
 
     Args:
         app: an installed app.
-        poll_seconds: how often broker and records are read.
+        poll_seconds: seconds between two looks at broker and records.
 
     Raises:
         SettingsError: the app is not installed, or its settings are wrong.
-        ValueError: it is exposed in this registry already.
+        ValueError: the app's metrics are in this registry already.
     """
     return Exposed(app, registry, poll_seconds=poll_seconds)

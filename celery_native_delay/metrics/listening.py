@@ -1,6 +1,6 @@
-"""Counts of delayed messages, as workers tell them by events of our group.
+"""A thread that receives the workers' ``delay-tally`` events and adds up their counts.
 
-On RabbitMQ no other events are sent here.
+Its routing key is ``delay.#``: on RabbitMQ it gets no other events.
 """
 
 from __future__ import annotations
@@ -17,59 +17,51 @@ from celery.utils.log import get_logger
 
 from ..backoff import Backoff
 from ..errors import described
-from ..worker.tally import EVENT, Tally, count_of
+from ..worker.tally import EVENT, counts_of
 
 logger = get_logger(__name__)
 
 
 class Counts:
-    """Sums by queue, and of *rated* tasks by name; 0 for those that are expected."""
+    """Sums of the workers' counts, by queue and by rate-limited task; they begin with 0."""
 
     def __init__(self, queues: Iterable[str] = (), rated: Iterable[str] = ()) -> None:
         self._lock = Lock()
-        self._by_queue = {queue: Tally() for queue in queues}
+        self._by_queue: dict[str, Counter[str]] = {queue: Counter() for queue in queues}
         self._starts = Counter(dict.fromkeys(rated, 0))
-        self._told = False
+        self._warned = False
 
     def hear(self, event: Mapping[str, Any]) -> None:
-        """Count what a ``delay-tally`` event says; one that cannot be read is logged, once."""
+        """Add the counts of a ``delay-tally`` event; log the first one that is invalid."""
         try:
-            tallies = {
-                str(queue): Tally.of_fields(fields) for queue, fields in event["queues"].items()
-            }
-            starts = {
-                str(task): count_of(number) for task, number in event.get("rate_starts", {}).items()
-            }
-        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as exc:
-            if not self._told:
-                self._told = True
+            tallies = {queue: counts_of(fields) for queue, fields in event["queues"].items()}
+            starts = counts_of(event.get("rate_starts", {}))
+        except (AttributeError, KeyError, TypeError, ValueError) as exc:
+            if not self._warned:
+                self._warned = True
                 logger.warning(
-                    "native delay: expected an event of a worker of ours, got one from %s that "
-                    "cannot be counted: %r",
+                    "native delay: ignores an invalid delay-tally event of %s: %r",
                     event.get("hostname"),
                     exc,
                 )
             return
         with self._lock:
             for queue, tally in tallies.items():
-                self._by_queue.setdefault(queue, Tally()).add(tally)
+                self._by_queue.setdefault(queue, Counter()).update(tally)
             self._starts.update(starts)
 
-    def so_far(self) -> dict[str, Tally]:
+    def so_far(self) -> dict[str, Counter[str]]:
         with self._lock:
             return deepcopy(self._by_queue)
 
     def starts(self) -> dict[str, int]:
-        """Rated tasks that were started, by name."""
+        """The number of started tasks with a rate, by task name."""
         with self._lock:
             return dict(self._starts)
 
 
 class Listener(Thread):
-    """Thread that counts what workers tell, until it is stopped; reconnects by itself.
-
-    *hears* says whether it is connected.
-    """
+    """The thread; it reconnects by itself. *hears* is true while it is connected."""
 
     def __init__(self, app: Celery, counts: Counts) -> None:
         super().__init__(name="native-delay-listener", daemon=True)
@@ -78,7 +70,7 @@ class Listener(Thread):
         self._receiver: Any = None
         self._stopping = Event()
         self._backoff = Backoff(1.0, 30.0)
-        self._told = False
+        self._warned = False
         self.hears = False
 
     def stop(self) -> None:
@@ -90,13 +82,15 @@ class Listener(Thread):
         while not self._stopping.is_set():
             try:
                 self._listen()
-            except Exception as exc:  # the thread must outlive whatever the broker does
+            except Exception as exc:  # no error of the broker may end the thread
                 self.hears = False
                 if self._stopping.is_set():
                     return
-                if not self._told:
-                    self._told = True
-                    logger.warning("native delay: hears no events of workers: %s", described(exc))
+                if not self._warned:
+                    self._warned = True
+                    logger.warning(
+                        "native delay: cannot receive the workers' events: %s", described(exc)
+                    )
                 self._stopping.wait(self._backoff.failed())
 
     def _listen(self) -> None:
@@ -114,14 +108,14 @@ class Listener(Thread):
 
     def _is_ready(self) -> None:
         self.hears = True
-        if self._told:
-            self._told = False
-            logger.info("native delay: hears events of workers again")
+        if self._warned:
+            self._warned = False
+            logger.info("native delay: receives the workers' events again")
         self._backoff.reset()
 
 
 class _Receiver(EventReceiver):  # type: ignore[misc]
-    """Celery's receiver of events, telling when it consumes."""
+    """Celery's event receiver; it calls *ready* when it begins to consume."""
 
     ready: Callable[[], None]
 

@@ -1,4 +1,4 @@
-"""A thread that reads broker and records now and then, so that no scrape has to wait for them."""
+"""A thread that reads broker and records regularly, so that no scrape waits for them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ..transports.interface import Backlog
 
 logger = get_logger(__name__)
 
-#: A reading that is older by so much than the next should be, in seconds, is not shown any more.
+#: A reading is dropped if the next one is late by this, in seconds.
 PATIENCE_SECONDS = 2 * TIMEOUT_SECONDS
 
-#: So many lines of rated tasks are counted, those with most waiting.
+#: Keys of rate-limited tasks that are counted, longest queue first.
 MOST_LINES = 10_000
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Result of one look at the broker; without a *backlog* if it failed.
+    """The result of one look at the broker; *backlog* is None if it failed.
 
-    *read_at* is when, by the monotonic clock; *first_due* is Unix time. *lines* are those of rated
-    tasks, None where they are not known.
+    *read_at* is its time by the monotonic clock, *first_due* is a Unix time. *lines* are the queues
+    of rate-limited tasks, None if unknown.
     """
 
     backlog: Backlog | None
@@ -41,7 +41,7 @@ class Reading:
 
 
 class Poll(Thread):
-    """Thread that looks at the broker of *app* until it is stopped, over one connection."""
+    """The thread; it keeps one connection to the broker of *app*."""
 
     def __init__(self, app: Celery, *, every_seconds: float) -> None:
         super().__init__(name="native-delay-poll", daemon=True)
@@ -50,10 +50,10 @@ class Poll(Thread):
         self._connection: Any = None
         self._stopping = Event()
         self._last: Reading | None = None
-        self._told = False
+        self._warned = False
 
     def reading(self) -> Reading | None:
-        """The last reading, without its backlog if it is too old; None before the first."""
+        """The last reading, without its backlog if that is too old; None before the first."""
         last = self._last
         if last is None or monotonic() - last.read_at < self._every_seconds + PATIENCE_SECONDS:
             return last
@@ -73,17 +73,17 @@ class Poll(Thread):
         begin = monotonic()
         try:
             backlog, lines = self._backlog(), self._lines()
-        except Exception as exc:  # the thread must outlive whatever the broker does
+        except Exception as exc:  # no error of the broker may end the thread
             self._disconnect()
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 logger.warning(
-                    "native delay: the broker does not say what waits: %s", described(exc)
+                    "native delay: cannot count the waiting messages: %s", described(exc)
                 )
             return Reading(None, monotonic(), monotonic() - begin)
-        if self._told:
-            self._told = False
-            logger.info("native delay: the broker says again what waits")
+        if self._warned:
+            self._warned = False
+            logger.info("native delay: counts the waiting messages again")
         first_us = backlog.until_first_us
         first_due = None if first_us is None else time() + first_us / 1_000_000
         return Reading(backlog, monotonic(), monotonic() - begin, first_due, lines)

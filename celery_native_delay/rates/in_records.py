@@ -1,11 +1,11 @@
-"""Lines of rated tasks as records, whichever backend keeps those."""
+"""The lines of rate-limited tasks, kept as records in a database."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..records.interface import Change, RecordName, Records
+from ..records.interface import Change, RecordName, Records, Snapshot
 from .line import Line, RateLine, Turn, name_of, seen_longest_first
 from .rate import Rate
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class RecordLines:
-    """The lines in *records*; see :class:`~.line.Lines`."""
+    """The lines of rate-limited tasks in *records*; see :class:`~.line.Lines`."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -35,7 +35,7 @@ class RecordLines:
         return seen_longest_first(found, at_us)
 
     def close(self) -> None:
-        """The records are the process's."""
+        """Nothing to close: other parts of this process use the records, too."""
 
     def _change(
         self,
@@ -44,9 +44,10 @@ class RecordLines:
         rate: Rate,
         decide: Callable[[Line, int], tuple[Line, T]],
     ) -> T:
-        def change(text: str | None, now_us: int) -> Change[T]:
+        def change(snapshot: Snapshot) -> Change[T]:
+            text = snapshot.text
             before = Line() if text is None else Line.decoded(*text.split("\n"))[0]
-            line, answer = decide(before, now_us)
+            line, answer = decide(before, snapshot.now_us)
             log = " ".join(map(str, line.log))
             return Change(f"{line.encoded(rate)}\n{log}", line.ends_us(rate), answer)
 

@@ -1,7 +1,8 @@
-"""Lines in Redis: the arithmetic of ``line.py`` once more, in Lua: a turn is one round trip.
+"""The lines of rate-limited tasks, kept in a Redis.
 
-Each line is a string with the TTL that it is of use for; a sorted set has their names by the time
-at which they end. Times are microseconds by the server's own clock.
+The Lua scripts repeat the arithmetic of ``line.py``, so that a question takes one round trip. Each
+line is a string with a TTL. A sorted set holds the names of the lines by the end of their TTL.
+Times are in microseconds by the server's clock.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from .rate import Rate
 #: Seconds that the server may take to connect, and for an answer.
 PATIENCE_SECONDS = 1.0
 
-#: Seconds for which a server that failed is left alone: the first time, and at most.
+#: Seconds without a new attempt after the server failed: the first time, and at most.
 LEFT_ALONE_SECONDS = (0.5, 5.0)
 
-#: KEYS the line, names of lines, times of its starts. ARGV name, spacing, ahead, period, window,
-#: what is caught up, of which starts the times are kept, of how many, what the rate is written as,
-#: the present time or '' for the server's.
+#: KEYS the line, the sorted set of names, the list of start times. ARGV 1-8: name of the line and,
+#: of its rate, spacing_us, ahead_us, period_us, window_us, catch_up_us, noted_each and noted; 9:
+#: limit and burst as text; 10: the time in µs, or '' for the server's time.
 _HEAD = f"""
 local spacing, ahead, period = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local window, catch_up, each = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
@@ -53,8 +54,8 @@ local function keep()
 end
 """
 
-#: ARGV as above, then the place, '' for a newcomer, and 0 if that may not start. Returns how long
-#: to wait, and the place; -1 for one that starts.
+#: ARGV as above; 11: the task's place, or '' if it has none yet; 12: 0 if a task without a place
+#: may not start now. Returns the wait in µs and the place; the place is -1 if the task starts now.
 ASK = (
     _HEAD
     + """
@@ -110,7 +111,7 @@ return {wait, place}
 """
 )
 
-#: ARGV as above, then for how long. Returns the place in front.
+#: ARGV as above; 11: the length of the pause in µs. Returns the place in front of all others.
 HOLD = (
     _HEAD
     + """
@@ -129,16 +130,16 @@ return place
 
 
 class RedisLines:
-    """Lines under *space*, what all their keys begin with; see :class:`~.line.Lines`."""
+    """The lines under keys with the prefix *space*; see :class:`~.line.Lines`."""
 
     def __init__(self, pool: Any, space: str, where: str) -> None:
-        """*pool* is redis-py's, as :class:`RedisLink` has it; *where* is shown."""
+        """*pool* is a connection pool of redis-py. *where* is the server's URL, for errors."""
         self._link = RedisLink(
             pool,
             f"the lines of rated tasks at {where}",
             timeout_seconds=PATIENCE_SECONDS,
             left_alone_seconds=LEFT_ALONE_SECONDS,
-            logs=False,  # the worker tells what it means
+            logs=False,  # the worker logs what it means for tasks
         )
         self._prefix = f"{space}.rate."
         self._names = f"{space}.rates"
@@ -154,7 +155,7 @@ class RedisLines:
         may_start: bool = True,
         now_us: int | None = None,
     ) -> Turn:
-        """*now_us* is the server's time, unless given."""
+        """As :meth:`.Lines.ask`. Tests set *now_us*; otherwise it is the server's time."""
         asked = "" if place is None else place
         wait_us, found = self._run(ASK, name_of(task, key), rate, now_us, asked, int(may_start))
         return Turn() if found < 0 else Turn(wait_us, found)

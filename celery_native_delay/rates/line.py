@@ -1,16 +1,23 @@
-"""The arithmetic of a line: who starts now, who waits until when. Pure; times in microseconds.
+"""The arithmetic of a line: which rate-limited task starts now, and how long the others wait. Pure.
 
-Theory of operation. A *place* is a point on the line's own clock, one *spacing* after the one
-before; its *slot* is ``place + shift - ahead`` on everybody's. What waits elsewhere knows its place
-only, so one number moves them all: after an outage, and when the line is held.
+A *line* is the queue of the tasks that share one limit: those of one task name and one key. All
+times are in microseconds.
 
-Nothing starts because of its place alone. Every start is checked twice. The pace is that of the
-generic cell rate algorithm (``start_at`` is its theoretical arrival time, which may lag behind the
-clock a little, so that what is late is made up for). The promise is kept by the times of the last
-starts: the window that ends now must have room. So a message which comes twice, or whose place was
-lost, changes the order of a line, never its rate.
+Each waiting task has a *place*: a point on the line's own clock, one *spacing* after the place
+before it. Its *slot*, the time at which it may start, is ``place + shift - ahead``. A message
+carries its place only. So a change of *shift* moves all waiting tasks at once, after an outage or
+when a task raises ``RetryAfter``.
 
-``in_redis.py`` says the same in Lua; a test holds the two together.
+A place alone lets no task start. Every start is checked twice:
+
+- The pace follows the generic cell rate algorithm (GCRA). ``start_at`` is its theoretical arrival
+  time, which may lag behind the clock a little, so that late starts are made up for.
+- The window of one period that ends now must have room, by the times of the last starts.
+
+So a message that comes twice, or has lost its place, can change the order of the tasks, but never
+their rate.
+
+``in_redis.py`` has the same arithmetic in Lua; a test compares the two.
 """
 
 from __future__ import annotations
@@ -23,25 +30,26 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from .rate import Rate
 
-#: In front of every record: a change in what it holds is a new one.
+#: The version at the beginning of every record. A change in the record needs a new one.
 VERSION = 1
 
-#: How much longer than for its last place and one period the record of a line is kept.
+#: The record of a line is kept for a minute longer than its last place and one period.
 KEPT_US = 60_000_000
 
-#: Between task and key in the name of a line.
+#: The separator between task and key in the name of a line.
 _SEPARATOR = "\n"
 
 
 @dataclass(frozen=True)
 class RateLine:
-    """A line of tasks: those of one *task* with one *key*, which start at one *rate*.
+    """The state of a line: the queue of tasks with one *task* name and one *key*.
 
-    *key* is None for the one line of a task. *waiting* are the places in it that are not used yet;
-    that of a task which was cancelled counts until its turn. *next_slot_us* is when the next task
-    may start, None if none waits, and *held_until_us* when a hold ends, None without one; in
-    microseconds since the epoch. *starts_last_period* is exact to the place in a period, and
-    *utilisation* that over what the rate allows.
+    *key* is None if the rate has no key. *rate* is the limit as text. *waiting* is the number of
+    waiting tasks; a cancelled task counts until its turn. *next_slot_us* is when the next task may
+    start, None if none is waiting. After a ``RetryAfter`` no task starts until *held_until_us*;
+    otherwise that is None. Both are in microseconds since the epoch. *starts_last_period* is about
+    the number of tasks started in the last period, and *utilisation* is that number divided by the
+    limit.
     """
 
     task: str
@@ -54,7 +62,7 @@ class RateLine:
     held_until_us: int | None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for ``--json`` and for Flower's REST."""
+        """The line as plain data, for ``--json`` and Flower's REST API."""
         return {
             "task": self.task,
             "key": self.key,
@@ -76,44 +84,45 @@ def _iso(moment_us: int | None) -> str | None:
 
 @dataclass(frozen=True)
 class Turn:
-    """A line's answer to a task: it starts now, or waits *wait_us* in its *place*."""
+    """The answer to a task that asks to start: it starts now, or waits *wait_us* in its *place*."""
 
     wait_us: int = 0
     place: int | None = None
 
     @property
     def starts(self) -> bool:
-        """True if the task is to start now, which is counted."""
+        """True if the task starts now. The start is counted already."""
         return self.place is None
 
 
 class Lines(Protocol):
-    """The state of all lines. Every method raises RecordsUnavailable while it is away."""
+    """All lines of rate-limited tasks. Methods raise RecordsUnavailable if they are unreachable."""
 
     def ask(
         self, task: str, key: str | None, rate: Rate, place: int | None, *, may_start: bool = True
     ) -> Turn:
-        """The turn of a task in its line; *place* is the one that it has, None for a newcomer.
+        """Ask whether a task may start now. *place* is its place, None if it has none yet.
 
-        A newcomer that may not start gets a place only.
+        With *may_start* False a task without a place gets a place, and does not start.
         """
 
     def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
-        """Let nothing of a line start for *seconds*; the place in front of all others."""
+        """Let no task of a line start for *seconds*. Returns the place in front of all others."""
 
     def look(self, limit: int) -> Sequence[RateLine]:
-        """The *limit* lines that are the longest in time, those with most waiting first."""
+        """The *limit* lines whose tasks wait longest, sorted by the number of waiting tasks."""
 
     def close(self) -> None: ...
 
 
 class Line(NamedTuple):
-    """The record of a line; an empty one of a line that nothing is known of.
+    """The content of a line's record. The default values are those of a new line.
 
-    *end* is the first place that is free, *front* the first that was not used yet. *start_at* is
-    when the next start would be neither early nor late, *held_until* the end of a hold. Since
-    *counted_from* there were so many *starts*, and *starts_before* in the period before that; in
-    all there were *total*. *log* are the times of the last ones, or of each so-manieth.
+    *front* is the first place that was not used yet, *end* the first free place behind all others.
+    *shift* leads from places to times. *start_at* is the time at which the next start would be
+    exactly on pace. No task starts before *held_until*. Since *counted_from* there were *starts*
+    starts; *starts_before* is their number in the period before, *total* their number in all. *log*
+    holds the times of the last starts, or of every n-th start.
     """
 
     end: int = 0
@@ -130,13 +139,14 @@ class Line(NamedTuple):
     def ask(
         self, rate: Rate, now_us: int, place: int | None, *, may_start: bool = True
     ) -> tuple[Self, Turn]:
-        """The line afterwards, and the turn of a task; a newcomer has no *place* yet.
+        """Decide whether a task may start now. Returns the new line, and the answer.
 
-        A newcomer that may not start gets a place only.
+        *place* is the task's place, None if it has none yet. With *may_start* False a task without
+        a place gets a place, and does not start.
         """
         if place is None:
             return self._join(rate, now_us, may_start)
-        # The record may have been lost.
+        # The record may have been lost, so its end may be before this place.
         end, front = max(self.end, place + rate.spacing_us), self.front or place
         line = self._replace(end=end, front=front)
         slot_us = place + line.shift - rate.ahead_us
@@ -145,7 +155,7 @@ class Line(NamedTuple):
             return line, Turn(due_us - now_us, place)
         paced_us = line.start_at - rate.ahead_us
         if paced_us > now_us:
-            # Others have taken its turn: all that are behind it make room.
+            # Other tasks have started in its slot: move it, and all tasks behind it, back.
             shift = line.shift + min(rate.spacing_us, paced_us - slot_us)
             return line._replace(shift=shift), Turn(paced_us - now_us, place)
         if (room_us := line._room_us(rate)) > now_us:
@@ -156,7 +166,7 @@ class Line(NamedTuple):
         return line._start(rate, now_us, place), Turn()
 
     def _room_us(self, rate: Rate) -> int:
-        """The time from which the window has room for another start."""
+        """The time from which the window of one period has room for another start."""
         return self.log[0] + rate.window_us if len(self.log) >= rate.noted else 0
 
     def _join(self, rate: Rate, now_us: int, may_start: bool) -> tuple[Self, Turn]:
@@ -165,7 +175,7 @@ class Line(NamedTuple):
         earliest_us = max(self.held_until, self.start_at - ahead_us, self._room_us(rate))
         if earliest_us > now_us:
             place = max(place, earliest_us - self.shift + ahead_us)
-        front = place if self.end <= self.front else self.front  # else others are before it
+        front = place if self.end <= self.front else self.front  # else other tasks are in front
         line = self._replace(end=place + rate.spacing_us, front=front)
         wait_us = place + self.shift - ahead_us - now_us
         if wait_us > 0 or not may_start:
@@ -186,7 +196,7 @@ class Line(NamedTuple):
         )
 
     def hold(self, rate: Rate, now_us: int, wait_us: int) -> tuple[Self, int]:
-        """The line afterwards, which lets nothing start for *wait_us*; the place in its front."""
+        """Let no task start for *wait_us*. Returns the new line, and the place in front."""
         held_until = max(self.held_until, now_us + wait_us)
         next_us = max(now_us, self.held_until, self.start_at - rate.ahead_us)
         if self.end > self.front:
@@ -208,12 +218,12 @@ class Line(NamedTuple):
         return self._replace(counted_from=now_us, starts=0, starts_before=0)
 
     def ends_us(self, rate: Rate) -> int:
-        """The time from which its record is of no use any more."""
+        """The end of the record: a period and a minute after the last place, in microseconds."""
         last_us = max(self.end + self.shift, self.start_at, self.held_until)
         return last_us + rate.window_us + rate.catch_up_us + KEPT_US
 
     def seen(self, name: str, rate: Rate, now_us: int) -> RateLine:
-        """The line of that *name*, for people."""
+        """The state of this line, whose name is *name*, for people."""
         task, _, key = name.partition(_SEPARATOR)
         next_us = max(self.held_until, self.front + self.shift - rate.ahead_us)
         waiting = max(self.end - self.front, 0) // rate.spacing_us
@@ -236,12 +246,12 @@ class Line(NamedTuple):
     # --- as text ---------------------------------------------------------------------------
 
     def encoded(self, rate: Rate) -> str:
-        """The record as it is kept but for its *log*, with what it takes of *rate* to show it."""
+        """The record as text, without its *log*. It includes limit and burst of *rate*."""
         return " ".join(map(str, (VERSION, *self[:-1], rate.limit, rate.burst)))
 
     @classmethod
     def decoded(cls, text: str | None, log: str = "") -> tuple[Self, Rate | None]:
-        """The line of a record and its rate; an empty one of none, or of another version."""
+        """Read a line and its rate from a record. A new line if there is none in this version."""
         words = (text or "").split(" ")
         if words[0] != str(VERSION):
             return cls(), None
@@ -251,7 +261,7 @@ class Line(NamedTuple):
 
 
 def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[RateLine]:
-    """The lines of these names and records, for people."""
+    """The lines in these records (names and texts), sorted by the number of waiting tasks."""
     seen = []
     for name, text in records:
         line, rate = Line.decoded(*text.split("\n"))
@@ -261,11 +271,11 @@ def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[
 
 
 def name_of(task: str, key: str | None) -> str:
-    """The name of a line; that of a task with one line is its own."""
+    """The name of a line: the task's name, and the key behind it if there is one."""
     return task if key is None else f"{task}{_SEPARATOR}{key}"
 
 
 @lru_cache
 def _rate(limit: str, burst: int) -> Rate:
-    """One rate for all lines that have it, whose numbers are worked out once."""
+    """A rate, cached, so that its numbers are computed once for all lines."""
     return Rate(limit, burst=burst)

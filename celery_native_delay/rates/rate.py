@@ -1,4 +1,4 @@
-"""``Rate``: how many tasks may start in a period, and for whom that is counted. Pure."""
+"""``Rate``: how many tasks may start in a period, counted for each key. Pure."""
 
 from __future__ import annotations
 
@@ -12,51 +12,53 @@ from typing import Any
 from ..errors import SettingsError
 from ..texts import is_text
 
-#: Of the task's arguments, keyword arguments and headers.
+#: Computes the key of a task from its arguments, keyword arguments and headers.
 KeyFunction = Callable[[Sequence[Any], Mapping[str, Any], Mapping[str, Any]], object]
 
-#: How much further apart slots are than the rate asks for, in thousandths of a period: so much
-#: may pass between a gate and its task.
+#: Slots are further apart than the rate asks for, by so many thousandths of a period: so much time
+#: may pass between the worker's decision and the start of the task.
 MARGIN_PER_MILLE = 10
 
-#: A task that starts late by up to this is made up for, at most, and at most by half a period.
+#: Microseconds, and at most half a period: if a task starts late by up to that, the tasks behind it
+#: start on time.
 _CATCH_UP_US = 1_000_000
 
-#: Starts whose times are kept of a line. Of more in a period, every second, third, …
+#: Start times that are kept of each line. If more tasks start in a period, the time of every
+#: second, third, … start is kept.
 _KEPT_STARTS = 256
 
 _SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _RATE = re.compile(r"([1-9]\d{0,8})/([1-9]\d{0,5})?([smhd])")
 _EXPECTED = 'such as "100/m": so many per s, m, h or d, or per several of them, as in "50/10s"'
 
-#: Slots are counted in microseconds, and a worker cannot start more than that.
+#: The highest rate: slots are in microseconds, and a worker cannot start more tasks.
 MOST_PER_SECOND = 10_000
 MOST_BURST = 1_000_000
 
-#: In front of a header's name, as a key.
+#: The prefix of a key that names a header.
 HEADER_PREFIX = "header:"
 
-#: Of a longer key only so many characters count.
+#: Characters of a key that count; the rest of a longer key is ignored.
 LONGEST_KEY = 200
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A rate for a task, counted for each key on its own.
+    """How many tasks may start in a period, counted for each key on its own.
 
     >>> Rate("100/m", key="tenant", burst=10)
     Rate('100/m', key='tenant', burst=10)
 
     Args:
-        limit: how many may start in a period: "10/s", "100/m", "5/h", "1000/d", "50/10s".
-        key: what the tasks of one line have in common: the name of an argument, ``header:NAME``,
-            or a callable of the task's args, kwargs and headers that returns str, int, bool or
-            None. None: one line for the task.
-        burst: so many may start at once after a pause. In no window of one period start more than
-            the limit and *burst* - 1.
+        limit: tasks per period: "10/s", "100/m", "5/h", "1000/d", "50/10s".
+        key: tasks with the same key share the limit. The key is the name of an argument,
+            ``header:NAME``, or a callable of the task's args, kwargs and headers that returns str,
+            int, bool or None. Without a key all calls of the task share the limit.
+        burst: tasks that may start at once after a pause. At most limit + *burst* - 1 tasks start
+            in any window of one period.
 
     Raises:
-        SettingsError: one of them is impossible.
+        SettingsError: an argument has an impossible value.
     """
 
     limit: str
@@ -91,7 +93,7 @@ class Rate:
 
     @classmethod
     def of(cls, value: Any) -> Rate:
-        """*value* itself, or a rate of a text such as "100/m", or of a dict of its arguments."""
+        """A rate from a Rate, a text such as "100/m", or a dict of Rate's arguments."""
         if isinstance(value, Rate):
             return value
         if not isinstance(value, Mapping):
@@ -106,7 +108,7 @@ class Rate:
 
     @cached_property
     def count(self) -> int:
-        """Tasks that may start in a period."""
+        """The number of tasks that may start in a period."""
         return int(self._parts[0])
 
     @cached_property
@@ -120,32 +122,32 @@ class Rate:
 
     @cached_property
     def window_us(self) -> int:
-        """Microseconds in which no more than *most* may start, by the gate."""
+        """Microseconds in which workers let at most :attr:`most` tasks start."""
         return self.period_us + self.period_us * MARGIN_PER_MILLE // 1000
 
     @cached_property
     def most(self) -> int:
-        """Tasks that may start in a window."""
+        """The number of tasks that may start within :attr:`window_us`."""
         return self.count + self.burst - 1
 
     @cached_property
     def catch_up_us(self) -> int:
-        """Microseconds that a start may be late, and the ones behind it are not."""
+        """Microseconds that a task may start late without delaying the tasks behind it."""
         return min(self.period_us // 2, _CATCH_UP_US)
 
     @cached_property
     def ahead_us(self) -> int:
-        """Microseconds by which a slot may be used before the start that it counts as."""
+        """Microseconds by which a burst lets a task start before its slot."""
         return (self.burst - 1) * self.spacing_us
 
     @cached_property
     def noted_each(self) -> int:
-        """The time of each so-manieth start is kept."""
+        """The time of every n-th start is kept; this is n."""
         return -(-self.most // _KEPT_STARTS)
 
     @cached_property
     def noted(self) -> int:
-        """Times of starts that are kept."""
+        """The number of start times that are kept."""
         return self.most // self.noted_each
 
     @property
@@ -157,9 +159,10 @@ class Rate:
     # --- whose line ----------------------------------------------------------------------
 
     def signature_of(self, task: str, run: Callable[..., Any]) -> Signature | None:
-        """The signature of *run*, the function of *task*, for :meth:`key_of`; None if it has none.
+        """The signature of *run*, the function of the task, for :meth:`key_of`.
 
-        SettingsError: the key is no argument of it.
+        None if Python cannot tell the signature. Raises SettingsError if the key of this rate is
+        not an argument of *run*.
         """
         try:
             found = signature(run)
@@ -182,11 +185,11 @@ class Rate:
         headers: Mapping[str, Any],
         signature: Signature | None = None,
     ) -> str | None:
-        """The key of a task; None if there is one line, or it has no such argument or header.
+        """The key of a task; None if the rate has no key, or the task no such argument or header.
 
-        *signature* is that of the task's function, by which positional arguments have names.
+        *signature* is that of the task's function, and gives positional arguments their names.
 
-        ValueError: the key cannot be told. Whatever a callable raises.
+        Raises ValueError if the key is no valid text, and whatever a key callable raises.
         """
         key = self.key
         if key is None:
@@ -194,7 +197,7 @@ class Rate:
         if not isinstance(key, str):
             found = key(args, kwargs, headers)
             if not isinstance(found, str | int | None):
-                # The text of an object may be another for each task: a line of its own.
+                # The text of another object may differ for each task, and so the key would, too.
                 raise ValueError(
                     f"expected the key callable to return str, int, bool or None, got {found!r}"
                 )
@@ -213,7 +216,7 @@ class Rate:
 
 
 def _positional(name: str, args: Sequence[Any], signature: Signature | None) -> Any:
-    """The argument *name* of a call, or its default; None if there is none."""
+    """The value of the argument *name* of a call, or its default; None if it has neither."""
     if signature is None:
         return None
     for number, parameter in enumerate(signature.parameters.values()):

@@ -1,4 +1,4 @@
-"""``RetryAfter``: a task's word that it was turned away, and for how long. Pure."""
+"""``RetryAfter``: the exception of a rate-limited task that a server has turned away. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONGEST_SECONDS = 30 * 86_400.0
 
 
 class RetryAfter(Exception):
-    """Raised by a task that has a rate: it is retried later, and its whole line waits as long.
+    """Raise this in a task with a rate: the task is retried later, and all tasks of its key wait.
 
     >>> raise RetryAfter(30)
     Traceback (most recent call last):
@@ -22,11 +22,11 @@ class RetryAfter(Exception):
     failure.
 
     Args:
-        when: seconds, or what an HTTP server has sent as its header ``Retry-After``: seconds as
-            text, or a date.
+        when: seconds, or the value of an HTTP server's header ``Retry-After``: seconds as text, or
+            a date.
 
     Raises:
-        InvalidDueTime: it is none of these.
+        InvalidDueTime: *when* is none of these.
     """
 
     def __init__(self, when: float | str) -> None:
@@ -35,7 +35,7 @@ class RetryAfter(Exception):
         self._parsed = _parsed(when)
 
     def seconds(self, now: datetime) -> float:
-        """Seconds from *now*, 0 for a moment that is past, at most 30 days."""
+        """The wait in seconds from *now*: 0 for a past date, at most 30 days."""
         parsed = self._parsed
         if isinstance(parsed, datetime):
             parsed = parsed.timestamp() - now.timestamp()
@@ -43,7 +43,7 @@ class RetryAfter(Exception):
 
 
 def _parsed(when: object) -> float | datetime:
-    """Seconds, or the moment of a date."""
+    """*when* as seconds, or as a date."""
     if isinstance(when, int | float | str):
         try:
             seconds = float(when)
@@ -55,7 +55,7 @@ def _parsed(when: object) -> float | datetime:
     if isinstance(when, str):
         try:
             date = parsedate_to_datetime(when)
-            # One with the zone -0000 is naive, and UTC.
+            # A date with the zone -0000 is parsed without a zone; it is in UTC.
             date = date if date.tzinfo else date.replace(tzinfo=UTC)
             date.timestamp()
             return date

@@ -1,1 +1,1 @@
-"""Records: what is known about what waits, whichever the broker, in a Redis or a database."""
+"""Records: what this package knows about waiting tasks, in a Redis or a database."""

@@ -1,15 +1,19 @@
-"""The engine of a database that keeps messages or records: what each kind needs."""
+"""A database that keeps waiting messages or records: its engine, its clock, its transactions."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from time import time, time_ns
-from typing import Any
+from time import monotonic, time, time_ns
+from typing import Any, ClassVar, TypeVar
 
 from sqlalchemy import (
     URL,
     Connection,
     Engine,
+    MetaData,
     create_engine,
     event,
     exc,
@@ -17,21 +21,29 @@ from sqlalchemy import (
     text,
 )
 
-from ..errors import SettingsError
+from ..errors import NativeDelayError, SettingsError
 from ..urls import without_password
 
-#: An option of our own in the URL of a SQLite store; in lower case the first is the default.
+T = TypeVar("T")
+
+#: Attempts of one transaction: another process may create the tables, or write the same row.
+_TRIES = 6
+
+#: An attempt that took longer, in seconds, is not repeated.
+_QUICK_SECONDS = 2.0
+
+#: Values of our option ``synchronous`` in a SQLite URL, in lower case. The first is the default.
 SYNCHRONOUS = ("normal", "full")
 
-#: Milliseconds for which another process may write to the same SQLite file.
+#: Milliseconds to wait while another process writes to the same SQLite file.
 _BUSY_MS = 5_000
 
-#: An execution option: SQLite need not lock what is only read.
+#: An execution option of connections that only read, for which SQLite needs no write lock.
 READS = "native_delay_reads"
 
 
 def parsed(url: str) -> URL:
-    """*url* as SQLAlchemy has it; SettingsError if it is none."""
+    """Parse a SQLAlchemy URL. Raises SettingsError if it is not one."""
     try:
         return make_url(url)
     except (exc.ArgumentError, ValueError) as error:
@@ -42,7 +54,7 @@ def parsed(url: str) -> URL:
 
 
 def same_database(one: str, other: str) -> bool:
-    """True if both URLs lead to the same database, by whatever driver and user."""
+    """True if both URLs name the same database, whatever their drivers and users."""
     return _place(parsed(one)) == _place(parsed(other))
 
 
@@ -59,15 +71,15 @@ def _place(url: URL) -> tuple[Any, ...]:
 
 
 def engine_of(url: str, *, setting: str = "native_delay_store") -> Engine:
-    """An engine for *url*, which connects when it is first used.
+    """A SQLAlchemy engine for *url*, which connects on first use.
 
-    SettingsError: no such database, or its driver is not installed.
+    Raises SettingsError if the database is unknown to SQLAlchemy, or its driver is not installed.
     """
     place = parsed(url)
     try:
         if place.get_backend_name() == "sqlite":
             return _sqlite(place)
-        # A connection that the server has closed meanwhile is noticed before it is used.
+        # pool_pre_ping notices a connection that the server has closed.
         return create_engine(place, pool_pre_ping=True, **_of_servers(place))
     except (exc.ArgumentError, ImportError) as error:
         raise SettingsError(
@@ -76,13 +88,13 @@ def engine_of(url: str, *, setting: str = "native_delay_store") -> Engine:
 
 
 def _of_servers(place: URL) -> dict[str, Any]:
-    """Arguments of an engine for a server, where they are known."""
+    """Further arguments of ``create_engine`` for PostgreSQL, MySQL and MariaDB."""
     if place.get_backend_name() not in ("postgresql", "mysql", "mariadb"):
         return {}
-    # Seconds that a producer waits for a server that does not answer.
+    # A producer waits for so many seconds for a server that does not answer.
     patience = {} if "connect_timeout" in place.query else {"connect_timeout": 5}
-    # Stricter ones, which may have been made a database's default, refuse a dispatcher at the
-    # end of its transaction what it has put into queues already.
+    # A stricter isolation level, which a database may have as its default, can refuse the commit of
+    # a dispatcher that has already put messages into queues.
     return {"connect_args": patience, "isolation_level": "READ COMMITTED"}
 
 
@@ -95,7 +107,7 @@ def _sqlite(place: URL) -> Engine:
 
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, record: Any) -> None:
-        connection.isolation_level = None  # transactions begin where we say so
+        connection.isolation_level = None  # we begin transactions ourselves
         connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {mode}")
@@ -103,21 +115,22 @@ def _sqlite(place: URL) -> Engine:
 
     @event.listens_for(engine, "checkout")
     def notice_another_file(connection: Any, record: Any, proxy: Any) -> None:
-        # SQLite would go on writing to a file that was removed or replaced.
+        # SQLite would keep writing to a file that was removed or replaced.
         if record.info.get("file") != _identity(file):
-            raise exc.DisconnectionError(f"{file} is not the file any more that was opened")
+            raise exc.DisconnectionError(f"{file} was removed or replaced since it was opened")
 
     @event.listens_for(engine, "begin")
     def begin(connection: Any) -> None:
-        # A transaction that reads first and writes later fails where another one has written.
+        # BEGIN IMMEDIATE: a transaction that reads and then writes fails if another wrote
+        # meanwhile.
         reads = connection.get_execution_options().get(READS)
-        # Not exec_driver_sql(): it takes as long as the insert that follows.
+        # exec_driver_sql() would take as long as the insert that follows.
         connection.connection.dbapi_connection.execute("BEGIN" if reads else "BEGIN IMMEDIATE")
 
     return engine
 
 
-#: How servers tell the time, in seconds since the epoch.
+#: The statement that asks a server for its time, in seconds since the epoch.
 _TIMES = {
     "postgresql": text("SELECT extract(epoch FROM clock_timestamp())"),
     "mysql": text("SELECT unix_timestamp(now(6))"),
@@ -126,17 +139,23 @@ _TIMES = {
 
 
 def now_us(connection: Connection) -> int:
-    """The time in microseconds since the epoch, by the database's clock where it can be asked."""
+    """The time in microseconds since the epoch, by the clock of the database server.
+
+    For SQLite, and for a server whose statement is unknown, it is this machine's clock.
+    """
     statement = _TIMES.get(connection.dialect.name)
-    if statement is None:  # SQLite has ours
+    if statement is None:  # SQLite uses this machine's clock
         return time_ns() // 1000
     return int(connection.execute(statement).scalar_one() * 1_000_000)
 
 
 def clock_ahead_seconds(connection: Connection) -> float | None:
-    """Seconds that the database's clock is ahead of ours, negative if behind; None: unknown."""
+    """Seconds that the clock of the database is ahead of this machine's; negative if behind.
+
+    None if the statement that asks for the time is unknown.
+    """
     if connection.dialect.name == "sqlite":
-        return 0.0  # it has ours
+        return 0.0  # it uses this machine's clock
     statement = _TIMES.get(connection.dialect.name)
     if statement is None:
         return None
@@ -151,3 +170,71 @@ def _identity(file: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
+
+
+class Database(ABC):
+    """A database with tables of ours. Missing tables are created. Any thread may use it."""
+
+    tables: ClassVar[MetaData]
+
+    def __init__(self, url: str, *, setting: str, engine: Engine | None = None) -> None:
+        self.url = url
+        self.where = without_password(url)
+        self.engine = engine or engine_of(url, setting=setting)
+        #: True once the tables were created or found.
+        self.is_ready = False
+
+    @abstractmethod
+    def _unavailable(self, reason: str) -> NativeDelayError:
+        """The error to raise if the database cannot be used; *reason* is the driver's."""
+
+    def do(self, work: Callable[[Connection], T]) -> T:
+        """Run *work* in a transaction, and return its answer.
+
+        It runs again if another process has created the tables, or written the row, at the same
+        time.
+        """
+        return self._tried(self.engine.begin, work)
+
+    def look_up(self, work: Callable[[Connection], T]) -> T:
+        """Run *work* in a transaction that only reads, and return its answer."""
+        return self._tried(lambda: self.engine.connect().execution_options(**{READS: True}), work)
+
+    def make_tables(self) -> None:
+        """Create the tables that are missing."""
+        with self.engine.begin() as connection:
+            self.tables.create_all(connection)
+        self.is_ready = True
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turn errors of SQLAlchemy and the driver into :meth:`_unavailable` within a block."""
+        try:
+            yield
+        # SQLite's BEGIN runs on the driver's connection, so its errors are not SQLAlchemy's.
+        except (exc.SQLAlchemyError, self.engine.dialect.loaded_dbapi.Error) as error:
+            raise self._unavailable(reason_of(error)) from error
+
+    def _tried(
+        self, connect: Callable[[], AbstractContextManager[Connection]], work: Callable[[Any], T]
+    ) -> T:
+        with self.explained():
+            for tries_left in reversed(range(_TRIES)):
+                began = monotonic()
+                try:
+                    if not self.is_ready:
+                        self.make_tables()
+                    with connect() as connection:
+                        return work(connection)
+                except (exc.IntegrityError, exc.OperationalError, exc.ProgrammingError) as error:
+                    self.is_ready = False
+                    is_slow = monotonic() - began > _QUICK_SECONDS
+                    if not tries_left or is_slow or error.connection_invalidated:
+                        raise
+        raise AssertionError("unreachable")
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of the driver's error message."""
+    said = str(getattr(error, "orig", None) or error).strip()
+    return said.splitlines()[0] if said else type(error).__name__

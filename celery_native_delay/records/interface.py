@@ -1,8 +1,11 @@
-"""The interface of records, whichever keeps them: a Redis or a database.
+"""The interface of records: what this package knows about waiting tasks.
 
-A record is a text under a kind and a name. A pure rule decides about its new text, which is written
-only if the record still is as the rule saw it. Beside a broker that cannot be looked into, an index
-lists the waiting messages, and a mark tells a worker not to run the message that it received.
+A Redis or a database keeps the records. A record is a text with a kind and a name. A pure function
+decides the new text of a record, and whether a message is published with it. Both changes happen in
+one step, and only if nobody has changed the record meanwhile.
+
+RabbitMQ, SQS and pgmq cannot list their waiting messages. There an index lists them, and a mark on
+a delivery tells the worker that receives it not to run it.
 """
 
 from __future__ import annotations
@@ -11,200 +14,242 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from ..errors import CannotDelay
 from .waiting import WaitingTasks
 
 T = TypeVar("T")
 
-#: Another caller was quicker so often, each time. Of any number, one always gets through.
+#: Attempts to change one record while other callers change it. In each round one caller succeeds.
 TRIES = 100
 
-#: Seconds that publishing and receiving wait for the records: to connect, and for an answer.
+#: Seconds that a publish or a worker waits for the records: to connect, and for an answer.
 PATIENCE_SECONDS = 0.3
 
-#: The same where people and keyed calls ask, who wait longer.
+#: Seconds that a person, or a call with a key, waits for the records.
 ANSWER_SECONDS = 5.0
 
-#: Seconds for which records that failed are left alone: the first time, and at most.
+#: Seconds without a new attempt after the records failed: the first time, and at most.
 LEFT_ALONE_SECONDS = (1.0, 30.0)
 
-#: A mark outlives the due time of its message by so much, in ms: a message may lie in its queue for
-#: that long before a worker asks about it.
+#: A mark is kept for 30 days, in ms, after its message is due: the message may lie in its queue for
+#: that long before a worker receives it.
 MARK_GRACE_MS = 30 * 86_400_000
 
-#: An entry of the index that is overdue by so much has lost its message, or its worker could not
-#: tell us.
+#: An index entry that is overdue by a day, in microseconds, is removed: its message was lost, or
+#: the worker that ran it could not reach the records.
 STALE_AFTER_US = 86_400_000_000
 
-#: The mark of a message that no worker must run.
+#: The mark of a delivery that no worker may run: its task was cancelled or moved.
 VOID = "void"
 
-#: The mark of a message whose place is not decided yet. It is void if a worker gets it before.
+#: The mark of a new delivery until :meth:`Index.compare_and_set`. A worker that receives the
+#: delivery earlier drops it, and makes the mark :data:`VOID`.
 UNDECIDED = "undecided"
 
 
 class RecordName(NamedTuple):
-    """The name of a record among those of its *kind*, such as "key" or "rate"."""
+    """The name of a record: a *kind*, such as "key" or "rate", and a *name* within that kind."""
 
     kind: str
     name: str
 
 
 @dataclass(frozen=True)
-class Change(Generic[T]):
-    """A decision about a record: its new *text*, kept until *kept_us*, and the *answer* to give.
+class Snapshot:
+    """A record as it was read, and the waiting messages of its task.
 
-    None as text removes the record. *kept_us* counts microseconds since the epoch, by the clock of
-    the records. A text that stays the same is not written: the record is kept as long as before.
+    *now_us* is the time of reading in microseconds since the epoch, by the clock of the records.
+    *text* is None if the record does not exist. If *text* is JSON with a field ``id``, that is the
+    id of a task, and *messages* are its waiting messages: for each the broker's name of the
+    message, and its due time in microseconds, 0 if the message is parked.
+    """
+
+    now_us: int
+    text: str | None
+    messages: tuple[tuple[Any, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Change(Generic[T]):
+    """A decision about a record: its new *text*, and the *answer* for the caller.
+
+    The record is kept until *kept_us*, in microseconds since the epoch. None as text removes it. An
+    unchanged text is not written, so the record is kept as long as before. If *due_us* is set, the
+    caller's message is published with that due time. If *replaces* is true as well, the waiting
+    messages of the :class:`Snapshot` are cancelled.
     """
 
     text: str | None
     kept_us: int
     answer: T
+    due_us: int | None = None
+    replaces: bool = False
+
+
+#: A pure function that decides the change of a record. It may be called several times.
+Decide: TypeAlias = Callable[[Snapshot], Change[T]]
+
+#: Makes or publishes the caller's message. Its arguments are the due time, the id of the new
+#: delivery, and how far our clock is ahead of the clock of the records, in microseconds.
+Publish: TypeAlias = Callable[[int, str, int], Any]
 
 
 @dataclass(frozen=True)
-class Looked:
-    """A record as it was read at *now_us*, and the *messages* of the task that it names.
+class IndexEntry:
+    """A waiting message in the index.
 
-    Messages are members of the index with their due times in microseconds.
-    *text* is None without a record. The field ``id`` of a record in JSON names a task.
-    """
-
-    now_us: int
-    text: str | None
-    messages: tuple[tuple[str, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A message as the index lists it: *member* is ``<task id>:<delivery id>``.
-
-    *entry* is all that is needed to publish it again, "" for a message that is not to be listed.
+    *member* is its key, ``<task id>:<delivery id>``. *due_us* is its due time in microseconds. The
+    text *entry* holds all that is needed to publish the message again; an entry of "" is not
+    listed.
     """
 
     member: str
     due_us: int
-    entry: str
+    entry: str | bytes
 
 
 @dataclass(frozen=True)
 class CompareAndSet:
-    """One step that is done as a whole or not at all.
+    """A change of a record and of waiting messages, made as a whole or not at all.
 
-    The record *name* must still read *before*, and the messages *gone* must still be listed. Then
-    the record reads *after* until *kept_ms* from now, the messages *gone* are void, and the new
-    message counts, which was marked as undecided. Otherwise the new message is void.
+    It is made if the record *name* still has the text *before*, the messages *gone* are still in
+    the index, and the message *new* still has the mark "undecided". Then the record gets the text
+    *after* for *kept_ms*, the messages *gone* become void, and the message *new* is listed. If it
+    is not made, the message *new* becomes void.
     """
 
     name: RecordName | None = None
     before: str | None = None
     after: str | None = None
     kept_ms: int = 0
-    new: Listed | None = None
+    new: IndexEntry | None = None
     gone: Sequence[str] = ()
 
 
 def delivery_of(member: str) -> str:
-    """The delivery id of a member of the index."""
+    """The delivery id in a key of the index, ``<task id>:<delivery id>``."""
     return member.rpartition(":")[2]
 
 
 def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
-    """The answer of *attempt* to change the record *name*; None: another caller was quicker."""
+    """The first answer of *attempt* that is not None. Raises CannotDelay after 100 attempts.
+
+    An *attempt* to change the record *name* answers None if another caller changed the record
+    first.
+    """
     for _ in range(TRIES):
         if (answer := attempt()) is not None:
             return answer
     raise CannotDelay(
-        f"the record of {name} was changed by others {TRIES} times while this call looked at it: "
-        f"try again, or let fewer producers share a key"
+        f"other callers changed the record of {name} {TRIES} times while this call tried to: try "
+        f"again, or let fewer producers share a key"
     )
 
 
-class Standing(Enum):
-    """The standing of a message that waits."""
+class MessageState(Enum):
+    """The state of a waiting message in the records."""
 
     KNOWN = "known"
+    """The index lists the message."""
     VOID = "void"
-    """Its task was cancelled or moved."""
+    """The task of the message was cancelled or moved: no worker may run it."""
     UNKNOWN = "unknown"
+    """The records do not know the message."""
 
 
 class Records(ABC):
-    """Records by name, for any thread. Methods raise RecordsUnavailable while those are away."""
+    """Records by name. Any thread may use them.
+
+    Methods raise RecordsUnavailable if the Redis or database cannot be reached.
+    """
 
     where: str
-    """The URL, without its password."""
+    """The URL of the Redis or database, without its password."""
+
+    needs_connection = False
+    """True if the records use the broker connection of their channel, which must stay open."""
 
     @abstractmethod
-    def change(self, name: RecordName, decide: Callable[[str | None, int], Change[T]]) -> T:
-        """Change a record as *decide* says, and return its answer.
+    def read(self, name: RecordName) -> Snapshot:
+        """Read a record, and the waiting messages of its task."""
 
-        *decide* gets the text of the record, None without one, and the time in microseconds since
-        the epoch by the clock of the records. It may be called several times.
+    @abstractmethod
+    def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
+        """Change a record as *decide* says, and return the answer of *decide*.
+
+        If *decide* sets a due time, *publish* makes or publishes the message in the same step.
         """
 
     @abstractmethod
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
-        """The texts of these records, None for each that does not exist."""
+        """Read the texts of several records; None for each that does not exist."""
 
     @abstractmethod
     def latest(self, kind: str, limit: int) -> tuple[int, list[tuple[str, str]]]:
-        """The time in microseconds, and names and texts of the records that are kept longest."""
+        """The *limit* records of a *kind* that are kept longest: their names and texts.
+
+        The first value is the time in microseconds since the epoch, by the clock of the records.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Give the connections up; the next use makes others."""
+        """Close the connections. The next call opens new ones."""
 
 
 class Index(ABC):
-    """An index of the messages that wait on a broker which cannot be looked into."""
+    """An index of waiting messages, for brokers that cannot list them: RabbitMQ, SQS and pgmq."""
 
     missed: int
-    """Number of messages that could not be noted or asked about."""
+    """Number of messages for which the index could not be written or read."""
 
     @abstractmethod
-    def note(self, listed: Listed) -> None:
-        """Note a message that is about to wait. Never fails, hardly ever waits."""
+    def note(self, listed: IndexEntry) -> None:
+        """Add a message that is about to be published. Never raises, and hardly ever blocks."""
 
     @abstractmethod
     def forget(self, member: str) -> None:
-        """Strike a message that could not be sent. Never fails, hardly ever waits."""
+        """Remove a message that could not be published. Never raises, and hardly ever blocks."""
 
     @abstractmethod
     def received(self, member: str) -> bool | None:
-        """True if a worker may run the message, which is not listed any more; None: no answer."""
+        """Remove a message that a worker received. True if the worker may run it.
+
+        None if the records did not answer in time.
+        """
 
     @abstractmethod
     def flush(self, timeout_seconds: float | None = None) -> None:
-        """Wait until what was noted is there, or *timeout_seconds* are over."""
+        """Wait until all added messages are stored, for at most *timeout_seconds*."""
 
     @abstractmethod
-    def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Looked:
-        """Read a record, and mark the delivery *undecided*, if any, for *mark_ms*."""
+    def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
+        """Read a record, and mark the delivery with the id *undecided* for *mark_ms*.
+
+        Without a *name* no record is read. Without *undecided* no delivery is marked.
+        """
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Remove the mark of a delivery, or keep it for *left_ms*."""
+        """Remove the mark of a delivery, or keep the mark for *left_ms* more."""
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:
-        """Do *step*; False if not all was as it says."""
+        """Make the change *step*. False if a condition of *step* does not hold."""
 
     @abstractmethod
-    def standing(self, member: str) -> Standing:
-        """The standing of a message; asking changes nothing."""
+    def state_of(self, member: str) -> MessageState:
+        """Look up the state of a message."""
 
     @abstractmethod
     def tasks(self, republishes: Any) -> WaitingTasks:
-        """The tasks that are listed, whose messages *republishes*, a transport's part, can read."""
+        """The waiting tasks in the index. *republishes* is the transport's part that reads them."""
 
     @abstractmethod
     def sweep(self) -> int:
-        """Remove entries whose messages were lost long ago; their number."""
+        """Remove index entries that are overdue by a day, and return their number."""
 
     @abstractmethod
     def purge(self) -> None:
-        """Remove all entries that are not due yet."""
+        """Remove all index entries that are not due yet."""

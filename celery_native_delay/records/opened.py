@@ -1,4 +1,4 @@
-"""The records that a URL names. Nothing is asked of them before they are used."""
+"""Opens the records at a URL. No connection is made before the first use."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from ..urls import is_redis_url
 
 
 class Place(NamedTuple):
-    """A place of records: the *url* of a Redis or a database, and whose they are there."""
+    """Where records are kept: the *url* of a Redis or a database, and their *owner* there.
+
+    The owner is a namespace: several apps may share one Redis or database.
+    """
 
     url: str
     owner: str
 
 
-#: Of a parent process: a child must not close their connections, as forgetting them would.
+#: Records of the parent process after a fork. They are kept here, because freeing them in the child
+#: would close the parent's connections.
 _inherited: list[Any] = []
 
 _records: PerProcess[tuple[str, str], Any] = PerProcess(_inherited.append)
 
 
 def records_at(url: str, owner: str) -> Any:
-    """New records of *owner* at *url*, a Redis' or one of SQLAlchemy's."""
+    """Open the records of *owner* at *url*, the URL of a Redis or a SQLAlchemy URL."""
     if is_redis_url(url):
         try:
             from .redis import RedisRecords
@@ -43,12 +47,12 @@ def records_at(url: str, owner: str) -> Any:
 
 
 def records_of_process(url: str, owner: str) -> Any:
-    """The records of *owner* at *url*, which this process shares."""
+    """The records of *owner* at *url*, opened once per process."""
     return _records.get((url, owner), lambda: records_at(url, owner))
 
 
 @atexit.register
 def flush() -> None:
-    """Wait, for a moment, until what this process noted is there."""
+    """Wait up to 0.3 s until everything this process added to an index is stored."""
     for found in _records.values():
         found.flush()

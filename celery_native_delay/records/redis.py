@@ -1,11 +1,12 @@
-"""Records and index in a Redis or Valkey. Scripts make each step atomic, by the server's own clock.
+"""Records and an index of waiting messages in a Redis or Valkey.
 
-A change in what the keys hold is a new VERSION.
+Lua scripts make each step atomic and use the server's clock. A change in what the keys hold needs a
+new VERSION.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import time_ns
@@ -27,29 +28,22 @@ from .interface import (
     STALE_AFTER_US,
     UNDECIDED,
     VOID,
-    Change,
     CompareAndSet,
-    Index,
-    Listed,
-    Looked,
+    IndexEntry,
+    MessageState,
     RecordName,
-    Records,
-    Standing,
-    T,
+    Snapshot,
     delivery_of,
-    tried_again,
 )
 from .redis_link import NOW, RedisLink, latest
-from .redis_listing import THROW_AWAY, IndexKeys, RedisListing
-from .replacing import RecordedTasks, Republishes
+from .redis_listing import IndexKeys, RedisListing, throw_away
+from .replacing import ComparedRecords, RecordedTasks, Republishes
 from .waiting import Waiting, WaitingTasks
 
 VERSION = 1
 
-#: Kinds whose records can be listed: a sorted set has their names by the end of their TTL.
+#: Kinds of records that :meth:`RedisRecords.latest` lists: a sorted set holds their names.
 LISTED_KINDS = ("rate", "schedule")
-
-_SWEPT_AT_ONCE = 1000
 
 #: KEYS due, messages, ids. ARGV member, due µs, entry.
 _NOTE = """
@@ -69,8 +63,8 @@ end
 #: KEYS due, messages, ids. ARGV member.
 _FORGET = _REMOVE + "remove(ARGV[1])"
 
-#: A worker has got a message. KEYS due, messages, ids, its mark. ARGV member. Returns 1 if it must
-#: not be run.
+#: A worker has received a message. KEYS due, messages, ids, its mark. ARGV member. Returns 1 if the
+#: worker must not run the message.
 _RECEIVED = (
     _REMOVE
     + f"""
@@ -81,8 +75,8 @@ return mark and 1 or 0
 """
 )
 
-#: KEYS record, ids, mark, due. ARGV TTL of the mark in ms, '' for none. Returns now in µs, the
-#: record or '', then of each message of the task that it names the member and its due time.
+#: KEYS record, ids, mark, due. ARGV TTL of the mark in ms, or '' for no mark. Returns the time in
+#: µs, the text of the record or '', then member and due time of each message of the record's task.
 _LOOK = (
     NOW
     + f"""
@@ -93,29 +87,34 @@ if not record or string.sub(record, 1, 1) ~= '{{' then return found end
 local id = cjson.decode(record).id
 if not id then return found end
 for _, member in ipairs(redis.call('ZRANGEBYLEX', KEYS[2], '[' .. id .. ':', '(' .. id .. ';')) do
-    found[#found + 1] = {{member, redis.call('ZSCORE', KEYS[4], member)}}
+    if not string.find(member, ':', #id + 2, true) then
+        found[#found + 1] = {{member, redis.call('ZSCORE', KEYS[4], member)}}
+    end
 end
 return found
 """
 )
 
-#: KEYS due, messages, ids, record, names of records of its kind, mark of the new message. ARGV ''
-#: for no record, its name if its kind is listed, else '-'; the record as it was read, the new one,
-#: its TTL in ms; of the new message, or '' thrice: member, due µs, entry; what keys of marks begin
-#: with; the members that become void. Returns 0 if all is not as it was: then the new message is
-#: void, and nothing else was done.
+#: KEYS due, messages, ids, record, names of the record's kind, mark of the new message; on a Redis
+#: broker, whose messages have no marks, also wake and parked.
+#: ARGV 1: '' without a record, its name if its kind is listed, else '-'; 2-4: text of the record as
+#: it was read, new text, TTL in ms; 5-7: member, due time in µs and entry of the new message, or ''
+#: three times; 8: prefix of marks; from 9 on: members that become void, or that a broker removes.
+#: Returns 0 if the record, a mark or a member has changed: then the new message becomes void, and
+#: nothing else is written. Commands that need memory come first.
 _COMPARE_AND_SET = (
     _REMOVE
     + NOW
     + f"""
-local has_record, is_new = ARGV[1] ~= '', ARGV[5] ~= ''
+local has_record, is_new, in_broker = ARGV[1] ~= '', ARGV[5] ~= '', #KEYS > 6
 local as_it_was = not has_record or (redis.call('GET', KEYS[4]) or '') == ARGV[2]
-if is_new and redis.call('GET', KEYS[6]) ~= '{UNDECIDED}' then as_it_was = false end
+local has_mark = is_new and not in_broker
+if has_mark and redis.call('GET', KEYS[6]) ~= '{UNDECIDED}' then as_it_was = false end
 for at = 9, #ARGV do
     if not redis.call('ZSCORE', KEYS[3], ARGV[at]) then as_it_was = false end
 end
 if not as_it_was then
-    if is_new then redis.call('SET', KEYS[6], '{VOID}', 'XX', 'KEEPTTL') end
+    if has_mark then redis.call('SET', KEYS[6], '{VOID}', 'XX', 'KEEPTTL') end
     return 0
 end
 if has_record and ARGV[3] == '' then
@@ -129,84 +128,60 @@ elseif has_record then
     end
 end
 for at = 9, #ARGV do
-    local due = redis.call('ZSCORE', KEYS[1], ARGV[at]) or 0
-    local left = math.max(math.ceil((tonumber(due) - now) / 1000), 0)
-    local mark = ARGV[8] .. string.match(ARGV[at], '[^:]*$')
-    redis.call('SET', mark, '{VOID}', 'PX', left + {MARK_GRACE_MS})
+    if in_broker then
+        redis.call('ZREM', KEYS[8], ARGV[at])
+    else
+        local due = redis.call('ZSCORE', KEYS[1], ARGV[at]) or 0
+        local left = math.max(math.ceil((tonumber(due) - now) / 1000), 0)
+        local mark = ARGV[8] .. string.match(ARGV[at], '[^:]*$')
+        redis.call('SET', mark, '{VOID}', 'PX', left + {MARK_GRACE_MS})
+    end
     remove(ARGV[at])
 end
-if is_new then
-    if ARGV[7] ~= '' then
-        redis.call('HSET', KEYS[2], ARGV[5], ARGV[7])
-        redis.call('ZADD', KEYS[1], ARGV[6], ARGV[5])
-        redis.call('ZADD', KEYS[3], 0, ARGV[5])
+if is_new and ARGV[7] ~= '' then
+    redis.call('HSET', KEYS[2], ARGV[5], ARGV[7])
+    redis.call('ZADD', KEYS[1], ARGV[6], ARGV[5])
+    redis.call('ZADD', KEYS[3], 0, ARGV[5])
+    if in_broker and redis.call('ZRANGE', KEYS[1], 0, 0)[1] == ARGV[5] then
+        redis.call('ZADD', KEYS[7], ARGV[6], 'earlier')
     end
-    redis.call('DEL', KEYS[6])
 end
+if has_mark then redis.call('DEL', KEYS[6]) end
 return 1
 """
-)
-
-#: KEYS due, messages, ids. ARGV from µs, until µs, limit. Returns how many entries it removed.
-_SWEEP = (
-    """
-local members = redis.call('ZRANGE', KEYS[1], ARGV[1], ARGV[2], 'BYSCORE', 'LIMIT', 0, ARGV[3])
-"""
-    + THROW_AWAY
 )
 
 
 @dataclass(frozen=True)
 class RecordKeys(IndexKeys):
-    """The keys of one *owner*: a namespace of a broker. Several owners may share a Redis."""
+    """The names of the keys of one *owner*, a namespace. Several owners may share a Redis."""
 
     owner: str
 
     @property
     def space(self) -> str:
-        """The beginning of all keys, without the last dot."""
+        """The prefix of all keys, without the last dot."""
         return f"{self.owner}.records.v{VERSION}"
 
-    @property
-    def marks(self) -> str:
-        """The beginning of the keys of marks; the delivery id follows."""
-        return f"{self.space}.mark."
 
-    def record(self, name: RecordName) -> str:
-        return f"{self.space}.{name.kind}.{name.name}"
+class RedisRecords(ComparedRecords):
+    """The records and the index of one *owner* in a Redis."""
 
-    def names(self, kind: str) -> str:
-        """Sorted set: names of a kind's records by the time in µs until which they are kept."""
-        return f"{self.space}.{kind}s"
-
-
-class RedisRecords(Records, Index):
-    """Records and index under the keys of one *owner*."""
+    _of_broker: tuple[str, ...] = ()
+    """On a Redis broker: the keys ``wake``, which wakes promoters, and ``parked``."""
 
     def __init__(self, url: str, owner: str) -> None:
         self.url = url
         self.where = without_password(url)
-        self.keys = RecordKeys(owner)
+        self.keys: IndexKeys = RecordKeys(owner)
         self.missed = 0
         self.pool = redis_client(url).connection_pool
         what = f"the records at {self.where}"
-        #: Publishing and receiving have less patience than people.
+        #: For publishes and workers, which wait 0.3 s, and for people, who wait 5 s.
         self._quick = RedisLink(self.pool, what, timeout_seconds=PATIENCE_SECONDS)
-        self._patient = RedisLink(self.pool, what, timeout_seconds=ANSWER_SECONDS)
+        self._patient: Any = RedisLink(self.pool, what, timeout_seconds=ANSWER_SECONDS)
 
     # --- records -------------------------------------------------------------------------
-
-    def change(self, name: RecordName, decide: Callable[[str | None, int], Change[T]]) -> T:
-        def attempt() -> Change[T] | None:
-            seen = self.look(name, None, 0)
-            change = decide(seen.text, seen.now_us)
-            if change.text == seen.text:
-                return change
-            kept_ms = max(change.kept_us - seen.now_us, 0) // 1000 + 1
-            step = CompareAndSet(name, seen.text, change.text, kept_ms)
-            return change if self.compare_and_set(step) else None
-
-        return tried_again(name.name, attempt).answer
 
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
         if not names:
@@ -224,7 +199,7 @@ class RedisRecords(Records, Index):
 
     # --- publishing and receiving ----------------------------------------------------------
 
-    def note(self, listed: Listed) -> None:
+    def note(self, listed: IndexEntry) -> None:
         if not self._quick.post(_NOTE, self.keys.index, *_message(listed)):
             self.missed += 1
 
@@ -248,12 +223,12 @@ class RedisRecords(Records, Index):
 
     # --- replacing -----------------------------------------------------------------------
 
-    def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Looked:
+    def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
         record = self.keys.space if name is None else self.keys.record(name)
         keys = [record, self.keys.ids, f"{self.keys.marks}{undecided or ''}", self.keys.due]
         now_us, text, *found = self._patient.run(_LOOK, keys, mark_ms if undecided else "")
         messages = tuple((member.decode(), int(due_us or 0)) for member, due_us in found)
-        return Looked(now_us, text.decode() or None, messages)
+        return Snapshot(now_us, text.decode() or None, messages)
 
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
         mark = self.keys.marks + delivery_id
@@ -267,6 +242,7 @@ class RedisRecords(Records, Index):
             keys.space if name is None else keys.record(name),
             keys.space if name is None else keys.names(name.kind),
             keys.marks + ("" if new is None else delivery_of(new.member)),
+            *self._of_broker,
         ]
         done = self._patient.run(
             _COMPARE_AND_SET,
@@ -281,13 +257,13 @@ class RedisRecords(Records, Index):
         )
         return bool(done)
 
-    def standing(self, member: str) -> Standing:
+    def state_of(self, member: str) -> MessageState:
         mark = self._patient.ask("GET", self.keys.marks + delivery_of(member))
         if mark == VOID.encode():
-            return Standing.VOID
-        # One with a mark is about to take the place of another.
+            return MessageState.VOID
+        # A message with the mark "undecided" is about to replace another message.
         is_known = mark or self._patient.ask("HEXISTS", self.keys.messages, member)
-        return Standing.KNOWN if is_known else Standing.UNKNOWN
+        return MessageState.KNOWN if is_known else MessageState.UNKNOWN
 
     def tasks(self, republishes: Republishes) -> WaitingTasks:
         return RedisTasks(self, republishes)
@@ -295,13 +271,14 @@ class RedisRecords(Records, Index):
     # --- upkeep --------------------------------------------------------------------------
 
     def sweep(self) -> int:
-        return self._throw_away("-inf", time_ns() // 1000 - STALE_AFTER_US)
+        until_us = time_ns() // 1000 - STALE_AFTER_US
+        return throw_away(self._patient, self.keys.index, "-inf", until_us)
 
     def purge(self) -> None:
-        self._throw_away(time_ns() // 1000, "+inf")
+        throw_away(self._patient, self.keys.index, time_ns() // 1000, "+inf")
 
     def findings(self) -> Iterator[Finding]:
-        """Faults of the Redis."""
+        """Look for problems of the Redis: settings, version, clock."""
         with redis_client(self.url) as client:
             yield from findings(
                 client,
@@ -309,19 +286,9 @@ class RedisRecords(Records, Index):
                 where=f"native_delay_records at {self.where}",
             )
 
-    def _throw_away(self, from_us: int | str, until_us: int | str) -> int:
-        swept = 0
-        while True:
-            taken: int = self._patient.run(
-                _SWEEP, self.keys.index, from_us, until_us, _SWEPT_AT_ONCE
-            )
-            swept += taken
-            if taken < _SWEPT_AT_ONCE:
-                return swept
-
 
 class RedisTasks(RecordedTasks, RedisListing):
-    """Waiting tasks that the index in a Redis lists, on a client of their own."""
+    """The waiting tasks in an index in a Redis, read with a client of their own."""
 
     def __init__(self, index: RedisRecords, republishes: Republishes) -> None:
         def decode(member: str, entry: bytes, due_us: int) -> Waiting | None:
@@ -341,12 +308,12 @@ class RedisTasks(RecordedTasks, RedisListing):
         try:
             yield
         except (RedisError, OSError) as exc:
-            where = f"the records at {self._where} are out of reach"
+            where = f"the records at {self._where} are unreachable"
             raise RecordsUnavailable(f"{where}: {str(exc).rstrip('.')}") from exc
 
 
 def redis_client(url: str) -> Any:
-    """A client of redis-py's for all that people ask."""
+    """A redis-py client for questions of people, with a timeout of 5 s and no retries."""
     return redis.Redis.from_url(
         redis_py_url(url),
         socket_timeout=ANSWER_SECONDS,
@@ -355,5 +322,5 @@ def redis_client(url: str) -> Any:
     )
 
 
-def _message(listed: Listed) -> tuple[Any, ...]:
+def _message(listed: IndexEntry) -> tuple[Any, ...]:
     return listed.member, listed.due_us, listed.entry

@@ -1,6 +1,6 @@
-"""Connections to a Redis, each used for a moment.
+"""Connections to a Redis that never block longer than a timeout.
 
-Past redis-py's client, which takes as long as the server.
+redis-py's own client may block for as long as the server does not answer.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from redis.exceptions import NoScriptError, RedisError
 from redis.retry import Retry
 
 from ..errors import RecordsUnavailable
-from .away import Away
 from .interface import LEFT_ALONE_SECONDS, PATIENCE_SECONDS
+from .link_failures import LinkFailures
 
-#: Answers to what was posted are read at every so many commands, or after so many seconds.
+#: Answers to posted commands are read after so many commands, or after so many seconds.
 _READ_EVERY = 64
 _READ_AFTER_SECONDS = 0.05
 
@@ -33,8 +33,8 @@ local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 """
 
-#: KEYS names. ARGV limit, what keys of records begin with. Returns the time, then of each its name
-#: and its record.
+#: KEYS the sorted set of names. ARGV limit, prefix of the records' keys. Returns the time in µs,
+#: then the name and the text of each record.
 _LATEST = (
     NOW
     + """
@@ -49,10 +49,10 @@ return found
 
 
 class RedisLink:
-    """A link to one Redis, for any thread; RecordsUnavailable while it is away or left alone.
+    """Asks one Redis, from any thread. Raises RecordsUnavailable if the Redis does not answer.
 
-    Its connections are as redis-py's *pool* makes them, but not the pool's own, which allows for so
-    many in all: those that failed or were closed count.
+    Its connections are made with the parameters of redis-py's *pool*, but are not taken from that
+    pool, whose limit counts failed and closed connections, too.
     """
 
     def __init__(
@@ -64,21 +64,24 @@ class RedisLink:
         left_alone_seconds: tuple[float, float] = LEFT_ALONE_SECONDS,
         logs: bool = True,
     ) -> None:
-        """*timeout_seconds* to connect, and for an answer; for the others see :class:`Away`."""
+        """*timeout_seconds* are the limit for connecting, and for an answer.
+
+        For *what*, *left_alone_seconds* and *logs* see :class:`.LinkFailures`.
+        """
         self._pool = pool
         self._timeout_seconds = timeout_seconds
-        self._away = Away(what, left_alone_seconds=left_alone_seconds, logs=logs)
-        #: Connections that are not in use.
+        self._failures = LinkFailures(what, left_alone_seconds=left_alone_seconds, logs=logs)
+        #: Open connections that no thread uses now.
         self._idle: list[Any] = []
         self._posting: Any = None
         self._posting_lock = Lock()
-        #: When each posted command that waits for its answer was sent.
+        #: The times at which posted commands were sent whose answers were not read yet.
         self._sent: deque[float] = deque()
 
     # --- asking --------------------------------------------------------------------------
 
     def run(self, script: str, keys: tuple[str, ...] | list[str], *arguments: Any) -> Any:
-        """The answer of *script*, which is loaded if the server does not know it."""
+        """Run a Lua *script*, and return its answer. The server gets the script if it lacks it."""
         words = (len(keys), *keys, *arguments)
         with self._lent() as connection:
             try:
@@ -87,12 +90,12 @@ class RedisLink:
                 return _answer(connection, "EVAL", script, *words)
 
     def ask(self, *command: Any) -> Any:
-        """The answer to *command*."""
+        """Send one Redis *command*, and return its answer."""
         with self._lent() as connection:
             return _answer(connection, *command)
 
     def connect(self) -> bool:
-        """Connect now, so that no task has to wait for it; False if that fails."""
+        """Open a connection before the first task needs one; False if that fails."""
         with suppress(RecordsUnavailable), self._lent():
             return True
         return False
@@ -106,14 +109,14 @@ class RedisLink:
             yield connection
         except _ERRORS as exc:
             connection.disconnect()
-            raise self._away.failed(exc) from exc
-        self._away.works()
+            raise self._failures.failed(exc) from exc
+        self._failures.succeeded()
         self._idle.append(connection)
 
     def _idle_one(self) -> Any:
-        """A connection that is not in use and was not closed by the server; None without one.
+        """An open connection that no thread uses; None if there is none.
 
-        Nothing can have come on it but the end.
+        Readable data on such a connection can only mean that the server has closed it.
         """
         while True:
             try:
@@ -126,22 +129,22 @@ class RedisLink:
             connection.disconnect()
 
     def _connected(self) -> Any:
-        self._away.check()
+        self._failures.check()
         try:
             connection = self._pool.connection_class(**self._pool.connection_kwargs)
-            # redis-py's own retries would sleep for seconds, also where there is no patience.
+            # redis-py's own retries would sleep for seconds.
             connection.retry = Retry(NoBackoff(), 0)
             for timeout in ("socket_timeout", "socket_connect_timeout"):
                 setattr(connection, timeout, self._timeout_seconds)
             connection.connect()
         except Exception as exc:  # redis-py's, the resolver's, TLS'
-            raise self._away.failed(exc) from exc
+            raise self._failures.failed(exc) from exc
         return connection
 
     # --- posting -------------------------------------------------------------------------
 
     def post(self, script: str, keys: tuple[str, ...], *arguments: Any) -> bool:
-        """Send *script* without waiting for its answer; False if that failed, or is not tried."""
+        """Send a Lua *script* without waiting for its answer; False if it could not be sent."""
         with self._posting_lock:
             try:
                 if self._posting is None:
@@ -153,15 +156,18 @@ class RedisLink:
                     self._read_ready()
                     if self._sent and now - self._sent[0] > PATIENCE_SECONDS:
                         raise TimeoutError(f"no answer within {PATIENCE_SECONDS} s")
-            except Exception as exc:  # whatever it is, publishing must go on
+            except Exception as exc:  # an error here must not stop the publish
                 self._stop_posting()
                 if not isinstance(exc, RecordsUnavailable):
-                    self._away.failed(exc)
+                    self._failures.failed(exc)
                 return False
             return True
 
     def flush(self, timeout_seconds: float | None = None) -> None:
-        """Read outstanding answers: a socket that is closed with answers unread loses commands."""
+        """Read the answers to posted scripts.
+
+        A socket that is closed with unread answers may lose the last commands.
+        """
         with self._posting_lock, suppress(Exception):
             self._read_ready(min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS))
 
@@ -169,7 +175,7 @@ class RedisLink:
         while self._sent and self._posting.can_read(timeout_seconds):
             self._posting.read_response()
             self._sent.popleft()
-            self._away.works()
+            self._failures.succeeded()
 
     def _stop_posting(self) -> None:
         connection, self._posting = self._posting, None
@@ -181,7 +187,7 @@ class RedisLink:
     # --- the connections -----------------------------------------------------------------
 
     def close(self) -> None:
-        """Give the connections up; the next use makes others."""
+        """Close the connections. The next call opens new ones."""
         with self._posting_lock:
             self._stop_posting()
         while self._idle:
@@ -189,9 +195,10 @@ class RedisLink:
 
 
 def latest(link: RedisLink, names: str, prefix: str, limit: int) -> tuple[int, list[Any]]:
-    """The time in µs, and names and texts of the records that are kept longest.
+    """The *limit* records that are kept longest: the time in microseconds, then names and texts.
 
-    *names* is a sorted set of names by the end of their TTLs, *prefix* the beginning of their keys.
+    *names* is a sorted set of the records' names by the end of their TTL. *prefix* is the prefix of
+    the records' keys.
     """
     now_us, *found = link.run(_LATEST, [names], limit, prefix)
     texts = [text.decode() for text in found]
@@ -205,5 +212,5 @@ def _answer(connection: Any, *command: Any) -> Any:
 
 @lru_cache
 def digest_of(script: str) -> str:
-    """The digest by which a server knows *script*."""
+    """The SHA-1 digest by which a Redis server names a *script*."""
     return sha1(script.encode(), usedforsecurity=False).hexdigest()

@@ -1,8 +1,11 @@
-"""Looking at what waits in Redis: by due time, by task id, by what stands in it.
+"""Lists and searches the waiting tasks in a Redis.
 
-Three keys: a sorted set of members by due time in microseconds, a hash of their entries, and a
-sorted set of the same members, all with score 0, so that those of one task id stand together. A
-member is ``<task id>:<what tells messages of one id apart>``. A producer keeps all three.
+Each waiting message has a *member*, ``<task id>:<digest or delivery id>``, and an *entry*, the
+message itself. Three keys hold them:
+
+- ``due``: a sorted set of members by due time in microseconds;
+- ``messages``: a hash of entries by member;
+- ``ids``: a sorted set of members with score 0, so in the order of task ids.
 """
 
 from __future__ import annotations
@@ -13,16 +16,15 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
-from ..redis_server import now_us
-from . import waiting
-from .waiting import ALL, Page, Query, ReplacedOneByOne, Waiting, ids_by_page
+from .interface import RecordName
+from .waiting import ALL, Page, Query, Waiting, WaitingTasks
 
-#: Entries that one script looks into, so that it keeps Redis from others for 1-2 ms only.
+#: Entries that one script searches: so many take 1-2 ms, in which Redis serves no other client.
 CHUNK = 500
 
-#: KEYS due, messages. ARGV first rank, last rank, a text in lower case or ''. Returns members, due
-#: times and entries that contain it in any case. 25 entries at once fit into the processor's cache.
-#: Few entries match as a rule, so only their due times are asked for.
+#: KEYS due, messages. ARGV first rank, last rank, a text in lower case or ''. Returns member, due
+#: time and entry of each message whose entry contains the text in any case. 25 entries at once fit
+#: into the processor's cache.
 SEARCH = """
 local call, find, lower, text = redis.call, string.find, string.lower, ARGV[3]
 local names, found = call('ZRANGE', KEYS[1], ARGV[1], ARGV[2]), {}
@@ -41,7 +43,7 @@ end
 return found
 """
 
-#: KEYS due. ARGV edges. Returns how many are due between each two of them.
+#: KEYS due. ARGV times in µs. Returns the number of messages due between each two of these times.
 COUNTS = """
 local counts = {}
 for at = 1, #ARGV - 1 do
@@ -50,9 +52,10 @@ end
 return counts
 """
 
-#: The end of a script that has put into `members` what it throws away. KEYS any sorted set,
-#: messages, ids.
-THROW_AWAY = """
+#: KEYS any sorted set, messages, ids. ARGV lowest score, highest score, limit. Removes messages,
+#: and returns their number.
+_THROW_AWAY = """
+local members = redis.call('ZRANGE', KEYS[1], ARGV[1], ARGV[2], 'BYSCORE', 'LIMIT', 0, ARGV[3])
 if #members > 0 then
     redis.call('ZREM', KEYS[1], unpack(members))
     redis.call('HDEL', KEYS[2], unpack(members))
@@ -61,16 +64,19 @@ end
 return #members
 """
 
-#: Of a member with its entry and due time in microseconds; None for what is not to be seen.
+_THROWN_AT_ONCE = 1000
+
+#: Makes a waiting task of a member, its entry and its due time in microseconds. None for a
+#: cancelled task, which is not shown.
 Decode = Callable[[str, bytes, int], Waiting | None]
 
 
 class IndexKeys:
-    """The three keys, and what all keys of their kind begin with."""
+    """The names of the keys of one namespace in a Redis."""
 
     @property
     def space(self) -> str:
-        """The beginning of all keys, without the last dot."""
+        """The prefix of all keys, without the last dot."""
         raise NotImplementedError
 
     @property
@@ -80,12 +86,25 @@ class IndexKeys:
 
     @property
     def messages(self) -> str:
-        """Hash: member → entry, of what is due, waits or is parked."""
+        """Hash: entries by member, of messages that wait, are due, or are parked."""
         return f"{self.space}.messages"
 
     @property
+    def marks(self) -> str:
+        """The prefix of the keys of marks; a delivery id follows."""
+        return f"{self.space}.mark."
+
+    def record(self, name: RecordName) -> str:
+        """String with a TTL: a record."""
+        return f"{self.space}.{name.kind}.{name.name}"
+
+    def names(self, kind: str) -> str:
+        """Sorted set: the names of all records of a *kind* by the end of their TTL in µs."""
+        return f"{self.space}.{kind}s"
+
+    @property
     def ids(self) -> str:
-        """Sorted set: the members of the hash, all with score 0, so in the order of task ids."""
+        """Sorted set: members of the hash, all with score 0, so in the order of task ids."""
         return f"{self.space}.ids"
 
     @property
@@ -93,15 +112,16 @@ class IndexKeys:
         return self.due, self.messages, self.ids
 
 
-class RedisListing(ReplacedOneByOne):
-    """The waiting tasks that the three keys list."""
+class RedisListing(WaitingTasks):
+    """The waiting tasks in the keys ``due``, ``messages`` and ``ids``."""
 
     def __init__(self, client: Any, keys: IndexKeys, decode: Decode) -> None:
-        """*client* is a redis.Redis that returns bytes."""
+        """*client* is a ``redis.Redis`` that returns bytes. *decode* reads an entry."""
         self._client = client
         self._due, self._messages, self._ids = keys.index
         self._decoded = decode
         self._counts = client.register_script(COUNTS)
+        self._search = client.register_script(SEARCH)
 
     def count(self, query: Query = ALL) -> int:
         with self._explained():
@@ -114,23 +134,11 @@ class RedisListing(ReplacedOneByOne):
         with self._explained():
             first, end = self._ranks(query)
             if query.is_by_time_only:
-                # Those that are not to be seen are made up for by the next.
+                # The page is filled up from the next entries if some are not shown.
                 matching = self._matching(query, first + offset, end, chunk=min(limit, CHUNK))
                 return Page(tuple(islice(matching, limit)), end - first)
             matching = self._matching(query, first, end)
             return Page(tuple(islice(matching, offset, offset + limit)), None)
-
-    def ids(self, query: Query = ALL) -> Iterator[str]:
-        if not query.is_by_time_only:
-            yield from ids_by_page(self.page, query)
-            return
-        with self._explained():
-            # A cancelled one, which is not to be seen, was due when it was cancelled.
-            ahead_us = max(now_us(self._client) + 1, query.from_us or 0)
-            if query.until_us is not None:
-                ahead_us = min(ahead_us, query.until_us)
-            yield from ids_by_page(self.page, query.due_within(query.from_us, ahead_us))
-            yield from self._ids_ahead(ahead_us, query.until_us)
 
     def counts(self, edges_us: Sequence[int]) -> list[int]:
         with self._explained():
@@ -144,63 +152,30 @@ class RedisListing(ReplacedOneByOne):
 
     @abstractmethod
     def _explained(self) -> AbstractContextManager[None]:
-        """A block whose errors of redis-py say that the records are away."""
+        """Turn redis-py's errors into RecordsUnavailable within a block."""
 
     def _found(self, task_id: str) -> list[tuple[str, bytes, Waiting]]:
-        """Members and entries under *task_id*, and what people see of them."""
+        """Member, entry and task of each message with this task id, parked messages included.
+
+        The due time is read before the entry. If the message is moved in between, a later change
+        finds another entry, and fails.
+        """
         found = []
         with self._explained():
-            for member, entry, due_us in self._entries(task_id):
-                task = self._decoded(member, entry, due_us or 0)
+            # In ASCII ";" follows ":".
+            members = self._client.zrangebylex(self._ids, f"[{task_id}:", f"({task_id};")
+            for member in map(bytes.decode, members):
+                if member.rpartition(":")[0] != task_id:
+                    continue
+                due_us = self._client.zscore(self._due, member)
+                entry = self._client.hget(self._messages, member)
+                task = None if entry is None else self._decoded(member, entry, int(due_us or 0))
                 if task is not None:
                     found.append((member, entry, task))
         return found
 
-    def _ids_ahead(self, from_us: int, until_us: int | None) -> Iterator[str]:
-        """The ids of all due in the range, which is ahead, by their members alone."""
-        skipped, until = 0, "+inf" if until_us is None else f"({until_us}"
-        while True:
-            found = self._client.zrange(
-                self._due,
-                from_us,
-                until,
-                byscore=True,
-                withscores=True,
-                offset=skipped,
-                num=waiting.IDS_AT_ONCE,
-            )
-            for member, _ in found:
-                yield member.decode().rpartition(":")[0]
-            if len(found) < waiting.IDS_AT_ONCE:
-                return
-            last_us = int(found[-1][1])
-            begins_there = from_us == last_us
-            skipped = sum(score == last_us for _, score in found) + skipped * begins_there
-            from_us = last_us
-
-    def _members(self, task_id: str) -> list[str]:
-        """Members of what waits under *task_id*."""
-        prefix = f"{task_id}:"
-        # ";" follows ":".
-        found = self._client.zrangebylex(self._ids, f"[{prefix}", f"({task_id};")
-        members = [member.decode() for member in found]
-        return [member for member in members if member.rpartition(":")[0] == task_id]
-
-    def _entries(self, task_id: str) -> list[tuple[str, bytes, int | None]]:
-        """Member, entry and due time, None for one that is parked, of what waits under *task_id*.
-
-        The due time is read first: a message that is moved in between shows up as changed.
-        """
-        found: list[tuple[str, bytes, int | None]] = []
-        for member in self._members(task_id):
-            score = self._client.zscore(self._due, member)
-            entry = self._client.hget(self._messages, member)
-            if entry is not None:
-                found.append((member, entry, None if score is None else int(score)))
-        return found
-
     def _ranks(self, query: Query) -> tuple[int, int]:
-        """The rank of the first that is due in the range, and that behind the last."""
+        """The rank of the first message due in the range, and the rank behind the last."""
         count = self._client.zcount
         first = 0 if query.from_us is None else count(self._due, "-inf", f"({query.from_us}")
         if query.until_us is None:
@@ -210,27 +185,23 @@ class RedisListing(ReplacedOneByOne):
     def _matching(
         self, query: Query, first: int, end: int, *, chunk: int = CHUNK
     ) -> Iterator[Waiting]:
-        ranges = [(start, min(start + chunk, end) - 1) for start in range(first, end, chunk)]
-        for found in self._searched(ranges, query.needle):
+        keys = [self._due, self._messages]
+        for start in range(first, end, chunk):
+            found = self._search(keys=keys, args=[start, min(start + chunk, end) - 1, query.needle])
             for member, score, entry in zip(found[::3], found[1::3], found[2::3], strict=True):
                 task = self._decoded(member.decode(), entry, int(float(score)))
                 if task is not None and query.matches(task):
                     yield task
 
-    def _searched(self, ranges: Sequence[tuple[int, int]], text: str) -> Iterator[list[bytes]]:
-        """Findings in each of *ranges*. After the first, Redis is one ahead of the reader."""
-        keys = 2, self._due, self._messages
-        unread = 0
-        with self._client.client() as client:
-            try:
-                for number, ranks in enumerate([*ranges, None]):
-                    if ranks is not None:
-                        client.connection.send_command("EVAL", SEARCH, *keys, *ranks, text)
-                        unread += 1
-                    if unread and number != 1:
-                        found = client.parse_response(client.connection, "EVAL")
-                        unread -= 1
-                        yield found
-            finally:
-                if unread:  # a search that ends early leaves no answer to the next
-                    client.connection.disconnect()
+
+def throw_away(link: Any, keys: Sequence[str], lowest: int | str, highest: int | str) -> int:
+    """Remove all messages whose score in the first of *keys* is in a range; return their number.
+
+    *link* runs the script. The other two *keys* are ``messages`` and ``ids``.
+    """
+    thrown = 0
+    while True:
+        taken: int = link.run(_THROW_AWAY, keys, lowest, highest, _THROWN_AT_ONCE)
+        thrown += taken
+        if taken < _THROWN_AT_ONCE:
+            return thrown

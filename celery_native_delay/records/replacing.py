@@ -1,37 +1,94 @@
-"""The protocol by which a message is replaced on a broker that cannot be looked into.
+"""How a waiting message is replaced on RabbitMQ, SQS and pgmq, which cannot give it back.
 
-A message that waits there cannot be taken back. So:
+1. ``Index.look()`` marks the new delivery as "undecided". A worker that receives it now drops it.
+2. :func:`publish_undecided` publishes the new message, and waits for the broker's confirm.
+3. ``Index.compare_and_set()`` removes the mark of the new message and marks the old messages as
+   "void", if nothing has changed since step 1. A worker drops every void message it receives.
 
-1. ``Index.look()`` marks the new delivery as undecided: a worker that receives it now drops it;
-2. :func:`publish_undecided` publishes the new message, confirmed;
-3. ``Index.compare_and_set()`` makes the new message count and the old ones void, if nothing has
-   changed since. A worker that receives a void message drops it.
-
-A process that dies in between has changed nothing.
+If the process dies between two steps, the old message runs and the new message is dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from secrets import token_hex
 from time import time_ns
 from typing import Any, Protocol
 
 from ..errors import NativeDelayError, RecordsUnavailable
-from .interface import MARK_GRACE_MS, CompareAndSet, Index, Listed, T
-from .waiting import ReplacedOneByOne, Waiting
+from .interface import (
+    MARK_GRACE_MS,
+    Change,
+    CompareAndSet,
+    Decide,
+    Index,
+    IndexEntry,
+    Publish,
+    RecordName,
+    Records,
+    Snapshot,
+    T,
+    tried_again,
+)
+from .waiting import Waiting, WaitingTasks
+
+#: An "undecided" mark is kept for 25 years, in ms: longer than any message can wait.
+_UNDECIDED_MS = 25 * 366 * 86_400_000
+
+
+class ComparedRecords(Records, Index):
+    """Records that are changed by compare-and-set: read, decide, write if still unchanged.
+
+    If another caller has changed the record, the change begins anew.
+    """
+
+    has_marks = True
+    """False where waiting messages can be removed from the broker, so that no mark is needed."""
+
+    def read(self, name: RecordName) -> Snapshot:
+        return self.look(name, None, 0)
+
+    def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
+        def attempt() -> Change[T] | None:
+            delivery_id = "" if publish is None else token_hex(16)
+            marked = delivery_id if self.has_marks else ""
+            snapshot = self.look(name, marked, _UNDECIDED_MS)
+            # The answer took time on its way, so this is too much: tasks are late by that, not
+            # early.
+            ahead_us = time_ns() // 1000 - snapshot.now_us
+            change = decide(snapshot)
+            new, due_us = None, change.due_us
+            if due_us is not None:
+                assert publish is not None
+                send = partial(publish, due_us, delivery_id, ahead_us)
+                new = publish_undecided(self, marked, due_us, send) if marked else send()
+            elif marked:
+                self.unmark(marked)
+            if new is None and change.text == snapshot.text:
+                return change
+            kept_ms = max(change.kept_us - snapshot.now_us, 0) // 1000 + 1
+            gone = [member for member, _ in snapshot.messages] if change.replaces else ()
+            step = CompareAndSet(name, snapshot.text, change.text, kept_ms, new, gone)
+            return change if self.compare_and_set(step) else None
+
+        return tried_again(name.name, attempt).answer
 
 
 def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Callable[[], T]) -> T:
-    """Call *publish*, which publishes the undecided delivery; if it fails, see to the mark."""
+    """Call *publish*, which publishes a delivery marked as "undecided", and return its answer.
+
+    If the broker refuses the message, the mark is removed. If it is unknown whether the broker has
+    the message, the mark is kept until 30 days after *due_us*.
+    """
     try:
         return publish()
     except NativeDelayError:
         index.unmark(delivery_id)
         raise
     except Exception:
-        # The broker may hold the message all the same.
+        # The broker may have the message all the same.
         left_ms = max(due_us - time_ns() // 1000, 0) // 1000 + MARK_GRACE_MS
         with suppress(RecordsUnavailable):
             index.unmark(delivery_id, left_ms)
@@ -39,26 +96,26 @@ def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Call
 
 
 class Republishes(Protocol):
-    """A transport's part: it reads its own entries, and publishes their messages again."""
+    """The part of a transport that reads index entries and publishes their messages again."""
 
     def waiting(self, member: str, entry: str, due_us: int) -> Waiting | None:
-        """The task of an entry, as people see it."""
+        """The waiting task that an index entry describes; None if it is cancelled."""
 
     def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
-        """Publish the message of *entry*, due then, and return its new entry."""
+        """Publish the message of an index entry with a new due time, and return its new entry."""
 
     def check_reach(self, due_us: int) -> None:
-        """Raise DelayTooLong for a due time that is too far away."""
+        """Raise DelayTooLong if the due time is beyond the longest delay."""
 
 
-class RecordedTasks(ReplacedOneByOne):
-    """Waiting tasks that an *index* lists; mixed in before the listing of a backend."""
+class RecordedTasks(WaitingTasks):
+    """Cancels and moves the tasks that an *index* lists, by publishing their messages again.
+
+    A mixin before :class:`.RedisListing` or :class:`.SqlListing`.
+    """
 
     index: Index
     _delays: Republishes
-
-    def close(self) -> None:
-        """The records are the process's."""
 
     def _replace(
         self, member: str, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
@@ -75,6 +132,6 @@ class RecordedTasks(ReplacedOneByOne):
             new_due_us,
             lambda: self._delays.publish_again(text, new_due_us, new_id, cancelled=cancelled),
         )
-        new = Listed(new_member, new_due_us, "" if cancelled else new_entry)
-        counts = self.index.compare_and_set(CompareAndSet(new=new, gone=[member]))
-        return (new_member, new_due_us) if counts else None
+        new = IndexEntry(new_member, new_due_us, "" if cancelled else new_entry)
+        replaced = self.index.compare_and_set(CompareAndSet(new=new, gone=[member]))
+        return (new_member, new_due_us) if replaced else None

@@ -1,7 +1,8 @@
-"""Searches among waiting tasks: words, quoted texts and ``field:word``, all to match. Pure.
+"""The search among waiting tasks: words, quoted texts and ``field:word``. Pure.
 
-Case does not matter. The fields are ``name``, ``queue``, ``key``, ``args``, ``kwargs``, ``id``,
-``uuid`` and ``root``; ``kwargs:order=7`` is an argument and its whole value.
+A task is found if all of them match. Case does not matter. The fields are ``name``, ``queue``,
+``key``, ``args``, ``kwargs``, ``id``, ``uuid`` and ``root``. ``kwargs:order=7`` matches if the
+keyword argument ``order`` is exactly 7.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 from ..errors import InvalidQuery
 
-#: The attributes of :class:`~.waiting.Waiting` by the names of fields.
+#: The attribute of :class:`~.waiting.Waiting` for each field of a search.
 _FIELDS = {
     "name": "name",
     "queue": "queue",
@@ -28,14 +29,17 @@ _FIELDS = {
 
 _SEARCHED = ("id", "name", "args", "kwargs", "key", "queue", "root_id", "exchange", "routing_key")
 
-#: A word: quotes may stand anywhere in it, and hide the spaces that they hold.
+#: A word of a search. It may contain quotes, and spaces between quotes.
 _WORD = re.compile(r"""\s*((?:\\["\\]|"(?:\\["\\]|\\(?!["\\])|[^"\\])*"|\\(?!["\\])|[^\s"\\])+)""")
 _QUOTED = re.compile(r'\\(["\\])|"')
 
 
 @dataclass(frozen=True)
 class Word:
-    """A text that the attribute *field* must contain, in any case; "" stands for any attribute."""
+    """One word of a search: a text that the attribute *field* of a task must contain.
+
+    With *field* "" any attribute may contain it. Case does not matter.
+    """
 
     field: str
     value: str
@@ -51,7 +55,7 @@ class Word:
 
     @property
     def needle(self) -> str:
-        """A text in lower case that every matching message contains in any case."""
+        """A text in lower case that is part of every matching message, whatever its case."""
         if not self._is_pair:
             return self.value.lower()
         return max((part.strip() for part in self.value.lower().split("=", 1)), key=len)
@@ -62,10 +66,10 @@ class Word:
 
 
 def parse(text: str) -> tuple[Word, ...]:
-    """The words of a search.
+    """Parse the text of a search into words.
 
     Raises:
-        InvalidQuery: a quote is left open, a field has no word, or a word begins with ``-``.
+        InvalidQuery: a quote is not closed, a field has no word, or a word begins with ``-``.
     """
     words, at, end = [], 0, len(text.rstrip())
     while at < end:
@@ -78,7 +82,7 @@ def parse(text: str) -> tuple[Word, ...]:
 
 
 def is_itself_in_json(text: str) -> bool:
-    """True if stored messages contain *text* as it is; others must be decoded to be searched."""
+    """True if JSON contains *text* unescaped, so that stored messages can be searched for it."""
     return text.isascii() and json.dumps(text) == f'"{text}"'
 
 
@@ -95,7 +99,7 @@ def _word(token: str, text: str) -> Word:
 
 
 def _pairs(kwargs: str) -> set[tuple[str, str]]:
-    """Keyword arguments and their values, as texts, from a repr."""
+    """The keyword arguments in a repr, as pairs of texts: name and value."""
     try:
         found = ast.literal_eval(kwargs)
         pairs = found.items() if isinstance(found, dict) else ()

@@ -1,7 +1,7 @@
-"""Records and index in a database, by SQLAlchemy. Each step is one transaction.
+"""Records and an index of waiting messages in a database. Each step is one transaction.
 
-What publishing and receiving ask goes through one thread with a connection of its own, so that no
-database can keep them waiting for longer than :data:`~.interface.PATIENCE_SECONDS`.
+Publishes and workers ask through one thread with its own connection. So no database can block them
+for longer than :data:`~.interface.PATIENCE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from sqlalchemy import (
     BigInteger,
     Column,
     Connection,
+    Engine,
     MetaData,
     String,
     Table,
     Text,
     delete,
-    exc,
     insert,
     select,
     update,
@@ -32,10 +32,9 @@ from sqlalchemy import text as sql_text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects.mysql import LONGTEXT
 
-from ..errors import RecordsUnavailable
+from ..errors import NativeDelayError, RecordsUnavailable
 from ..finding import WRONG, Finding, clock_finding
-from ..urls import without_password
-from .database import READS, clock_ahead_seconds, engine_of, now_us
+from .database import Database, clock_ahead_seconds, now_us
 from .interface import (
     MARK_GRACE_MS,
     STALE_AFTER_US,
@@ -43,16 +42,16 @@ from .interface import (
     VOID,
     Change,
     CompareAndSet,
-    Index,
-    Listed,
-    Looked,
+    Decide,
+    IndexEntry,
+    MessageState,
+    Publish,
     RecordName,
-    Records,
-    Standing,
+    Snapshot,
     T,
     delivery_of,
 )
-from .replacing import RecordedTasks, Republishes
+from .replacing import ComparedRecords, RecordedTasks, Republishes
 from .sql_listing import SqlListing
 from .sql_thread import SqlThread
 from .waiting import Waiting, WaitingTasks
@@ -61,22 +60,23 @@ METADATA = MetaData()
 
 _LONG = Text().with_variant(LONGTEXT(), "mysql", "mariadb")  # MySQL's TEXT ends at 64 kB
 
-#: What stands here is frozen: a change needs another table. A record's text has a version itself.
+#: The columns are frozen: a change needs a table of another name. The text of a record has a
+#: version of its own.
 RECORDS = Table(
     "native_delay_record",
     METADATA,
     Column("owner", String(64), primary_key=True),
     Column("kind", String(16), primary_key=True),
-    # Of the name, which may be longer than a key of MySQL's.
+    # A digest of the name, which may be too long for an index of MySQL.
     Column("digest", String(32), primary_key=True),
     Column("name", Text, nullable=False),
     Column("text", _LONG, nullable=False),
-    # Microseconds since the epoch; then it says nothing any more.
+    # The record is valid until then, in microseconds since the epoch.
     Column("kept_us", BigInteger, nullable=False),
     TableIndex("native_delay_record_kept", "owner", "kind", "kept_us"),
 )
 
-#: A message that waits on a broker which cannot be looked into.
+#: The index: one row per message that waits on RabbitMQ, SQS or pgmq.
 WAITING = Table(
     "native_delay_waiting",
     METADATA,
@@ -89,7 +89,7 @@ WAITING = Table(
     TableIndex("native_delay_waiting_task", "owner", "task_id"),
 )
 
-#: A delivery that must not be run, or is not decided yet.
+#: One row per marked delivery: "void" or "undecided".
 MARKS = Table(
     "native_delay_mark",
     METADATA,
@@ -102,20 +102,15 @@ MARKS = Table(
 
 _RECORD, _WAITING, _MARK = RECORDS.c, WAITING.c, MARKS.c
 
-#: Another may make the tables, or write the same row, at the same time.
-_TRIES = 6
 
+class SqlRecords(Database, ComparedRecords):
+    """The records and the index of one *owner* in the database at *url*."""
 
-class SqlRecords(Records, Index):
-    """Records and index of one *owner* in the database at *url*."""
+    tables = METADATA
 
-    def __init__(self, url: str, owner: str) -> None:
-        self.url = url
-        self.where = without_password(url)
+    def __init__(self, url: str, owner: str, *, engine: Engine | None = None) -> None:
+        super().__init__(url, setting="native_delay_records", engine=engine)
         self.owner = owner if len(owner) <= 64 else _digest(owner)
-        self.engine = engine_of(url, setting="native_delay_records")
-        #: True if the tables are there, as far as is known.
-        self.is_ready = False
         self._thread = SqlThread(self.engine, self.where, self.make_tables, _note_all)
 
     @property
@@ -124,18 +119,31 @@ class SqlRecords(Records, Index):
 
     # --- records -------------------------------------------------------------------------
 
-    def change(self, name: RecordName, decide: Callable[[str | None, int], Change[T]]) -> T:
+    def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
+        if publish is not None and self.has_marks:
+            return super().change(name, decide, publish)
+
         def changed(connection: Connection) -> T:
-            before = self.read_row(connection, name, locked=True)
-            # Asked for after the lock: another may have held it for a while.
-            at_us = now_us(connection)
-            text = None if before is None or before[1] < at_us else before[0]
-            change = decide(text, at_us)
-            if change.text != text:
-                self.write_row(connection, name, change.text, change.kept_us, before is not None)
+            row = self.read_row(connection, name, locked=True)
+            snapshot = self._snapshot(connection, row, locked=True)
+            change = decide(snapshot)
+            if change.text != snapshot.text:
+                self.write_row(connection, name, change.text, change.kept_us, row is not None)
+            if change.due_us is not None:
+                self._publish(connection, snapshot, change, publish)
             return change.answer
 
         return self.do(changed)
+
+    def _publish(
+        self,
+        connection: Connection,
+        snapshot: Snapshot,
+        change: Change[Any],
+        publish: Publish | None,
+    ) -> None:
+        """Store the message of *publish* if the broker is this database."""
+        raise NotImplementedError
 
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
         def loaded(connection: Connection) -> list[str | None]:
@@ -164,7 +172,7 @@ class SqlRecords(Records, Index):
 
     # --- publishing and receiving ----------------------------------------------------------
 
-    def note(self, listed: Listed) -> None:
+    def note(self, listed: IndexEntry) -> None:
         self._thread.note(self._row(listed))
 
     def forget(self, member: str) -> None:
@@ -182,12 +190,12 @@ class SqlRecords(Records, Index):
     def _received(self, connection: Connection, member: str) -> bool:
         delivery = delivery_of(member)
         mark = select(_MARK.mark).where(*self._marked(delivery))
-        # In the usual case this is all, in one round trip.
+        # In most cases one round trip is enough: the entry is there, and has no mark.
         struck = self._strike(member).where(~mark.exists())
         if connection.execute(struck).rowcount:
             return True
         if connection.dialect.name == "postgresql":
-            # A void mark must outlive a crash of the database: its message was dropped.
+            # The mark "void" must survive a crash of the database, because the message is dropped.
             connection.execute(sql_text("SET LOCAL synchronous_commit TO on"))
         void = update(MARKS).where(*self._marked(delivery), _MARK.mark == UNDECIDED)
         connection.execute(void.values(mark=VOID))
@@ -196,19 +204,28 @@ class SqlRecords(Records, Index):
 
     # --- replacing -----------------------------------------------------------------------
 
-    def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Looked:
-        def looked(connection: Connection) -> Looked:
-            at_us = now_us(connection)
+    def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
+        def read(connection: Connection) -> Snapshot:
             if undecided:
-                self._set_mark(connection, undecided, UNDECIDED, at_us + mark_ms * 1000)
+                kept_us = now_us(connection) + mark_ms * 1000
+                self._set_mark(connection, undecided, UNDECIDED, kept_us)
             row = None if name is None else self.read_row(connection, name)
-            if row is None or row[1] < at_us:
-                return Looked(at_us, None)
-            task_id = json.loads(row[0]).get("id") if row[0].startswith("{") else None
-            messages = () if task_id is None else tuple(self._messages(connection, task_id))
-            return Looked(at_us, row[0], messages)
+            return self._snapshot(connection, row)
 
-        return self.do(looked) if undecided else self.look_up(looked)
+        return self.do(read) if undecided else self.look_up(read)
+
+    def _snapshot(
+        self, connection: Connection, row: tuple[str, int] | None, *, locked: bool = False
+    ) -> Snapshot:
+        """The record in *row* and its messages, which are *locked* if they are to be changed."""
+        # Ask for the time after locking the row: the lock may have taken a while.
+        at_us = now_us(connection)
+        if row is None or row[1] < at_us:
+            return Snapshot(at_us, None)
+        task_id = json.loads(row[0]).get("id") if row[0].startswith("{") else None
+        if task_id is None:
+            return Snapshot(at_us, row[0])
+        return Snapshot(at_us, row[0], self._messages(connection, task_id, locked=locked))
 
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
         def unmarked(connection: Connection) -> None:
@@ -256,17 +273,17 @@ class SqlRecords(Records, Index):
 
         return self.do(done)
 
-    def standing(self, member: str) -> Standing:
-        def looked(connection: Connection) -> Standing:
+    def state_of(self, member: str) -> MessageState:
+        def read(connection: Connection) -> MessageState:
             mark = self._mark(connection, delivery_of(member))
             if mark == VOID:
-                return Standing.VOID
-            # One that is not decided is about to take the place of another.
+                return MessageState.VOID
+            # A message with the mark "undecided" is about to replace another message.
             listed = select(_WAITING.due_us).where(*self._listed(delivery_of(member)))
             is_known = mark or connection.execute(listed).first()
-            return Standing.KNOWN if is_known else Standing.UNKNOWN
+            return MessageState.KNOWN if is_known else MessageState.UNKNOWN
 
-        return self.look_up(looked)
+        return self.look_up(read)
 
     def tasks(self, republishes: Republishes) -> WaitingTasks:
         return SqlTasks(self, republishes)
@@ -283,7 +300,7 @@ class SqlRecords(Records, Index):
             lost = delete(WAITING).where(_WAITING.owner == self.owner)
             return connection.execute(lost.where(_WAITING.due_us < at_us - STALE_AFTER_US)).rowcount
 
-        # An app that never used records needs no right to make tables.
+        # An app that never used records needs no right to create tables.
         return self.do(swept) if self.is_ready else 0
 
     def purge(self) -> None:
@@ -291,7 +308,7 @@ class SqlRecords(Records, Index):
         self.do(lambda found: found.execute(mine.where(_WAITING.due_us >= time_ns() // 1000)))
 
     def findings(self) -> Iterator[Finding]:
-        """Faults of the database."""
+        """Look for problems of the database: whether it can be written to, and its clock."""
         where = f"native_delay_records at {self.where}"
         try:
             self.do(lambda connection: connection.execute(delete(MARKS).where(_MARK.owner == "")))
@@ -300,7 +317,7 @@ class SqlRecords(Records, Index):
             yield Finding(
                 "records",
                 WRONG,
-                f"{where} does not serve: {exc}",
+                f"{where} does not answer: {exc}",
                 "start it, or correct host, user, password and database of its URL, in workers and "
                 "producers; its user must be able to write to it",
             )
@@ -315,42 +332,14 @@ class SqlRecords(Records, Index):
 
     # --- transactions --------------------------------------------------------------------
 
-    def do(self, work: Callable[[Connection], T]) -> T:
-        """*work* in a transaction; again if another has made the tables or the row meanwhile."""
-        return self._asked(self.engine.begin, work)
-
-    def look_up(self, work: Callable[[Connection], T]) -> T:
-        """*work* in a transaction that only reads."""
-        return self._asked(lambda: self.engine.connect().execution_options(**{READS: True}), work)
-
-    def _asked(
+    def _tried(
         self, connect: Callable[[], AbstractContextManager[Connection]], work: Callable[[Any], T]
     ) -> T:
         self._thread.flush()
-        for tries_left in reversed(range(_TRIES)):
-            try:
-                if not self.is_ready:
-                    self.make_tables()
-                with connect() as connection:
-                    return work(connection)
-            except (exc.IntegrityError, exc.OperationalError, exc.ProgrammingError) as error:
-                self.is_ready = False
-                if not tries_left or error.connection_invalidated:
-                    raise self._unavailable(error) from error
-            # A transaction of SQLite's is begun by the driver itself.
-            except (exc.SQLAlchemyError, self.engine.dialect.loaded_dbapi.Error) as error:
-                raise self._unavailable(error) from error
-        raise AssertionError("unreachable")
+        return super()._tried(connect, work)
 
-    def make_tables(self) -> None:
-        """Make the tables that are missing."""
-        with self.engine.begin() as connection:
-            METADATA.create_all(connection)
-        self.is_ready = True
-
-    def _unavailable(self, error: Exception) -> RecordsUnavailable:
-        said = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
-        return RecordsUnavailable(f"the records at {self.where} are out of reach: {said}")
+    def _unavailable(self, reason: str) -> NativeDelayError:
+        return RecordsUnavailable(f"the records at {self.where} are unreachable: {reason}")
 
     # --- rows ----------------------------------------------------------------------------
 
@@ -361,9 +350,9 @@ class SqlRecords(Records, Index):
     def read_row(
         self, connection: Connection, name: RecordName, *, locked: bool = False
     ) -> tuple[str, int] | None:
-        """The text of a record, and until when it is kept, in microseconds; None without one.
+        """Text and end of a record, in microseconds since the epoch; None if there is no row.
 
-        *locked* until the transaction ends.
+        With *locked* the row stays locked until the transaction ends.
         """
         asked = select(_RECORD.text, _RECORD.kept_us).where(*self._this(name))
         return connection.execute(asked.with_for_update() if locked else asked).first()
@@ -376,7 +365,7 @@ class SqlRecords(Records, Index):
         kept_us: int,
         is_there: bool,
     ) -> None:
-        """Write a record, of which a row *is_there* or not; None as text removes it."""
+        """Write the text of a record; None removes the record. *is_there*: it has a row already."""
         this = self._this(name)
         if text is None:
             connection.execute(delete(RECORDS).where(*this))
@@ -391,12 +380,15 @@ class SqlRecords(Records, Index):
             row |= {"name": name.name.replace("\0", "\ufffd"), "text": text, "kept_us": kept_us}
             connection.execute(insert(RECORDS).values(row))
 
-    def _messages(self, connection: Connection, task_id: str) -> list[tuple[str, int]]:
+    def _messages(
+        self, connection: Connection, task_id: str, *, locked: bool
+    ) -> tuple[tuple[Any, int], ...]:
+        """Names and due times of a task's waiting messages. Rows of the index are never locked."""
         asked = select(_WAITING.delivery_id, _WAITING.due_us).where(
             _WAITING.owner == self.owner, _WAITING.task_id == task_id[:255]
         )
         rows = connection.execute(asked)
-        return [(f"{task_id}:{delivery_id}", due_us) for delivery_id, due_us in rows]
+        return tuple((f"{task_id}:{delivery_id}", due_us) for delivery_id, due_us in rows)
 
     def _locked_due_us(self, connection: Connection, deliveries: Sequence[str]) -> dict[str, int]:
         asked = select(_WAITING.delivery_id, _WAITING.due_us).where(
@@ -420,7 +412,7 @@ class SqlRecords(Records, Index):
         row = {"owner": self.owner, "delivery_id": delivery_id, "mark": mark, "kept_us": kept_us}
         connection.execute(insert(MARKS).values(row))
 
-    def _row(self, listed: Listed) -> dict[str, Any]:
+    def _row(self, listed: IndexEntry) -> dict[str, Any]:
         task_id, _, delivery_id = listed.member.rpartition(":")
         return {
             "owner": self.owner,
@@ -435,7 +427,7 @@ class SqlRecords(Records, Index):
 
 
 class SqlTasks(RecordedTasks, SqlListing):
-    """Waiting tasks that the index in a database lists."""
+    """The waiting tasks in an index in a database."""
 
     index: SqlRecords
 
@@ -462,7 +454,7 @@ class SqlTasks(RecordedTasks, SqlListing):
 
 
 def _note_all(connection: Connection, rows: list[Mapping[str, Any]]) -> None:
-    """Write notes; one that is there already, of a publish that was tried again, stays."""
+    """Insert index entries. An entry that exists, from an earlier attempt to publish, stays."""
     if connection.dialect.name == "postgresql":
         statement: Any = postgresql.insert(WAITING).on_conflict_do_nothing()
     else:

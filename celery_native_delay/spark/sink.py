@@ -1,7 +1,7 @@
-"""``df.write.format("celery")`` and ``df.writeStream.format("celery")``, for Spark 4.
+"""The sink ``df.write.format("celery")`` and ``df.writeStream.format("celery")``, for Spark 4.
 
-Options are texts, and a sink has no caller to hand a result to; where you can, use ``FanOut``. All
-options, columns and the app are checked before a row is sent.
+Options, columns and the app are checked before a row is sent. A sink cannot return a result; use
+``FanOut`` if you need one.
 """
 
 from __future__ import annotations
@@ -34,70 +34,53 @@ from .slots import Slot, check_type, no_such_column, slots
 
 logger = logging.getLogger(__name__)
 
-#: Options that Spark itself adds to those of a stream.
+#: Options of a stream that are Spark's own.
 _OF_STREAMS = frozenset(("checkpointlocation", "queryname", "outputmode"))
 
 
 @dataclass
 class Sent(WriterCommitMessage):
-    """The message from a task to the committer: its receipt and failures."""
+    """The message of a Spark task to :meth:`Writer.commit`."""
 
     receipt: Receipt
 
 
-@dataclass(frozen=True)
-class SinkOptions:
-    """The options of ``format("celery")``; those of :class:`FanOutOptions` as text.
+def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
+    """The options in *texts* as values: those of :class:`FanOutOptions`, and ``on_reject``.
 
-    But for the rate, which is a matter of all rows together.
+    Raises:
+        InvalidFanOut: an option is unknown or missing, or has a wrong value.
     """
-
-    fan_out: FanOutOptions
-    on_reject: str
-    has_run_id: bool
-
-    @classmethod
-    def parse(cls, texts: Mapping[str, str], *, also: frozenset[str] = frozenset()) -> SinkOptions:
-        """Options from *texts*; *also* are names that mean nothing here.
-
-        Raises:
-            InvalidFanOut: a name is unknown, or a value cannot be what it should.
-        """
-        given = {name.lower(): text for name, text in texts.items() if name.lower() not in also}
-        if "rate" in given:
+    values: dict[str, Any] = {"on_reject": "fail"}
+    for name, text in texts.items():
+        name = name.lower()
+        if name == "rate":
             raise InvalidFanOut(
-                "format('celery') is handed row by row and cannot spread them at a rate: use "
+                "format('celery') gets one row after another and cannot spread them by a rate: use "
                 "FanOut(df, rate=…), in a stream within foreachBatch"
             )
-        if unknown := sorted(given.keys() - _PARSERS.keys()):
+        if name not in _PARSERS:
             raise InvalidFanOut(
-                f"unknown option {unknown[0]!r} of format('celery'); known: {', '.join(_PARSERS)}"
+                f"unknown option {name!r} of format('celery'); known: {', '.join(_PARSERS)}"
             )
-        on_reject = given.pop("on_reject", "fail")
-        if on_reject not in ("fail", "skip"):
-            raise InvalidFanOut(f'expected on_reject to be "fail" or "skip", got {on_reject!r}')
-        values = {}
-        for name, text in given.items():
-            try:
-                values[name.removesuffix("_col")] = _PARSERS[name](text)
-            except ValueError as exc:
-                raise InvalidFanOut(f"option {name} of format('celery'): {exc}") from exc
-        for name in ("args", "kwargs"):
-            if f"{name}_cols" in values:
-                values[name] = values.pop(f"{name}_cols")
-        for name in ("app", "task"):
-            if name not in values:
-                raise InvalidFanOut(f"expected option {name} of format('celery'), got none")
-        return cls(FanOutOptions(**values), on_reject, "run_id" in given)
+        option, parse = _PARSERS[name]
+        try:
+            values[option] = parse(text)
+        except ValueError as exc:
+            raise InvalidFanOut(f"option {name} of format('celery'): {exc}") from exc
+    for name in ("app", "task"):
+        if name not in values:
+            raise InvalidFanOut(f"expected option {name} of format('celery'), got none")
+    return values
 
 
 class Writer(DataSourceArrowWriter):
-    """The writer of the rows of one job."""
+    """Writes the rows of one Spark job."""
 
     def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
         if overwrite:
             raise InvalidFanOut('expected mode("append"): what has been sent cannot be overwritten')
-        self._set_up(schema, SinkOptions.parse(texts))
+        self._set_up(schema, texts)
         if self._fence is not None:
             self._fence.open()
 
@@ -105,14 +88,14 @@ class Writer(DataSourceArrowWriter):
         """Send the rows of one partition.
 
         Raises:
-            FanOutFailed: some are not confirmed; Spark runs the partition again.
-            InvalidFanOut: a row cannot be sent, and on_reject is "fail".
-            RecordsUnavailable: the run is fenced, and its records are away.
+            FanOutFailed: some rows are not confirmed; Spark sends the partition again.
+            InvalidFanOut: a row is rejected, and on_reject is "fail".
+            RecordsUnavailable: the run is fenced, and the records are unreachable.
         """
-        return self._send(iterator, self._options.fan_out.run_id, self._fence, self._job_id)
+        return self._send(iterator, self._options.run_id, self._fence, self._job_id)
 
     def commit(self, messages: list[Any]) -> None:
-        """Seal the fence; say what was sent, and what was not to be.
+        """Seal the fence; log how many tasks were sent and how many rows were rejected.
 
         Raises:
             FanOutFailed: the fence could not be sealed.
@@ -124,23 +107,25 @@ class Writer(DataSourceArrowWriter):
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any]) -> None:
-        """Seal the fence, so that nothing of it runs; without one, what was sent stays sent."""
+        """Seal the fence, so that no task of the job runs; without one, its sent tasks run."""
         if self._fence is not None:
             logger.error("native delay: the job failed; %s", self._fence.abort())
             return
         sent = sum(receipt.sent for receipt in _receipts(messages))
         logger.error(
-            "native delay: the job failed after at least %d tasks had been sent; they stay sent, "
-            "and running it again with the same run_id and id_cols gives them the same ids",
+            "native delay: the job failed after it had sent at least %d tasks, which will run; "
+            "with the same run_id and id_cols it sends the same task ids again",
             sent,
         )
 
     # --- private -------------------------------------------------------------------------
 
-    def _set_up(self, schema: Any, options: SinkOptions) -> None:
-        self._options = options
+    def _set_up(self, schema: Any, texts: Mapping[str, str]) -> None:
+        options = parsed(texts)
+        self._fails_on_reject = options.pop("on_reject") == "fail"
+        self._has_run_id = "run_id" in options
+        self._options = fan_out = FanOutOptions(**options)
         self._job_id = uuid4().hex
-        fan_out = options.fan_out
         facts = describe(Call.of(fan_out))
         self._fence = Fence.of(fan_out, facts, self._job_id)
         read = list(slots(fan_out))
@@ -152,17 +137,17 @@ class Writer(DataSourceArrowWriter):
         self._encoder = Encoder(
             fan_out,
             types,
-            longest_seconds=facts.delay_settings.longest_delay_seconds,
+            longest_seconds=facts.longest_seconds,
             queues=facts.queues if fan_out.check_queue else None,
         )
 
     def _send(self, batches: Iterable[Any], run_id: str, fence: Fence | None, job_id: str) -> Sent:
-        fan_out = self._options.fan_out
+        fan_out = self._options
         context = TaskContext.get()
         assert context is not None
         receipt = Receipt(context.partitionId(), context.attemptNumber())
         if fence is not None and fence.open().state == COMMITTED:
-            # Not encoded: rows that have fallen due meanwhile would be rejected.
+            # Without encoding them: rows that are due by now would be rejected.
             receipt.rows = sum(batch.num_rows for batch in batches)
             receipt.fence = str(fence.stamp(receipt.partition, receipt.attempt))
             return Sent(receipt)
@@ -179,11 +164,10 @@ class Writer(DataSourceArrowWriter):
         return Sent(receipt)
 
     def _encoded(self, batches: Iterable[Any], run_id: str) -> Iterator[tuple[Any, ...]]:
-        fails = self._options.on_reject == "fail"
         for batch in batches:
             columns = [batch.column(position) for position in self._positions]
             for number, row in enumerate(self._encoder.rows(columns, run_id)):
-                if fails and row[-1] is not None:
+                if self._fails_on_reject and row[-1] is not None:
                     raise InvalidFanOut(
                         f"{row[-1]}: {_shown(batch, number)}; leave such rows out, or say "
                         f"on_reject='skip'"
@@ -192,51 +176,51 @@ class Writer(DataSourceArrowWriter):
 
 
 class StreamWriter(Writer, DataSourceStreamWriter):
-    """The writer of each micro batch. One that is run again sends the same ids."""
+    """Writes the rows of each micro batch. A batch that Spark replays has the same task ids."""
 
     def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
         if overwrite:
             raise InvalidFanOut('expected outputMode("append"), got "complete"')
-        self._set_up(schema, SinkOptions.parse(texts, also=_OF_STREAMS))
+        own = {name: text for name, text in texts.items() if name.lower() not in _OF_STREAMS}
+        self._set_up(schema, own)
 
     def write(self, iterator: Iterator[Any]) -> Sent:
-        """Send the rows of one partition of a batch; query and batch name the run."""
+        """Send the rows of one partition of a batch, whose run is named by query and batch."""
         context = TaskContext.get()
         assert context is not None
         query, batch = map(context.getLocalProperty, _QUERY_AND_BATCH)
-        options = self._options
-        run_id = options.fan_out.run_id if options.has_run_id else query
+        run_id = self._options.run_id if self._has_run_id else query
         fence = self._fence
         if fence is not None:
-            # By the query, whatever the run_id: with a new checkpoint a batch has other rows.
+            # Not by the run_id: with a new checkpoint the same batch number has other rows.
             fence = replace(fence, run=f"{query}-{batch}", job=f"{self._job_id}-{batch}")
         return self._send(iterator, f"{run_id}-{batch}", fence, f"{self._job_id}-{batch}")
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Seal the fence of a batch; say what was sent, and what was not to be."""
+        """Seal the fence of a batch; log how many tasks were sent and rows rejected."""
         receipts = _receipts(messages)
         if self._fence is not None and receipts:
-            # Made anew for this, it knows of the query only what the executors say.
+            # Spark makes a new writer to commit, which learns the query's id from executors.
             replace(self._fence, run=Stamp.parse(receipts[0].fence).run).commit(receipts)
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Leave a batch to its next attempt: behind a fence that one counts."""
+        """Log that the batch failed; with a fence its tasks wait until Spark replays it."""
         if self._fence is not None:
             logger.error("native delay: the batch failed; its tasks wait for the query's restart")
             return
         super().abort(messages)
 
 
-#: Spark tells a sink's tasks nothing else; its own foreach() reads the same.
+#: The local properties that name a stream's query and batch; Spark's foreach() reads them, too.
 _QUERY_AND_BATCH = ("sql.streaming.queryId", "streaming.sql.batchId")
 
 
 def _position(slot: Slot, columns: Sequence[str]) -> int:
-    """Place of the column of *slot* among *columns*: of that name, else of that name in any case.
+    """The index of the column of *slot* in *columns*; upper and lower case may differ.
 
     Raises:
-        InvalidFanOut: there is none, or more than one.
+        InvalidFanOut: there is no such column, or there are several.
     """
     name = slot.column
     alike = [place for place, one in enumerate(columns) if one.lower() == name.lower()]
@@ -247,7 +231,7 @@ def _position(slot: Slot, columns: Sequence[str]) -> int:
 
 
 def _shown(batch: Any, number: int) -> str:
-    """The row at *number* of *batch*, for an error."""
+    """The row *number* of *batch*, for an error message."""
     try:
         return f"{batch.slice(number, 1).to_pylist()[0]!r:.300}"
     except UnicodeDecodeError:
@@ -255,7 +239,7 @@ def _shown(batch: Any, number: int) -> str:
 
 
 def _receipts(messages: list[Any]) -> list[Receipt]:
-    """Receipts of the tasks that sent one: in a job that failed, some messages are None."""
+    """The receipts in *messages*, which are None for Spark tasks that failed."""
     return [message.receipt for message in messages if message is not None]
 
 
@@ -266,18 +250,18 @@ def _log_rejects(receipts: list[Receipt]) -> None:
     warn_of_late_sending(late, sum(receipt.sent for receipt in receipts))
     logger.info("native delay: %d tasks sent and confirmed", confirmed)
     for reason, count in rejected.most_common():
-        logger.warning("native delay: %d rows skipped: %s", count, reason)
+        logger.warning("native delay: %d rows rejected: %s", count, reason)
 
 
 def _names(text: str) -> list[str]:
-    """Column names: a JSON list, or with commas between them."""
+    """The column names in *text*, a JSON list or names with commas between them."""
     if text.lstrip().startswith("["):
         return list(json.loads(text))
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _named(text: str) -> Any:
-    """Column names, or a JSON object from argument to column."""
+    """The column names in *text*, or a JSON object from argument to column."""
     return json.loads(text) if text.lstrip().startswith("{") else _names(text)
 
 
@@ -287,11 +271,20 @@ def _flag(text: str) -> bool:
     return text.lower() == "true"
 
 
-_PARSERS: dict[str, Any] = {
-    **dict.fromkeys(("app", "task", "countdown_col", "eta_col", "eta_zone"), str),
-    **{"kwargs_cols": _named, "args_cols": _names, "id_cols": _names},
-    **dict.fromkeys(("queue_col", "priority_col", "expires_col", "run_id", "past"), str),
-    **{"smear": seconds_of, "max_rate": float, "connections": int, "max_body_bytes": int},
-    **{"check_task": _flag, "check_queue": _flag, "on_reject": str},
-    **{"fence": _flag, "fence_timeout": seconds_of},
+def _on_reject(text: str) -> str:
+    if text not in ("fail", "skip"):
+        raise ValueError(f'expected "fail" or "skip", got {text!r}')
+    return text
+
+
+#: The options by name: their name in :class:`FanOutOptions`, and the parser of their text.
+_PARSERS: dict[str, tuple[str, Any]] = {
+    **{name: (name, str) for name in ("app", "task", "eta_zone", "run_id", "past")},
+    **{f"{name}_col": (name, str) for name in ("countdown", "eta", "queue", "priority", "expires")},
+    **{"kwargs_cols": ("kwargs", _named), "args_cols": ("args", _names)},
+    **{"id_cols": ("id_cols", _names), "on_reject": ("on_reject", _on_reject)},
+    **{name: (name, seconds_of) for name in ("smear", "fence_timeout")},
+    **{name: (name, int) for name in ("connections", "max_body_bytes")},
+    **{name: (name, _flag) for name in ("check_task", "check_queue", "fence")},
+    "max_rate": ("max_rate", float),
 }

@@ -1,4 +1,4 @@
-"""The columns that a fan-out reads, each with what it is for and the types it may have."""
+"""The columns that a fan-out reads, and the types that each may have."""
 
 from __future__ import annotations
 
@@ -16,12 +16,26 @@ _FLOAT = (t.FloatType, t.DoubleType)
 _NTZ = (t.TimestampNTZType, t.StringType)
 _TEXTS = (t.StringType, t.VarcharType, t.CharType)
 
+#: The allowed types of each role, and what to say if a column has another type.
+_ROLES: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
+    "due": ((t.TimestampType,), "a timestamp"),
+    "countdown": ((*_WHOLE, *_FLOAT, t.DecimalType), "a number of seconds"),
+    "zone": ((*_TEXTS, t.NullType), "text"),
+    "key": (
+        (*_TEXTS, *_WHOLE, t.BooleanType, t.DateType, t.TimestampType),
+        "text, a whole number, a boolean, date or timestamp: cast it",
+    ),
+    "queue": ((*_TEXTS, t.NullType), "text"),
+    "priority": ((*_WHOLE, t.NullType), "a whole number"),
+    "expires": ((*_WHOLE, *_FLOAT, t.TimestampType), "a timestamp or a number of seconds"),
+}
+
 
 @dataclass(frozen=True)
 class Slot:
-    """A column that is read: *name* is what it is called from here on, *label* what the user said.
+    """A column that is read: *name* is ours, *label* is the user's option.
 
-    *role* decides which types fit: due, countdown, zone, json, key, queue, priority or expires.
+    *role* decides which types are allowed: a key of ``_ROLES``, or "json".
     """
 
     name: str
@@ -31,7 +45,7 @@ class Slot:
 
 
 def slots(options: FanOutOptions) -> Iterator[Slot]:
-    """Every column that *options* name."""
+    """The slots of *options*."""
     if options.eta is not None:
         yield Slot("due_in", "eta", options.eta, "due")
         if options.eta_zone is not None and not isinstance(options.eta_zone, str):
@@ -50,10 +64,10 @@ def slots(options: FanOutOptions) -> Iterator[Slot]:
 
 
 def check_type(slot: Slot, kind: t.DataType, *, has_zone: bool) -> None:
-    """Refuse a column whose type is not what its role needs.
+    """Check the type of a column.
 
     Raises:
-        InvalidFanOut: naming the column, its type and the cast that helps.
+        InvalidFanOut: the role of *slot* does not allow it; the message names the cast that helps.
     """
     expected = _expected(slot.role, kind, has_zone=has_zone)
     if expected:
@@ -64,7 +78,7 @@ def check_type(slot: Slot, kind: t.DataType, *, has_zone: bool) -> None:
 
 
 def no_such_column(slot: Slot, columns: Sequence[str]) -> InvalidFanOut:
-    """The error about a *slot* whose column is none of *columns*, or several of them."""
+    """An error: the column of *slot* is not among *columns*, or is several of them."""
     name = slot.column
     alike = [one for one in columns if isinstance(name, str) and one.lower() == name.lower()]
     if len(alike) > 1:
@@ -80,38 +94,24 @@ def no_such_column(slot: Slot, columns: Sequence[str]) -> InvalidFanOut:
 
 
 def column_text(column: Columnar) -> str:
-    """Name of a column, for an error."""
+    """The name of a column, for an error message."""
     return f"column {column!r}" if isinstance(column, str) else str(column)
 
 
 def _expected(role: str, kind: t.DataType, *, has_zone: bool) -> str:
-    """The type that *role* needs, in words; "" if *kind* will do."""
-    match role:
-        case "due":
-            if isinstance(kind, t.TimestampType) or (has_zone and isinstance(kind, _NTZ)):
-                return ""
-            if isinstance(kind, _NTZ):
-                return "a timestamp with zone; say with eta_zone= which zone it is in"
-            return "a timestamp"
-        case "countdown":
-            fits = isinstance(kind, (*_WHOLE, *_FLOAT, t.DecimalType))
-            return "" if fits else "a number of seconds"
-        case "key":
-            fits = isinstance(kind, (*_TEXTS, *_WHOLE, t.BooleanType, t.DateType, t.TimestampType))
-            return "" if fits else "text, a whole number, a boolean, date or timestamp: cast it"
-        case "queue" | "zone":
-            return "" if isinstance(kind, (*_TEXTS, t.NullType)) else "text"
-        case "priority":
-            return "" if isinstance(kind, (*_WHOLE, t.NullType)) else "a whole number"
-        case "expires":
-            fits = isinstance(kind, (*_WHOLE, *_FLOAT, t.TimestampType))
-            return "" if fits else "a timestamp or a number of seconds"
-        case _:
-            return _not_json(kind)
+    """The types that *role* allows, in words; "" if *kind* is one of them."""
+    if role == "json":
+        return _not_json(kind)
+    if role == "due" and has_zone and isinstance(kind, _NTZ):
+        return ""
+    if role == "due" and isinstance(kind, _NTZ):
+        return "a timestamp with zone; say with eta_zone= which zone it is in"
+    types, words = _ROLES[role]
+    return "" if isinstance(kind, types) else words
 
 
 def _not_json(kind: Any) -> str:
-    """The type that JSON could carry instead of *kind*, in words; "" if it can carry that."""
+    """The types that JSON has instead of *kind*, in words; "" if it has that type."""
     match kind:
         case t.StructType():
             if len({*kind.names}) < len(kind.names):

@@ -1,9 +1,7 @@
-"""Due times at a rate: tasks of one key fall due one after the other, as they may start.
+"""Spread due times by a rate: tasks of one key fall due one after another, as they may start.
 
-By arithmetic alone, on the rows: a line has one end, and places taken in it for tomorrow would keep
-whatever comes today behind them. Other rows, or the same rows later, get other due times: what is
-to keep its own is sent again from the ledger of its run. Starts are counted by the workers, in the
-same lines as all others.
+Due times are computed from the rows alone; workers enforce the rate later. Other rows, or the same
+rows at another time, get other due times: to keep these, send tasks again from ``ledger()``.
 """
 
 from __future__ import annotations
@@ -17,20 +15,19 @@ from pyspark.sql import functions as f
 from ..errors import InvalidFanOut, SettingsError
 from ..rates.rate import HEADER_PREFIX, Rate
 
-#: How much further apart tasks fall due than their line has places, in thousandths: what came late
-#: is made up for, instead of keeping all that are behind it from starting when they come.
+#: Tasks fall due this much further apart than the rate asks, in thousandths. Otherwise one late
+#: task would delay all tasks after it.
 SLACK_PER_MILLE = 10
 
-#: Marks the name of a column among what a key may be.
+#: A prefix that marks a column's name among the values that a key may have.
 _COLUMN = "\0"
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The rate at which the tasks of a fan-out fall due.
+    """The spread of a fan-out's due times by a rate.
 
-    *column* is what a row's key is read from, by the name that it has in ``encode``; None: all are
-    in one line.
+    *column* is the slot that has a row's key; None if all tasks share the rate.
     """
 
     spacing_us: int
@@ -39,18 +36,18 @@ class Spread:
 
     @classmethod
     def of(cls, rate: Rate, column: str | None) -> Self:
-        """The spread of tasks that have a *rate*."""
+        """The spread by *rate*."""
         spacing_us = rate.spacing_us + rate.spacing_us * SLACK_PER_MILLE // 1000
         return cls(spacing_us, rate.burst, column)
 
     def over(self, frame: Any, now_us: int) -> Any:
-        """*frame* with the ``due_us`` of each ``line`` spread from *now_us* on.
+        """Spread ``due_us`` of the rows with the same ``line``, from *now_us* on.
 
-        Rows with an error take no place.
+        Rejected rows are left out.
         """
         line = "partition by line, error is null order by due_us, task_id"
         ahead_us = (self.burst - 1) * self.spacing_us
-        # Each place is one spacing after the one before, or where its task falls due by itself.
+        # A task is due one spacing after the task before it, or at its own due time if later.
         return (
             frame.withColumn("nth_us", f.expr(f"row_number() over ({line}) * {self.spacing_us}L"))
             .withColumn(
@@ -67,10 +64,10 @@ class Spread:
 def spread_of(
     rate: Rate, task: str, run: Any, args_count: int, kwargs_names: Sequence[str]
 ) -> Spread:
-    """The spread of a *task* with that *rate*, whose function is *run*, None where it is not known.
+    """The spread of a *task* by its *rate*; *run* is the task's function, None if unknown.
 
     Raises:
-        InvalidFanOut: Spark cannot tell the keys of its rows.
+        InvalidFanOut: the rate's key is not among the columns.
     """
     if callable(rate.key):
         raise InvalidFanOut(

@@ -1,4 +1,4 @@
-"""Private brokers for tests: started in seconds, gone without a trace.
+"""Private brokers for tests and development, which start in seconds and leave nothing behind.
 
     from celery_native_delay.testing import private_rabbitmq, private_redis
 
@@ -8,8 +8,8 @@
     with private_redis() as redis:
         app = Celery(broker=redis.url)
 
-They listen on 127.0.0.1 only, never meet another broker of the same machine, and end with this
-process, even if it is killed. Importing this imports nothing but the standard library.
+They listen on 127.0.0.1 only, share nothing with other brokers of the machine, and end with this
+process, even if it is killed. This module imports only the standard library.
 """
 
 from .processes import BrokerFailed, BrokerMissing

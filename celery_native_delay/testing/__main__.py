@@ -21,12 +21,12 @@ def main() -> None:
     parser.add_argument(
         "folder",
         nargs="?",
-        help="where it keeps what waits, and finds it the next time; without one it is gone",
+        help="folder that keeps its messages for the next time; without one they are lost",
     )
     chosen = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt), embedded_broker(chosen.folder) as broker:
-        with suppress(KeyboardInterrupt):  # so that it is stopped in good order
+        with suppress(KeyboardInterrupt):  # so that the broker is stopped normally
             print(broker.url, flush=True)  # noqa: T201  a command prints
             signal.pause()
 

@@ -1,4 +1,4 @@
-"""A server process that cannot outlive this one, however this one ends."""
+"""A server process that ends with this process, even if this one is killed."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from time import monotonic, sleep
 
 
 class BrokerMissing(Exception):
-    """The broker that was asked for is not installed; the message says what to install."""
+    """The broker is not installed; the message says what to install."""
 
 
 class BrokerFailed(Exception):
-    """The broker did not start or refused a request; the message holds its own words."""
+    """The broker did not start, or refused a request; the message has its log or answer."""
 
 
 _LOWEST = 20_000
 _COUNT = 12_768
-"""Up to 32767: Linux takes client ports from 32768 on, macOS from 49152.
+"""Ports up to 32767: Linux gives clients those from 32768 on, macOS from 49152.
 
-A client that reconnects to a dead server could otherwise be given the very port it connects to.
+Otherwise a client that reconnects to a dead server could get the server's port, and meet itself.
 """
 
 
 def claim_ports(count: int) -> list[socket.socket]:
-    """Claim *count* free TCP ports; ``port_of`` tells their numbers, closing gives them back.
+    """Claim *count* free TCP ports; closing a claim frees its port.
 
-    A claim is the bound UDP port of the same number. It ends with this process, leaves the TCP
-    port to the server, and all that claim ports, in this process or another, see it.
+    A claim is a bound UDP socket with the number of the port. Other processes that claim ports see
+    it, the server can bind the TCP port, and it ends with this process.
     """
     claims: list[socket.socket] = []
     while len(claims) < count:
@@ -49,15 +49,14 @@ def claim_ports(count: int) -> list[socket.socket]:
 
 
 def port_of(claim: socket.socket) -> int:
-    """The number of a claimed port."""
+    """The number of the claimed port."""
     port: int = claim.getsockname()[1]
     return port
 
 
-# Holds what must not outlive this process: it runs a companion of the server, if there is one,
-# and when our end of its stdin closes, however this process ended, it kills the server, the
-# companion and the folder. Lines on stdin are the process group of the running server, empty for
-# none; "end" ends it by request, because a forked child may hold our end open.
+# A shell that runs the companion. When its stdin closes, because this process ended, it kills the
+# server and the companion and removes the folder. Each line on stdin is the process group of the
+# running server, empty for none. "end" does the same, because a forked child may hold stdin open.
 _KEEPER = """
 folder=$1; shift
 companion=
@@ -74,16 +73,16 @@ if [ -n "$folder" ]; then rm -rf -- "$folder"; fi
 
 
 class KeptServer:
-    """A server that can be started again and again, in one folder, by one command line.
+    """A server process that can be started repeatedly, and ends with this process.
 
     Args:
-        name: what error messages call it, such as "RabbitMQ 3.10.8".
-        command: how to start it in the foreground.
-        home: its current folder; what it prints goes into `console.log` there.
-        environment: all its variables; None: those of this process.
-        logs: files of *home* that it logs to, beside what it prints.
-        temporary: whether *home* is removed when this process ends.
-        companion: a command that runs as long as this object, such as epmd.
+        name: the name in error messages, such as "RabbitMQ 3.10.8".
+        command: the command that runs the server in the foreground.
+        home: its current folder, in which its output goes to `console.log`.
+        environment: all its environment variables; None: those of this process.
+        logs: further log files in *home*.
+        temporary: True: *home* is removed in the end.
+        companion: another command that runs as long as this object, such as epmd.
         pass_fds: file descriptors that the server inherits.
     """
 
@@ -117,13 +116,14 @@ class KeptServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server, which is also its process group; None when it is down."""
+        """The id of the server's process, and of its process group; None if it is down."""
         return self._server.pid if self._server and self._server.poll() is None else None
 
     def start(self, serves: Callable[[], bool], *, within_seconds: float) -> None:
-        """Start the server and wait until *serves* says that it does; one that runs goes on.
+        """Start or resume the server, and wait until *serves* returns True.
 
-        Raises BrokerFailed with the end of its log when it ends or takes longer than that.
+        Raises:
+            BrokerFailed: it ended or took too long; the message has the end of its log.
         """
         if self.pid is not None:
             self.send(signal.SIGCONT)
@@ -153,20 +153,20 @@ class KeptServer:
                 continue
             log = self.log_tail(100)
             self.end(signal.SIGKILL)
-            raise BrokerFailed(f"{self.name} {reason}; its last words:\n{log}")
+            raise BrokerFailed(f"{self.name} {reason}; the end of its log:\n{log}")
 
     def send(self, which: signal.Signals) -> None:
-        """Send *which* to the server and its children, if it runs."""
+        """Send a signal to the server and its child processes, if it runs."""
         if self._server is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._server.pid, which)
 
     def end(self, how: signal.Signals, *, within_seconds: float = 30) -> None:
-        """Send *how* to the server and wait for its end; SIGKILL it after *within_seconds*."""
+        """Send the signal *how*, wait until the server ends; SIGKILL it after *within_seconds*."""
         if self._server is None:
             return
         self.send(how)
-        self.send(signal.SIGCONT)  # a frozen server does not hear before it goes on
+        self.send(signal.SIGCONT)  # a stopped process handles no other signal
         try:
             self._server.wait(within_seconds)
         except subprocess.TimeoutExpired:
@@ -177,7 +177,7 @@ class KeptServer:
             self._tell_keeper("")
 
     def close(self) -> None:
-        """SIGKILL the server and its companion, and remove what is temporary."""
+        """SIGKILL the server and its companion, and remove a temporary folder."""
         self.end(signal.SIGKILL)
         with suppress(OSError):
             self._tell_keeper("end")
@@ -187,7 +187,7 @@ class KeptServer:
                 self._keeper.stdin.close()
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last *lines* of what the server wrote to its console and to its logs."""
+        """The last *lines* of the server's output and logs."""
         text = ""
         for name in self._logs:
             with suppress(FileNotFoundError):

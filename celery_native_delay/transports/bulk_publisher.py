@@ -1,73 +1,79 @@
-"""Publishing many messages: one connection, templates, batches that wait for no answer."""
+"""Bulk publishing: one connection, templates, and batches that do not wait for each confirm."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from secrets import token_bytes
 from time import time_ns
 from typing import Any, Self
 
 from kombu import Producer
 
 from .outbox import Outbox
-from .random_ids import RandomIds
 
-#: For so long an exchange is taken to lead where it did.
+#: Seconds after which a template is made anew: the bindings of its exchange may have changed.
 ROUTE_SECONDS = 60.0
+
+_IDS_AT_A_TIME = 256
+_UUID_VARIANTS = "89ab"
 
 #: Task id, ETA, argsrepr, kwargsrepr and body: the values in which two tasks of a kind differ.
 TaskValues = tuple[str, str, str, str, bytes]
 
 
-class Learnt(ABC):
-    """A template made of one message, for others that go the same way.
+class TaskTemplate(ABC):
+    """A template made of one task's message, for other tasks with the same options.
 
-    The ``learnt.py`` of each family of brokers says how.
+    The ``template.py`` of each family of brokers implements it.
     """
 
     def __init__(self, body: bytes) -> None:
-        #: Of the task it was learnt from.
+        #: The body of the task that the template was made of.
         self.body = body
-        #: Until then the exchange is taken to lead where it did.
+        #: When the template ends, in microseconds since the epoch.
         self.valid_until_us = time_ns() // 1000 + round(ROUTE_SECONDS * 1_000_000)
 
     @classmethod
     @abstractmethod
     def of(cls, message: Any, channel: Any) -> Self | None:
-        """A template of *message*, which *channel* collected; None if it makes none.
+        """A template of *message*, which *channel* collected; None if none can be made.
 
-        A template is only used if it makes the very bytes that the long way did.
+        A template is used only if it makes the same bytes as kombu did.
         """
 
     @staticmethod
     @abstractmethod
     def headers_of(message: Any) -> Mapping[str, Any]:
-        """Headers of a message that went the long way."""
+        """The headers of a message that kombu made."""
 
     @abstractmethod
-    def difference(self, message: Any, values: TaskValues) -> str:
-        """Parts of *message* that would be made otherwise of *values*, in words; "" if none."""
+    def makes(self, message: Any, values: TaskValues) -> bool:
+        """True if the template makes *message* of *values*, byte for byte."""
 
     @abstractmethod
     def another(self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues) -> Any:
-        """Another message for the same destination; None if it is due. DelayTooLong."""
+        """A message of *values* for the same destination; None if it is due already.
+
+        Raises DelayTooLong.
+        """
 
 
 class BulkPublisher:
-    """A publisher of many messages through *outbox*. For one thread."""
+    """Publishes many messages through *outbox*; for one thread."""
 
-    def __init__(self, outbox: Outbox[Any, Any], learnt: type[Learnt]) -> None:
+    def __init__(self, outbox: Outbox[Any, Any], template: type[TaskTemplate]) -> None:
         self.outbox = outbox
-        self._learnt = learnt
+        self._template = template
         self._ids = RandomIds()
-        #: Messages that the last publish sent the long way.
+        #: The messages that the last :meth:`publish` made, one for each queue.
         self._last: list[Any] = []
 
     def publish(self, publish: Callable[[Any], object]) -> None:
-        """Send one message the long way: *publish* gets a kombu producer.
+        """Publish one message by kombu: *publish* gets a kombu producer.
 
-        Raises what *publish* does, and what :meth:`Outbox.patiently` does without a connection;
-        it was not sent then.
+        Raises what *publish* raises, or :meth:`Outbox.patiently` without a connection; then the
+        message was not sent.
         """
 
         def collect(channel: Any) -> Any:
@@ -84,40 +90,38 @@ class BulkPublisher:
 
     @property
     def last_headers(self) -> Mapping[str, Any] | None:
-        """Headers of the one message that was last sent the long way; None if it was not one."""
+        """The headers of the last message by kombu; None if the last publish made several."""
         last = self._one()
-        return None if last is None else self._learnt.headers_of(last)
+        return None if last is None else self._template.headers_of(last)
 
-    def learn(self) -> Learnt | None:
-        """A template of the last message, for others like it; None if it makes none."""
+    def learn(self) -> TaskTemplate | None:
+        """A template of the last message by kombu; None if none can be made."""
         last = self._one()
-        return None if last is None else self._learnt.of(last, self.outbox.channel)
+        return None if last is None else self._template.of(last, self.outbox.channel)
 
-    def difference(self, learnt: Learnt, values: TaskValues) -> str:
-        """:meth:`Learnt.difference` of the last message."""
+    def made_by(self, template: TaskTemplate, values: TaskValues) -> bool:
+        """True if *template* makes the last message by kombu of *values*, byte for byte."""
         last = self._one()
-        if last is None:
-            return "how many messages or queues they are"
-        return learnt.difference(last, values)
+        return last is not None and template.makes(last, values)
 
-    def send(self, learnt: Learnt, due_us: int, values: TaskValues) -> bool:
-        """Send a task by its template; False if only the long way will do.
+    def send(self, template: TaskTemplate, due_us: int, values: TaskValues) -> bool:
+        """Publish a task by its template; False if it has to go by :meth:`publish`.
 
-        That is for a task that is due already, when what was learnt is too old, or the connection
-        is gone. Raises as :meth:`publish`, and why it cannot wait; not sent.
+        False if the task is due already, the template is too old, or the connection is lost.
+        Raises as :meth:`publish`, and DelayTooLong; then the task was not sent.
         """
         now_us = time_ns() // 1000
-        if due_us <= now_us or now_us > learnt.valid_until_us:
+        if due_us <= now_us or now_us > template.valid_until_us:
             return False
         outbox = self.outbox
         with outbox.lock:  # else the other thread may lose the connection in between
             channel = outbox.channel
-            if channel is None or channel.connection is None:  # the long way connects again
+            if channel is None or channel.connection is None:  # publish() connects again
                 return False
             outbox.make_room()
             if outbox.channel is not channel or channel.connection is None:
                 return False  # lost while room was made
-            message = learnt.another(channel, self._ids, due_us, values)
+            message = template.another(channel, self._ids, due_us, values)
             if message is not None:
                 outbox.take(message)
         return message is not None
@@ -126,14 +130,24 @@ class BulkPublisher:
         return self._last[0] if len(self._last) == 1 else None
 
 
-def differing(what: str, expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Names whose values are not written alike, such as "header 'tenant'"; "" if there is none.
+class RandomIds:
+    """Makes random ids; for one thread of one process.
 
-    *what* is the names' kind; 1, 1.0 and True are three values. No value is given away.
+    It asks the system for 256 at a time: to ask for each takes longer than all else.
     """
-    names = [
-        name
-        for name in {**expected, **found}
-        if name not in expected or name not in found or repr(expected[name]) != repr(found[name])
-    ]
-    return f"{what} {', '.join(map(repr, names))}" if names else ""
+
+    def __init__(self) -> None:
+        self._left: list[str] = []
+
+    def hex(self) -> str:
+        """128 random bits as 32 digits."""
+        if not self._left:
+            many = token_bytes(16 * _IDS_AT_A_TIME).hex()
+            self._left = [many[at : at + 32] for at in range(0, len(many), 32)]
+        return self._left.pop()
+
+    def uuid(self) -> str:
+        """A UUID of version 4. https://www.rfc-editor.org/rfc/rfc9562#section-5.4"""
+        bits = self.hex()
+        variant = _UUID_VARIANTS[int(bits[16], 16) & 3]
+        return f"{bits[:8]}-{bits[8:12]}-4{bits[13:16]}-{variant}{bits[17:20]}-{bits[20:]}"

@@ -1,8 +1,7 @@
-"""The interface of any transport to workers, the command line and batches.
+"""The questions of workers, the command line and ``bulk(app)`` to any transport.
 
-A channel that can delay has ``worker_part(settings)`` and ``admin_part(settings)``, its transport
-``bulk_publisher(window=…)``; their own class decides what lies behind, so that no caller has to
-know which broker it is.
+A channel that can delay has ``worker_part(settings)`` and ``admin_part(settings)``. Its transport
+has ``bulk_publisher(window=…)``. So no caller needs to know which broker it talks to.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from ..settings import DelaySettings
 
 @dataclass(frozen=True)
 class Wait:
-    """A *message*, as kombu received it, that is to wait in the broker and come back.
+    """A received message that a worker puts back into the broker, to wait there until *due_us*.
 
-    It comes back to *queue* alone, which it was consumed from; *due_us* counts from the epoch.
-    *delivery_id* is the one that it keeps, None for a new one; *headers* are put upon its own.
+    *message* is kombu's. It returns to *queue* alone, from which it was consumed. *due_us* is in
+    microseconds since the epoch. *delivery_id* None makes a new one; *headers* are added.
     """
 
     message: Any
@@ -39,20 +38,20 @@ class Wait:
     headers: Mapping[str, Any] = field(default_factory=dict)
 
     def on(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A *message* of kombu's virtual transports, with these headers."""
+        """A copy of kombu's *message* with :attr:`headers` added; for virtual transports."""
         if not self.headers:
             return message
         return {**message, "headers": {**(message.get("headers") or {}), **self.headers}}
 
     @cached_property
     def new_id(self) -> str:
-        """A delivery id for a message without one, for every attempt to put it back."""
+        """A new delivery id; the same at every attempt to put this message back."""
         return token_hex(16)
 
 
 @dataclass
 class Rescue:
-    """Numbers of messages, as one round over the parked ones left them."""
+    """The numbers of parked messages that one rescue delivered, put back, dropped and left."""
 
     delivered: int = 0
     waiting_again: int = 0
@@ -61,7 +60,7 @@ class Rescue:
 
     @property
     def rescued(self) -> int:
-        """Messages that are no longer parked."""
+        """The number of messages that are no longer parked."""
         return self.delivered + self.waiting_again + self.expired
 
     def __str__(self) -> str:
@@ -72,7 +71,7 @@ class Rescue:
 
 
 class WorkerPart(ABC):
-    """A worker's work for its broker besides consuming, on one channel of its own."""
+    """The tasks of a worker for its broker besides consuming, on a channel of its own."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         self.settings = settings
@@ -80,28 +79,31 @@ class WorkerPart(ABC):
         self._delays = channel.delays
 
     comes_back_late_seconds = 0.05
-    """Lateness of a message that comes back, at most, where nothing is the matter."""
+    """Seconds by which a message that was put back returns late at most, on a healthy broker."""
 
     @abstractmethod
     def prepare(self, where: str) -> str:
-        """Make the broker ready for consuming; the sentence that the worker logs about it.
+        """Make the broker ready for consuming; return the sentence that the worker logs.
 
-        *where* is the broker's URL without its password. NativeDelayError: delayed messages cannot
-        wait there; saying the way out.
+        *where* is the broker's URL without its password. Raises NativeDelayError, which says the
+        way out, if delayed messages cannot wait on this broker.
         """
 
     @property
     def terms(self) -> str:
-        """The end of the sentence that the worker logs, for every broker."""
+        """The end of the sentence that the worker logs at boot: longest delay, adopting."""
         longest = duration(self.settings.longest_delay_seconds)
         return f"longest delay {longest}; adopting {'on' if self.settings.adopt else 'off'}"
 
     def dangers(self) -> list[Finding]:
-        """Settings on the broker that may lose or bend delays; or ManagementUnavailable."""
+        """Settings of the broker by which delayed messages may be lost or come early.
+
+        Raises ManagementUnavailable.
+        """
         return []
 
     def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
-        """Let messages wait in the broker; for each of *waits* why it cannot, None once it does."""
+        """Put messages back into the broker; return an error for each, None if it was put back."""
         refusals: list[NativeDelayError | None] = []
         for wait in waits:
             try:
@@ -113,30 +115,33 @@ class WorkerPart(ABC):
 
     @abstractmethod
     def put_one_back(self, wait: Wait) -> None:
-        """Let a message wait in the broker, for the queue it came from; or raise why it cannot."""
+        """Put a message back into the broker. Raises NativeDelayError if it cannot wait there."""
 
     def rescue(self) -> Rescue | None:
-        """Try every parked message once; None if another process does, or NotPermitted."""
+        """Deliver the parked messages that can be; None if another process is doing it.
+
+        Raises NotPermitted.
+        """
         return Rescue()
 
     def promoter(self, connect: Callable[..., Any]) -> Promoter | None:
-        """A loop that hands over what is due; None on a broker that does it by itself.
+        """A loop that delivers due messages; None if the broker delivers them by itself.
 
         *connect* makes kombu connections, given their ``transport_options``.
         """
         return None
 
     def receipts(self) -> Receipts | None:
-        """The receipts to ask about every message that waited; None if no records are kept."""
+        """The records to ask about every message that waited; None if no records are kept."""
         return None
 
     def sweep(self) -> int:
-        """Remove what the records hold of messages that were lost long ago; their number."""
+        """Delete the records of messages that were lost long ago; return their number."""
         return 0
 
 
 class Promoter(Protocol):
-    """A loop that hands over what is due; *promoted* and *parked* count messages."""
+    """A loop that delivers due messages; *promoted* and *parked* count them."""
 
     promoted: int
     parked: int
@@ -149,57 +154,34 @@ class Promoter(Protocol):
 
 @runtime_checkable
 class ServesQueues(Protocol):
-    """A part on a broker where every queue needs something of its own."""
+    """A worker or admin part of a broker that keeps something for every queue."""
 
     def serve(self, queues: Sequence[str]) -> None:
-        """Take care of these, by name: those a worker consumes from, or all of the app's."""
-
-
-@dataclass(frozen=True)
-class Outage:
-    """Something that delayed messages cannot do without has been away for too long.
-
-    *what* is done in vain, such as "fetching what is due"; *reason* is what it said last.
-    """
-
-    what: str
-    seconds: float
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.what} has failed for {duration(self.seconds)}: {self.reason}"
-
-
-@runtime_checkable
-class GivesUp(Protocol):
-    """A promoter whose messages wait in a store of their own, which may stay away."""
-
-    on_outage: Callable[[Outage], object]
-    """Called in its thread when that has been away for too long, once each time."""
+        """Take care of the queues with these names."""
 
 
 class Answer(Enum):
-    """The records' word on a message that waited."""
+    """The answer of the records to the question whether a worker may run a message."""
 
     RUN = "run"
     DROP = "drop"
-    """Its task was cancelled or moved; another message has taken its place."""
+    """The task was cancelled or rescheduled: another message replaced this one."""
     AWAY = "away"
-    """The records cannot be asked right now."""
+    """The records are unreachable."""
 
 
 class Receipts(Protocol):
-    """The records, which a worker asks about every message that waited, before anything else."""
+    """The records, as a worker asks them about every message that waited."""
 
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
-        """The answer for a message, by its *headers* and its wait."""
+        """The answer for a message with these *headers* that waited as *delayed* says."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class ParkedTask:
-    """A parked message, as far as it can tell who it is; *due* is ISO 8601."""
+    """A parked message: task name and id, destination and due time (ISO 8601), where known."""
 
     task: str | None
     id: str | None
@@ -209,7 +191,7 @@ class ParkedTask:
 
     @classmethod
     def of(cls, headers: Mapping[str, Any], delayed: Delayed | None) -> ParkedTask:
-        """A parked task by its *headers* and its wait, None for one that lost it."""
+        """The parked task with these *headers*; *delayed* is None if it lost our header."""
         task, task_id = headers.get("task"), headers.get("id")
         if delayed is None:
             return cls(task, task_id, None, None, None)
@@ -220,18 +202,18 @@ class ParkedTask:
 
 
 class Report(Protocol):
-    """A report that the command line shows."""
+    """A report that a command prints."""
 
     def as_json(self) -> dict[str, Any]:
         """The report for ``--json``."""
 
     def lines(self, table: Callable[[tuple[str, ...], list[tuple[Any, ...]]], str]) -> list[str]:
-        """The report for people; *table* aligns columns under headings."""
+        """The lines of the report for people; *table* aligns columns under headings."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """A report in *facts* for scripts, and in *sentences* for people."""
+    """A report: *facts* for ``--json``, *sentences* for people."""
 
     facts: Mapping[str, Any]
     sentences: Sequence[str]
@@ -245,7 +227,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Level:
-    """A queue in which messages wait, and how many are in it."""
+    """A level queue of RabbitMQ: its name, its TTL, and how many messages wait in it."""
 
     name: str
     ttl_seconds: float
@@ -254,11 +236,11 @@ class Level:
 
 @dataclass(frozen=True)
 class Backlog:
-    """Numbers of messages that wait on a broker.
+    """The numbers of messages that wait, and that are parked, on a broker.
 
-    *records_answer* says whether the records do, None where none are kept. Only if so, it is
-    known when the first message is due: *until_first_us* in microseconds, below 0 since it was;
-    None if nothing waits. *in_records* is how many it says wait, None where it does not.
+    *records_answer* is False if the records are unreachable, None if none are kept. *in_records*
+    counts the waiting messages that the records list. *until_first_us* are the microseconds until
+    the first one is due, negative if it is overdue. Both are None where they are not known.
     """
 
     waiting: int
@@ -270,96 +252,57 @@ class Backlog:
 
 
 class AdminPart(Protocol):
-    """The command line's work on a broker."""
+    """The questions of the command line to a broker."""
 
     name: str
-    """The name that all of it goes by, such as ``celery_delay.v1.31x125ms.quorum``."""
+    """The name of the place where messages wait, such as ``celery_delay.v1.31x125ms.quorum``."""
     parking: str
-    """The place where parked messages lie."""
+    """The name of the place where parked messages lie."""
 
     def declare(self, queues: Sequence[Any]) -> Report:
-        """Set up whatever delayed messages need; *queues* are the app's."""
+        """Declare what delayed messages need; *queues* are the app's."""
 
     def verify(self) -> list[Finding]:
-        """Compare the broker with the plan: what is there, how it is set up, what overrides it.
+        """Compare the broker with what delays need: declarations, their arguments, policies.
 
-        Nothing is declared, and no worker need run.
+        It declares nothing, and needs no worker.
         """
 
     def examine(self) -> list[Finding]:
-        """Look at what moves: what is overdue, parked, held up; who hands over; records, clocks."""
+        """Look for overdue, parked and stuck messages, promoters, records and clocks."""
 
     def status(self) -> Report:
-        """Count what waits and what is parked, by the broker alone."""
+        """Count waiting and parked messages, by the broker and by the records, if any.
+
+        It may take as long as the records' timeout.
+        """
 
     def backlog(self) -> Backlog:
-        """Count what waits as :class:`Backlog`, quick enough to be asked every few seconds."""
+        """Count waiting and parked messages, quickly enough for a call every few seconds."""
 
     def purge(self) -> int:
-        """Throw away all that waits; how many."""
+        """Delete all waiting messages; return their number."""
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
-        """Number of parked messages, and the first *limit*; None while a worker rescues."""
+        """The number of parked messages, and the first *limit*; None while a worker rescues."""
 
     def requeue(self) -> Rescue | None:
-        """:meth:`WorkerPart.rescue`, here and now; None while a worker rescues."""
+        """Rescue parked messages now; None while a worker rescues."""
 
     def purge_parked(self) -> int:
-        """Throw away all that is parked; how many."""
+        """Delete all parked messages; return their number."""
 
 
 @runtime_checkable
 class ExpectsQueues(Protocol):
-    """An admin part that compares the broker with what an app's queues need, too."""
+    """An admin part that also checks what the app's queues need."""
 
     def expect(self, queues: Sequence[Any]) -> None:
-        """*queues* are the app's."""
-
-
-@runtime_checkable
-class CountsByRecords(Protocol):
-    """An admin part on a broker that cannot be looked into, whose records know what waits in it."""
-
-    def status_with_records(self) -> Report:
-        """:meth:`AdminPart.status` and what the records say, or why they are away.
-
-        May take as long as records have to answer.
-        """
-
-
-@dataclass(frozen=True)
-class Exported:
-    """All that a broker needs before the first message waits, as *text* for other tools to declare.
-
-    *counts* are the declarations of each kind. *left_out* are queues and exchanges that come and go
-    with a process, which declares them itself.
-    """
-
-    text: str
-    counts: Mapping[str, int]
-    left_out: tuple[str, ...]
-
-
-@runtime_checkable
-class Exports(Protocol):
-    """A transport to a broker that has to have queues and bindings before a message can wait."""
-
-    def export(
-        self,
-        settings: DelaySettings,
-        queues: Sequence[Any],
-        *,
-        vhost: str | None = None,
-        own_queues: bool = True,
-    ) -> Exported:
-        """All that *settings* and the app's *queues* need there; not connected.
-
-        *vhost* None is that of the connection. Without *own_queues* the app's own are left out.
-        """
+        """Note *queues*, the app's, for :meth:`AdminPart.verify`."""
 
 
 def lines_of(channel: Any, settings: DelaySettings) -> Lines:
-    """The lines of rated tasks beside the broker of *channel*; or NoRecords."""
+    """The queues of rate-limited tasks beside the broker of *channel*. Raises NoRecords."""
     if not hasattr(channel, "lines"):
         raise NoRecords(
             "nothing beside this broker can count the tasks of native_delay_rates: use Redis or a "
@@ -369,7 +312,7 @@ def lines_of(channel: Any, settings: DelaySettings) -> Lines:
     return lines
 
 
-#: The way out where no records of keys can be kept.
+#: The way out on a broker without a place for the records of keys.
 WHERE_KEYS_ARE_KEPT = (
     "debounce, throttle and unique need the records of their keys in one place with what waits: "
     "use a Redis broker, RabbitMQ, SQS or pgmq with native_delay_records set, a sqla+… broker, or "
@@ -378,7 +321,7 @@ WHERE_KEYS_ARE_KEPT = (
 
 
 def without_records(channel: Any) -> UnsupportedBroker:
-    """The refusal of a broker beside whose messages no records of keys can be kept."""
+    """The error for a broker without a place for the records of keys."""
     where = channel.connection.client.as_uri()
     return UnsupportedBroker(
         f"{where}, as it is set up, has no place for keys: {WHERE_KEYS_ARE_KEPT}"

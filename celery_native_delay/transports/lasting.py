@@ -1,7 +1,7 @@
-"""Errors of a connection that last: no waiting mends them, so nothing is tried again.
+"""Lasting errors of a connection: waiting does not end them, so there is no second attempt.
 
-A wrong password, a database that is not there, a certificate that is not trusted: an answer, not
-an outage. What has no answer (no listener, a peer that hangs or hangs up) may heal.
+Examples: a wrong password, a missing database, a certificate that is not trusted. A host that does
+not answer is an outage, which may end.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _TLS_REASONS = frozenset(
      "HTTP_REQUEST", "CERTIFICATE_VERIFY_FAILED", "NO_SHARED_CIPHER")
 )  # fmt: skip
 
-#: SQLSTATE, by its beginning: no such user or password, no such database, no such right.
+#: Beginnings of a SQLSTATE: wrong user or password, no such database, no permission.
 _SQL_STATES = ("28", "3D", "42501")
 
-#: What PostgreSQL says to a connection that it refuses, for which its drivers know no SQLSTATE.
+#: Texts of PostgreSQL when it refuses a connection; its drivers give no SQLSTATE for them.
 _SQL_TEXTS = (
     "authentication failed",
     "no password supplied",
@@ -26,15 +26,15 @@ _SQL_TEXTS = (
     "permission denied for database",
 )
 
-#: MySQL's numbers for the same.
+#: Error numbers of MySQL for the same.
 _MYSQL = frozenset((1044, 1045, 1049, 1142, 1698))
 
-#: SQLite's: not permitted, read-only, cannot be opened, not authorized, no database.
+#: Error codes of SQLite: not permitted, read-only, cannot open, not authorized, no database.
 _SQLITE = frozenset((3, 8, 14, 23, 26))
 
 
 def with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """*error* and what it was raised from, outermost first; redis-py does not say that of TLS."""
+    """*error* and its causes, outermost first; for TLS also the context, which redis-py leaves."""
     while error is not None:
         yield error
         context = error.__context__
@@ -42,7 +42,7 @@ def with_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_lasting_tls(error: BaseException) -> bool:
-    """True if one end does not want the other's TLS, or has none."""
+    """True if client or server refuses the other's TLS, or has none."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return True
     reason = (isinstance(error, ssl.SSLError) and error.reason) or ""
@@ -51,7 +51,7 @@ def is_lasting_tls(error: BaseException) -> bool:
 
 
 def is_lasting_sql(error: BaseException) -> bool:
-    """True if a driver of a database says that it will never let us in; also SQLAlchemy's."""
+    """True if a database driver's error is lasting; also through SQLAlchemy."""
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     if isinstance(state, str) and state.startswith(_SQL_STATES):
         return True

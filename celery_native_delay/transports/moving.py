@@ -1,6 +1,4 @@
-"""Messages that wait in one place and are to be moved to another: what they are, and what a place
-must be able to do; and what is left of a place. The loop is in ``app/moving.py``.
-"""
+"""The part of a transport in ``delay migrate`` and ``delay prune``; ``app/moving.py`` calls it."""
 
 from __future__ import annotations
 
@@ -8,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from ..due_time import due_us
-from ..errors import InvalidDueTime
+from ..errors import InvalidDueTime, UnsupportedBroker
 from ..keyed.publishing import KeyedPublish
 from ..keyed.records import KeyRecords
 from ..message import Delayed
@@ -19,32 +17,30 @@ from ..message import Delayed
 
 @dataclass(frozen=True)
 class Moving:
-    """A message as it was published, and the wait that it is to have in another place.
+    """A waiting message that is moved to another broker or set of levels, as it was published.
 
-    *properties* are AMQP's, with the headers under ``application_headers``. It may come later than
-    it was due by *late_seconds*, where that had to be computed. With *again* the other place may
-    have it already: a run was interrupted. One that is *known* stands in the records as it is.
+    *properties* are AMQP's, with the headers under ``application_headers``. *again* is True if an
+    interrupted run may have moved it before. *known* is True if the records list it already.
     """
 
     body: bytes
     properties: Mapping[str, Any]
     delayed: Delayed
-    late_seconds: float | None = None
     again: bool = False
     known: bool = False
 
     @property
     def headers(self) -> Mapping[str, Any]:
-        """The user's headers."""
+        """The headers of the message, without ours."""
         return self.properties.get("application_headers") or {}
 
     @property
     def task_id(self) -> str | None:
-        """The id of a Celery task; None for any other message."""
+        """The task id; None for a message that is no Celery task."""
         return task_id_of(self.headers, self.properties)
 
     def without(self, header: str) -> Moving:
-        """The message without one of its headers."""
+        """A copy without one of its headers."""
         if header not in self.headers:
             return self
         headers = {name: value for name, value in self.headers.items() if name != header}
@@ -53,7 +49,7 @@ class Moving:
 
 @dataclass(frozen=True)
 class Stays:
-    """A message that is left where it is, and why; one that *should* have been moved, or not."""
+    """A message that is not moved, and why; *should* is True if that is a failure."""
 
     why: str
     should: bool = True
@@ -61,46 +57,46 @@ class Stays:
 
 @dataclass(frozen=True)
 class Void:
-    """A message that no worker would run: its task was cancelled, or moved, by another one."""
+    """A message that no worker would run: its task was cancelled or rescheduled."""
 
 
 Found = Moving | Stays | Void
 
 
 class Source(ABC):
-    """A place in which messages wait."""
+    """A place from which waiting messages are moved."""
 
     name: str
 
     keeps_keys = True
-    """True if a message that is moved keeps the record of its key, and its place in a line."""
+    """True if moved messages keep the records of their keys, and their turn under a rate."""
 
     def key_records(self) -> KeyRecords | None:
-        """The records of keys of its messages; None if they are not known."""
+        """The records of its messages' keys; None if they are not known."""
         return None
 
     @abstractmethod
     def count(self) -> int:
-        """Number of messages there, as far as it can tell without disturbing any."""
+        """The number of waiting messages, as far as it is known without taking any."""
 
     @abstractmethod
     def found(self) -> Iterator[Found]:
-        """Each message that is there when it is come to.
+        """Each waiting message, one at a time.
 
-        The one that was found last is this process's own until the next; it stays, unless
-        :meth:`done` is called before.
+        It is locked until the next one is asked for. It stays in its place unless :meth:`done` is
+        called before.
         """
 
     @abstractmethod
     def done(self) -> bool:
-        """Remove the message that was found last; False if it changed meanwhile."""
+        """Delete the message that :meth:`found` gave last; False if it changed meanwhile."""
 
     def close(self) -> None:  # noqa: B027  nothing to do where nothing is held
-        """Leave all that stays as it was."""
+        """Return the message that was not deleted to its place."""
 
 
 class Reach(NamedTuple):
-    """A binding of the app's queues, which a message may be meant for."""
+    """A binding of one of the app's queues, or the queue's own name in the default exchange."""
 
     exchange: str
     kind: str
@@ -108,39 +104,51 @@ class Reach(NamedTuple):
     queue: str
 
 
-class MovingPart(Protocol):
-    """The part of a transport that messages are moved from, or to."""
+class MovingPart(ABC):
+    """A transport's part in moving waiting messages, on one channel."""
 
     name: str
-    """The place that messages are moved into."""
+    """The name of the place that messages are moved into."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
 
     def prepare(self, queues: Sequence[Any]) -> None:
-        """Declare what messages need to wait, and *queues*, the app's."""
+        """Declare what delayed messages need, and *queues*, the app's."""
+        for queue in queues:
+            queue(self._channel).declare()
 
+    @abstractmethod
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """The places named *what*, such as ``celery``; None: all that wait on this broker.
+        """The places that ``--from`` *what* names, such as ``celery``; None for the whole broker.
 
         Raises:
             UnsupportedBroker: there is no such place on this broker.
         """
 
     def key_records(self) -> KeyRecords | None:
-        """The records of keys here; None if none can be kept."""
+        """The records of keys on this broker; None if it has no place for them."""
+        try:
+            return KeyRecords(self._channel.records(self._channel.delays.settings))
+        except UnsupportedBroker:
+            return None
 
+    @abstractmethod
     def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
-        """Let a message wait here; it is here for sure when this returns. False: perhaps twice.
+        """Publish a message to wait here, confirmed; False if it may be here twice now.
 
         Raises:
-            NativeDelayError: it cannot; it was not sent.
-            AnotherStands: as *keyed* has it; it was not sent.
+            NativeDelayError: it cannot wait here, and was not sent.
+            AnotherStands: another task has its key, and it was not sent.
         """
 
 
 @dataclass(frozen=True)
 class Remnant:
-    """Declarations on a broker that nothing is published to any more.
+    """Queues and exchanges of former settings or of Celery's own delayed delivery.
 
-    *waiting* messages are still in it. *bindings* are those that were added to others' exchanges.
+    *waiting* counts the messages that are still in them. *bindings* are those that Celery added to
+    the user's exchanges.
     """
 
     name: str
@@ -150,29 +158,8 @@ class Remnant:
     bindings: tuple[str, ...] = ()
 
 
-class Pruning(Protocol):
-    """A look for remnants, and the deletion of what it has found."""
-
-    def remnants(self, namespaces: Sequence[str], reaches: Sequence[Reach]) -> list[Remnant]:
-        """Remnants of the app's namespace and of these, and of Celery's own way.
-
-        *reaches* are the bindings of the app's queues, which are not taken for remnants.
-        """
-
-    def prune(self, chosen: Sequence[Remnant]) -> list[Remnant]:
-        """Delete those of *chosen* that are empty, and stay so; what had to be left."""
-
-
-@runtime_checkable
-class Prunes(Protocol):
-    """An admin part on a broker where other settings mean other declarations."""
-
-    def pruning(self) -> Pruning:
-        """A new look."""
-
-
 def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str | None:
-    """The id of a Celery task, in protocol 1 its correlation id; None for any other message."""
+    """The id of a Celery task; of another message its correlation id, which protocol 1 uses."""
     if "task" in headers:
         return headers.get("id")
     return properties.get("correlation_id")
@@ -181,9 +168,9 @@ def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str
 def derived_id(
     headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes, *where: object
 ) -> str | None:
-    """A delivery id that a message has again when it is found again *where* it was.
+    """A delivery id that is the same each time the message is found *where* it waits.
 
-    None for one without the id of a task: such may be alike, and yet be meant several times.
+    None for a message without a task id: two of them may be equal and yet both be wanted.
     """
     task_id = task_id_of(headers, properties)
     if not task_id:
@@ -193,9 +180,9 @@ def derived_id(
 
 
 def expires_ms_of(properties: Mapping[str, Any], *, now_us: int) -> int | None:
-    """The end of a message's ``expiration``, which Celery has in a header, too.
+    """The end of a message's ``expiration``, in milliseconds since the epoch; None without one.
 
-    Milliseconds since the epoch; None for a message without one.
+    Celery's header ``expires`` has the same time, more exactly.
     """
     expiration = properties.get("expiration")
     if expiration is None or not str(expiration).isdecimal():

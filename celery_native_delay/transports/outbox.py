@@ -1,6 +1,6 @@
-"""Messages that the broker has yet to answer for: written in batches, sent again if lost.
+"""Unconfirmed messages of a bulk publisher: sent in batches, and again after a reconnect.
 
-Shared by all brokers. The ``outbox.py`` of each says what a batch is, and how it goes out.
+All brokers share it. The ``outbox.py`` of each says what a batch is and how it is sent.
 """
 
 from __future__ import annotations
@@ -26,90 +26,88 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Put(Protocol):
-    """A message on its way to the broker."""
+class OutboxMessage(Protocol):
+    """A message in an outbox."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that it adds to a batch, about."""
+        """The bytes that the message adds to a batch, roughly."""
 
 
-PutT = TypeVar("PutT", bound=Put)
+MessageT = TypeVar("MessageT", bound=OutboxMessage)
 
-#: Messages that are written at a time. More are no faster, and keep others waiting longer.
+#: Messages in a batch. More are no faster, and other clients of the broker wait longer.
 BATCH = 100
 
-#: Seconds to try on while there is no connection, counted from the first failure of an outage.
+#: Seconds to try to reconnect, counted from the first failure of an outage.
 PATIENCE_SECONDS = 60.0
 
-#: A batch that is not full is sent after this, also if nothing follows it for an hour.
+#: Seconds after which a batch that is not full is sent.
 LINGER_SECONDS = 0.01
 
-IN_DOUBT = "the server has not answered for it"
+IN_DOUBT = "the broker has not confirmed it"
 
-#: Between two attempts to connect.
+#: Seconds between two attempts to connect.
 PAUSE_SECONDS = 0.2
 
-#: Bytes that one batch takes at most, so that it keeps the server from others for a moment only.
+#: Bytes in a batch at most, so that the server is busy with it for a moment only.
 _BATCH_BYTES = 1_000_000
 
 
-class Batch(Generic[PutT]):
-    """Messages that go out together; those that the broker has taken are not in it any more."""
+class OutboxBatch(Generic[MessageT]):
+    """Messages that are sent together; the broker has confirmed none of those in it."""
 
-    def __init__(self, puts: Sequence[PutT]) -> None:
+    def __init__(self, puts: Sequence[MessageT]) -> None:
         self.puts = list(puts)
 
 
-BatchT = TypeVar("BatchT", bound=Batch[Any])
+BatchT = TypeVar("BatchT", bound=OutboxBatch[Any])
 
 
-class Outbox(ABC, Generic[PutT, BatchT]):
-    """Messages kept until the broker has answered for them.
+class Outbox(ABC, Generic[MessageT, BatchT]):
+    """Keeps messages until the broker has confirmed them, and sends them again after a reconnect.
 
-    For one thread; what it holds back, a second one sends in time.
-
-    *batches* are all that the server has yet to answer for, and the first so many of them have
-    been *written* to the connection of now.
+    For one thread. A second thread, its own, sends a batch that is not full in time.
     """
 
     lost: tuple[type[Exception], ...] = (OSError, OperationalError, RecoverableConnectionError)
-    """Errors that say that a connection or its server is gone."""
+    """Errors of a lost connection."""
 
     connection_options: ClassVar[dict[str, Any]] = {}
-    """Transport options of its own connection."""
+    """Further transport options of the outbox's own connection."""
 
     def __init__(self, client: Any, window: int) -> None:
-        """*client* is a kombu connection to the same server, which is not touched."""
+        """*client* is a kombu connection to the broker; the outbox connects a clone of it."""
         options = {**(client.transport_options or {}), **self.connection_options}
-        # Without heartbeats, which no thread would send.
+        # Without heartbeats: no thread would send them.
         self._clone = partial(client.clone, heartbeat=0, transport_options=options)
         self._window = window
         self._batch_size = min(BATCH, window)
-        #: Held by either thread while it does anything here.
+        #: Held by either thread while it uses the outbox.
         self.lock = RLock()
-        #: On kombu's connection; None until there was one.
+        #: The channel that collects messages; None before the first connection.
         self.channel: Any = None
         self.connects = 0
         self._client: Any = None
-        #: What the next batch is to take.
-        self._held: list[PutT] = []
+        #: Messages of the next batch.
+        self._held: list[MessageT] = []
         self._held_bytes = 0
         self._held_since = 0.0
+        #: All unconfirmed batches; the first *written* ones are sent on this connection.
         self._batches: deque[BatchT] = deque()
         self._written = 0
         self._unanswered = 0
-        #: When the outage of now began, in seconds of the monotonic clock; None without one.
+        #: When the present outage began, in seconds of the monotonic clock; None without one.
         self._away_since: float | None = None
-        #: Whether it has lasted too long, or will for good.
+        #: True if the outage has lasted for PATIENCE_SECONDS, or waiting cannot end it.
         self.has_given_up = False
         self._refused: list[RefusedMessage] = []
         self._wanted = Event()
         self._closed = Event()
         self._thread = Thread(target=self._send_in_time, name="native-delay-bulk", daemon=True)
 
-    def take(self, put: PutT) -> None:
-        """Send a message, soon, together with others; after :meth:`make_room`."""
+    def take(self, put: MessageT) -> None:
+        """Send a message soon, in a batch. Call :meth:`make_room` before."""
         if not self._held:
             self._held_since = monotonic()
             self._want()
@@ -117,12 +115,12 @@ class Outbox(ABC, Generic[PutT, BatchT]):
         self._held_bytes += put.size_bytes
 
     def refuse_returned(self, returned: list[Any]) -> None:
-        """Report messages that the channel did not collect: no queue is bound for them."""
+        """Report messages as refused because no queue is bound for them."""
 
     def make_room(self) -> None:
-        """Send what is held if that is enough, and wait for answers while the window is full.
+        """Send the next batch if it is full, and wait while the window of unconfirmed messages is.
 
-        Before a message is taken, so that one that cannot be sent is not held either.
+        Called before :meth:`take`: if it raises, the message was not taken.
         """
         if len(self._held) >= self._batch_size or self._held_bytes >= _BATCH_BYTES:
             self._close_batch()
@@ -132,10 +130,10 @@ class Outbox(ABC, Generic[PutT, BatchT]):
             self.patiently(lambda _: self._read_down())
 
     def patiently(self, attempt: Callable[[Any], T]) -> T:
-        """The result of *attempt*, given a channel; again on a new one if the connection is lost.
+        """The result of *attempt*, which gets a channel; tried again after a lost connection.
 
-        Raises what *attempt* does, and one of :attr:`lost` if there has been no connection for
-        :data:`PATIENCE_SECONDS`, however many calls ago that began, or it is lasting.
+        Raises what *attempt* raises. Raises one of :attr:`lost` if there has been no connection for
+        :data:`PATIENCE_SECONDS`, over all calls, or the error is lasting.
         """
         while True:
             try:
@@ -157,26 +155,26 @@ class Outbox(ABC, Generic[PutT, BatchT]):
                 return done
 
     def is_lasting(self, error: BaseException) -> bool:
-        """True if this cause of one of :attr:`lost` is no outage, but will be there tomorrow."""
+        """True if waiting cannot end this error, such as a wrong password."""
         return is_lasting_tls(error)
 
     @property
     def unconfirmed_count(self) -> int:
-        """Number of messages that the server has yet to answer for."""
+        """The number of messages that the broker has not confirmed."""
         return len(self._held) + self._unanswered
 
     def settle(self, *, timeout_seconds: float | None) -> None:
-        """Return when the server has answered for everything.
+        """Return when the broker has confirmed or refused every message.
 
-        TimeoutError: it has not after *timeout_seconds*, or it is known that it will not: for an
-        outage that has lasted too long already there is one attempt.
+        Raises TimeoutError after *timeout_seconds*, or if the outage has lasted too long or is
+        lasting; then there is one attempt.
         """
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         with self.lock:
             self._close_batch()
             while self._unanswered:
                 if deadline is not None and monotonic() > deadline:
-                    raise TimeoutError(f"{self._unanswered} message(s) not answered for in time")
+                    raise TimeoutError(f"{self._unanswered} message(s) not confirmed in time")
                 try:
                     self._write()
                     self._read_ready(timeout_seconds=PAUSE_SECONDS)
@@ -184,20 +182,20 @@ class Outbox(ABC, Generic[PutT, BatchT]):
                     self._lose()
                     if self.has_given_up or any(map(self.is_lasting, with_causes(exc))):
                         raise TimeoutError(
-                            f"{self._unanswered} message(s) not answered for: {exc}"
+                            f"{self._unanswered} message(s) not confirmed: {exc}"
                         ) from exc
                     sleep(PAUSE_SECONDS)
                 else:
                     self._is_back()
 
     def take_refused(self) -> list[RefusedMessage]:
-        """Messages that the server did not take since the last time."""
+        """The messages that the broker refused since the last call."""
         with self.lock:
             refused, self._refused = self._refused, []
             return refused
 
     def give_up(self) -> list[RefusedMessage]:
-        """The messages that the server has yet to answer for; they are given up."""
+        """Forget the unconfirmed messages, and return them."""
         with self.lock:
             self._close_batch()
             puts = [put for batch in self._batches for put in batch.puts]
@@ -206,7 +204,7 @@ class Outbox(ABC, Generic[PutT, BatchT]):
             return self._reports(IN_DOUBT, puts)
 
     def close(self) -> None:
-        """Close the connection; what is in doubt is given up."""
+        """Close the connection, and forget the unconfirmed messages."""
         with self.lock:
             self._closed.set()
             self._wanted.set()
@@ -218,34 +216,34 @@ class Outbox(ABC, Generic[PutT, BatchT]):
         if self._thread.ident is not None:
             self._thread.join()
 
-    # --- what only the one for a broker knows ---------------------------------------------
+    # --- what each broker implements ------------------------------------------------------
 
     @abstractmethod
     def _opened(self, client: Any) -> Any:
-        """A channel that collects what is published on it, on a kombu connection that stands."""
+        """A channel that collects published messages, on a kombu connection that is open."""
 
     @abstractmethod
-    def _reports(self, reason: str, puts: Iterable[PutT]) -> list[RefusedMessage]:
-        """The reports about messages that were not taken."""
+    def _reports(self, reason: str, puts: Iterable[MessageT]) -> list[RefusedMessage]:
+        """Reports of refused messages."""
 
     @abstractmethod
-    def _packed(self, puts: list[PutT]) -> Iterable[BatchT]:
-        """Batches of the messages that are to go out; there may be no connection now."""
+    def _packed(self, puts: list[MessageT]) -> Iterable[BatchT]:
+        """Batches of these messages. There may be no connection."""
 
     @abstractmethod
     def _write(self) -> None:
-        """Send all batches that are not written yet, on a connection."""
+        """Connect if need be, and send all batches that were not sent on this connection."""
 
     def _read_down(self) -> None:
-        """Read answers until another batch fits into the window."""
+        """Read confirms until another batch fits into the window."""
 
     def _read_ready(self, *, timeout_seconds: float = 0) -> None:
-        """Read those answers that have come, or come in time."""
+        """Read the confirms that have arrived, or arrive in time."""
 
     def _forget(self) -> None:
-        """Remove what the server keeps of this outbox, which is about to close."""
+        """Delete what the broker keeps of this outbox, which is about to close."""
 
-    # --- out and in -------------------------------------------------------------------------
+    # --- batches ----------------------------------------------------------------------------
 
     def _close_batch(self) -> None:
         if self._held:
@@ -259,7 +257,7 @@ class Outbox(ABC, Generic[PutT, BatchT]):
         self._unanswered += len(batch.puts)
         self._want()
 
-    def _refuse(self, reason: str, puts: Iterable[PutT]) -> None:
+    def _refuse(self, reason: str, puts: Iterable[MessageT]) -> None:
         self._refused += self._reports(reason, puts)
 
     # --- the connection ------------------------------------------------------------------
@@ -269,7 +267,7 @@ class Outbox(ABC, Generic[PutT, BatchT]):
             return
         client = self._clone()
         try:
-            # Once for each URL; the pauses between attempts are ours.
+            # Once for each URL of a failover list; patiently() pauses between attempts.
             tries = len(client.alt) or 1
             client.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
             self.channel = self._opened(client)
@@ -287,7 +285,7 @@ class Outbox(ABC, Generic[PutT, BatchT]):
         client, self._client = self._client, None
         self._written = 0
         if client is not None:
-            with suppress(Exception):  # it is gone, whatever it says to that
+            with suppress(Exception):  # the connection is lost already
                 client.close()
 
     # --- the second thread ---------------------------------------------------------------
@@ -312,7 +310,7 @@ class Outbox(ABC, Generic[PutT, BatchT]):
                     if self._unanswered:
                         self._write()
                         self._read_ready()
-                except Exception as exc:  # the thread must outlive whatever the broker says
+                except Exception as exc:  # the thread must survive every error of the broker
                     if not isinstance(exc, expected):
                         logger.warning("native delay: sending in time failed", exc_info=True)
                     self._lose()

@@ -22,13 +22,13 @@ from .aliases import OPTION, settings_from_option
 from .bulk_publisher import BulkPublisher
 from .interface import Backlog, Told, Wait
 from .lasting import is_lasting_sql
-from .outbox import Batch
+from .outbox import OutboxBatch
 from .recorded import NothingParked, RecordedWorkerPart, with_records
 from .virtual import recorded
 from .virtual.channel import DelayingTransport, PublishingChannel
-from .virtual.collecting import Collecting, PlainPut
-from .virtual.learnt import publisher
+from .virtual.collecting import Collecting, PlainMessage
 from .virtual.outbox import NotTaken
+from .virtual.template import publisher
 
 
 class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
@@ -52,10 +52,10 @@ class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
 class Delays(recorded.Delays):
     """Delayed delivery on one channel, beside records."""
 
-    def _put(self, queue: str, message: dict[str, Any], due_us: int) -> PlainPut:
-        return PlainPut(queue, message, due_us)
+    def _put(self, queue: str, message: dict[str, Any], due_us: int) -> PlainMessage:
+        return PlainMessage(queue, message, due_us)
 
-    def send(self, put: PlainPut, *, now_us: int) -> None:
+    def send(self, put: PlainMessage, *, now_us: int) -> None:
         channel = self._channel
         name, told = channel._queue_name(put.queue), channel.told(put.message, put.due_us - now_us)
         channel.pgmq.send(name, put.message, **told)
@@ -162,12 +162,12 @@ class PgmqAdminPart(NothingParked):
 class PgmqCollecting(Collecting):
     """A channel that collects messages; what pgmq itself routes goes its way one by one."""
 
-    def put_for(self: Any, queue: str, message: dict[str, Any]) -> PlainPut:
+    def put_for(self: Any, queue: str, message: dict[str, Any]) -> PlainMessage:
         due_us = self.due_of(message)
         if due_us is not None and isinstance(self, RecordedChannel):
             self.delays.check_reach(due_us)
             message = self.delays.put_of(queue, message, due_us=due_us).message
-        return PlainPut(queue, message)
+        return PlainMessage(queue, message)
 
     def _put_fanout(self, *args: Any, **kwargs: Any) -> None:
         self._is_routed = True
@@ -178,7 +178,7 @@ class PgmqCollecting(Collecting):
         super()._put_topic(*args, **kwargs)  # type: ignore[misc]
 
 
-class Outbox(recorded.Outbox[PlainPut]):
+class Outbox(recorded.Outbox[PlainMessage]):
     """Many messages to pgmq: a hundred in a transaction, those together that wait as long."""
 
     collecting = PgmqCollecting
@@ -190,10 +190,10 @@ class Outbox(recorded.Outbox[PlainPut]):
     def is_lasting(self, error: BaseException) -> bool:
         return is_lasting_sql(error) or super().is_lasting(error)
 
-    def _packed(self, puts: list[PlainPut]) -> Iterable[Batch[PlainPut]]:
-        return (Batch(puts),)
+    def _packed(self, puts: list[PlainMessage]) -> Iterable[OutboxBatch[PlainMessage]]:
+        return (OutboxBatch(puts),)
 
-    def _deliver(self, batch: Batch[PlainPut]) -> None:
+    def _deliver(self, batch: OutboxBatch[PlainMessage]) -> None:
         channel = self.channel
         alike: dict[tuple[str, int], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
         for put in batch.puts:

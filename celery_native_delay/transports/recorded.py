@@ -1,4 +1,4 @@
-"""The records beside a broker that cannot be looked into, as its transport uses them."""
+"""Records beside a broker that cannot list its waiting messages, as its transport uses them."""
 
 from __future__ import annotations
 
@@ -6,33 +6,37 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from time import time_ns
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import NoRecords, RecordsUnavailable
-from ..keyed.indexed import IndexedKeyRecords
 from ..message import Delayed
 from ..rates.line import Lines
+from ..records.interface import Records
 from ..records.opened import records_of_process
+from ..records.waiting import WaitingTasks
 from ..settings import DelaySettings
 from ..texts import is_text
 from ..urls import is_redis_url
-from .interface import Answer, Backlog, ParkedTask, Receipts, Rescue, WorkerPart
+from .interface import (
+    Answer,
+    Backlog,
+    ParkedTask,
+    Receipts,
+    Rescue,
+    WorkerPart,
+    without_records,
+)
 
 
 def records_beside(settings: DelaySettings, place: str) -> Any:
-    """The records of what waits at *place*, such as a virtual host; None where none are kept."""
+    """The records of one *place*, such as a virtual host; None if none are kept."""
     if settings.records is None:
         return None
     return records_of_process(settings.records, f"{settings.namespace}.{place}")
 
 
-def key_records_beside(records: Any, settings: DelaySettings) -> IndexedKeyRecords:
-    """The records of keys in *records*."""
-    return IndexedKeyRecords(records, settings.longest_delay_seconds)
-
-
 def lines_beside(records: Any) -> Lines:
-    """The lines of rated tasks in *records*; NoRecords if those are None."""
+    """The queues of rate-limited tasks in *records*. Raises NoRecords if *records* is None."""
     if records is None:
         raise NoRecords(
             "native_delay_rates needs records beside this broker: set native_delay_records = "
@@ -48,9 +52,9 @@ def lines_beside(records: Any) -> Lines:
 
 
 def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
-    """The name of a task's entry; None for a message that is no Celery task of protocol 2.
+    """The name of a waiting task's entry in the records, ``task id:delivery id``.
 
-    Other consumers of delayed messages ask no records.
+    None for a message that is no Celery task of protocol 2: its consumer asks no records.
     """
     task_id = headers.get("id")
     if "task" not in headers or not task_id or not is_text(task_id):
@@ -59,7 +63,7 @@ def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
 
 
 def with_records(backlog: Backlog, channel: Any, settings: DelaySettings) -> Backlog:
-    """*backlog* of the broker of *channel*, with what the records beside it say, if any."""
+    """A copy of the broker's *backlog* with the numbers of its records, if it has records."""
     if channel.delays.records is None:
         return backlog
     try:
@@ -71,8 +75,40 @@ def with_records(backlog: Backlog, channel: Any, settings: DelaySettings) -> Bac
     return replace(backlog, records_answer=True, until_first_us=first_us, in_records=known)
 
 
+class RecordedChannel:
+    """A channel to a broker that cannot list its waiting messages, with or without records."""
+
+    connection: Any
+    delays: Any
+
+    republisher: ClassVar[type[Any]]
+    """The class that reads entries of the records, and publishes their messages again."""
+
+    def records(self, settings: DelaySettings) -> Records:
+        """The records beside this broker. Raises UnsupportedBroker if it has none."""
+        records: Records | None = self.delays.records
+        if records is None:
+            raise without_records(self)
+        return records
+
+    def waiting_tasks(self, settings: DelaySettings) -> WaitingTasks:
+        """The waiting tasks, by the records. Raises NoRecords if none are kept."""
+        if self.delays.records is None:
+            raise NoRecords(
+                f"{self.connection.client.as_uri()} cannot list its waiting messages: to list, "
+                f"cancel and reschedule tasks, set native_delay_records in workers and producers "
+                f"to the URL of a Redis or of a database"
+            )
+        tasks: WaitingTasks = self.delays.records.tasks(self.republisher(self.delays))
+        return tasks
+
+    def lines(self, settings: DelaySettings) -> Lines:
+        """The queues of rate-limited tasks, in the records. Raises NoRecords if none are kept."""
+        return lines_beside(self.delays.records)
+
+
 class IndexReceipts:
-    """Receipts from *records*, which are asked each time."""
+    """Asks *records* whether a message that waited may run."""
 
     def __init__(self, records: Any) -> None:
         self._records = records
@@ -84,11 +120,11 @@ class IndexReceipts:
         return {True: Answer.RUN, False: Answer.DROP, None: Answer.AWAY}[may_run]
 
     def close(self) -> None:
-        """The records are the process's."""
+        """Nothing to close: all of the process shares the records."""
 
 
 class RecordedWorkerPart(WorkerPart):
-    """A worker's part on a broker that cannot be looked into, with records beside it or without."""
+    """A worker's part for a broker that cannot list its waiting messages."""
 
     @property
     def terms(self) -> str:
@@ -106,7 +142,7 @@ class RecordedWorkerPart(WorkerPart):
 
 
 class NothingParked:
-    """The part of an admin part on a broker where no message is ever parked."""
+    """The methods of an admin part for parked messages, on a broker that never parks any."""
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
         return 0, []

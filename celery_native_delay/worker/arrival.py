@@ -1,6 +1,6 @@
-"""A task message that reached a worker, and the rulings that a gate may give about it.
+"""An arriving task message (:class:`Arrival`) and what a gate may decide about it (:data:`Ruling`).
 
-Gates read the one and give the other; neither has anything to do with sockets or threads.
+Neither uses a socket or a thread.
 """
 
 from __future__ import annotations
@@ -15,35 +15,33 @@ from celery.worker import state
 from ..due_time import due_us_or_none
 from ..message import Delayed
 
-#: How much too early a message that waited may arrive and still count as due, in microseconds:
-#: the clocks of producer and worker differ.
+#: A message that waited in the broker counts as due if it arrives up to this much early, in
+#: microseconds: the clocks of producer and worker differ.
 CLOCK_SKEW_US = 1_000_000
 
-#: A shorter wait, in microseconds, is left to Celery's timer: exact, and over before a message
-#: has gone to the broker and back.
+#: Celery's timer does waits shorter than this, in microseconds: a message that goes back to the
+#: broker returns no sooner.
 SHORTEST_WAIT_US = 100_000
 
-#: For so long a task waits again while records that decide about it are away, in microseconds.
+#: Microseconds that a task waits in the broker if the records that decide about it are unreachable.
 AWAY_US = 5_000_000
 
 
 @dataclass(eq=False)
 class Arrival:
-    """A task message as it comes to the gates at *now_us*, microseconds since the epoch.
+    """A task message that the gates decide about at *now_us*, microseconds since the epoch.
 
-    *fields* are its headers, or its payload in task protocol 1. *found* is what gates had looked up
-    about it, by gate.
+    *fields* are the message's headers, or its payload in task protocol 1.
     """
 
     message: Any
     fields: Mapping[str, Any]
     consumer: Any
     now_us: int
-    found: Mapping[Gate, Any] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
-        """The task's id; "" for one that is no text, of which Celery does not run the task."""
+        """The task's id; "" if it is no text (Celery rejects such a message)."""
         found = self.fields.get("id")
         return found if isinstance(found, str) else ""
 
@@ -53,35 +51,34 @@ class Arrival:
 
     @property
     def queue(self) -> str:
-        """The queue it was consumed from; "" for none, and then it cannot wait in the broker."""
+        """The queue that the message came from; "" for a broadcast, which cannot be put back."""
         return queue_of(self.consumer, self.message)
 
     @cached_property
     def delayed(self) -> Delayed | None:
-        """Its wait in the broker, None if it did not wait."""
+        """The header of a message that waited in the broker; None if it did not wait."""
         return getattr(self.message, "native_delay", None)
 
     @property
     def is_cancelled(self) -> bool:
-        """True if it waited and was cancelled meanwhile."""
+        """True if the task was cancelled while its message waited in the broker."""
         return self.delayed is not None and self.delayed.cancelled
 
     @property
     def has_headers(self) -> bool:
-        """True in task protocol 2, where the headers tell everything."""
+        """True in task protocol 2, which has the task's id and ETA in headers."""
         return self.fields is self.message.headers
 
     @property
     def is_ours(self) -> bool:
-        """False once the worker's connection is gone: the broker delivers it again."""
+        """False if the worker lost the connection: the broker delivers the message again."""
         return self.message.channel.connection is not None
 
     @cached_property
     def is_early(self) -> bool:
-        """True if its ETA is so far ahead that it is worth another wait in the broker.
+        """True if the ETA is far enough ahead for the message to go back to the broker.
 
-        Revoked and expired tasks are Celery's, and so is an ETA that is no date: it rejects them
-        with its own words.
+        False for revoked and expired tasks, and for an ETA that is no date: Celery handles those.
         """
         eta_us = due_us_or_none(self.fields.get("eta"))
         if eta_us is None or self.is_cancelled:
@@ -94,20 +91,20 @@ class Arrival:
         )
 
     def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
-        """The ruling while records that decide about the task are away."""
+        """Wait in the broker for five seconds: the records that decide are unreachable."""
         return WaitUntil(self.now_us + AWAY_US, delivery_id, AskAgain(AWAY_US / 1e6))
 
 
 @dataclass(frozen=True)
 class Announce:
-    """Celery gets the task at once and announces it as revoked; no other gate is asked."""
+    """Celery gets the task at once and announces it as revoked; no later gate is asked."""
 
 
 @dataclass(frozen=True)
 class Drop:
-    """The message is acknowledged, and its task does not run; the log says *why*.
+    """The message is acknowledged and its task does not run; the worker logs *why*.
 
-    Monitors get an *event* with these fields. One that *expired* is counted as such.
+    Monitors get an event of type *event* with *fields*. *expired* counts the message as expired.
     """
 
     why: str
@@ -118,11 +115,10 @@ class Drop:
 
 @dataclass(frozen=True)
 class AskAgain:
-    """All gates are asked again in a moment, and look up anew what they must.
+    """All gates are asked again after *after_seconds*; the message stays unacknowledged until then.
 
-    With *from_here* only this gate and those behind it. Meanwhile the message stays unacknowledged;
-    *beside_prefetch* the worker may have another one. With *once* the moment begins when the
-    callable is called that *once* is given.
+    *from_here*: ask only this gate and the later ones. *beside_prefetch*: raise the prefetch count
+    by one meanwhile. *once*: called with a callable that starts the wait.
     """
 
     after_seconds: float
@@ -132,22 +128,11 @@ class AskAgain:
 
 
 @dataclass(frozen=True)
-class LookUp:
-    """All gates are asked again once *start* has found something out.
-
-    *start* returns at once; what it is called with takes what was found, from any thread, and puts
-    it under the gate's name into :attr:`Arrival.found`.
-    """
-
-    start: Callable[[Callable[[Any], None]], None]
-
-
-@dataclass(frozen=True)
 class WaitUntil:
-    """The message waits in the broker until *due_us*, microseconds since the epoch.
+    """The message goes back to the broker and waits until *due_us*, microseconds since the epoch.
 
-    *delivery_id* is the one that it keeps, None for a new one. If it cannot wait there, *otherwise*
-    holds; None asks the next gate. *headers* are put upon its own.
+    It keeps *delivery_id*, or gets a new one if that is None, and gets *headers* besides its own.
+    If the broker cannot take it, *otherwise* is done; None asks the next gate.
     """
 
     due_us: int
@@ -156,14 +141,14 @@ class WaitUntil:
     headers: Mapping[str, Any] = field(default_factory=dict)
 
 
-Ruling: TypeAlias = Announce | Drop | AskAgain | LookUp | WaitUntil
+Ruling: TypeAlias = Announce | Drop | AskAgain | WaitUntil
 
-#: Rules on one matter; None lets the task pass on to the next gate. After the last, it runs.
+#: A gate decides about an arrival; None lets the next gate decide. After the last the task runs.
 Gate: TypeAlias = Callable[[Arrival], Ruling | None]
 
 
 def queue_of(consumer: Any, message: Any) -> str:
-    """The queue a message was consumed from, "" for none that it can be put back to."""
+    """The queue that *message* was consumed from; "" if it has none to go back to."""
     known: str | None = getattr(message, "consumed_from", None)
     if known is not None:
         return known

@@ -1,7 +1,6 @@
-"""A worker's thread beside its event loop: puts early tasks back and rescues parked ones.
+"""A worker's thread beside its event loop: it puts early tasks back and rescues parked ones.
 
-It has a connection of its own, because waiting for a confirm dispatches every callback of the
-connection it waits on; the event loop never waits for it.
+It has a connection of its own: waiting for a confirm runs every callback of the connection.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from ..transports.interface import Wait, WorkerPart
 
 logger = get_logger(__name__)
 
-#: Seconds between looks at what is parked: after a success, and at most.
+#: Seconds between two looks at parked messages: after a rescue, and at most.
 SHORTEST_LOOK_SECONDS = 1.0
 LONGEST_LOOK_SECONDS = 30.0
 
-#: Early tasks put back with one wait for the broker. A quorum queue's client keeps back
-#: acknowledgements beyond 32, and a worker that stops right then would have those redelivered.
+#: Early tasks put back with one wait for the broker's confirms. A quorum queue's client delays
+#: acknowledgements beyond 32: if the worker then stops, the broker delivers those tasks again.
 BATCH = 32
 
 _RETRY_SECONDS = 1.0
@@ -49,7 +48,7 @@ _ERRORS = (AMQPError, OSError, AttributeError)
 
 @dataclass(frozen=True)
 class Task:
-    """A message that is to wait, and what is to be called once it does, or if it cannot."""
+    """An early task; *done* is called when the broker has it, *instead* if it was refused."""
 
     wait: Wait
     done: Callable[[], Any]
@@ -61,7 +60,7 @@ class Task:
 
 
 class Attendant(Thread):
-    """The thread; its public methods are called from the consumer's."""
+    """The thread; the consumer's thread calls its public methods."""
 
     def __init__(self, app: Any, settings: DelaySettings) -> None:
         super().__init__(name="native-delay-attendant", daemon=True)
@@ -73,14 +72,14 @@ class Attendant(Thread):
         self._stopping = Event()
         self._look_seconds = SHORTEST_LOOK_SECONDS
         self._next_look = monotonic()
-        self._told = False
+        self._warned = False
 
     # --- called from the consumer's thread ----------------------------------------------
 
     def put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Let a message wait in the broker; False if the thread is about to end.
+        """Put a message back into the broker, soon; False if the thread is stopping.
 
-        *done* is called once the broker holds it, *instead* if it will not; from any thread.
+        The thread calls *done* when the broker has the message, *instead* if it refused it.
         """
         if self._stopping.is_set():
             return False
@@ -88,12 +87,12 @@ class Attendant(Thread):
         return True
 
     def look_for_parked(self) -> None:
-        """Look at what is parked now: new bindings may have come."""
+        """Look for parked messages now: there may be new bindings for them."""
         self._next_look = monotonic()
         self._tasks.put(None)
 
     def stop(self, *, timeout_seconds: float = 5.0) -> None:
-        """End the thread; what it has not put back stays unacknowledged with the broker."""
+        """End the thread; the broker redelivers the messages that were not put back."""
         self._stopping.set()
         self._tasks.put(None)
         self.join(timeout_seconds)
@@ -101,7 +100,7 @@ class Attendant(Thread):
     # --- the thread ----------------------------------------------------------------------
 
     def run(self) -> None:
-        self._guarded(self._name_dangers)
+        self._guarded(self._log_dangers)
         while not self._stopping.is_set():
             batch = self._take_batch()
             if batch:
@@ -111,7 +110,7 @@ class Attendant(Thread):
         self._disconnect()
 
     def _take_batch(self) -> list[Task]:
-        """Early tasks, or none when it is time to look at what is parked."""
+        """Up to 32 early tasks; none when it is time to look for parked messages."""
         batch: list[Task] = []
         timeout: float = max(self._next_look - monotonic(), 0.0)
         while len(batch) < BATCH:
@@ -133,7 +132,7 @@ class Attendant(Thread):
             if self._stopping.wait(_RETRY_SECONDS * (attempt + 1)):
                 return
         for task in batch:
-            logger.warning("native delay: could not put a task back, the worker holds it")
+            logger.warning("native delay: cannot put a task back, the worker keeps it in memory")
             task.instead()
 
     def _put_back(self, batch: list[Task]) -> None:
@@ -142,7 +141,7 @@ class Attendant(Thread):
             if refusal is None:
                 task.done()
             else:
-                logger.warning("native delay: the worker holds a task: %s", refusal)
+                logger.warning("native delay: the worker keeps a task in memory: %s", refusal)
                 task.instead()
         logger.debug("native delay: put %d early task(s) back", refusals.count(None))
 
@@ -150,9 +149,9 @@ class Attendant(Thread):
         try:
             outcome = self._part().rescue()
         except NotPermitted as exc:
-            level = logging.DEBUG if self._told else logging.WARNING
-            self._told = True
-            logger.log(level, "native delay: this worker rescues nothing that is parked: %s", exc)
+            level = logging.DEBUG if self._warned else logging.WARNING
+            self._warned = True
+            logger.log(level, "native delay: this worker rescues no parked messages: %s", exc)
             outcome = None
         if outcome is None:
             self._look_seconds = LONGEST_LOOK_SECONDS / 2
@@ -164,10 +163,10 @@ class Attendant(Thread):
         else:
             self._look_seconds = LONGEST_LOOK_SECONDS
         self._next_look = monotonic() + self._look_seconds
-        with suppress(RecordsUnavailable):  # the gate that asks it says so
+        with suppress(RecordsUnavailable):  # the gate that reads the records logs it
             self._part().sweep()
 
-    def _name_dangers(self) -> None:
+    def _log_dangers(self) -> None:
         try:
             found = self._part().dangers()
         except ManagementUnavailable as exc:
@@ -178,10 +177,10 @@ class Attendant(Thread):
                 logger.warning("native delay: %s", finding)
 
     def _guarded(self, step: Callable[[], None]) -> bool:
-        """Run *step*; on an error say so, drop the connection and answer False."""
+        """Run *step*; if it raises, log the error, close the connection and return False."""
         try:
             step()
-        except Exception as exc:  # the thread must outlive whatever a message brings
+        except Exception as exc:  # no message may end the thread
             expected = isinstance(exc, (NativeDelayError, *self._errors))
             if not self._stopping.is_set():
                 logger.warning("native delay: %s", described(exc), exc_info=not expected)
@@ -192,7 +191,7 @@ class Attendant(Thread):
 
     def _part(self) -> WorkerPart:
         if self._connection is None:
-            # Confirms for what became due meanwhile and is published at once.
+            # Confirms also for a task that has become due and is published without a delay.
             self._connection = self._app.connection_for_write(
                 transport_options={"confirm_publish": True}
             )

@@ -1,28 +1,22 @@
-"""The worker's bootstep: prepare the broker on boot and reconnect, adopt, rescue, promote."""
+"""The worker's bootstep: it prepares the broker and starts the threads of this package."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import partial
 from threading import Thread
 from typing import Any
 
 import celery.worker.consumer.delayed_delivery
 from celery import bootsteps, signals
-from celery.platforms import EX_FAILURE
-from celery.worker import state
 from celery.worker.consumer.tasks import Tasks
 
-from ..app import remote  # noqa: F401  registers its command
 from ..app.installation import installation_of, keep_celerys_own_off, records_place
 from ..errors import NativeDelayError, SettingsError
 from ..records.opened import flush
 from ..settings import DelaySettings
 from ..transports.interface import (
-    GivesUp,
-    Outage,
     Promoter,
     ServesQueues,
     Wait,
@@ -32,7 +26,6 @@ from ..transports.interface import (
 from .attendant import Attendant
 from .fencing import Fence
 from .gates import Moved, gates
-from .outage import react
 from .rating import Rated, teach_retry_after
 from .strategies import GatedStrategies, Waker, forget_eta
 from .tallying import Tallying
@@ -41,13 +34,13 @@ from .unique import Unique
 
 logger = logging.getLogger(__name__)
 
-# The other place where Celery asks; ``worker.consumer.tasks`` asks the same function for the QoS
-# mode and keeps it.
+# Workers decide here about Celery's own delayed delivery. ``worker.consumer.tasks`` calls the same
+# function to choose the QoS mode, and must go on doing so.
 keep_celerys_own_off(celery.worker.consumer.delayed_delivery)
 
 
 class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
-    """The step that prepares the worker's broker, takes in what is early, and promotes."""
+    """Bootstep of a worker: prepares its broker, puts early tasks back, delivers due messages."""
 
     label = "NativeDelay"
     requires = (Tasks,)
@@ -68,29 +61,29 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         try:
             settings = installation.settings()
         except SettingsError:
-            settings = DelaySettings()  # start() reports it, and nothing can be put back
+            settings = DelaySettings()  # start() logs the error
         self._moved = Moved(settings)
-        self._fence = Fence(settings, str(c.hostname), records_place(c.app, settings))
         self._tallying = Tallying(c, settings.rate_by_task)
         self._rated: Rated | None = None
         if settings.rates:
             self._rated = Rated(settings, c.app.tasks)
             teach_retry_after(c.app, settings.rate_by_task, self._rated.signatures)
-        # Unique lets a task have its key, whose lease runs from then on: nothing waits behind it.
-        passed = gates(settings, self._moved, self._fence, self._rated, Unique(c.app))
+        # Unique comes last: it takes the lease of the key, and then the task must not wait again.
+        fence = Fence(settings, str(c.hostname), records_place(c.app, settings))
+        passed = gates(settings, self._moved, fence, self._rated, Unique(c.app))
         c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)
         if settings.telemetry is not None:
             self._telemetry = Telemetry(installation, c, settings.telemetry)
             self._telemetry.connect()
             logger.info("native delay: telemetry goes to %s", self._telemetry.folder)
-        # What a transport imports, the processes of the pool need not import once more.
+        # Import the transport before the pool forks, so that no child has to.
         _ = c.app.connection_for_write().transport
 
     def include_if(self, c: Any) -> bool:
         return hasattr(self, "_installation")
 
     def start(self, c: Any) -> None:
-        """Prepare the consumer's broker; a failure is named and leaves immediate tasks alone."""
+        """Prepare the broker; if that fails, log it and go on with immediate tasks."""
         self._tallying.start()
         channel = c.connection.default_channel
         if hasattr(c.connection.transport, "waker"):
@@ -109,12 +102,12 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
                 self._rated.come_back_late_us = round(part.comes_back_late_seconds * 1_000_000)
             try:
                 prepared = part.prepare(where)
-            finally:  # what was cancelled must not run, whatever else is off
+            finally:  # even if it fails, no cancelled task may run
                 if self._moved.receipts is None:
                     self._moved.receipts = part.receipts()
         except (NativeDelayError, *c.connection.channel_errors) as exc:
             logger.critical(
-                "native delay is OFF in this worker, immediate tasks run as ever: %s (%s)",
+                "native delay is OFF in this worker, only immediate tasks run: %s (%s)",
                 exc,
                 where,
             )
@@ -128,63 +121,44 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._promoter = promoter = part.promoter(c.app.connection_for_write)
             if promoter is None:
                 return
-            if isinstance(promoter, GivesUp):
-                promoter.on_outage = partial(self._stop_worker, c)
             name = "native-delay-promoter"
             self._promoting = Thread(target=promoter.run, name=name, daemon=True)
             self._promoting.start()
 
-    @staticmethod
-    def _stop_worker(c: Any, outage: Outage) -> None:
-        def stop_warmly() -> None:
-            state.should_stop = EX_FAILURE
-            c.strategies.wake()
-
-        react(c.app, outage, stop_warmly)
-
     def register_with_event_loop(self, c: Any, hub: Any) -> None:
-        """Wake a new connection's loop up from now on; the hub forgot the readers of the last."""
+        """Register a new waker: with a new connection the hub has forgotten the last one."""
         if self._waker is not None:
             self._waker.close()
         self._waker = Waker(hub)
         c.strategies.wake = self._waker.wake
 
     def _put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """:meth:`Attendant.put_back`; False while there is no attendant."""
+        """Put a message back into the broker by the attendant; False if there is none."""
         return self._attendant is not None and self._attendant.put_back(wait, done, instead)
 
     def stop(self, c: Any) -> None:
         self._tallying.stop()
 
     def shutdown(self, c: Any) -> None:
-        """End every thread; what was not put back yet is redelivered by the broker."""
-        self._fence.stop()
-        if self._waker is not None:
-            self._waker.close()
-            self._waker = None
-        if self._rated is not None:
-            self._rated.close()
+        """End all threads; the broker redelivers the messages that were not put back."""
+        for part in (self._waker, self._rated, self._moved.receipts):
+            if part is not None:
+                part.close()
         self._tallying.shutdown()
         if self._telemetry is not None:
             self._telemetry.disconnect()
-            self._telemetry = None
-        if self._moved.receipts is not None:
-            self._moved.receipts.close()
-            self._moved.receipts = None
-        if self._attendant is not None:
-            self._attendant.stop()
-            self._attendant = None
-        if self._promoter is not None and self._promoting is not None:
-            self._promoter.stop()
+        for thread in (self._attendant, self._promoter):
+            if thread is not None:
+                thread.stop()
+        if self._promoting is not None:
             self._promoting.join(5.0)
-            self._promoter = self._promoting = None
 
 
 def _check_lines(app: Any, settings: DelaySettings) -> None:
-    """Raise NoRecords if this worker could not count rated tasks.
+    """Raise NoRecords if this broker cannot keep rates.
 
-    The caller that makes a worker gets the error: Celery's ``start_worker`` would wait for ever for
-    a worker that ends in its own thread. If the broker is away, :meth:`NativeDelay.start` does.
+    Raised here it reaches the caller: Celery's ``start_worker`` waits for ever if a worker fails
+    later. If the broker is unreachable, :meth:`NativeDelay.start` raises.
     """
     with app.connection_for_read() as connection:
         try:
@@ -196,12 +170,12 @@ def _check_lines(app: Any, settings: DelaySettings) -> None:
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]
 def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Keep a due task out of the worker's ETA timer, which costs prefetch and throughput."""
+    """Keep a due task out of the worker's ETA timer, which would cost prefetch and throughput."""
     if installation_of(sender.app) is not None:
         forget_eta(request, datetime.now(UTC))
 
 
 @signals.worker_process_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
 def flush_at_the_end_of_a_child(**_: Any) -> None:
-    """Pool processes end without what Python does at exit."""
+    """Write pending records: a pool process ends without Python's atexit handlers."""
     flush()

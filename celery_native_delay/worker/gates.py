@@ -1,9 +1,8 @@
-"""The gates that every task passes on its way into a worker, one matter each.
+"""The gates: functions that decide, one after another, what a worker does with an arriving task.
 
-A gate is a function of the :class:`~celery_native_delay.worker.arrival.Arrival`, or an object that
-can be called like one where something has to be remembered. It only rules;
-:mod:`~celery_native_delay.worker.strategies` carries the ruling out. To add one, write it and name
-it in :func:`gates`.
+A gate takes an :class:`~celery_native_delay.worker.arrival.Arrival`; one that must remember
+something is a callable object. :mod:`~celery_native_delay.worker.strategies` carries its ruling
+out. To add a gate, write it and name it in :func:`gates`.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from .arrival import Announce, Arrival, Drop, Gate, Ruling, WaitUntil
 
 
 def gates(settings: DelaySettings, moved: Moved, *more: Gate | None) -> tuple[Gate, ...]:
-    """The gates of a worker, in the order in which a task passes them; *more* come last."""
-    # One that comes early goes back unasked: the records are asked once, when it is due.
+    """The gates of a worker in the order in which they are asked; *more* come last."""
+    # First the early tasks go back: the records are then asked once per task, when it is due.
     ordered = (early if settings.adopt else None, moved, cancelled, expired, *more)
     return tuple(gate for gate in ordered if gate is not None)
 
 
 class Moved:
-    """The gate for tasks that the records say were moved: another message has taken its place.
+    """The gate that drops a message if the records say that another one has replaced it.
 
-    Without *receipts*, as without records, everything passes. While the records are away, a task
-    runs unasked or waits, as ``native_delay_records_away`` says; one that was cancelled does not
-    wait, for it would lose the mark of that.
+    Without *receipts* (no records) all tasks pass. While the records are unreachable,
+    ``native_delay_records_away`` says if tasks run or wait. A cancelled task does not wait: it
+    would lose the mark of its cancellation.
     """
 
     def __init__(self, settings: DelaySettings) -> None:
@@ -46,15 +45,15 @@ class Moved:
 
 
 def cancelled(arrival: Arrival) -> Ruling | None:
-    """The gate for a task that was cancelled while it waited: announced, whatever its times say."""
+    """The gate that announces tasks as revoked that were cancelled while they waited."""
     return Announce() if arrival.is_cancelled else None
 
 
 def expired(arrival: Arrival) -> Ruling | None:
-    """The gate for a message whose own ``expiration`` ran out while it waited.
+    """The gate that drops messages whose AMQP ``expiration`` ran out while they waited.
 
-    RabbitMQ forgets it when dead-lettering, so it is kept in the header. A task's ``expires`` is
-    Celery's: it tells the result backend.
+    RabbitMQ removes that property when it dead-letters, so our header keeps it. A task's own
+    ``expires`` is left to Celery, which tells the result backend.
     """
     delayed = arrival.delayed
     if delayed is None or delayed.expires_ms is None or arrival.fields.get("expires"):
@@ -64,10 +63,10 @@ def expired(arrival: Arrival) -> Ruling | None:
 
 
 def early(arrival: Arrival) -> Ruling | None:
-    """The gate for a task that comes before its ETA, and waits in the broker, not in memory.
+    """The gate that puts tasks back into the broker that arrive before their ETA.
 
-    Such come from producers without this package, from another language or an older release. One
-    that waits for longer than its broker can keep it comes early, too, and keeps its delivery id.
+    They come from producers without this package, or have waited for as long as their broker can
+    keep a message. The latter keep their delivery id.
     """
     if not arrival.is_early:
         return None

@@ -1,7 +1,7 @@
-"""The leases of unique tasks in one process: begun, renewed for as long as they run, ended.
+"""The leases of unique tasks in one process: taken, renewed while the task is here, and ended.
 
-The main process of a worker renews those of tasks that it has received and not handed out, or that
-its pool has; the process that runs a task renews that one's as well, and goes on if the first dies.
+A worker's main process renews the leases of all tasks that it has received. The process that runs a
+task renews its lease, too, in case the main process dies.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..per_process import PerProcess
 
 logger = get_logger(__name__)
 
-#: Until what could not be written is tried again.
+#: Seconds until a failed write is tried again.
 RETRY_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Held:
-    """An attempt of a unique task in this process; *is_here* is false once it is gone."""
+    """The lease of a unique task in this process; *is_here* is false when the task is gone."""
 
     name: str
     task_id: str
@@ -42,7 +42,7 @@ class Held:
 
 
 class Leases:
-    """Those of one app; for any thread of the process."""
+    """The leases of one app in this process, for use by any thread."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -51,7 +51,7 @@ class Leases:
         self._records: KeyRecords | None = None
         self._changed = Condition()
         self._held: list[Held] = []
-        #: What could not be written yet: names and rules.
+        #: Changes of keys that could not be written yet.
         self._owed: list[tuple[str, Rule]] = []
         self._thread: Thread | None = None
 
@@ -60,9 +60,10 @@ class Leases:
     def begin(
         self, name: str, task_id: str, is_here: Callable[[], bool], rule: Callable[..., Step]
     ) -> tuple[str, Step]:
-        """The token of the attempt that *rule* lets have the key; or the step says when it is free.
+        """Take the key *name* by *rule*: the lease's token, and the step of the rule.
 
-        Raises whatever says that the records cannot be asked.
+        If another task has the key, the step says when to ask again. Raises if the records cannot
+        be read.
         """
         token = token_hex(8)
         step = self._change(name, partial(rule, task_id=task_id, token=token))
@@ -71,20 +72,20 @@ class Leases:
         return token, step
 
     def hold(self, held: Held) -> None:
-        """Renew the lease of a task from now on, and know it if it is lost."""
+        """Renew a lease from now on."""
         with self._changed:
             self._held.append(held)
             self._work()
 
     def settle(self, name: str, rule: Rule, *, token: str | None = None) -> None:
-        """Write the end of a task, later if it cannot be now; *token* is renewed no more."""
+        """Change the key by *rule*, now or as soon as possible; stop renewing the lease *token*."""
         with self._changed:
             self._held = [held for held in self._held if token is None or held.token != token]
         try:
             self._change(name, rule)
         except Exception as exc:
             logger.warning(
-                "native delay: the key %s stays taken until its record can be written: %s",
+                "native delay: the key %s is not free until its record can be written: %s",
                 name,
                 described(exc),
             )
@@ -93,7 +94,7 @@ class Leases:
                 self._work()
 
     def lost(self, task_id: str, *, retry_us: int | None = None) -> None:
-        """An attempt has ended without its process: its key is free, or waits for its retry."""
+        """End the leases of a task whose process died; keep its key if it will be retried."""
         with self._changed:
             gone = [held for held in self._held if held.task_id == task_id]
         retry = None if retry_us is None else (task_id, retry_us)
@@ -129,7 +130,7 @@ class Leases:
         self._disconnect()
 
     def _renew_all(self) -> bool:
-        """True if no renewal has failed."""
+        """Renew all leases; False if a renewal failed."""
         with self._changed:
             self._held = [held for held in self._held if held.is_here()]
             tasks = list(self._held)
@@ -139,7 +140,7 @@ class Leases:
                 step = self._change(held.name, partial(rules.renew, token=held.token))
             except Exception as exc:
                 logger.warning(
-                    "native delay: the lease of %s under the key %s is not renewed: %s",
+                    "native delay: cannot renew the lease of task %s for the key %s: %s",
                     held.task_id,
                     held.name,
                     described(exc),
@@ -158,8 +159,8 @@ class Leases:
             self._held.remove(held)
         if held.runs:
             logger.error(
-                "native delay: the lease of %s under the key %s has lapsed, another task may run "
-                "beside it: it could not be renewed for %d s, or its record is lost",
+                "native delay: the lease of task %s for the key %s has expired, another task may "
+                "run beside it: it could not be renewed for %d s, or its record is lost",
                 held.task_id,
                 held.name,
                 rules.LEASE_US // 1_000_000,
@@ -191,13 +192,13 @@ class Leases:
         with self._asking:
             connection, self._connection, self._records = self._connection, None, None
             if connection is not None:
-                with suppress(Exception):  # it is gone, whatever it says to that
+                with suppress(Exception):  # it may be broken
                     connection.close()
 
 
-_leases: PerProcess[int, Leases] = PerProcess()
+_leases: PerProcess[Any, Leases] = PerProcess()
 
 
 def leases_of(app: Any) -> Leases:
-    """The leases of this process."""
-    return _leases.get(id(app), lambda: Leases(app), is_good=lambda found: found._app is app)
+    """The leases of *app* in this process."""
+    return _leases.get(app, lambda: Leases(app))

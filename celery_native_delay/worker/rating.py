@@ -1,15 +1,13 @@
-"""The gate for tasks that have a rate: each starts, or waits in the broker for its turn.
+"""The gate for rate-limited tasks: a task starts, or waits in the broker for its place.
 
-The line of a task is asked in the consumer's thread, in one round trip. A turn that is near is
-waited for here, beside the prefetch limit; what waits in the broker comes back a little sooner than
-its turn, for a broker is not as exact as a worker's timer.
+A *line* has the rate-limited tasks of one name and key in the order of their *places*, the times
+at which they may start. The gate asks the line in the consumer's thread, in one round trip.
 
-Of the tasks of one line that a worker has, only the one with the first place asks: the others wait
-behind it, so the worker hands them over in the order of their places.
-
-A rated task is handed to the pool only while that has a free process: else what passes between gate
-and start would be as long as the tasks before it. It waits at the door, and others that come
-meanwhile wait behind it.
+- A task whose place is near waits in the worker, beside the prefetch limit. Any other goes back to
+  the broker and returns a little before its place: a broker is less exact than a worker's timer.
+- Of one line's tasks in a worker only the first one asks. The others wait until it has started.
+- A task starts only when the pool has a free process, so that it is not late by the tasks before
+  it. Until then all later tasks of the worker wait, too.
 """
 
 from __future__ import annotations
@@ -41,23 +39,23 @@ logger = get_logger(__name__)
 
 _DIGITS = re.compile("[0-9]{1,19}")
 
-#: A place is at most ten years ahead: a forged one could close the line for longer, or break it.
+#: Places further ahead than ten years are ignored: a forged one could stop the line for ever.
 _FARTHEST_US = 10 * 365 * 86_400_000_000
 
-#: Until the first at the door looks again whether a process is free; the second twice as long, and
-#: so on to the last of so many, for a worker may have thousands.
-DOOR_SECONDS = 0.002
-_LOOKING_OFTEN = 25
+#: Seconds until the first task that waits for a free process looks again; the second waits twice as
+#: long, and so on for the first 25, as a worker may have thousands.
+LOOK_SECONDS = 0.002
+_LOOKING = 25
 
-#: For so long the first at the door keeps others behind it, unless it asks again.
-_AT_DOOR_US = 1_000_000
+#: Microseconds after which a task that waits for a process and does not ask again is forgotten.
+_FORGOTTEN_US = 1_000_000
 
 
 @dataclass(eq=False)
-class _Standing:
-    """A task that a worker has, in its *line* of task and key; a newcomer has no *place* yet.
+class _InLine:
+    """A rate-limited task in this worker; *line* is its name and key, a new task has no *place*.
 
-    *again* has it ask again, if it waits behind another.
+    *again* lets it ask again, if it waits for another task of its line.
     """
 
     tag: Any
@@ -67,128 +65,131 @@ class _Standing:
 
 
 class Rated:
-    """The gate for tasks that have a rate; without *lines* they wait, as while these are away."""
+    """The gate for rate-limited tasks; without *lines* they wait in the broker."""
 
     def __init__(self, settings: DelaySettings, tasks: Mapping[str, Any]) -> None:
-        """*tasks* are the app's, by name."""
+        """*tasks* are the app's tasks by name."""
         self.lines: Lines | None = None
         self.come_back_late_us = SHORTEST_WAIT_US
         self._rates = settings.rate_by_task
         self.signatures = signatures(self._rates, tasks)
-        #: What waits for longer comes back in between, and keeps its place.
+        #: The longest wait in the broker; after it a task goes back again, with its place.
         self._longest_us = round(settings.longest_delay_seconds * 900_000)
-        #: By delivery tag, when those at the door asked last, the first to come first.
-        self._at_door: dict[Any, int] = {}
-        #: By delivery tag, the tasks that stand in line here; and by line, the first place first.
-        self._standing: dict[Any, _Standing] = {}
-        self._here: dict[tuple[str, str | None], list[_Standing]] = {}
-        self._told = False
+        #: Tasks that wait for a free process, oldest first: when they asked last, by delivery tag.
+        self._for_process: dict[Any, int] = {}
+        #: The tasks with a place in this worker: by delivery tag, and by line in order of places.
+        self._by_tag: dict[Any, _InLine] = {}
+        self._by_line: dict[tuple[str, str | None], list[_InLine]] = {}
+        self._warned = False
 
     def __call__(self, arrival: Arrival) -> Ruling | None:
         rate = self._rates.get(arrival.name)
         if rate is None:
-            # It needs no free process, only that those before it are in.
-            return self._door(arrival, 1) if self._at_door else None
-        one = self._standing.get(arrival.message.delivery_tag) or self._standing_of(arrival, rate)
+            # It only waits until the rate-limited tasks before it have started.
+            return self._wait_for_process(arrival, 1) if self._for_process else None
+        one = self._by_tag.get(arrival.message.delivery_tag) or self._task_of(arrival, rate)
         if one.place is not None and not self._is_first(one):
             return self._behind(one)
-        door = self._door(arrival, _free_processes(arrival.consumer))
-        if one.place is not None and door is not None:
-            return door
-        return self._turn(arrival, rate, one, door)
+        wait = self._wait_for_process(arrival, _free_processes(arrival.consumer))
+        if one.place is not None and wait is not None:
+            return wait
+        return self._turn(arrival, rate, one, wait)
 
     def begin(self, lines: Lines) -> None:
-        """Ask *lines* over a new connection; the broker delivers again what stood here."""
+        """Use *lines* with a new connection; the broker redelivers the tasks that waited here."""
         self.close()
         self.lines = lines
-        self._at_door.clear()
-        self._standing.clear()
-        self._here.clear()
+        self._for_process.clear()
+        self._by_tag.clear()
+        self._by_line.clear()
 
     def close(self) -> None:
-        """Give up the connection to the lines."""
+        """Close the connection to the lines."""
         if self.lines is not None:
             self.lines.close()
             self.lines = None
 
     # --- the order of a line -----------------------------------------------------------------
 
-    def _standing_of(self, arrival: Arrival, rate: Rate) -> _Standing:
+    def _task_of(self, arrival: Arrival, rate: Rate) -> _InLine:
         signature, message = self.signatures.get(arrival.name), arrival.message
         call = partial(_arguments, arrival)
         key = _key_of(arrival.name, arrival.id, rate, signature, call, arrival.fields)
         place = _place(message.headers, key, arrival.now_us)
-        one = _Standing(message.delivery_tag, (arrival.name, key), place)
+        one = _InLine(message.delivery_tag, (arrival.name, key), place)
         if one.place is not None:
-            self._stand(one)
+            self._enter(one)
         return one
 
-    def _stand(self, one: _Standing) -> None:
-        self._standing[one.tag] = one
-        insort(self._here.setdefault(one.line, []), one, key=lambda other: other.place or 0)
+    def _enter(self, one: _InLine) -> None:
+        self._by_tag[one.tag] = one
+        insort(self._by_line.setdefault(one.line, []), one, key=lambda other: other.place or 0)
 
-    def _is_first(self, one: _Standing) -> bool:
-        return self._here[one.line][0] is one
+    def _is_first(self, one: _InLine) -> bool:
+        return self._by_line[one.line][0] is one
 
-    def _behind(self, one: _Standing) -> AskAgain:
-        """It asks again once it is the first; those behind one at the door count as prefetched."""
-        self._at_door.pop(one.tag, None)
-        beside = self._here[one.line][0].tag not in self._at_door
+    def _behind(self, one: _InLine) -> AskAgain:
+        """Ask again when the task is the first of its line.
+
+        It counts as prefetched only if that first task waits for a free process.
+        """
+        self._for_process.pop(one.tag, None)
+        beside = self._by_line[one.line][0].tag not in self._for_process
 
         def note(again: Callable[[], object]) -> None:
             one.again = again
 
         return AskAgain(0.0, beside_prefetch=beside, from_here=True, once=note)
 
-    def _leave(self, one: _Standing) -> None:
-        """It starts, or goes back into the broker: the next one asks."""
-        self._at_door.pop(one.tag, None)
-        if self._standing.pop(one.tag, None) is None:
+    def _leave(self, one: _InLine) -> None:
+        """Remove a task that starts or goes back to the broker, and let the next one ask."""
+        self._for_process.pop(one.tag, None)
+        if self._by_tag.pop(one.tag, None) is None:
             return
-        others = self._here[one.line]
+        others = self._by_line[one.line]
         others.remove(one)
         if not others:
-            del self._here[one.line]
+            del self._by_line[one.line]
         elif (again := others[0].again) is not None:
             others[0].again = None
             again()
 
-    # --- the door ----------------------------------------------------------------------------
+    # --- waiting for a free process ----------------------------------------------------------
 
-    def _door(self, arrival: Arrival, room: int) -> AskAgain | None:
-        """None for one that may go in; it is not at the door any more."""
-        waiting, tag = self._at_door, arrival.message.delivery_tag
-        while waiting and next(iter(waiting.values())) < arrival.now_us - _AT_DOOR_US:
-            del waiting[next(iter(waiting))]  # its connection is gone
+    def _wait_for_process(self, arrival: Arrival, room: int) -> AskAgain | None:
+        """None if the task may start: fewer than *room* tasks wait for a process before it."""
+        waiting, tag = self._for_process, arrival.message.delivery_tag
+        while waiting and next(iter(waiting.values())) < arrival.now_us - _FORGOTTEN_US:
+            del waiting[next(iter(waiting))]  # its connection was lost
         waiting[tag] = arrival.now_us
-        before = takewhile(lambda other: other != tag, islice(waiting, _LOOKING_OFTEN))
+        before = takewhile(lambda other: other != tag, islice(waiting, _LOOKING))
         ahead = sum(1 for _ in before)
         if ahead >= room:
-            return AskAgain(DOOR_SECONDS * (ahead + 1), from_here=True)
+            return AskAgain(LOOK_SECONDS * (ahead + 1), from_here=True)
         del waiting[tag]
         return None
 
-    # --- the turn ----------------------------------------------------------------------------
+    # --- asking the line ---------------------------------------------------------------------
 
     def _turn(
-        self, arrival: Arrival, rate: Rate, one: _Standing, door: AskAgain | None
+        self, arrival: Arrival, rate: Rate, one: _InLine, wait: AskAgain | None
     ) -> Ruling | None:
-        """The ruling by the line's answer; a newcomer starts only if it would be the first here."""
+        """Decide by the line's answer; a new task waits if others of its line wait here."""
         headers, (task, key) = arrival.message.headers, one.line
-        may_start = door is None and (one.place is not None or one.line not in self._here)
+        may_start = wait is None and (one.place is not None or one.line not in self._by_line)
         try:
             if self.lines is None:
                 raise RecordsUnavailable("native delay is off in this worker")
             turn = self.lines.ask(task, key, rate, one.place, may_start=may_start)
         except RecordsUnavailable as exc:
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 logger.warning(
-                    "native delay: tasks that have a rate wait until it answers: %s", exc
+                    "native delay: rate-limited tasks wait until the rates can be read: %s", exc
                 )
             self._leave(one)
             return arrival.until_records_answer()
-        self._told = False
+        self._warned = False
         if turn.starts:
             if headers.pop(PLACE, None) is not None:
                 arrival.message.waited_in_line = True
@@ -204,12 +205,12 @@ class Rated:
             return WaitUntil(arrival.now_us + wait_us, None, again, kept)
         if one.place is None:
             one.place = turn.place
-            self._stand(one)
+            self._enter(one)
             if not self._is_first(one):
                 return self._behind(one)
-        if door is not None and turn.wait_us == 0:
-            return door
-        self._at_door.pop(one.tag, None)
+        if wait is not None and turn.wait_us == 0:
+            return wait
+        self._for_process.pop(one.tag, None)
         return again
 
 
@@ -221,15 +222,15 @@ def _key_of(
     call: Callable[[], tuple[Any, Any]],
     headers: Mapping[str, Any],
 ) -> str | None:
-    """The key of a task, with the arguments of its *call*; None for none, or if it fails."""
+    """The key of a call of *task*; None if the rate has no key, or its key cannot be computed."""
     if rate.key is None:
         return None
     try:
         return rate.key_of(*call(), headers, signature)
-    except Exception as exc:  # of a callable of the user's, or of a message that is no task
+    except Exception as exc:  # the user's callable or a malformed message may raise anything
         logger.error(
-            "native delay: the key of %s[%s] cannot be told, it stands in the line of tasks "
-            "without one: %s",
+            "native delay: cannot compute the rate key of %s[%s], it shares the rate of tasks "
+            "without a key: %s",
             task,
             task_id,
             described(exc),
@@ -245,7 +246,7 @@ def _arguments(arrival: Arrival) -> tuple[list[Any], dict[str, Any]]:
     if not arrival.has_headers:
         return list(arrival.fields.get("args") or ()), dict(arrival.fields.get("kwargs") or {})
     payload = arrival.message.payload
-    if isinstance(payload, dict):  # of another language, with headers as in protocol 2
+    if isinstance(payload, dict):  # from another language, with the headers of protocol 2
         return list(payload.get("args") or ()), dict(payload.get("kwargs") or {})
     return payload[0], payload[1]
 
@@ -255,7 +256,7 @@ def _header(place: int | None, key: str | None) -> str:
 
 
 def _place(headers: Mapping[str, Any], key: str | None, now_us: int) -> int | None:
-    """The place that a message has in the line of *key*; None for a newcomer."""
+    """The place of a message in the line of *key*; None for a new task."""
     header = headers.get(PLACE)
     place, separator, kept = header.partition(" ") if isinstance(header, str) else ("", "", "")
     if not _DIGITS.fullmatch(place) or (kept if separator else None) != key:
@@ -265,7 +266,7 @@ def _place(headers: Mapping[str, Any], key: str | None, now_us: int) -> int | No
 
 
 def signatures(rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> dict[str, Signature]:
-    """Signatures of the rated tasks' functions, by name.
+    """The signatures of the functions of rate-limited tasks, by task name.
 
     SettingsError: a rate's key is no argument of its task.
     """
@@ -273,7 +274,7 @@ def signatures(rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> dict[str,
     for name, rate in rates.items():
         task = tasks.get(name)
         if task is None:
-            logger.warning("native delay: native_delay_rates names %s, no task of this app", name)
+            logger.warning("native delay: native_delay_rates: this app has no task %s", name)
         elif (known := rate.signature_of(name, task.run)) is not None:
             found[name] = known
     return found
@@ -283,7 +284,7 @@ def signatures(rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> dict[str,
 
 
 def teach_retry_after(app: Any, rates: Mapping[str, Rate], known: Mapping[str, Signature]) -> None:
-    """Let the rated tasks of *app* be retried with RetryAfter; before the pool forks.
+    """Let rate-limited tasks raise RetryAfter; called before the pool forks.
 
     *known* are the tasks' :func:`signatures`.
     """
@@ -291,7 +292,7 @@ def teach_retry_after(app: Any, rates: Mapping[str, Rate], known: Mapping[str, S
         task = app.tasks.get(name)
         if task is None:
             continue
-        # Beneath Celery's autoretry, which would take it for any other error.
+        # Inside Celery's autoretry, which would handle it like any other error.
         attribute = "_orig_run" if hasattr(task, "_orig_run") else "run"
         run = getattr(task, attribute)
         if not hasattr(run, "native_delay_original"):
@@ -302,7 +303,7 @@ def _retrying(
     app: Any, task: Any, run: Callable[..., Any], rate: Rate, known: Signature | None
 ) -> Callable[..., Any]:
     @wraps(run)
-    def until_turned_away(*args: Any, **kwargs: Any) -> Any:
+    def until_retry_after(*args: Any, **kwargs: Any) -> Any:
         try:
             return run(*args, **kwargs)
         except RetryAfter as exc:
@@ -314,14 +315,16 @@ def _retrying(
             key = _key_of(task.name, task.request.id, rate, known, lambda: (args, kwargs), headers)
             try:
                 headers[PLACE] = _header(_hold(app, task.name, key, rate, seconds), key)
-            except Exception as problem:  # it is retried all the same
+            except Exception as problem:  # the task is retried all the same
                 logger.error(
-                    "native delay: the line of %s is not held: %s", task.name, described(problem)
+                    "native delay: RetryAfter holds only this task, not others of %s: %s",
+                    task.name,
+                    described(problem),
                 )
             raise task.retry(countdown=seconds, exc=exc, headers=headers) from exc
 
-    until_turned_away.native_delay_original = run  # type: ignore[attr-defined]
-    return until_turned_away
+    until_retry_after.native_delay_original = run  # type: ignore[attr-defined]
+    return until_retry_after
 
 
 def _hold(app: Any, task: str, key: str | None, rate: Rate, seconds: float) -> int:

@@ -1,11 +1,11 @@
-"""A consumer's strategies: each task passes the gates first, and their rulings are carried out.
+"""A consumer's strategies: they ask the gates about each task and carry out the rulings.
 
-This is the only place that acknowledges, puts back, asks again and hands to Celery.
+Only this module acknowledges messages, puts them back and gives them to Celery.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -31,48 +31,46 @@ from .arrival import (
     AskAgain,
     Drop,
     Gate,
-    LookUp,
     Ruling,
     WaitUntil,
 )
 from .tallying import Tallying
 from .unique import never_runs, rejected
 
-#: By id, until they are announced: whether it was us who put them on the list of the revoked.
-_arrived: dict[str, bool] = {}
+#: Ids of cancelled tasks until they are announced; True if we added them to Celery's revoked list.
+_cancelled: dict[str, bool] = {}
 
 
-def arrived(task_id: str) -> None:
-    """Take note of a cancelled task that Celery has not seen yet."""
-    _arrived.setdefault(task_id, False)
+def announce_cancelled(task_id: str) -> None:
+    """Let Celery announce the task as revoked when it receives it."""
+    _cancelled.setdefault(task_id, False)
 
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]
-def revoke(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Put a noted task on the list of the revoked: Celery looks there once more before it runs.
+def list_as_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
+    """Add a cancelled task to Celery's revoked list, which Celery reads before it runs a task.
 
     https://github.com/celery/celery/blob/v5.5.0/celery/worker/request.py#L711
     """
-    if request.id in _arrived and request.id not in state.revoked:
-        _arrived[request.id] = True
+    if request.id in _cancelled and request.id not in state.revoked:
+        _cancelled[request.id] = True
         state.revoked.add(request.id)
 
 
 @signals.task_revoked.connect(weak=False)  # type: ignore[untyped-decorator]
-def forget(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Take a task that was announced off the list of the revoked again.
+def unlist_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
+    """Remove an announced task from the revoked list, and revoke the tasks chained to it.
 
-    What is chained to it, which Celery leaves pending for ever, is revoked as well, and with it a
-    chord that waits for the end of the chain.
+    Celery would leave these pending for ever, and with them a chord of the chain.
     """
-    listed_by_us = None if request is None else _arrived.pop(request.id, None)
+    listed_by_us = None if request is None else _cancelled.pop(request.id, None)
     if listed_by_us is None:
         return
     if listed_by_us:
         state.revoked.discard(request.id)
     if request.chain:
         alone = Context(vars(request))
-        alone.chord = None  # it has been told
+        alone.chord = None  # the chord was told before
         sender.backend.mark_as_failure(
             request.id,
             TaskRevokedError("revoked"),
@@ -85,7 +83,7 @@ def forget(sender: Any = None, request: Any = None, **_: Any) -> None:
 
 logger = get_logger(__name__)
 
-#: Until a task is asked about again for which a gate has raised an error.
+#: Seconds until the gates are asked again about a task after a gate raised an error.
 FAULT_SECONDS = 5.0
 
 _CLOCK_SKEW = timedelta(microseconds=CLOCK_SKEW_US)
@@ -94,7 +92,7 @@ _NONE = timedelta()
 
 @dataclass(eq=False)
 class _Task:
-    """A task on its way: its *arrival*, and how Celery is given it, or told that it is settled."""
+    """A task at the gates; *run* gives it to Celery, *ack* acknowledges it."""
 
     arrival: Arrival
     payload: Any
@@ -103,7 +101,7 @@ class _Task:
 
 
 class GatedStrategies(dict[str, Any]):
-    """Strategies by the name of a task, each of which has it pass *gates* first."""
+    """A consumer's strategies by task name; each asks the *gates* first."""
 
     def __init__(
         self,
@@ -133,15 +131,15 @@ class GatedStrategies(dict[str, Any]):
         super().__setitem__(name, on_task)
 
     def _pass(self, task: _Task, first: int = 0) -> None:
-        """Let *task* pass the gates from the *first* on."""
+        """Ask the gates about *task*, from number *first* on."""
         for number, gate in enumerate(self._gates[first:], first):
             try:
                 ruling = gate(task.arrival)
             except (InvalidTaskError, ContentDisallowed, DecodeError):
                 raise
-            except Exception:  # Celery would end the worker, and the next one that gets the message
+            except Exception:  # it would end this worker, and the next one that gets the message
                 name, task_id = task.arrival.name, task.arrival.id
-                logger.exception("native delay: task %s[%s] waits: a fault of ours", name, task_id)
+                logger.exception("native delay: a bug in a gate, task %s[%s] waits", name, task_id)
                 ruling = AskAgain(FAULT_SECONDS, beside_prefetch=True)
             if ruling is not None:
                 self._carry_out(ruling, task, number)
@@ -154,24 +152,16 @@ class GatedStrategies(dict[str, Any]):
             case Drop():
                 self._drop(task, ruling)
             case Announce():
-                arrived(arrival.id)
+                announce_cancelled(arrival.id)
                 self._run(task)
             case AskAgain():
                 qos = self._consumer.qos if ruling.beside_prefetch else None
                 if qos is not None:
                     qos.increment_eventually()
                 first = number if ruling.from_here else 0
-                known = arrival.found if ruling.from_here else {}
-                again = partial(self._soon, self._ask_again, task, known, first, qos)
+                again = partial(self._soon, self._ask_again, task, first, qos)
                 ask = partial(self._after, ruling.after_seconds, again)
                 _ = ask() if ruling.once is None else ruling.once(ask)
-            case LookUp():
-                gate = self._gates[number]
-
-                def found(finding: Any) -> None:
-                    self._soon(self._ask_again, task, {**arrival.found, gate: finding})
-
-                ruling.start(found)
             case WaitUntil():
                 wait = Wait(
                     arrival.message,
@@ -196,7 +186,7 @@ class GatedStrategies(dict[str, Any]):
         self._tallying.passing = message
         try:
             if fields.get("eta") and arrival.has_headers and not arrival.is_early:
-                # Celery would parse it, in 20 µs, for a timer that is not to run.
+                # Celery would parse the ETA for its timer, which takes 20 µs.
                 message.kept_eta = message.headers.pop("eta")
                 try:
                     task.run()
@@ -225,17 +215,14 @@ class GatedStrategies(dict[str, Any]):
     def _reject(
         self, arrival: Arrival, reject: Callable[..., Any], log: Any, errors: Any, requeue: bool
     ) -> None:
-        """Tell the key of a message that Celery rejects, then *reject* it."""
+        """Free the key of a message that Celery rejects, then *reject* it."""
         rejected(self._consumer.app, arrival.id, requeue=requeue)
         reject(log, errors, requeue)
 
-    def _ask_again(
-        self, task: _Task, found: Mapping[Gate, Any], first: int = 0, qos: Any = None
-    ) -> None:
+    def _ask_again(self, task: _Task, first: int, qos: Any) -> None:
         if qos is not None:
             qos.decrement_eventually()
-        arrival = replace(task.arrival, now_us=time_ns() // 1000, found=found)
-        self._resume(replace(task, arrival=arrival), first)
+        self._resume(replace(task, arrival=replace(task.arrival, now_us=time_ns() // 1000)), first)
 
     def _instead_of_waiting(self, ruling: WaitUntil, task: _Task, number: int) -> None:
         if ruling.otherwise is None:
@@ -244,7 +231,7 @@ class GatedStrategies(dict[str, Any]):
             self._carry_out(ruling.otherwise, task, number)
 
     def _resume(self, task: _Task, first: int) -> None:
-        """:meth:`_pass`, with the errors that Celery expects of strategies taken care of."""
+        """Ask the gates again, and handle the errors that Celery handles for strategies."""
         if not task.arrival.is_ours:
             return
         consumer, message = self._consumer, task.arrival.message
@@ -260,18 +247,17 @@ class GatedStrategies(dict[str, Any]):
     def _ack_soon(self, message: Any) -> None:
         """Acknowledge *message* in the consumer's thread.
 
-        Not by the promise that Celery hands to strategies: called there, it asks for a second
-        turn of the loop, which nothing wakes up for.
+        Celery's own callback for it runs one loop later, and nothing wakes the loop up for that.
         """
         consumer = self._consumer
         call_soon = getattr(consumer, "call_soon_ack", consumer.call_soon)
         self._call(call_soon, message.ack_log_error, logger, consumer.connection_errors)
 
     def _after(self, seconds: float, call: Callable[[], Any]) -> None:
-        """*call* in so many *seconds*, in whichever thread.
+        """Call *call* after *seconds*, in any thread.
 
-        Celery's timer without a hub is a thread that sleeps until the first of its calls: what is
-        added meanwhile and comes sooner would be up to a second late.
+        Without a hub Celery's timer thread sleeps until its first call, so an earlier call that is
+        added meanwhile would be up to a second late.
         """
         if self._consumer.hub is not None or self._is_green:
             self._consumer.timer.call_after(seconds, call)
@@ -284,9 +270,9 @@ class GatedStrategies(dict[str, Any]):
         self._call(self._consumer.call_soon, call, *args)
 
     def _call(self, call_soon: Callable[..., Any], call: Callable[..., Any], *args: Any) -> None:
-        """*call* by *call_soon*, or at once where greenlets share a thread, as in Celery 5.7.
+        """Call *call* by *call_soon*, or at once with greenlets.
 
-        There call_soon() without a hub waits until drain_events() times out, 2 s later.
+        With greenlets call_soon() waits until drain_events() times out after 2 s.
         """
         if self._is_green:
             call(*args)
@@ -301,10 +287,10 @@ class GatedStrategies(dict[str, Any]):
 
 
 class Waker:
-    """An interruption of an event loop's poll(), from any thread and from the loop's own timers.
+    """Wakes up an event loop in poll(), from any thread and from the loop's own timers.
 
-    Without it a callback is seen up to a second later. kombu 5.7 interrupts itself, but not for
-    what a timer calls: its loop runs callbacks, then timers, then polls.
+    Otherwise a callback is up to a second late. kombu 5.7 wakes up itself, but not for callbacks
+    that a timer adds.
     """
 
     def __init__(self, hub: Any) -> None:
@@ -314,12 +300,12 @@ class Waker:
         hub.add_reader(self._reader, self._drain)
 
     def wake(self) -> None:
-        """End poll() now."""
-        with suppress(OSError):  # full: it is awake already
+        """Let poll() return now."""
+        with suppress(OSError):  # the socket is full, so the loop is awake
             self._writer.send(b"\0")
 
     def close(self) -> None:
-        """Free the sockets; the hub forgets a closed reader when it is reset."""
+        """Close the sockets; the hub forgets a closed reader when it is reset."""
         self._reader.close()
         self._writer.close()
 
@@ -329,10 +315,9 @@ class Waker:
 
 
 def forget_eta(request: Any, now: datetime) -> None:
-    """Keep a request that is due out of the worker's ETA timer.
+    """Keep a request out of the worker's ETA timer if it is due, or if it waited in the broker.
 
-    It need not wait if its ETA has come or its message did its waiting. ``task.request.eta`` still
-    tells the user's code the original.
+    ``task.request.eta`` still has the original ETA.
     """
     kept: str | None = getattr(request.message, "kept_eta", None)
     if kept is not None:

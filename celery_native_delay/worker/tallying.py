@@ -1,12 +1,12 @@
-"""A worker's counts of the delayed messages it received, told by an event once a second.
+"""A worker counts the delayed messages it receives and sends the counts as one event a second.
 
-Only with events on (``celery worker -E``, ``celery control enable_events``): an exporter of
-metrics listens, and no worker needs a port. However many tasks run, it is one event.
+It does so while events are on (``celery worker -E``, ``celery control enable_events``). The
+exporter of metrics listens to these events, so no worker needs a port.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container
 from functools import partial
 from threading import Lock
@@ -16,68 +16,58 @@ from celery import signals
 
 from ..message import Delayed
 from .arrival import queue_of
-from .tally import EVENT, Tally
+from .tally import EVENT, count_start
 
 INTERVAL_SECONDS = 1.0
 
 
 class Tallying:
-    """Counters for one consumer, at work as long as events are on; *rated* are names of tasks."""
+    """The counters of one consumer; *rated* are the names of tasks with a rate."""
 
     def __init__(self, consumer: Any, rated: Container[str] = ()) -> None:
         self._consumer = consumer
         self._rated = rated
-        self._tallies: dict[str, Tally] = {}
+        self._tallies: dict[str, Counter[str]] = defaultdict(Counter)
         self._starts: Counter[str] = Counter()
         self._lock = Lock()  # pools of threads start tasks in their threads
-        self._is_heard = False
+        self._sends_events = False
         self._timer: Any = None
         self.passing: Any = None
-        """The message that Celery is being given: its signals do not say whose task it revokes."""
-        self._receivers = (
-            (signals.task_received, self._on_received),
-            (signals.task_revoked, self._on_revoked),
-        )
+        """The message that Celery is being given: ``task_revoked`` does not tell it."""
 
     def start(self) -> None:
-        """Tell regularly, over a new connection."""
+        """Send the counts every second, over a new connection."""
+        signals.task_received.connect(self._on_received, weak=False)
+        signals.task_revoked.connect(self._on_revoked, weak=False)
         self.tell()
         self._timer = self._consumer.timer.call_repeatedly(INTERVAL_SECONDS, self.tell)
 
     def stop(self) -> None:
-        """Tell for the last time over a connection that goes."""
+        """Send the counts once more before the connection is closed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
             self.tell()
 
     def shutdown(self) -> None:
-        self._be_heard(False)
+        signals.task_received.disconnect(self._on_received)
+        signals.task_revoked.disconnect(self._on_revoked)
 
     def tell(self) -> None:
-        """Send what was counted since the last time."""
+        """Send the counts since the last event."""
         dispatcher = self._consumer.event_dispatcher
         if dispatcher is None:
             return
         groups = dispatcher.groups
-        self._be_heard(dispatcher.enabled and (not groups or "task" in groups))
+        self._sends_events = dispatcher.enabled and (not groups or "task" in groups)
         with self._lock:
-            tallies, self._tallies = self._tallies, {}
+            tallies, self._tallies = self._tallies, defaultdict(Counter)
             starts, self._starts = self._starts, Counter()
-        if (tallies or starts) and self._is_heard:
-            queues = {queue: tally.as_fields() for queue, tally in tallies.items()}
+        if (tallies or starts) and self._sends_events:
+            queues = {queue: dict(tally) for queue, tally in tallies.items()}
             fields = {"queues": queues, "rate_starts": dict(starts)}
-            # Not send(): it leaves out our group where `enable_events` has named Celery's.
+            # send() would drop our group if `enable_events` named only Celery's groups.
             dispatcher.publish(EVENT, fields, dispatcher.producer)
-
-    def _be_heard(self, heard: bool) -> None:
-        if heard != self._is_heard:
-            self._is_heard = heard
-            for signal, receiver in self._receivers:
-                if heard:
-                    signal.connect(receiver, weak=False)
-                else:
-                    signal.disconnect(receiver)
 
     # --- counting ------------------------------------------------------------------------
 
@@ -85,7 +75,7 @@ class Tallying:
         self._count(message, "expired")
 
     def _on_received(self, sender: Any = None, request: Any = None, **_: Any) -> None:
-        if sender is not self._consumer:
+        if sender is not self._consumer or not self._sends_events:
             return
         if request.name in self._rated:
             with self._lock:
@@ -94,11 +84,11 @@ class Tallying:
         if delayed is None or delayed.cancelled:
             return
         if getattr(request.message, "waited_in_line", False):
-            return  # it came back before its turn, and was not late
+            return  # it waited for its rate, so its lateness says nothing
         queue = self._count(request.message, "matured")
-        # No signal says in this process that a task starts.
+        # No signal tells the main process that a task starts.
         request.on_accepted = partial(
-            self._on_accepted, request, request.on_accepted, queue, delayed.due_us / 1_000_000
+            self._on_accepted, request, request.on_accepted, queue, delayed.due_us
         )
 
     def _on_accepted(
@@ -106,14 +96,14 @@ class Tallying:
         request: Any,
         accepted: Callable[..., Any],
         queue: str,
-        due: float,
+        due_us: int,
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        vars(request).pop("on_accepted", None)  # it leads back to the request
+        vars(request).pop("on_accepted", None)  # a reference cycle
         accepted(*args, **kwargs)
         with self._lock:
-            self._tally(queue).start(request.time_start - due)
+            count_start(self._tallies[queue], round(request.time_start * 1_000_000) - due_us)
 
     def _on_revoked(
         self, sender: Any = None, request: Any = None, expired: bool = False, **_: Any
@@ -128,14 +118,7 @@ class Tallying:
 
     def _count(self, message: Any, what: str) -> str:
         queue = queue_of(self._consumer, message)
-        if self._is_heard:
+        if self._sends_events:
             with self._lock:
-                tally = self._tally(queue)
-                setattr(tally, what, getattr(tally, what) + 1)
+                self._tallies[queue][what] += 1
         return queue
-
-    def _tally(self, queue: str) -> Tally:
-        tally = self._tallies.get(queue)
-        if tally is None:
-            tally = self._tallies[queue] = Tally()
-        return tally

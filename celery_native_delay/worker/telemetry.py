@@ -1,9 +1,9 @@
-"""Telemetry: what tasks did, one line of JSON at a time, for ``spark.reconcile`` and for you.
+"""Telemetry: workers write a line of JSON when a task starts and when it ends.
 
-Every process of a worker appends to a file of its own, ``<day>_<worker>_<pid>.jsonl``, whole
-lines with one write each and no buffer: a SIGKILL loses at most what its tasks had not said yet.
-A file is closed when its (UTC) day is over. No write can hurt a task. The fields are those of
-:mod:`~celery_native_delay.worker.attempt`.
+Each process of a worker appends to its own file of the (UTC) day, ``<day>_<worker>_<pid>.jsonl``.
+Each line is one unbuffered write, so a SIGKILL loses none that was written. A failing write never
+stops a task. :mod:`~celery_native_delay.worker.attempt` has the fields; ``spark.reconcile`` reads
+the files.
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ from .arrival import queue_of
 
 logger = get_logger(__name__)
 
-#: Under this name, among the properties of its message, the queue that a task was consumed from
-#: travels to the process that runs it; by itself only the routing key does. A name of its own in
-#: the request would be a header to ``Context``, and be sent with retries.
+#: The name in the message's properties under which the process that runs a task gets its queue.
+#: Celery passes only the routing key on. In the request itself it would be sent with retries.
 QUEUE = "native_delay_queue"
 
-#: Beside it, whether the message waited in the broker until it was due: see :func:`waited`.
+#: The name in the properties for the result of :func:`waited`.
 WAITED = "native_delay_waited"
 
-#: Where the request of a running task keeps when it started, in microseconds since the epoch.
+#: The request's attribute for the start of its task, in microseconds since the epoch.
 STARTED = "native_delay_started_us"
 
 _as_json = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 DAY_US = 86_400_000_000
 
-#: Of a message whose broker does not tell of a wait.
+#: Stands for a message that does not say if it waited.
 _UNTOLD = object()
 
 _OUTCOMES = {
@@ -63,9 +62,9 @@ _ENDED_FROM_OUTSIDE: tuple[tuple[type[BaseException], str], ...] = (
 
 
 class Telemetry:
-    """A writer of what the tasks of one app do in this worker, from connect() to disconnect().
+    """Writes telemetry of one app's tasks in this worker, from connect() to disconnect().
 
-    Made before the pool forks, so that its processes inherit the receivers.
+    It is made before the pool forks, so that the child processes inherit its signal receivers.
     """
 
     def __init__(self, installation: Installation, consumer: Any, folder: str) -> None:
@@ -130,10 +129,10 @@ class Telemetry:
     def _on_failure(
         self, sender: Any = None, task_id: Any = None, exception: Any = None, **_: Any
     ) -> None:
-        """Write down a failure, if the task's own process could not."""
+        """Write the end of a task whose own process could not."""
         for kind, outcome in _ENDED_FROM_OUTSIDE:
             if isinstance(exception, kind) and self._is_ours(sender):
-                # Only some of these come with the request on the stack.
+                # Celery sets the task's request only for some of these failures.
                 request = sender.request if sender.request.id == task_id else None
                 self._write_ending(sender, task_id, request, outcome)
                 return
@@ -157,7 +156,7 @@ class Telemetry:
         return installation_of(task.app) is self._installation
 
     def _request_of(self, task: Any) -> Any:
-        """The request that runs; None if it is of another app or never came from a broker."""
+        """The running request; None if it is of another app or did not come from a broker."""
         if not self._is_ours(task) or task.request.is_eager:
             return None
         return task.request
@@ -185,7 +184,7 @@ class Telemetry:
             get("root_id"),
             get("hostname") or self._worker,
             os.getpid(),
-            # Of a task that never started; without telemetry on its way, the routing key.
+            # A task that never started has its queue in the properties, or only a routing key.
             get(QUEUE) or properties.get(QUEUE) or (get("delivery_info") or {}).get("routing_key"),
             get("retries"),
             attempt.moment(due_us_or_none(get("eta"))),
@@ -200,38 +199,37 @@ class Telemetry:
 
 
 class LineFiles:
-    """Files of whole lines, one per process and day, appended to from any thread, without a lock.
+    """Appends lines to one file per process and day, from any thread without a lock.
 
-    A lock could be held by another thread while a pool process is forked. A single write to a
-    file opened for appending is never mixed with another.
+    Another thread could hold a lock while a pool process is forked. The system never mixes two
+    writes to a file that is open for appending.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
         self._name = re.sub(r"[^\w.@-]", "_", name)
         self._open: tuple[int, int, LineFile] | None = None
-        """Process, day since the epoch, and its file."""
-        self._told = False
+        """The process id, the day since the epoch, and their file."""
+        self._warned = False
 
     def append(self, at_us: int, line: str) -> None:
-        """Write *line*; what goes wrong is logged once per process."""
+        """Write *line*; the first error of a process is logged."""
         data = line.encode() + b"\n"
         try:
             if self._file(at_us // DAY_US).write(data) < len(data):
-                self.close()  # the next line is to begin with an end of this one
-                raise OSError("the file system took half a line")
+                self.close()  # a reopened file begins with a line break
+                raise OSError("only a part of a line was written")
         except OSError as exc:
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 logger.warning(
-                    "native delay: telemetry is incomplete, tasks run as ever: cannot write to "
-                    "%s: %s",
+                    "native delay: telemetry is incomplete, cannot write to %s: %s",
                     self._folder,
                     exc,
                 )
 
     def close(self) -> None:
-        """Let go of the file; the next line opens it again."""
+        """Forget the file; the next line opens it again."""
         self._open = None
 
     def _file(self, day: int) -> LineFile:
@@ -246,13 +244,13 @@ class LineFiles:
 
 
 class LineFile:
-    """A file opened for appending; closed with its last reference, so never while it is written."""
+    """A file open for appending; it is closed with its last reference, never during a write."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = -1
         self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         if os.fstat(self._descriptor).st_size:
-            self.write(b"\n")  # who wrote here before may have ended in the middle of a line
+            self.write(b"\n")  # the last line may be incomplete
 
     def write(self, data: bytes) -> int:
         return os.write(self._descriptor, data)
@@ -263,33 +261,32 @@ class LineFile:
 
 
 def waited(message: Any, *, now_ms: int) -> bool | None:
-    """True if *message*, which has just been received, waited in the broker for its due time.
+    """True if a received message waited in the broker until it was due.
 
-    One that did not was sent after it was due, if an installed producer sent it. None where that
-    cannot be told.
+    False if it was sent after it was due, by an installed producer; None if that is unknown.
     """
     headers = getattr(message, "headers", None) or {}
-    # While Celery makes its request, a message that has waited is without it.
+    # The strategy takes the ETA out of the headers while Celery makes its request.
     due_ms = due_ms_of({"eta": getattr(message, "kept_eta", None) or headers.get("eta")})
     wait: Any = getattr(message, "native_delay", _UNTOLD)
     if due_ms is None or wait is _UNTOLD:
         return None
     if wait is None:
-        # Put back by a fence, it does not tell of its first wait any more.
+        # A message that a fence has put back does not say if it waited before.
         return False if due_ms <= now_ms and HEADER not in headers else None
     return True if wait.due_us <= due_ms * 1000 else None
 
 
 def outcome_of(state: str | None, retval: Any) -> str:
-    """The outcome of an attempt, by its state and what it raised."""
+    """The outcome of an attempt with this state and return value or exception."""
     if state == states.REJECTED and getattr(retval, "requeue", False):
         return attempt.REQUEUED
-    # Ended by what is no Exception, Celery takes the process for lost.
+    # A task that raised a BaseException has no state: Celery takes its process for lost.
     return _OUTCOMES.get(state, attempt.LOST)
 
 
 def retry_due_us(outcome: str, raised: Any, finished_us: int) -> int | None:
-    """The time at which the task is to come again, in microseconds; None if it is not."""
+    """The time of the task's next attempt, in microseconds since the epoch; None without one."""
     if outcome not in attempt.COMES_AGAIN:
         return None
     when = getattr(raised, "when", None)

@@ -1,6 +1,6 @@
-"""The gate for tasks that are to be the only ones under their key, and what follows their end.
+"""The gate for unique tasks, and signal receivers that free the keys of tasks that end.
 
-Of other tasks under a key it matters only that they will never run.
+Debounced and throttled tasks free their key only if they will never run.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .leases import Held, Leases, leases_of
 
 logger = get_logger(__name__)
 
-#: Until it is asked again of a message that cannot wait in the broker.
+#: Seconds until the gate is asked again about a message that cannot wait in the broker.
 PAUSE_SECONDS = 1.0
 
 
 class Unique:
-    """The gate: a task whose key another one has, or that cannot be asked for, waits again."""
+    """The gate that lets a unique task wait while another task has its key."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -49,8 +49,7 @@ class Unique:
             if not self._told:
                 self._told = True
                 logger.warning(
-                    "native delay: unique tasks wait until the records of their keys can be read: "
-                    "%s",
+                    "native delay: unique tasks wait: the records of their keys cannot be read: %s",
                     described(exc),
                 )
             return arrival.until_records_answer()
@@ -62,14 +61,14 @@ class Unique:
 
 
 def _unique_mark_of(headers: Any) -> Mark | None:
-    """The mark of a unique task among its *headers*; None for any other task."""
+    """The mark in the *headers* of a unique task; None for any other task."""
     mark = Mark.of(headers)
     is_unique = mark is not None and mark.kind == "unique" and mark.until in ("start", "end")
     return mark if is_unique else None
 
 
 def _is_here(arrival: Arrival) -> bool:
-    """True while its message is unacknowledged here, or its task in the pool."""
+    """True while the message is unacknowledged, or its task is in the pool."""
     unsettled = not arrival.message.acknowledged and arrival.is_ours
     return unsettled or arrival.id in worker_state.requests
 
@@ -87,7 +86,7 @@ def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
 
 @signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
 def start(sender: Any = None, **_: Any) -> None:
-    """Free the key of a task that has it until its start, or renew its lease from here, too."""
+    """Free the key of a starting task (until="start"), or renew its lease here, too."""
     found = _marked(sender, sender.request)
     if found is None or (token := found[1].token) is None:
         return
@@ -100,7 +99,7 @@ def start(sender: Any = None, **_: Any) -> None:
 
 @signals.task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
 def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> None:
-    """Free the key of a task that is over; one that comes again keeps it."""
+    """Free the key of a task that has ended; a task that is retried keeps it."""
     found = _marked(sender, sender.request)
     if found is None or found[1].until == "start" or (token := found[1].token) is None:
         return
@@ -116,7 +115,7 @@ def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> 
 
 
 def never_runs(sender: Any, headers: Any, task_id: str) -> None:
-    """Free the key of a message that will never run; *sender* is of an app, or a task."""
+    """Free the key of a message that will never run; *sender* has the app."""
     mark = Mark.of(headers)
     if mark is not None and installation_of(sender.app) is not None:
         rule = partial(rules.release, task_id=task_id, token=mark.token)
@@ -125,9 +124,9 @@ def never_runs(sender: Any, headers: Any, task_id: str) -> None:
 
 @signals.task_revoked.connect(weak=False)  # type: ignore[untyped-decorator]
 def revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:
-    """Free the key of a task that was cancelled, revoked or has expired.
+    """Free the key of a task that was cancelled, was revoked or has expired.
 
-    A throttled task that was terminated has run.
+    A throttled task that was terminated has run, and keeps its key.
     """
     if request is None or (terminated and _unique_mark_of(vars(request)) is None):
         return
@@ -137,7 +136,7 @@ def revoked(sender: Any = None, request: Any = None, terminated: bool = False, *
 @signals.task_unknown.connect(weak=False)  # type: ignore[untyped-decorator]
 @signals.task_rejected.connect(weak=False)  # type: ignore[untyped-decorator]
 def discarded(sender: Any = None, message: Any = None, **_: Any) -> None:
-    """Free the key of a task that Celery discards: of an unknown name, or that is no task."""
+    """Free the key of a message that Celery discards: an unknown or invalid task."""
     headers = message.headers
     if isinstance(headers, Mapping):
         never_runs(sender, headers, headers.get("id") or "")
@@ -152,15 +151,15 @@ def lost(sender: Any = None, task_id: Any = None, exception: Any = None, **_: An
 
 @signals.task_retry.connect(weak=False)  # type: ignore[untyped-decorator]
 def retried(sender: Any = None, request: Any = None, reason: Any = None, **_: Any) -> None:
-    """Keep the key of a task whose process was killed for the retry that Celery sent."""
+    """Keep the key of a task whose process was killed if Celery retries it."""
     if _is_from_outside(reason.exc) and installation_of(sender.app) is not None:
         leases_of(sender.app).lost(request.id, retry_us=_wait_us(reason.when))
 
 
 def rejected(app: Any, task_id: str, *, requeue: bool) -> None:
-    """Free the key of a task whose message is rejected; *requeue* keeps it for the redelivery.
+    """Free the key of a task whose message is rejected; keep it if the message is requeued.
 
-    Of a task whose process was killed Celery tells no more than this if it requeues the message.
+    If a killed task's message is requeued, Celery sends no other signal than this.
     """
     leases_of(app).lost(task_id, retry_us=0 if requeue else None)
 

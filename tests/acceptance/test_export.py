@@ -13,7 +13,6 @@ from kombu import Connection
 
 from celery_native_delay import NotDeclared, install
 from celery_native_delay.testing import PrivateRabbitMQ
-from celery_native_delay.transports.interface import Exports
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests.acceptance.worker import FEW_LEVELS, Fleet, fleet_on
 from tests.documents import ROOT
@@ -41,7 +40,6 @@ def limited(rabbitmq: PrivateRabbitMQ, vhost: str, tmp_path: Path) -> Iterator[F
 def import_export(rabbitmq: PrivateRabbitMQ, app: Celery) -> Topology:
     """Import the definitions that *app* needs into the broker; returns the plan."""
     transport = app.connection_for_write().transport
-    assert isinstance(transport, Exports)
     settings = install(app)._native_delay.settings()
     queues = list(app.amqp.queues.values())
     exported = transport.export(settings, queues)

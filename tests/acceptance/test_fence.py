@@ -137,7 +137,7 @@ def check_what_runs(broker_url: str, folder: Path, *, pool: Any, **records: str)
             run.assert_on_time(run.due, run.due + 60)
         assert worker.log_lines("run dead was not sealed in time", "all of its tasks run")
         assert strict.log_lines("run strict was not sealed in time", "dropped")
-        assert worker.log_lines("the records have lost run lost", "all of its tasks run")
+        assert worker.log_lines("the record of run lost is lost", "all of its tasks run")
         found = runs.load(["dead", "strict", "lost", "won"])
         assert [record.state for record in found if record] == [ALL, ABORTED, ALL, COMMITTED]
         assert [record.by for record in found if record][:2] == [worker.name, strict.name]

@@ -154,12 +154,12 @@ def test_the_page_finds_filters_and_changes_waiting_tasks(
         page.wait(lambda: page.text("#delays-parked") == "1")
         page.click("#delays-show-parked")
         page.click("#delays-purge")
-        page.wait(lambda: "Throw away 1 task?" in page.text("#delays-purge-question"))
+        page.wait(lambda: "Delete 1 task?" in page.text("#delays-purge-question"))
         page.wait(lambda: page.focus("id") == "delays-purge-no")
         chrome.switch_to.active_element.send_keys(Keys.ENTER)
         page.click("#delays-purge")
         page.click("#delays-purge-yes")
-        page.told("1 task thrown away")
+        page.told("1 task deleted")
         page.wait(lambda: page.text("#delays-parked") == "0")
         assert fleet.record.wait_for(task_id="task-6")[0].id == "task-6"
 
@@ -222,7 +222,7 @@ def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flower
         ("/api/delay/reschedule/task-1", {"eta": "9999-01-01"}, 400, "native_delay_levels"),
         (many, {"ids": "task-1"}, 400, "list of ids"),
         (purge, {"parked": 3}, 409, "now there are 0"),
-        (purge, {"parked": "3"}, 400, "how many were seen"),
+        (purge, {"parked": "3"}, 400, "a number of messages"),
         ("/api/delays?search=name:", None, 400, "behind the colon"),
         ("/api/delays?limit=0", None, 400, "limit"),
     ):
@@ -331,12 +331,12 @@ def test_with_unreachable_records_the_page_shows_the_brokers_counts(
                 records.kill()
                 shows_the_brokers_own(
                     page,
-                    f"records at {records.url.replace('hush', '**')} are out of reach: ",
+                    f"records at {records.url.replace('hush', '**')} are unreachable: ",
                     meaning,
                 )
                 page = DelaysPage(chrome, flower)  # also in a newly opened page
                 page.wait(lambda: "Connection refused" in page.text("#delays-error"))
-                shows_the_brokers_own(page, "out of reach", meaning)
+                shows_the_brokers_own(page, "unreachable", meaning)
                 assert "hush" not in chrome.page_source
                 records.start()
                 page.lists(38)

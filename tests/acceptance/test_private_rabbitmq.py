@@ -48,7 +48,7 @@ def test_a_policy_reaches_the_queues(rabbitmq: PrivateRabbitMQ, vhost_url: str, 
     with Connection(vhost_url) as connection, connection.SimpleQueue("orders"):
         rabbitmq.set_policy(vhost, "short", "^orders$", {"max-length": 10})
         wait_until(lambda: rabbitmq.queues(vhost)[0].get("policy") == "short")
-        rabbitmq.clear_policy(vhost, "short")
+        rabbitmq.api("DELETE", f"/policies/{vhost}/short")
     assert rabbitmq.api("GET", f"/policies/{vhost}") == []
 
 

@@ -51,7 +51,6 @@ def test_celerys_start_worker_raises_the_error_about_rates(
 ) -> None:
     """The worker runs in a thread; without the error start_worker would wait for ever."""
     app = new_app(broker_url="memory://", native_delay_rates={"call_api": rate})
-    app.log.setup = lambda **_: None  # the logging of this process stays
     raised: list[BaseException] = []
 
     def start() -> None:
@@ -88,12 +87,12 @@ def test_rated_tasks_wait_while_the_records_are_unreachable(fleet: Fleet) -> Non
         ids = [app.send_task("call_api", ("ada", number)).id for number in range(3)]
         other = app.send_task("note", (1,)).id
         fleet.record.wait_for_ids([other])
-        worker.wait_for_log("tasks that have a rate wait until it answers")
+        worker.wait_for_log("rate-limited tasks wait until the rates can be read")
         assert {run.id for run in fleet.record.runs()} == {first, other}
         records.start()
         runs = fleet.record.wait_for_ids(ids)
         assert {len(runs[each]) for each in ids} == {1}
-        assert len(worker.log_lines("tasks that have a rate wait until it answers")) == 1
+        assert len(worker.log_lines("rate-limited tasks wait until the rates can be read")) == 1
         wait_until(lambda: [line.waiting for line in Delay(app).rates()] == [0])
 
 

@@ -142,7 +142,7 @@ def test_a_worker_logs_its_state_and_unsafe_redis_settings(tmp_path: Path) -> No
         worker = fleet.worker()
         (line,) = worker.log_lines("native delay:", "holds delayed tasks")
         assert "under celery_delay.v2: 0 waiting, 0 parked; promoting in this worker" in line
-        worker.wait_for_log("native delay: maxmemory-policy is allkeys-lru: Redis may drop")
+        worker.wait_for_log("native delay: maxmemory-policy is allkeys-lru: Redis may delete")
         worker.wait_for_log("native delay: appendonly is no: of delayed messages, what came since")
 
 

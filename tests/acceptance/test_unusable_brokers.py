@@ -110,10 +110,8 @@ def shop(tmp_path: Path) -> Shop:
 
 MISSING = [
     ("redis://:s3cret@localhost", "redis", "celery_native_delay[redis]"),
-    ("sqs://key:s3cret@", "boto3", "celery_native_delay[sqs]"),
+    ("sqs://key:s3cret@", "botocore", "celery_native_delay[sqs]"),
     ("sqla+postgresql://shop:s3cret@localhost/shop", "sqlalchemy", "celery_native_delay[sql]"),
-    ("pgmq://shop:s3cret@localhost/shop", "pgmq", "kombu[pgmq]"),
-    ("amqp://localhost;redis://:s3cret@localhost", "redis", "celery_native_delay[redis]"),
 ]
 
 
@@ -217,7 +215,7 @@ def test_commands_name_the_missing_store_setting(shop: Shop, broker: str, comman
     """The error is one sentence; the app logs no second one."""
     shop.broker = broker
     sentence = shop.error("-A", "shop", "delay", *command.split())
-    assert sentence.startswith(f"native delay has no store for {broker.partition(':')[0]}; ")
+    assert sentence.startswith(f"native delay has no store for {broker.partition(':')[0]}: ")
     assert "set native_delay_store to the URL of a database" in sentence
 
 
@@ -231,8 +229,8 @@ def test_a_scheme_that_kombu_does_not_know(shop: Shop) -> None:
         raised = shop.raised(code)
         assert raised.count("Traceback") == 1
         said.append(raised.splitlines()[-1].partition("UnsupportedBroker: ")[2])
-    expected = "expected a broker URL with a scheme that kombu knows, got amqpp://"
-    assert set(said) == {f"{expected}; did you mean amqp://?"}
+    expected = "expected a broker URL with a scheme that kombu knows: No such transport: amqpp."
+    assert set(said) == {f"{expected}  Did you mean amqp?"}
 
 
 # ---- unreachable brokers ----------------------------------------------------------------------
@@ -253,7 +251,7 @@ def test_an_error_names_the_broker_that_is_down(shop: Shop, broker: str, shown: 
     shop.broker = broker
     for command in ("status", "ls"):
         sentence = shop.error("-A", "shop", "delay", command)
-        assert sentence.startswith(f"the broker {shown} cannot be used: ")
+        assert sentence.startswith(f"cannot use the broker {shown}: ")
     for code in (DELAYED, IMMEDIATE):
         raised = shop.raised(code).splitlines()
         assert raised[-2].startswith("kombu.exceptions.OperationalError: ")
@@ -267,7 +265,7 @@ def test_an_error_names_the_broker_that_is_down(shop: Shop, broker: str, shown: 
 def test_a_command_without_an_app_asks_for_the_option(shop: Shop, command: str) -> None:
     said = shop.error("delay", *command.split())
     way_out = f"name its module with -A, as in `celery -A shop delay {command}`"
-    assert said == f"expected an app, got none: {way_out}"
+    assert said == f"expected an app: {way_out}"
 
 
 def test_a_command_on_an_app_without_install_says_what_to_add(shop: Shop) -> None:

@@ -34,7 +34,7 @@ from tests.integration.traffic import Arrival
 BROKERS = at_home_on("rabbitmq-3.10")
 
 TRACE = "trace"
-SAID = "sending as apply_async does, not by template: "
+SAID = "sending by apply_async, not by template: "
 
 #: An app, and the traces that its messages were given so far, by task id.
 Watched = tuple[Celery, dict[str, str]]
@@ -271,29 +271,6 @@ def test_sentry_has_a_span_for_each_message(space: str) -> None:
     assert f"{SAID}sentry_sdk.integrations.celery._wrap_task_run.<locals>" in run.stderr
 
 
-def test_a_witness_that_comes_in_the_middle_of_a_batch_sees_what_follows(
-    space: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until it goes again."""
-    watching, app = Watching(), make_app(space)
-    with inbox(space, "plain") as letters:
-        with bulk(app) as batch:
-
-            def send(count: int) -> list[str]:
-                return [batch.send("shop.remind", (n,), countdown=2) for n in range(count)]
-
-            before = send(4)
-            monkeypatch.setattr(Producer, "publish", watching.around_publish(Producer.publish))
-            seen = send(4)
-            monkeypatch.undo()
-            after = send(4)
-        came = letters.wait_for(12)
-    app.close()
-    assert list(watching.traces) == seen
-    assert traces_of(came) == dict.fromkeys((*before, *after)) | watching.traces
-    assert batch.result.by_template == 2 + 4
-
-
 # ---- what a proof cannot know --------------------------------------------------------------------
 
 
@@ -332,13 +309,13 @@ OF_ARGUMENT = adding(lambda body: f"of {body[0][0]}")
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "around", "named"),
+    ("module", "name", "around"),
     [
-        ("celery.app.amqp", "task_message", RANDOM, "header 'trace'"),
-        ("celery.app.amqp", "task_message", OF_ARGUMENT, "header 'trace'"),
-        ("celery.app.amqp", "saferepr", masking, "header 'argsrepr'"),
-        ("celery.app.amqp", "add_seconds_to_datetime", jittering, "header 'eta'"),
-        ("kombu.messaging", "dumps", compact, "body"),
+        ("celery.app.amqp", "task_message", RANDOM),
+        ("celery.app.amqp", "task_message", OF_ARGUMENT),
+        ("celery.app.amqp", "saferepr", masking),
+        ("celery.app.amqp", "add_seconds_to_datetime", jittering),
+        ("kombu.messaging", "dumps", compact),
     ],
     ids=["random", "by argument", "argsrepr", "eta", "body"],
 )
@@ -349,9 +326,8 @@ def test_what_a_template_would_not_have_made_goes_as_apply_async_sends_it(
     module: str,
     name: str,
     around: Any,
-    named: str,
 ) -> None:
-    """A second message shows it, of other arguments; the log names what differs, not its value."""
+    """A second message, with other arguments, shows it; the log says so."""
     caplog.set_level(logging.INFO, "celery_native_delay.bulk")
     owner = importlib.import_module(module)
     app, sent = make_app(space), (1, 2, 3, 4, 4)
@@ -376,8 +352,7 @@ def test_what_a_template_would_not_have_made_goes_as_apply_async_sends_it(
     assert of_batch == sorted(seen(a) for a in came if a.message.headers["id"] not in ids)
     assert batch.result.by_template == 0
     (line,) = told(caplog)
-    assert line.startswith("two tasks 'shop.remind' differ unexpectedly in ")
-    assert line.endswith((named, f"part {named!r}"))
+    assert line.endswith("two tasks 'shop.remind' differ unexpectedly")
 
 
 def test_a_template_of_equal_tasks_serves_for_their_like_only(

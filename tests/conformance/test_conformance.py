@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from kombu import Exchange, Queue
 
-from celery_native_delay import DelaySettings, DelayTooLong
+from celery_native_delay import DelaySettings, DelayTooLong, InvalidDueTime, SettingsError
 from celery_native_delay.due_time import due_us
 from celery_native_delay.transports.interface import ServesQueues, Wait
 from tests.acceptance.worker import EARLY_SECONDS, Fleet, Worker, fleet_on
@@ -118,8 +118,8 @@ def test_it_arrives_exactly_where_and_as_the_undelayed_one(url: str) -> None:
             assert receiver.receive_until(lambda: len(everything(boxes)) >= len(expected))
             arrived = everything(boxes)
             assert sorted(arrived) == expected
-            waited = {getattr(each, "native_delay", None) is not None for each in arrived.values()}
-            assert waited == {delay is not None}
+            waits = [getattr(each, "native_delay", None) for each in arrived.values()]
+            assert {wait is not None for wait in waits} == {delay is not None}
             seen.append({where: as_seen(message) for where, message in arrived.items()})
             for box in boxes.values():
                 box.arrivals.clear()
@@ -185,6 +185,8 @@ def test_a_longer_delay_than_any_is_refused_and_nothing_sent(url: str) -> None:
         for headers in ({}, {"task": "shop.remind", "id": "task-1"}):
             with pytest.raises(DelayTooLong, match=r"exceeds the longest delay of 2 min 43\.8"):
                 publish(connection, "hello", "jobs", delay=170, headers=headers)
+        with pytest.raises(InvalidDueTime):
+            publish(connection, "hello", "jobs", headers={"task": "shop.remind", "eta": "soon"})
         assert waiting_count(connection) == 0
         publish(connection, "hello", "jobs", delay=160)
         assert waiting_count(connection) == 1
@@ -204,7 +206,7 @@ def test_what_was_accepted_once_is_put_back_under_a_shorter_limit(url: str) -> N
 
         def receive(body: Any, message: Any) -> None:
             came.append(Arrival(message, time()))
-            if came[-1].lateness_seconds < -1:
+            if came[-1].lateness_seconds < -EARLY_SECONDS:
                 due = due_us(message.headers["eta"])
                 assert part.put_back([Wait(message, "jobs", due)]) == [None]
             message.ack()
@@ -212,13 +214,25 @@ def test_what_was_accepted_once_is_put_back_under_a_shorter_limit(url: str) -> N
         with connection.Consumer([Queue("jobs")], callbacks=[receive]):
             publish(producer, "hello", "jobs", delay=5)
             box = Inbox(connection, came)
-            assert box.receive_until(lambda: came and came[-1].lateness_seconds >= -1)
+            assert box.receive_until(lambda: came and came[-1].lateness_seconds >= -EARLY_SECONDS)
             with pytest.raises(DelayTooLong):
                 publish(connection, "far", "jobs", delay=5)
     *early, last = came
     assert last.lateness_seconds >= -EARLY_SECONDS
     assert len(early) >= 1
     assert {arrival.body for arrival in came} == {"hello"}
+
+
+def test_with_a_wrong_setting_immediate_messages_go_and_delayed_ones_are_refused(url: str) -> None:
+    wrong = {"native_delay": SETTINGS | settings_of(url) | {"levels": 0}}
+    with (
+        delaying(url, transport_options=wrong) as connection,
+        inbox(connection, "jobs") as received,
+    ):
+        with pytest.raises(SettingsError, match="native_delay_levels"):
+            publish(connection, "later", "jobs", delay=1)
+        publish(connection, "now", "jobs")
+        assert received.wait_for(1)[0].body == "now"
 
 
 def test_who_has_not_installed_it_is_untouched(url: str) -> None:

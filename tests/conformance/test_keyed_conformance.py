@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import count, pairwise
@@ -19,14 +18,6 @@ from uuid import uuid4
 
 import pytest
 from celery import Celery, chain, chord, group
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
 from kombu import Connection, Queue
 
 from celery_native_delay import (
@@ -40,10 +31,9 @@ from celery_native_delay import (
     install,
 )
 from celery_native_delay.app.keyed import key_records
-from celery_native_delay.keyed import rules
 from celery_native_delay.keyed.record import HEADER, name_of
 from celery_native_delay.keyed.records import KeyRecords
-from celery_native_delay.keyed.rules import Seen, Step
+from celery_native_delay.keyed.rules import Seen
 from celery_native_delay.transports.interface import Answer
 from tests.conformance.brokers import (
     KEEPING_KEYS,
@@ -579,157 +569,3 @@ def test_eagerly_it_runs_at_once(key: str, app: Celery, delay: Delay, reindex: A
     unique = delay.unique(reindex.s(3), key=key, countdown=LONG)
     assert unique.get() == (3,)
     assert (unique.created, unique.replaced) == (True, None)
-
-
-# ---- against a model ----------------------------------------------------------------------------
-
-
-class Model(RuleBasedStateMachine):
-    """Two keys under debounce, throttle and unique, and what should wait, run and stand for them.
-
-    Waits are so long that nothing is due while it runs, but for what is to come at once. Users
-    cancel and move what waits; workers begin, end and die.
-    """
-
-    app: Celery
-    delay: Delay
-    KEYS = st.sampled_from(["one", "two"])
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.space = uuid4().hex
-        self.task = self.app.tasks[TASK]
-        #: What must wait, by the kind of call and the key.
-        self.waits: dict[tuple[str, str], str] = {}
-        self.must_not_wait: set[str] = set()
-        self.openers: dict[str, str] = {}
-        #: The unique task of a key: what stands, and the token of what runs.
-        self.stands: dict[str, str] = {}
-        self.runs: dict[str, tuple[str, str]] = {}
-        self.numbers = count()
-
-    def key(self, key: str) -> str:
-        return f"{self.space}:{key}"
-
-    def call(self, kind: str, key: str, **more: Any) -> str:
-        signature = self.task.s(next(self.numbers))
-        return str(getattr(self.delay, kind)(signature, key=self.key(key), **more).id)
-
-    def now_waits(self, kind: str, key: str, task_id: str) -> None:
-        before = self.waits.get((kind, key))
-        if before is not None:
-            self.must_not_wait.add(before)
-        self.waits[kind, key] = task_id
-
-    @rule(key=KEYS, longest=st.sampled_from([None, LONG + 20]))
-    def debounce(self, key: str, longest: float | None) -> None:
-        found = self.call("debounce", key, seconds=LONG, max_wait_seconds=longest)
-        self.now_waits("debounce", key, found)
-
-    @rule(key=KEYS)
-    def debounce_at_once(self, key: str) -> None:
-        ids = at_once(lambda _: self.call("debounce", key, seconds=LONG), 3)
-        assert len(set(ids)) == 3
-        (last,) = waiting_ids(self.delay, *ids)
-        self.now_waits("debounce", key, last)
-        self.must_not_wait |= {*ids} - {last}
-
-    @rule(key=KEYS, edge=st.sampled_from(["leading", "both"]))
-    def throttle(self, key: str, edge: str) -> None:
-        found = self.call("throttle", key, seconds=LONG, edge=edge)
-        if key not in self.openers:
-            self.openers[key] = found
-        elif edge == "leading":
-            assert found == self.openers[key]
-        else:
-            assert found != self.openers[key]
-            self.now_waits("throttle", key, found)
-
-    @rule(key=KEYS)
-    def unique(self, key: str) -> None:
-        found = self.call("unique", key, countdown=LONG)
-        if key not in self.stands:
-            self.stands[key] = self.waits["unique", key] = found
-        assert found == self.stands[key]
-
-    @rule(key=KEYS)
-    def unique_at_once(self, key: str) -> None:
-        ids = at_once(lambda _: self.call("unique", key, countdown=LONG), 3)
-        assert {*ids} == {self.stands.get(key, ids[0])}
-        if key not in self.stands:
-            self.stands[key] = self.waits["unique", key] = ids[0]
-
-    @rule(key=KEYS, kind=st.sampled_from(["debounce", "throttle", "unique"]))
-    def a_user_moves_it(self, key: str, kind: str) -> None:
-        if (kind, key) in self.waits:
-            assert self.delay.reschedule(self.waits[kind, key], countdown=LONG - 10)
-
-    @rule(key=KEYS, kind=st.sampled_from(["debounce", "throttle"]))
-    def a_user_cancels_it(self, key: str, kind: str) -> None:
-        if (kind, key) in self.waits:
-            cancelled = self.waits.pop((kind, key))
-            assert self.delay.cancel(cancelled)
-            self.must_not_wait.add(cancelled)
-
-    def change(self, key: str, rule: Any) -> Step:
-        with records_of(self.app) as records:
-            return records.change(name_for("unique", self.key(key)), rule)[1]
-
-    @rule(key=KEYS)
-    def a_user_cancels_the_unique_one_and_a_worker_announces_it(self, key: str) -> None:
-        if ("unique", key) in self.waits:
-            cancelled = self.waits.pop(("unique", key))
-            assert self.delay.cancel(cancelled)
-            self.must_not_wait.add(cancelled)
-            self.change(key, partial(rules.release, task_id=cancelled))
-            del self.stands[key]
-
-    @rule(key=KEYS)
-    def a_worker_begins_it(self, key: str) -> None:
-        """`run_now` has handed it over; on RabbitMQ it is listed until a worker has it."""
-        if ("unique", key) in self.waits:
-            task_id, token = self.waits.pop(("unique", key)), uuid4().hex
-            assert self.delay.run_now(task_id)
-            assert (
-                self.change(key, partial(rules.begin, task_id=task_id, token=token)).free_us is None
-            )
-            self.runs[key] = task_id, token
-
-    @rule(key=KEYS)
-    def another_worker_gets_it_as_well(self, key: str) -> None:
-        if key in self.runs:
-            again = partial(rules.begin, task_id=self.runs[key][0], token=uuid4().hex)
-            assert self.change(key, again).free_us is not None
-
-    @rule(key=KEYS)
-    def it_ends(self, key: str) -> None:
-        if key in self.runs:
-            self.change(key, partial(rules.end, token=self.runs.pop(key)[1]))
-            del self.stands[key]
-
-    @rule(key=KEYS)
-    def its_worker_dies_and_its_lease_lapses(self, key: str) -> None:
-        if key not in self.runs:
-            return
-        del self.runs[key]
-
-        def lapse(seen: Seen) -> Step:
-            assert seen.record is not None
-            assert seen.record.run is not None
-            run = replace(seen.record.run, lease_us=seen.now_us - 1)
-            return Step(replace(seen.record, run=run), seen.now_us + rules.KEPT_US)
-
-        self.change(key, lapse)
-        del self.stands[key]
-
-    @invariant()
-    def what_waits_is_what_should(self) -> None:
-        wanted = {*self.waits.values()}
-        assert waiting_ids(self.delay, *wanted, *self.must_not_wait) == wanted
-
-
-def test_keys_behave_like_their_model(app: Celery, key: str) -> None:
-    machine = type("Machine", (Model,), {"app": app, "delay": Delay(app)})
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=5, stateful_step_count=15, deadline=None)
-    )

@@ -167,7 +167,7 @@ def test_no_message_ends_a_worker_or_keeps_other_keys_waiting(fleet: Fleet) -> N
     began = time()
     runs = fleet.record.wait_for_ids(ids)
     assert {len(runs[each]) for each in ids} == {1}
-    # A line that is out of reach is asked again after five seconds.
+    # A line that is unreachable is asked again after five seconds.
     assert max(run.started for (run,) in runs.values()) - began < 4.5 * SLOWNESS
     assert worker.process.poll() is None
     assert worker.log_lines("call_api", "cannot be told", "without lone surrogates")

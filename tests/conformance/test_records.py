@@ -19,9 +19,10 @@ from celery_native_delay.records.interface import (
     UNDECIDED,
     Change,
     CompareAndSet,
-    Listed,
+    IndexEntry,
+    MessageState,
     RecordName,
-    Standing,
+    Snapshot,
 )
 from celery_native_delay.records.opened import records_at
 from celery_native_delay.testing import private_redis, require_redis
@@ -63,8 +64,10 @@ def now_us() -> int:
     return time_ns() // 1000
 
 
-def listed(number: int, *, wait_us: int = HOUR_US) -> Listed:
-    return Listed(f"order-{number}:delivery-{number}", now_us() + wait_us, f'["entry {number}"]')
+def listed(number: int, *, wait_us: int = HOUR_US) -> IndexEntry:
+    return IndexEntry(
+        f"order-{number}:delivery-{number}", now_us() + wait_us, f'["entry {number}"]'
+    )
 
 
 def note(records: Any, *numbers: int) -> list[str]:
@@ -75,17 +78,17 @@ def note(records: Any, *numbers: int) -> list[str]:
 
 
 def put(records: Any, text: str) -> None:
-    records.change(NAME, lambda before, at_us: Change(text, at_us + HOUR_US, None))
+    records.change(NAME, lambda seen: Change(text, seen.now_us + HOUR_US, None))
 
 
 def test_a_record_is_changed_by_a_rule_that_sees_it(records: Any) -> None:
     seen: list[Any] = []
 
-    def count(before: str | None, at_us: int) -> Change[int]:
-        seen.append(before)
-        assert abs(at_us - now_us()) < 60_000_000
-        number = int(before or 0) + 1
-        return Change(str(number), at_us + HOUR_US, number)
+    def count(looked: Snapshot) -> Change[int]:
+        seen.append(looked.text)
+        assert abs(looked.now_us - now_us()) < 60_000_000
+        number = int(looked.text or 0) + 1
+        return Change(str(number), looked.now_us + HOUR_US, number)
 
     assert [records.change(NAME, count) for _ in range(3)] == [1, 2, 3]
     assert seen == [None, "1", "2"]
@@ -94,23 +97,23 @@ def test_a_record_is_changed_by_a_rule_that_sees_it(records: Any) -> None:
         None,
         None,
     ]
-    records.change(NAME, lambda before, at_us: Change(None, 0, None))
+    records.change(NAME, lambda seen: Change(None, 0, None))
     assert records.load([NAME]) == [None]
     assert records.load([]) == []
 
 
 def test_names_and_texts_may_be_long_and_in_any_language(records: Any) -> None:
     long = RecordName("key", "ключ\n" * 500)
-    records.change(long, lambda before, at_us: Change("値" * 100_000, at_us + HOUR_US, None))
+    records.change(long, lambda seen: Change("値" * 100_000, seen.now_us + HOUR_US, None))
     assert records.load([long]) == ["値" * 100_000]
 
 
 def test_a_record_that_is_kept_no_longer_is_none(records: Any) -> None:
-    records.change(NAME, lambda before, at_us: Change("over", at_us - 5_000_000, None))
+    records.change(NAME, lambda seen: Change("over", seen.now_us - 5_000_000, None))
     deadline = monotonic() + 10
     while records.load([NAME]) != [None] and monotonic() < deadline:
         pass
-    assert records.change(NAME, lambda before, at_us: Change("new", at_us, before)) is None
+    assert records.change(NAME, lambda seen: Change("new", seen.now_us, seen.text)) is None
 
 
 def test_callers_that_change_one_record_at_the_same_time_lose_nothing(
@@ -118,8 +121,8 @@ def test_callers_that_change_one_record_at_the_same_time_lose_nothing(
 ) -> None:
     """From four threads, and of a record that is not there at first."""
 
-    def count(before: str | None, at_us: int) -> Change[None]:
-        return Change(str(int(before or 0) + 1), at_us + HOUR_US, None)
+    def count(seen: Snapshot) -> Change[None]:
+        return Change(str(int(seen.text or 0) + 1), seen.now_us + HOUR_US, None)
 
     def work() -> None:
         for _ in range(25):
@@ -137,7 +140,7 @@ def test_the_records_that_are_kept_longest_are_listed_first(records: Any) -> Non
     for number in (2, 3, 1):
         records.change(
             RecordName("rate", f"line {number}"),
-            lambda before, at_us, number=number: Change("{}", at_us + number * HOUR_US, None),
+            lambda seen, number=number: Change("{}", seen.now_us + number * HOUR_US, None),
         )
     at_us, found = records.latest("rate", 2)
     assert found == [("line 3", "{}"), ("line 2", "{}")]
@@ -146,9 +149,9 @@ def test_the_records_that_are_kept_longest_are_listed_first(records: Any) -> Non
 
 def test_a_noted_message_may_run_once_received(records: Any) -> None:
     (member,) = note(records, 1)
-    assert records.standing(member) is Standing.KNOWN
+    assert records.state_of(member) is MessageState.KNOWN
     assert records.received(member) is True
-    assert records.standing(member) is Standing.UNKNOWN
+    assert records.state_of(member) is MessageState.UNKNOWN
     # Redelivered, or never noted, for example while the records were away.
     assert records.received(member) is True
     assert records.missed == 0
@@ -158,17 +161,17 @@ def test_a_message_that_was_not_sent_is_forgotten(records: Any) -> None:
     (member,) = note(records, 1)
     records.forget(member)
     records.flush()
-    assert records.standing(member) is Standing.UNKNOWN
+    assert records.state_of(member) is MessageState.UNKNOWN
 
 
 def test_a_message_that_was_replaced_must_not_run_and_the_new_one_may(records: Any) -> None:
     (old,) = note(records, 1)
     new = listed(2)
     records.look(None, "delivery-2", 60_000)
-    assert records.standing(new.member) is Standing.KNOWN
+    assert records.state_of(new.member) is MessageState.KNOWN
     assert records.compare_and_set(CompareAndSet(new=new, gone=[old]))
-    assert records.standing(old) is Standing.VOID
-    assert records.standing(new.member) is Standing.KNOWN
+    assert records.state_of(old) is MessageState.VOID
+    assert records.state_of(new.member) is MessageState.KNOWN
     assert records.received(old) is False
     assert records.received(old) is False  # redelivered
     assert records.received(new.member) is True
@@ -199,9 +202,9 @@ def test_a_replacement_comes_too_late_for_a_message_that_was_received(records: A
 def test_a_cancelled_message_counts_and_is_not_listed(records: Any) -> None:
     (old,) = note(records, 1)
     records.look(None, "delivery-2", 60_000)
-    new = Listed("order-1:delivery-2", now_us(), "")
+    new = IndexEntry("order-1:delivery-2", now_us(), "")
     assert records.compare_and_set(CompareAndSet(new=new, gone=[old]))
-    assert records.standing(new.member) is Standing.UNKNOWN
+    assert records.state_of(new.member) is MessageState.UNKNOWN
     assert records.received(new.member) is True
 
 
@@ -219,7 +222,7 @@ def test_record_and_message_change_together_or_not_at_all(records: Any) -> None:
     put(records, text + " ")  # another was quicker
     assert not records.compare_and_set(step)
     assert records.received(new.member) is False
-    assert records.standing(old) is Standing.KNOWN
+    assert records.state_of(old) is MessageState.KNOWN
 
     put(records, text)
     records.look(NAME, "delivery-2", 60_000)
@@ -234,9 +237,9 @@ def test_record_and_message_change_together_or_not_at_all(records: Any) -> None:
 def test_a_mark_that_was_taken_back_leaves_no_trace(records: Any) -> None:
     records.look(None, "delivery-1", 60_000)
     records.unmark("delivery-1", 30_000)
-    assert records.standing("order-1:delivery-1") is Standing.KNOWN
+    assert records.state_of("order-1:delivery-1") is MessageState.KNOWN
     records.unmark("delivery-1")
-    assert records.standing("order-1:delivery-1") is Standing.UNKNOWN
+    assert records.state_of("order-1:delivery-1") is MessageState.UNKNOWN
     assert records.received("order-1:delivery-1") is True
 
 
@@ -246,8 +249,8 @@ def test_entries_of_lost_messages_are_swept_and_what_waits_is_purged(records: An
     note(records, 3)
     assert records.sweep() == 1
     records.purge()
-    standings = [records.standing(listed(number).member) for number in (1, 2, 3)]
-    assert standings == [Standing.UNKNOWN, Standing.KNOWN, Standing.UNKNOWN]
+    standings = [records.state_of(listed(number).member) for number in (1, 2, 3)]
+    assert standings == [MessageState.UNKNOWN, MessageState.KNOWN, MessageState.UNKNOWN]
 
 
 def test_owners_never_meet(records: Any, url: str) -> None:
@@ -255,12 +258,12 @@ def test_owners_never_meet(records: Any, url: str) -> None:
     (member,) = note(records, 1)
     put(records, "mine")
     assert other.load([NAME]) == [None]
-    assert other.standing(member) is Standing.UNKNOWN
+    assert other.state_of(member) is MessageState.UNKNOWN
     other.close()
 
 
 def test_healthy_records_have_no_fault_that_loses_something(records: Any) -> None:
-    assert [each for each in records.findings() if "serve" in each.problem] == []
+    assert [each for each in records.findings() if "answer" in each.problem] == []
 
 
 @pytest.mark.parametrize(
@@ -272,10 +275,10 @@ def test_records_that_are_away_hold_nobody_up(url: str) -> None:
     for number in range(100):
         records.note(listed(number))
     assert records.received(listed(1).member) is None
-    with pytest.raises(RecordsUnavailable, match=r"records at .* out of reach"):
+    with pytest.raises(RecordsUnavailable, match=r"records at .* unreachable"):
         records.load([NAME])
     (finding,) = records.findings()
-    assert "does not serve" in finding.problem
+    assert "does not answer" in finding.problem
     assert monotonic() - started < 60
     assert records.missed > 0
     records.close()
@@ -286,14 +289,14 @@ def test_an_undecided_mark_is_no_secret(records: Any) -> None:
     records.look(None, "delivery-2", 60_000)
     assert UNDECIDED
     assert records.received("order-2:delivery-2") is False
-    assert records.standing("order-2:delivery-2") is Standing.VOID
+    assert records.state_of("order-2:delivery-2") is MessageState.VOID
 
 
 def test_a_record_whose_text_stays_is_kept_as_long_as_before(records: Any) -> None:
     """Whoever looks at it with a rule neither shortens nor prolongs its life."""
     brief_us = 1_500_000
-    records.change(NAME, lambda before, at_us: Change("same", at_us + brief_us, None))
-    records.change(NAME, lambda before, at_us: Change(before, at_us + HOUR_US, None))
+    records.change(NAME, lambda seen: Change("same", seen.now_us + brief_us, None))
+    records.change(NAME, lambda seen: Change(seen.text, seen.now_us + HOUR_US, None))
     wait_until(lambda: records.load([NAME]) == [None])
 
 

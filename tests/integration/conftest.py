@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from celery import Celery
 
+from celery_native_delay import Delay
 from example_project.private_sqs import PrivateSqs, private_sqs, require_sqs
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci
@@ -41,3 +43,8 @@ def broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
 def url(broker: Broker) -> str:
     """An empty space of it."""
     return broker.new_space()
+
+
+@pytest.fixture
+def delay(app: Celery) -> Delay:
+    return Delay(app)

@@ -12,6 +12,16 @@ from typing import Any
 
 from tests.waiting import PATIENCE_SECONDS
 
+#: The source of an installed app.
+APP = """
+from celery import Celery
+from celery_native_delay import install
+
+app = Celery("shop", broker={url!r}, set_as_current=False)
+app.conf.task_default_queue = "orders"
+install(app, **{settings!r})
+"""
+
 
 @dataclass(frozen=True)
 class Project:

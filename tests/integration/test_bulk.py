@@ -5,7 +5,6 @@ What holds on every broker is tested in tests/conformance.
 
 from __future__ import annotations
 
-import socket
 from typing import Any
 
 import pytest
@@ -114,21 +113,6 @@ def test_levels_that_are_deleted_under_a_batch_are_declared_again(
             batch.send("shop.remind", (number,), countdown=2)
     with inbox(vhost_url, "plain") as letters:
         letters.receive_until(lambda: numbers(letters) >= set(range(10)))
-
-
-@pytest.mark.ci
-def test_a_dead_connection_is_replaced_without_any_further_task(vhost_url: str) -> None:
-    """What was unconfirmed goes out again under the same delivery id."""
-    with bulk(make_app(vhost_url)) as batch:
-        outbox = batch._publisher.outbox
-        batch.send("shop.remind", (1,), countdown=2)
-        # Nobody reads the confirm, and the socket is gone.
-        outbox._client.connection.transport.sock.shutdown(socket.SHUT_RDWR)
-        wait_until(lambda: not outbox.unconfirmed_count)
-        with inbox(vhost_url, "plain") as letters:
-            letters.receive_until(lambda: numbers(letters) == {1})
-            ids = {a.message.native_delay.delivery_id for a in letters.arrivals}
-        assert len(ids) == 1
 
 
 def numbers(letters: Inbox) -> set[int]:

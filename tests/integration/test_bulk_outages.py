@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -71,14 +70,6 @@ def test_rabbitmq_that_does_not_let_us_in_is_asked_once(
         rabbitmq.rabbitmqctl("add_user", "stranger", "stranger")
     text, seconds = answer_of(make_app(broken(vhost_url)))
     assert said in text
-    assert seconds < PATIENCE_SECONDS / 2
-
-
-@pytest.mark.ci
-@on_one_version
-def test_a_broker_without_tls_is_asked_once(vhost_url: str) -> None:
-    text, seconds = answer_of(make_app(vhost_url, use_ssl={"cert_reqs": ssl.CERT_NONE}))
-    assert "WRONG_VERSION_NUMBER" in text
     assert seconds < PATIENCE_SECONDS / 2
 
 

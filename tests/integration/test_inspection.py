@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from celery_native_delay.transports.rabbitmq.management import ManagementAPI, ma
 from celery_native_delay.transports.rabbitmq.status import Status, status
 from celery_native_delay.transports.rabbitmq.topology import Binding, Exchange, Queue, Topology
 from tests.brokers import in_ci, on_one_version
-from tests.integration.project import Project
+from tests.integration.project import APP, Project
 from tests.integration.traffic import (
     SETTINGS,
     TOPOLOGY,
@@ -106,8 +105,6 @@ class Damage:
     name: str
     make: Callable[[Any], object]
     by_api: list[str]
-    by_amqp: list[str]
-    """Beginnings of what is found without the management API."""
 
 
 def other_kind_of_exchange(connection: Any) -> None:
@@ -141,43 +138,36 @@ DAMAGES = [
         "missing queue",
         lambda connection: connection.default_channel.queue_delete(LEVEL),
         [f"{LEVEL}: queue is missing"],
-        [f"{LEVEL}: queue is missing"],
     ),
     Damage(
         "missing parking queue",
         lambda connection: connection.default_channel.queue_delete(TOPOLOGY.parking_queue),
-        [f"{TOPOLOGY.parking_queue}: queue is missing"],
         [f"{TOPOLOGY.parking_queue}: queue is missing"],
     ),
     Damage(
         "other ttl",
         lambda connection: declared_with(connection, LEVEL, **{"x-message-ttl": 999}),
         [f"{LEVEL}: x-message-ttl 999, expected 160"],
-        [f"{LEVEL}: PRECONDITION_FAILED - inequivalent arg 'x-message-ttl'"],
     ),
     Damage(
         "argument too many",
         lambda connection: declared_with(connection, LEVEL, **{"x-max-length": 5}),
         [f"{LEVEL}: x-max-length 5, expected None"],
-        [f"{LEVEL}: PRECONDITION_FAILED - inequivalent arg 'x-max-length'"],
     ),
     Damage(
         "missing exchange",
         lambda connection: connection.default_channel.exchange_delete(TOPOLOGY.level_exchange(4)),
-        [f"{TOPOLOGY.level_exchange(4)}: exchange is missing"],
         [f"{TOPOLOGY.level_exchange(4)}: exchange is missing"],
     ),
     Damage(
         "other type of exchange",
         other_kind_of_exchange,
         [f"{TOPOLOGY.ready_exchange}: type 'direct', expected 'fanout'"],
-        [f"{TOPOLOGY.ready_exchange}: PRECONDITION_FAILED - inequivalent arg 'type'"],
     ),
     Damage(
         "no alternate exchange",
         without_alternate,
         [f"{DELIVERY}: alternate-exchange None, expected {TOPOLOGY.parking_exchange!r}"],
-        [f"{DELIVERY}: PRECONDITION_FAILED - inequivalent arg 'alternate-exchange'"],
     ),
     Damage(
         "missing binding of a queue",
@@ -185,21 +175,15 @@ DAMAGES = [
             LEVEL, ONTO_QUEUE.source, ONTO_QUEUE.routing_key
         ),
         [not_bound(ONTO_QUEUE)],
-        [],
     ),
     Damage(
         "missing binding of an exchange",
         unbind_exchange,
         [not_bound(ONTO_EXCHANGE)],
-        [],
     ),
 ]
 
 each_damage = pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.name)
-
-
-def begin_alike(sentences: list[str], beginnings: list[str]) -> bool:
-    return len(sentences) == len(beginnings) and all(map(str.startswith, sentences, beginnings))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +207,7 @@ def test_what_was_just_declared_is_as_planned(
         bind(connection, "orders", "shop", "orders.#")
         delays_of(connection).prepare(consuming=True)
         publish(connection, "hello", "", exchange="news", delay=0.1)
-        for url in (rabbitmq.management_url, f"{rabbitmq.management_url}/", NOBODY_LISTENS):
+        for url in (rabbitmq.management_url, f"{rabbitmq.management_url}/"):
             assert verified(connection, url).differences == [], url
         assert verified(connection, rabbitmq.management_url).unchecked == []
 
@@ -237,15 +221,14 @@ def test_nothing_declared_is_found_missing_and_stays_so(
             for declaration in TOPOLOGY.plan()
             if not isinstance(declaration, Binding)
         ]
-        for url in (NOBODY_LISTENS, rabbitmq.management_url):
-            assert verified(connection, url).differences == expected
+        for _ in range(2):
+            assert verified(connection, rabbitmq.management_url).differences == expected
 
 
 @each_damage
 def test_each_difference_is_found(
     rabbitmq: PrivateRabbitMQ, connection: Any, damage: Damage
 ) -> None:
-    """With the management API exactly; without it all but bindings."""
     assert verified(connection, rabbitmq.management_url).differences == []
     damage.make(connection)
 
@@ -253,10 +236,6 @@ def test_each_difference_is_found(
     assert found.differences == damage.by_api
     assert found.unchecked == []
 
-    found = verified(connection, NOBODY_LISTENS)
-    assert begin_alike(found.differences, damage.by_amqp), found.differences
-    [unchecked] = found.unchecked
-    assert unchecked.startswith("bindings and policies: ")
     # Looking has changed nothing.
     assert verified(connection, rabbitmq.management_url).differences == damage.by_api
 
@@ -287,7 +266,7 @@ def test_policies_that_override_our_queues_are_named(
 
     wait_until(both_are_named)
     for policy in ("short-lived", "strict"):
-        rabbitmq.clear_policy(vhost, policy)
+        rabbitmq.api("DELETE", f"/policies/{vhost}/{policy}")
 
     def clean_again() -> bool:
         return verified(connection, rabbitmq.management_url).differences == []
@@ -339,15 +318,6 @@ def policies_named(connection: Any, management_url: str) -> list[str]:
     return [sentence.partition(" such as ")[0] for sentence in wait_until(named)]
 
 
-def test_operator_policies_are_named(
-    rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
-) -> None:
-    set_operator_policy(rabbitmq, vhost)
-    assert policies_named(connection, rabbitmq.management_url) == [
-        "operator policy 'guard' sets message-ttl on 1 delay queue(s)"
-    ]
-
-
 def test_a_policy_is_not_blamed_for_what_an_operator_policy_sets(
     rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
 ) -> None:
@@ -387,15 +357,12 @@ def bare_rabbitmq(rabbitmq_version: str) -> Iterator[PrivateRabbitMQ]:
 
 @pytest.mark.ci
 @on_one_version
-def test_without_the_plugin_queues_and_exchanges_are_still_compared(
+def test_without_the_plugin_nothing_is_compared_and_messages_are_still_counted(
     bare_rabbitmq: PrivateRabbitMQ, rabbitmq: PrivateRabbitMQ
 ) -> None:
-    missing = [LEVEL, TOPOLOGY.level_exchange(5)]
-    expected = [f"{missing[1]}: exchange is missing", f"{missing[0]}: queue is missing"]
     with delaying(bare_rabbitmq.url) as connection:
         delays_of(connection).prepare()
-        connection.default_channel.queue_delete(missing[0])
-        connection.default_channel.exchange_delete(missing[1])
+        connection.default_channel.queue_delete(LEVEL)
         # The second is the API of another broker, where none of it is to be looked for.
         for url, reason in (
             (bare_rabbitmq.management_url, "does not answer"),
@@ -404,9 +371,9 @@ def test_without_the_plugin_queues_and_exchanges_are_still_compared(
             (None, "management API at http://127.0.0.1:15672"),
         ):
             found = verified(connection, url)
-            assert found.differences == expected, url
+            assert found.differences == [], url
             [unchecked] = found.unchecked
-            assert unchecked.startswith("bindings and policies: ")
+            assert unchecked.startswith("levels and policies: ")
             assert reason in unchecked
 
             counts = counted(connection, url)
@@ -445,39 +412,6 @@ SLOW = {"resolution": 1.0}
 SLOW_TOPOLOGY = Topology(DelaySettings.from_mapping(SETTINGS | SLOW))
 
 
-def test_status_counts_what_waits_and_what_is_parked(
-    rabbitmq: PrivateRabbitMQ, vhost_url: str
-) -> None:
-    with delaying(vhost_url, **SLOW) as connection, Connection(vhost_url) as stranger:
-        empty = counted(connection, None)
-        assert (empty.waiting, empty.parked, empty.next_due_within_seconds) == (0, 0, None)
-        assert {level.waiting for level in empty.levels} == {None}
-
-        declare_queue(connection, "orders")
-        declare_queue(connection, "gone")
-        delays_of(connection).prepare()
-        stranger.default_channel.queue_delete("gone")
-        for delay in (90, 200, 220):
-            publish(connection, "later", "orders", delay=delay)
-        for _ in range(2):
-            publish(connection, "lost", "gone", delay=1)
-
-        def both_parked() -> bool:
-            return parked_count(connection, SLOW_TOPOLOGY) == 2
-
-        wait_until(both_parked)
-
-        found = counted(connection, rabbitmq.management_url)
-        assert found.name == SLOW_TOPOLOGY.name
-        assert [level.waiting for level in found.levels] == [0] * 6 + [1, 2]
-        assert [level.ttl_seconds for level in found.levels] == [1, 2, 4, 8, 16, 32, 64, 128]
-        assert (found.waiting, found.parked, found.stuck) == (3, 2, 0)
-        assert found.next_due_within_seconds is not None
-        assert 90 <= found.next_due_within_seconds <= 128
-        told = json.loads(json.dumps(found.as_json()))
-        assert (told["waiting"], told["parked"], told["stuck"]) == (3, 2, 0)
-
-
 def test_status_counts_what_is_stuck_in_dead_lettering(
     rabbitmq: PrivateRabbitMQ, connection: Any, vhost_url: str
 ) -> None:
@@ -508,19 +442,10 @@ def test_status_counts_what_a_landing_queue_holds(
     found = examine(delays_of(connection), api_of(connection, rabbitmq.management_url))
     (held,) = [finding for finding in found if finding.level == WRONG]
     assert "news" in held.problem
-    assert "holds 3 message(s): its destination takes none of them" in held.problem
+    assert "holds 3 message(s): their destination rejects them" in held.problem
 
 
 # ---- the command line --------------------------------------------------------------------------
-
-INSTALLED = """
-from celery import Celery
-from celery_native_delay import install
-
-app = Celery("shop", broker={url!r}, set_as_current=False)
-app.conf.task_default_queue = "orders"
-install(app, **{settings!r})
-"""
 
 PLAIN = """
 from celery import Celery
@@ -537,7 +462,7 @@ def project(tmp_path: Path) -> Project:
 @pytest.fixture
 def shop(project: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> Project:
     """An installed app on a broker that has nothing yet."""
-    return project.write(INSTALLED, vhost_url, management_url=rabbitmq.management_url)
+    return project.write(APP, vhost_url, management_url=rabbitmq.management_url)
 
 
 @on_one_version
@@ -553,7 +478,7 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
     assert (told["name"], told["declared"], told["mirrored"]) == (TOPOLOGY.name, True, 2)
 
     done = shop.delay("verify")
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"{TOPOLOGY.name}: as planned")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"{TOPOLOGY.name}: as expected")
     told = shop.told("verify")
     assert told.keys() == {"healthy", "findings"}
     assert told["healthy"] is True
@@ -574,17 +499,17 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
         "remedy": "start an installed worker, or run `celery -A PROJ delay declare`",
     }
 
-    shop.write(INSTALLED, vhost_url, management_url=NOBODY_LISTENS)
+    shop.write(APP, vhost_url, management_url=NOBODY_LISTENS)
     done = shop.delay("verify")
     assert done.returncode == 1
-    assert "not checked: policies: bindings and policies: " in done.stdout
+    assert "not checked: delay levels: levels and policies: " in done.stdout
     assert shop.delay("declare").returncode == 0
     assert shop.delay("verify").returncode == 0
 
 
 @on_one_version
 def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> None:
-    shop.write(INSTALLED, vhost_url, management_url=rabbitmq.management_url, **SLOW)
+    shop.write(APP, vhost_url, management_url=rabbitmq.management_url, **SLOW)
     assert shop.lines("status")[0] == (
         f"8 level queue(s) are not declared, such as {SLOW_TOPOLOGY.level_queue(1)}"
     )
@@ -623,7 +548,7 @@ def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost
         "waiting": 2,
         "stuck": 0,
     }
-    shop.write(INSTALLED, vhost_url, management_url=NOBODY_LISTENS, **SLOW)
+    shop.write(APP, vhost_url, management_url=NOBODY_LISTENS, **SLOW)
     assert shop.lines("status")[-1] == "stuck unknown (management API not reachable)"
     assert shop.told("status")["stuck"] is None
 
@@ -651,7 +576,7 @@ def test_status_tells_tasks_by_the_records_and_explains_the_copies_in_the_levels
     """As `ls` lists them. While the records are away, it says so, and what the broker knows."""
     settings = {"management_url": rabbitmq.management_url, "levels": 20}
     with private_redis() as records:
-        shop = Project(tmp_path).write(INSTALLED, vhost_url, records=records.url, **settings)
+        shop = Project(tmp_path).write(APP, vhost_url, records=records.url, **settings)
         with Celery("shop", broker=vhost_url, set_as_current=False) as app:
             four_tasks(install(app, records=records.url, **settings))
         told = shop.told("status")
@@ -664,59 +589,23 @@ def test_status_tells_tasks_by_the_records_and_explains_the_copies_in_the_levels
         waiting = lines.index("waiting 3")
         assert re.fullmatch(r"next due overdue, then in 1 h (10|9) min", lines[waiting + 1])
         assert re.fullmatch(
-            r"overdue 1, the first for .* s: no installed worker has received it",
+            r"overdue 1, the first for .* s; no installed worker has received them",
             lines[waiting + 2],
         )
         assert lines[waiting + 3].startswith(
-            "in levels 4, 2 of them listed in the records; the others are cancelled or moved tasks"
+            "in levels 4 messages, 2 of them not in the records: of cancelled or rescheduled tasks"
         )
 
         records.stop()
         lines = shop.lines("status")
-        waiting = lines.index("waiting 4, or fewer: what was cancelled or moved is among them")
+        waiting = lines.index("waiting 4, with the messages of cancelled and rescheduled tasks")
         assert lines[waiting + 1] == "next due within 2 h 17 min"
-        assert lines[waiting + 2] == "overdue unknown (the records are away)"
+        assert lines[waiting + 2] == "overdue unknown (the records are unreachable)"
         assert lines[waiting + 3 : waiting + 5] == ["parked 0", "stuck 0"]
-        assert lines[-1].startswith(f"records the records at {records.url} are out of reach: ")
+        assert lines[-1].startswith(f"records the records at {records.url} are unreachable: ")
         told = shop.told("status")
         assert (told["waiting"], told["in_levels"], told["overdue"]) == (4, 4, None)
-        assert "are out of reach" in told["records"]["error"]
-
-
-@on_one_version
-def test_purge_asks_first(shop: Project, vhost_url: str) -> None:
-    shop.write(INSTALLED, vhost_url, **SLOW)
-    with delaying(vhost_url, **SLOW) as connection:
-        declare_queue(connection, "orders")
-
-        def waiting() -> int:
-            return sum(depth(connection, hop.queue) for hop in SLOW_TOPOLOGY.level_queues)
-
-        def fill() -> None:
-            for delay in (100, 220, 230):
-                publish(connection, "later", "orders", delay=delay)
-
-        fill()
-        for answer in ("n\n", "\n", ""):
-            done = shop.delay("purge", answer=answer)
-            assert done.returncode == 1
-            assert done.stdout == ""
-            assert f"Throw away all that waits in {SLOW_TOPOLOGY.name}? [y/N]: " in done.stderr
-            assert waiting() == 3
-        done = shop.delay("purge", answer="y\n")
-        assert done.returncode == 0
-        assert done.stdout == "3 delayed message(s) thrown away\n"
-        assert waiting() == 0
-
-        fill()
-        done = shop.delay("purge", "--json", answer="y\n")
-        assert json.loads(done.stdout) == {"name": SLOW_TOPOLOGY.name, "purged": 3}
-        assert done.stdout[0] == "{"
-
-        fill()
-        assert shop.lines("purge", "-f") == ["3 delayed message(s) thrown away"]
-        assert waiting() == 0
-        assert shop.told("purge", "--force") == {"name": SLOW_TOPOLOGY.name, "purged": 0}
+        assert "are unreachable" in told["records"]["error"]
 
 
 @on_one_version
@@ -767,9 +656,9 @@ def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url
         done = shop.delay("parked", "purge", answer="n\n")
         assert done.returncode == 1
         assert done.stdout == ""
-        assert f"Throw away all messages in {TOPOLOGY.parking_queue}?" in done.stderr
+        assert f"Delete all messages in {TOPOLOGY.parking_queue}?" in done.stderr
         assert parked_count(connection) == 1
-        assert shop.lines("parked", "purge", "-f") == ["1 parked message(s) thrown away"]
+        assert shop.lines("parked", "purge", "-f") == ["1 parked message(s) deleted"]
         assert shop.told("parked", "purge", "-f") == {"purged": 0}
         assert parked_count(connection) == 0
 
@@ -802,7 +691,7 @@ def the_error(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_plan_needs_no_broker(project: Project) -> None:
-    project.write(INSTALLED, DEAD_URL)
+    project.write(APP, DEAD_URL)
     lines = project.lines("plan", "0.33", "--queue", "eu.orders")
     assert lines == [
         "0.33 s waits 0.34 s in 2 hop(s), then goes to 'eu.orders'",
@@ -833,7 +722,7 @@ def test_plan_needs_no_broker(project: Project) -> None:
 
 def test_plan_tells_what_a_load_makes_of_each_queue(project: Project) -> None:
     """Half of the messages wait 0.4 s, the others any time up to that."""
-    project.write(INSTALLED, DEAD_URL)
+    project.write(APP, DEAD_URL)
     load = "plan", "--rate", "100", "--delay", "0.4", "--delay", "0..0.4"
     told = project.told(*load)
     assert (told["per_second"], told["waiting"], told["memory_bytes"]) == (100, 30, 69_000)
@@ -848,10 +737,8 @@ def test_plan_tells_what_a_load_makes_of_each_queue(project: Project) -> None:
     assert first == "100 message(s) a second that wait 0.4 s or 0 s to 0.4 s"
     assert re.fullmatch(r"\d\.\d\d hops each; 30 wait, in 69\.0 kB of memory", hops)
     assert "through a single level queue" in ceilings
-    assert project.told("plan", "--rate", "2", "--delay", "1m", "--transport", "sqs") == {
-        "per_second": 2,
-        "waiting": 120,
-    }
+    on_sqs = project.told("plan", "--rate", "100", "--delay", "0.4", "--transport", "sqs")
+    assert on_sqs == {"per_second": 100, "waiting": 40}
 
 
 @pytest.mark.parametrize(
@@ -870,18 +757,18 @@ def test_plan_tells_what_a_load_makes_of_each_queue(project: Project) -> None:
 def test_a_load_that_cannot_be_is_refused(
     project: Project, arguments: tuple[str, ...], why: str
 ) -> None:
-    project.write(INSTALLED, DEAD_URL)
+    project.write(APP, DEAD_URL)
     assert why in the_error(project.delay("plan", *arguments))
 
 
 def test_a_broker_that_is_down_is_one_sentence(project: Project) -> None:
-    project.write(INSTALLED, DEAD_URL)
+    project.write(APP, DEAD_URL)
     with ThreadPoolExecutor() as pool:  # each waits for a second try
         outcomes = pool.map(lambda command: project.delay(*command), NEED_A_BROKER)
     for command, done in zip(NEED_A_BROKER, outcomes, strict=True):
         sentence = the_error(done)
-        assert sentence.startswith(f"the broker {DEAD_SHOWN} cannot be used: "), command
-        assert sentence.endswith("is it running, and is the URL right (celery -b)?"), command
+        assert sentence.startswith(f"cannot use the broker {DEAD_SHOWN}: "), command
+        assert sentence.endswith("check that it runs, and its URL (celery -b)"), command
 
 
 def test_an_app_without_install_is_told_so(project: Project) -> None:
@@ -908,13 +795,13 @@ def test_a_wrong_setting_is_one_sentence(
 ) -> None:
     """In the app's configuration: `install()` itself refuses its keywords."""
     lines = [f"app.conf.native_delay_{name} = {value!r}" for name, value in settings.items()]
-    project.write("\n".join([INSTALLED.replace("**{settings!r}", ""), *lines]), DEAD_URL)
+    project.write("\n".join([APP.replace("**{settings!r}", ""), *lines]), DEAD_URL)
     for command in (("plan", "1"), ("verify",), ("status", "--json")):
         assert expected in the_error(project.delay(*command)), command
 
 
 def test_an_app_that_has_it_off_is_told_so(project: Project) -> None:
-    done = project.write(INSTALLED, DEAD_URL, enabled=False).delay("status")
+    done = project.write(APP, DEAD_URL, enabled=False).delay("status")
     assert done.returncode == 1
     assert the_error(done) == "native_delay_enabled is off in this app"
 
@@ -933,7 +820,7 @@ def test_a_broker_that_has_something_else_of_that_name(shop: Project, vhost_url:
 
 
 def test_a_wrong_password_is_one_sentence(shop: Project, vhost_url: str) -> None:
-    shop.write(INSTALLED, vhost_url.replace("guest:guest", "guest:mistyped"))
+    shop.write(APP, vhost_url.replace("guest:guest", "guest:mistyped"))
     sentence = the_error(shop.delay("status"))
     assert "ACCESS_REFUSED" in sentence
     assert "mistyped" not in sentence
@@ -948,7 +835,7 @@ def test_a_user_without_permissions_is_told_what_was_refused(
     url = rabbitmq.add_user(
         f"visitor-{vhost}", "visitor", vhost=vhost, configure="", write="", read=""
     )
-    shop.write(INSTALLED, url)
+    shop.write(APP, url)
     for command in (("declare",), ("purge", "-f"), ("parked", "list"), ("parked", "purge", "-f")):
         done = shop.delay(*command)
         assert done.returncode == 1

@@ -74,7 +74,7 @@ def test_delayed_messages_arrive_under_any_name_that_immediate_ones_have(
             *(
                 (name, lambda by=by, kind=kind: declare_exchange(by, name, kind))
                 for by in (stranger, consumer)
-                for kind in ("direct", "topic", "fanout")
+                for kind in ("direct", "topic", "fanout", "headers")
             ),
         ]
         for exchange, declare in declaring:

@@ -10,17 +10,15 @@ import pytest
 from amqp.exceptions import AccessRefused, MessageNacked, NotFound, RecoverableConnectionError
 from kombu import Connection, Producer, Queue
 from kombu.exceptions import OperationalError
-from kombu.transport import pyamqp
 
 from celery_native_delay import (
     CannotDelay,
     DelayTooLong,
     NotPermitted,
-    SettingsError,
     TopologyMismatch,
 )
 from celery_native_delay.due_time import due_us
-from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, vhost_name
+from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq
 from celery_native_delay.transports.interface import Wait
 from celery_native_delay.transports.rabbitmq import topology
 from celery_native_delay.transports.rabbitmq.channels import WindowChannel
@@ -74,26 +72,6 @@ def test_a_producer_declares_all_it_needs_on_an_empty_vhost(vhost_url: str) -> N
         assert_on_time(Inbox(connection).consume(["orders"]).wait_for(1)[0])
 
 
-def test_a_message_to_a_queue_nobody_has_declared_yet_waits_for_it(
-    connection: Any, vhost_url: str
-) -> None:
-    publish(connection, "hello", "orders", delay=1)  # were it due already, it would be lost
-    wait_until(lambda: parked_count(connection) == 1)
-    rescued = rescue(delays_of(connection))
-    assert rescued is not None
-    assert (rescued.delivered, rescued.still_parked) == (0, 1)
-
-    with Connection(vhost_url) as consumer:
-        declare_queue(consumer, "orders")
-        rescued = rescue(delays_of(connection))
-        assert rescued is not None
-        assert (rescued.delivered, rescued.still_parked) == (1, 0)
-    (arrival,) = arrives(vhost_url, "orders")
-    assert arrival.body == "hello"
-    assert_on_time(arrival)
-    assert parked_count(connection) == 0
-
-
 @pytest.mark.parametrize("confirm", [True, False])
 def test_a_connection_keeps_its_own_confirm_mode(vhost_url: str, confirm: bool) -> None:
     options = {"confirm_publish": confirm}
@@ -118,30 +96,6 @@ def test_in_a_batch_of_kombus_each_message_is_published_at_once(connection: Any)
     now, later = Inbox(connection).consume(["orders"]).wait_for(2)
     assert (now.body, later.body) == ("now", "later")
     assert_on_time(later)
-
-
-def test_the_option_takes_settings_in_every_form(vhost_url: str) -> None:
-    with Connection(vhost_url, transport_options={"native_delay": True}) as connection:
-        assert delays_of(connection).topology.name == "celery_delay.v1.31x125ms.f15.quorum"
-    with Connection(vhost_url, transport_options={"native_delay": {"levels": 0}}) as connection:
-        declare_queue(connection, "orders")
-        with pytest.raises(SettingsError, match="native_delay_levels"):
-            publish(connection, "later", "orders", delay=1)
-        publish(connection, "now", "orders")
-        Inbox(connection).consume(["orders"]).wait_for(1)
-
-
-@pytest.mark.parametrize("options", [{}, {"native_delay": False}, {"native_delay": None}])
-def test_without_the_option_it_is_kombus_own(vhost_url: str, options: dict[str, Any]) -> None:
-    with Connection(vhost_url, transport_options=options) as connection:
-        assert type(connection.connection) is pyamqp.Connection
-        assert type(connection.default_channel) is pyamqp.Channel
-        declare_queue(connection, "orders")
-        publish(connection, "at once", "orders", delay=60)
-        message = connection.default_channel.basic_get("orders", no_ack=True)
-        assert type(connection.default_channel.message_to_python(message)) is pyamqp.Message
-        with connection.channel() as channel, pytest.raises(NotFound):
-            channel.exchange_declare(TOPOLOGY.ready_exchange, "fanout", passive=True)
 
 
 # ---- retries and lost brokers ----------------------------------------------------------------
@@ -192,42 +146,6 @@ def test_what_falls_due_while_kombu_repeats_it_is_confirmed_as_well(
     with pytest.raises(OperationalError) as raised:
         publish(connection, "second", "full", delay=0.5, retry=True, retry_policy=policy)
     assert isinstance(raised.value.__cause__, MessageNacked)
-
-
-@pytest.mark.ci
-def test_the_vhost_is_deleted_and_made_again_under_a_producer(
-    rabbitmq: PrivateRabbitMQ,
-) -> None:
-    url = rabbitmq.new_vhost()
-    name = vhost_name(url)
-    orders = Queue("orders", durable=True)
-    patience = {"max_retries": 100, "interval_start": 0.05, "interval_max": 0.2}
-    try:
-        with delaying(url) as connection:
-            producer = Producer(connection)
-
-            def send(body: str) -> None:
-                producer.publish(
-                    body,
-                    routing_key="orders",
-                    declare=[orders],
-                    headers={"eta": eta_in(3)},  # time to reconnect and declare, on a busy machine
-                    retry=True,
-                    retry_policy=patience,
-                )
-
-            send("before")
-            assert bodies(arrives(url, "orders")) == ["before"]
-            rabbitmq.delete_vhost(name)
-            rabbitmq.api("PUT", f"/vhosts/{name}")
-            everything = dict.fromkeys(("configure", "write", "read"), ".*")
-            rabbitmq.api("PUT", f"/permissions/{name}/guest", everything)
-            send("after")
-            (arrival,) = arrives(url, "orders")
-            assert arrival.body == "after"
-            assert_on_time(arrival)
-    finally:
-        rabbitmq.delete_vhost(name)
 
 
 def test_the_levels_are_deleted_by_hand_under_a_producer(
@@ -381,24 +299,6 @@ def test_a_long_routing_key(connection: Any, vhost_url: str, kind: str, key: str
     assert {a.message.delivery_info["routing_key"] for a in came} == {key}
 
 
-def test_a_queue_with_the_longest_name(connection: Any) -> None:
-    name = declare_queue(connection, "é" * 127)
-    publish(connection, "hello", name, delay=2)
-    assert_on_time(Inbox(connection).consume([name]).wait_for(1)[0])
-
-
-@pytest.mark.parametrize("kind", ["direct", "topic", "fanout", "headers"])
-def test_an_exchange_with_a_long_unicode_name(vhost_url: str, connection: Any, kind: str) -> None:
-    """RabbitMQ 4.3 closes the connection if it has to cut an error's text amid such a name."""
-    name = "xé" * 80
-    with Connection(vhost_url) as stranger:
-        declare_exchange(stranger, name, kind)
-        declare_queue(stranger, "orders")
-        bind(stranger, "orders", name, "new")
-        publish(connection, "hello", "new", exchange=name, delay=1)
-        assert_on_time(arrives(vhost_url, "orders")[0])
-
-
 @pytest.mark.parametrize("kind", ["direct", "topic", "fanout", "headers"])
 @pytest.mark.parametrize("overflow", ["drop-head", "reject-publish"])
 def test_unbinding_holds_for_delayed_messages_too(
@@ -539,23 +439,6 @@ def test_other_peoples_death_records_stay(connection: Any) -> None:
     assert_on_time(arrival)
     headers = {key: value for key, value in arrival.message.headers.items() if key != "eta"}
     assert headers == died.headers
-
-
-@pytest.mark.ci
-def test_ten_times_delayed_with_the_headers_of_the_last_time(connection: Any) -> None:
-    """As `retry` and `headers=self.request.headers` do."""
-    declare_queue(connection, "orders")
-    letters = Inbox(connection).consume(["orders"])
-    headers: dict[str, Any] = {"x-mine": 1}
-    ids = set()
-    for turn in range(10):
-        publish(connection, turn, "orders", delay=0.5, headers=headers)
-        arrival = letters.wait_for(turn + 1)[-1]
-        assert_on_time(arrival)
-        headers = dict(arrival.message.headers)
-        assert headers.keys() == {"x-mine", "eta"}
-        ids.add(arrival.message.native_delay.delivery_id)
-    assert len(ids) == 10
 
 
 def test_a_task_put_back_twice_has_one_delivery_id(connection: Any, vhost_url: str) -> None:

@@ -1,4 +1,4 @@
-"""Beside RabbitMQ, waiting tasks are listed in records: the same promises, in each backend."""
+"""Beside RabbitMQ, waiting tasks are listed in records: in each backend."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from celery_native_delay.records.interface import (
     PATIENCE_SECONDS,
     STALE_AFTER_US,
     Index,
-    Listed,
-    Standing,
+    IndexEntry,
+    MessageState,
 )
 from celery_native_delay.records.opened import records_of_process
 from celery_native_delay.testing import (
@@ -31,8 +31,8 @@ from celery_native_delay.testing import (
 from celery_native_delay.transports.rabbitmq.entry import Entry
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci
-from tests.integration.waiting_promises import *  # noqa: F403
 from tests.postgresql import find_postgresql, private_postgresql
+from tests.traffic import JOBS, send_task
 from tests.waiting import wait_until
 
 
@@ -63,11 +63,9 @@ def vhost_url(rabbitmq: PrivateRabbitMQ, records_url: str) -> Iterator[str]:
 def app(vhost_url: str, records_url: str, records_server: PrivateRedis) -> Iterator[Celery]:
     """With empty records."""
     app = Celery("shop", broker=vhost_url, set_as_current=False)
-    app.conf.result_backend = records_server.url.replace("/0", "/1")
     install(app, records=records_url)
     empty(records_of(app), records_server)
     yield app
-    close_results(app)  # noqa: F405
     app.close()
 
 
@@ -85,12 +83,6 @@ def empty(records: Any, server: PrivateRedis) -> None:
         METADATA.drop_all(records.engine)
 
 
-@pytest.fixture
-def plain_app(vhost_url: str) -> Iterator[Celery]:
-    with Celery("shop", broker=vhost_url, set_as_current=False) as app:
-        yield app
-
-
 def test_without_records_the_way_out_is_told(vhost_url: str) -> None:
     with install(Celery("shop", broker=vhost_url, set_as_current=False)) as app:
         with pytest.raises(NoRecords, match="set native_delay_records"):
@@ -105,8 +97,8 @@ def test_virtual_hosts_may_share_records(
     """Their tasks never meet, though all settings be the same."""
     url = rabbitmq.new_vhost()
     with install(Celery("bills", broker=url, set_as_current=False), records=records_url) as other:
-        send(app, 1, countdown=3600)  # noqa: F405
-        send(other, 2, countdown=3600)  # noqa: F405
+        send_task(app, 1, countdown=3600)
+        send_task(other, 2, countdown=3600)
         assert Delay(other).ids() == ["order-2"]
         assert Delay(app).ids() == ["order-1"]
         assert not Delay(app).cancel("order-2")
@@ -126,12 +118,12 @@ def test_what_is_thrown_away_where_it_is_parked_is_listed_no_more(
     app: Celery, delay: Delay
 ) -> None:
     """What waits in the levels is, as ever."""
-    send(app, 1, countdown=3600)  # noqa: F405
-    send(app, 2, countdown=3600, queue="nobody")  # noqa: F405
+    send_task(app, 1, countdown=3600)
+    send_task(app, 2, countdown=3600, queue="nobody")
     with app.connection_for_write() as connection:
         connection.default_channel.queue_delete("nobody")
         for number in range(3, 153):
-            send(app, number, countdown=1, queue="nobody")  # noqa: F405
+            send_task(app, number, countdown=1, queue="nobody")
         admin = connection.default_channel.admin_part(app._native_delay.settings())
         wait_until(lambda: admin.backlog().parked == 150)
         assert delay.count() == 152
@@ -151,7 +143,7 @@ def test_a_template_records_what_apply_async_does(app: Celery, delay: Delay) -> 
 
     class Noting:
         @staticmethod
-        def note(listed: Listed) -> None:
+        def note(listed: IndexEntry) -> None:
             entries[listed.member.partition(":")[0]] = Entry.decoded(listed.entry)
 
     records.note = Noting.note
@@ -181,15 +173,15 @@ def test_what_was_never_sent_is_not_listed_and_a_purge_keeps_what_is_due(
 ) -> None:
     """A due message is with a worker soon, so its entry stays."""
     with pytest.raises(struct.error):  # AMQP has room for 255 bytes
-        send(app, 1, countdown=3600, task_id="x" * 300)  # noqa: F405
+        send_task(app, 1, countdown=3600, task_id="x" * 300)
     assert delay.ls().tasks == ()
-    send(app, 2, countdown=3600)  # noqa: F405
+    send_task(app, 2, countdown=3600)
     records = records_of(app)
-    records.note(Listed("due:d", time_ns() // 1000, '["", "q", null, null, {}]\n{}'))
+    records.note(IndexEntry("due:d", time_ns() // 1000, '["", "q", null, null, {}]\n{}'))
     records.flush()
     with app.connection_for_write() as connection:
         assert connection.default_channel.admin_part(app._native_delay.settings()).purge()
-    assert records.standing("due:d") is Standing.KNOWN
+    assert records.state_of("due:d") is MessageState.KNOWN
     assert delay.show("order-2") == []
 
 
@@ -200,7 +192,7 @@ def timed(app: Celery, count: int, **options: Any) -> float:
     """Seconds that so many delayed publishes take."""
     started = monotonic()
     for _ in range(count):
-        app.send_task("shop.remind", countdown=3600, queue=QUEUE, **options)  # noqa: F405
+        app.send_task("shop.remind", countdown=3600, queue=JOBS, **options)
     return monotonic() - started
 
 
@@ -227,7 +219,7 @@ def test_publishing_goes_on_while_the_records_are_away(
 
         def told() -> int:
             timed(app, 1)
-            return sum("are away" in record.message for record in caplog.records)
+            return sum("are unreachable" in record.message for record in caplog.records)
 
         wait_until(lambda: told() or None)
         if how == "down":
@@ -236,7 +228,7 @@ def test_publishing_goes_on_while_the_records_are_away(
             server.start()
 
         def noted_down_again() -> bool:
-            task_id = app.send_task("shop.remind", countdown=3600, queue=QUEUE).id  # noqa: F405
+            task_id = app.send_task("shop.remind", countdown=3600, queue=JOBS).id
             return bool(delay.show(task_id))
 
         wait_until(noted_down_again)
@@ -256,7 +248,7 @@ def test_a_change_of_many_goes_on_over_a_new_connection_and_says_how_far_it_came
     with private_redis() as server:
         app = Celery("shop", broker=vhost_url, set_as_current=False)
         install(app, records=server.url)
-        ids = [send(app, number, countdown=3600) for number in range(5)]  # noqa: F405
+        ids = [send_task(app, number, countdown=3600) for number in range(5)]
         happens = {ids[1]: reset, ids[4]: server.kill}
 
         def cancel(found: Any, task_id: str) -> Any:
@@ -265,7 +257,7 @@ def test_a_change_of_many_goes_on_over_a_new_connection_and_says_how_far_it_came
 
         delay = Delay(app)
         assert all(delay._change(ids[:3], cancel))
-        with pytest.raises(RecordsUnavailable, match="1 of 2 were changed, then the records"):
+        with pytest.raises(RecordsUnavailable, match="1 of 2 were changed; then the records"):
             delay._change(ids[3:], cancel)
         app.close()
 
@@ -274,14 +266,14 @@ def test_a_sweep_removes_what_no_worker_told_the_records_of(app: Celery) -> None
     records, now_us = records_of(app), time_ns() // 1000
     for number in range(3):
         due_us = now_us - number * 2 * STALE_AFTER_US // 3
-        records.note(Listed(f"task-{number}:d{number}", due_us, "[]\n"))
+        records.note(IndexEntry(f"task-{number}:d{number}", due_us, "[]\n"))
     records.flush()
     with app.connection_for_write() as connection:
         part = connection.default_channel.worker_part(app._native_delay.settings())
         assert part.sweep() == 1
         assert part.sweep() == 0
-    standings = [records.standing(f"task-{number}:d{number}") for number in range(3)]
-    assert standings == [Standing.KNOWN, Standing.KNOWN, Standing.UNKNOWN]
+    standings = [records.state_of(f"task-{number}:d{number}") for number in range(3)]
+    assert standings == [MessageState.KNOWN, MessageState.KNOWN, MessageState.UNKNOWN]
 
 
 def test_calls_under_a_key_leave_no_mark_of_what_was_not_sent_or_counts(

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode
-from collections import Counter
 from collections.abc import Iterator
 from threading import Event, Thread
 from typing import Any
 
 import pytest
 from celery import Celery
-from kombu import Exchange, Queue
 
 from celery_native_delay import PublishRefused, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.testing.redis import ServerName
-from celery_native_delay.transports.redis.entry import opened_entry
 from celery_native_delay.transports.redis.keys import Keys
 from tests.integration.redis_traffic import connector, promoting
 from tests.sentinel import private_sentinel
@@ -28,19 +25,10 @@ from tests.waiting import wait_until
 
 KEYS = Keys("", "celery_delay")
 
-BOTH = Exchange("both", type="topic")
-QUEUES = [
-    Queue("plain"),
-    Queue("brief", expires=600),
-    Queue("one", BOTH, routing_key="both.#"),
-    Queue("two", BOTH, routing_key="both.*"),
-]
-
 
 def make_app(url: str, **transport_options: Any) -> Celery:
     app = Celery("shop", broker=url, set_as_current=False)
     app.conf.update(
-        task_queues=QUEUES,
         task_default_queue="plain",
         task_ignore_result=True,
         broker_transport_options=transport_options,
@@ -68,51 +56,6 @@ def numbers(redis: PrivateRedis, queue: str = "plain") -> list[int]:
 
 
 # ---- the same as the long way --------------------------------------------------------------------
-
-
-def stored(redis: PrivateRedis, keys: Keys) -> list[tuple[Any, dict[str, Any], float]]:
-    """Destination, envelope without what is random, due time; of all that wait."""
-    due = dict(redis.client.zrange(keys.due, 0, -1, withscores=True))
-    found = []
-    for member, entry in redis.client.hgetall(keys.messages).items():
-        destination, text = opened_entry(entry)
-        envelope = json.loads(text)
-        task_id, tag = envelope["headers"]["id"], envelope["properties"]["delivery_tag"]
-        assert member.decode().startswith(f"{task_id}:")
-        plain = text.decode().replace(task_id, "<id>").replace(tag, "<tag>")
-        found.append((destination, json.loads(plain), due[member]))
-    return found
-
-
-@pytest.mark.parametrize("prefix", ["", "{shop}:"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({"priority": priority} for priority in (0, 3, 6, 9)),
-        {"queue": "brief", "priority": 4},
-        {"queue": "one"},
-    ],
-    ids=str,
-)
-def test_what_is_stored_is_what_apply_async_stores(
-    empty_redis: PrivateRedis, prefix: str, options: dict[str, Any]
-) -> None:
-    """Destination and its TTL, due time and every byte but the random ones."""
-    app = make_app(empty_redis.url, global_keyprefix=prefix)
-    with app.connection_for_write() as connection:
-        for queue in QUEUES:
-            queue(connection.default_channel).declare()
-    when = {"eta": "2030-01-01T12:00:00.000001+01:00", **options}
-    app.tasks["shop.remind"].apply_async((7,), {}, **when)
-    with bulk(app) as batch:
-        for _ in range(4):
-            batch.send("shop.remind", (7,), **when)
-    app.close()
-    alike = Counter(map(str, stored(empty_redis, Keys(prefix, "celery_delay"))))
-    copies = 2 if options.get("queue") == "one" else 1
-    assert list(alike.values()) == [5] * copies
-    assert batch.result.by_template == (2 if copies == 1 else 0)
-    assert all(each.endswith("1893495600000001.0)") for each in alike)
 
 
 # ---- each once -----------------------------------------------------------------------------------
@@ -220,17 +163,6 @@ def test_a_full_server_refuses_by_name(own_redis: PrivateRedis) -> None:
     assert sorted(json.loads(message.body)[0][0] for message in refused) == list(range(250, 500))
     own_redis.client.config_set("maxmemory", 0)
     assert own_redis.client.zcard(KEYS.due) == own_redis.client.hlen(KEYS.messages) == 249
-
-
-def test_what_leads_nowhere_is_returned(empty_redis: PrivateRedis, app: Celery) -> None:
-    """kombu drops it in silence."""
-    with bulk(app, check=False) as batch:
-        for number in range(3):
-            batch.send("shop.remind", (number,), countdown=600)
-            batch.send("shop.remind", (number,), countdown=600, exchange="nobodys", routing_key="x")
-    assert batch.result.confirmed == 3
-    assert [message.exchange for message in batch.result.returned] == ["nobodys"] * 3
-    assert empty_redis.client.zcard(KEYS.due) == 3
 
 
 def test_a_server_that_does_not_answer_leaves_them_in_doubt(own_redis: PrivateRedis) -> None:

@@ -108,7 +108,7 @@ def test_a_server_that_is_away_is_told_and_asked_again(server: PrivateRedis) -> 
     assert lines.ask("shop.call_api", "new", Rate("1/h"), None).starts
     server.stop()
     for _ in range(2):
-        with pytest.raises(RecordsUnavailable, match="out of reach"):
+        with pytest.raises(RecordsUnavailable, match="unreachable"):
             lines.ask("shop.call_api", "new", Rate("1/h"), None)
     server.start()
     lines._link._away._retry_at = 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -69,18 +66,6 @@ def test_another_promoter_takes_over_from_one_that_died_with_its_knowledge(
         assert not received.arrivals
 
 
-def test_scripts_that_the_server_forgot_are_loaded_again(empty_redis: PrivateRedis) -> None:
-    with (
-        delaying(empty_redis.url) as connection,
-        promoting(connector(empty_redis.url)) as promoter,
-    ):
-        for number in range(3):
-            empty_redis.client.script_flush()
-            publish(connection, number, "jobs", delay=0.2)
-            empty_redis.client.script_flush()
-            wait_until(lambda n=number: promoter.promoted > n)
-
-
 def test_poison_is_parked_and_said(
     empty_redis: PrivateRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,15 +120,6 @@ def test_a_server_that_was_away_finds_its_messages_and_its_promoter(
     assert own_redis.client.llen("jobs") == 20
 
 
-def test_a_server_that_comes_late(own_redis: PrivateRedis) -> None:
-    own_redis.stop()
-    with promoting(connector(own_redis.url)) as promoter:
-        own_redis.start()
-        with delaying(own_redis.url) as connection:
-            publish(connection, "hello", "jobs", delay=0.2)
-        wait_until(lambda: promoter.promoted == 1)
-
-
 @pytest.mark.ci
 def test_many_promoters_share_what_is_due(empty_redis: PrivateRedis) -> None:
     """Each message is promoted by one of them, and not all of them come for each."""
@@ -162,90 +138,6 @@ def test_many_promoters_share_what_is_due(empty_redis: PrivateRedis) -> None:
 
 
 # ---- many at once ------------------------------------------------------------------------------
-
-MESSAGES = 40_000
-DUE_WITHIN_US = 5_000_000
-KILLS = 6
-
-#: Pulls all due times this much nearer, at one instant.
-PULL = """
-local all = redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')
-for i = 1, #all, 2 do redis.call('ZADD', KEYS[1], all[i + 1] - ARGV[1], all[i]) end
-redis.call('ZADD', KEYS[2], 0, 'earlier')
-"""
-
-
-def prepare_promoter(url: str) -> subprocess.Popen[str]:
-    """A process that promotes as soon as it is told to."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.redis_promoter_process", url],
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def tell(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("go\n")
-    process.stdin.flush()
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate()
-
-
-@pytest.fixture
-def store(own_redis: PrivateRedis) -> Iterator[Any]:
-    with delaying(own_redis.url) as connection:
-        yield store_of(connection)
-
-
-@pytest.mark.ci
-def test_three_promoters_of_which_one_is_killed_again_and_again(
-    own_redis: PrivateRedis, store: Any
-) -> None:
-    """40,000 messages due within 5 s: each delivered once, none left."""
-    far_us = 3_600_000_000
-    with ExitStack() as stack:
-        processes = []
-        for _ in range(2 + KILLS):
-            processes.append(prepare_promoter(own_redis.url))
-            stack.callback(end, processes[-1])
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-        add(store, store.now_us() + far_us)
-        first, second, *victims = processes
-        for survivor in (first, second):
-            tell(survivor)
-        wait_until(lambda: blocked_clients(own_redis) == 2)
-        nearest_us = store.census().until_first_us
-        store.client.eval(PULL, 2, store.keys.due, store.keys.wake, nearest_us - 500_000)
-        for number, victim in enumerate(victims, 1):
-            tell(victim)
-            part = MESSAGES * number // (KILLS + 1)
-            wait_until(lambda p=part: store.client.llen("jobs") >= p)
-            end(victim)
-        wait_until(lambda: store.census().waiting == 0)
-    delivered = Counter(store.client.lrange("jobs", 0, -1))
-    assert len(delivered) == MESSAGES
-    assert set(delivered.values()) == {1}
-    assert store.census().entries == 0
-
-
-def add(store: Any, begin_us: int) -> None:
-    with store.client.pipeline(transaction=False) as pipe:
-        for number in range(MESSAGES):
-            due_us = begin_us + number * 7_919_003 % DUE_WITHIN_US
-            entry = entry_of(Destination(("jobs",)), str(number))
-            name, arguments = store.add_command(f"task-{number}", due_us, entry)
-            getattr(pipe, name)(*arguments)
-            if number % 1000 == 999:
-                pipe.execute()
-
 
 # ---- Sentinel and TLS --------------------------------------------------------------------------
 

@@ -8,16 +8,12 @@ from time import time_ns
 from typing import Any
 
 import pytest
-from kombu import Connection, Exchange, Queue
+from kombu import Connection, Queue
 from kombu.transport import redis as kombu_redis
 
 from celery_native_delay import (
     BrokerFull,
-    DelayTooLong,
-    InvalidDueTime,
-    SettingsError,
     UnsupportedBroker,
-    delay_headers,
     redis_server,
 )
 from celery_native_delay.message import HEADER
@@ -108,51 +104,6 @@ def test_a_delayed_message_goes_where_the_immediate_one_goes(
     assert found[0] == found[1]
 
 
-def test_a_received_message_looks_as_if_it_had_not_waited(empty_redis: PrivateRedis) -> None:
-    headers = {"customer": 7, **delay_headers(countdown=0.2)}
-    with (
-        promoting(connector(empty_redis.url)),
-        delaying(empty_redis.url) as connection,
-        inbox(connection, "jobs") as received,
-    ):
-        connection.Producer().publish("hello", routing_key="jobs", headers=headers)
-        (arrival,) = received.wait_for(1)
-        assert arrival.body == "hello"
-        assert arrival.message.headers == headers
-        assert arrival.message.delivery_info == {"exchange": "", "routing_key": "jobs"}
-        delayed = arrival.message.native_delay
-        assert delayed.due_us == pytest.approx(arrival.at * 1e6, abs=5e6)
-        assert (delayed.exchange, delayed.routing_key) == ("", "jobs")
-        assert arrival.message.consumed_from == "jobs"
-        assert arrival.lateness_seconds + 0.001 >= 0
-        connection.Producer().publish("undelayed", routing_key="jobs")
-        received.arrivals.clear()
-        assert received.wait_for(1)[0].message.native_delay is None
-
-
-def test_retries_of_one_task_wait_side_by_side(empty_redis: PrivateRedis) -> None:
-    """They share the task id."""
-    with delaying(empty_redis.url) as connection:
-        for attempt in range(3):
-            publish(connection, attempt, "jobs", delay=60, headers={"id": "task-1"})
-        store = store_of(connection)
-        assert store.census().waiting == 3
-        members = [member.decode() for member in store.client.zrange(store.keys.due, 0, -1)]
-        assert all(member.startswith("task-1:") for member in members)
-
-
-def test_a_plain_consumer_gets_what_was_promoted(empty_redis: PrivateRedis) -> None:
-    with (
-        promoting(connector(empty_redis.url)),
-        delaying(empty_redis.url) as connection,
-        Connection(empty_redis.url) as plain,
-        inbox(plain, "jobs") as received,
-    ):
-        publish(connection, "hello", "jobs", delay=0.2)
-        (arrival,) = received.wait_for(1)
-        assert arrival.body == "hello"
-
-
 def test_what_is_returned_unacknowledged_does_not_wait_again(empty_redis: PrivateRedis) -> None:
     with delaying(empty_redis.url) as connection:
         channel = connection.default_channel
@@ -182,42 +133,7 @@ def test_a_trace_that_somebody_took_along_is_none(empty_redis: PrivateRedis) -> 
         assert connection.default_channel.basic_get("jobs", no_ack=True).native_delay is not None
 
 
-def test_a_broadcast_reaches_those_who_listen_when_it_is_due(empty_redis: PrivateRedis) -> None:
-    news = Exchange("news", type="fanout")
-    with (
-        promoting(connector(empty_redis.url)),
-        delaying(empty_redis.url) as connection,
-        delaying(empty_redis.url) as other,
-        inbox(connection, Queue("news-1", news)) as one,
-        inbox(other, Queue("news-2", news)) as two,
-    ):
-        # Subscribing happens while draining.
-        for receiver in (one, two):
-            receiver.receive_until(lambda: False, timeout_seconds=0.3)
-        publish(connection, "hello", "", exchange=news, delay=0.5)
-        assert not one.arrivals
-        (arrival,) = one.wait_for(1)
-        assert arrival.body == "hello"
-        assert arrival.lateness_seconds >= -0.001
-        assert arrival.message.consumed_from == ""
-        two.wait_for(1)
-
-
 # ---- never early -------------------------------------------------------------------------------
-
-
-def test_never_early_and_hardly_late(empty_redis: PrivateRedis) -> None:
-    with (
-        promoting(connector(empty_redis.url)) as promoter,
-        delaying(empty_redis.url) as connection,
-        inbox(connection, "jobs") as received,
-    ):
-        for number in range(200):
-            publish(connection, number, "jobs", delay=0.3 + number * 0.0037)
-        arrivals = received.wait_for(200)
-        assert min(arrival.lateness_seconds for arrival in arrivals) >= -0.001
-        assert sorted(arrival.body for arrival in arrivals) == list(range(200))
-        assert promoter.promoted == 200
 
 
 @pytest.mark.parametrize("eta", [datetime(2020, 1, 1, tzinfo=UTC).isoformat(), None, "no date"])
@@ -300,46 +216,11 @@ def test_two_databases_and_two_namespaces_never_meet(empty_redis: PrivateRedis) 
         assert [store_of(each).census().waiting for each in (zero, one, other)] == [1, 0, 0]
 
 
-def test_without_the_option_it_is_kombus_own(empty_redis: PrivateRedis) -> None:
-    for options in ({}, {"native_delay": False}, {"native_delay": {"enabled": False}}):
-        with Connection(empty_redis.url, transport_options=options) as connection:
-            assert type(connection.default_channel) is kombu_redis.Channel
-            publish(connection, "hello", "jobs", delay=60)
-            message = connection.default_channel.basic_get("jobs", no_ack=True)
-            assert message.headers.keys() == {"eta"}
-
-
 # ---- refusals ----------------------------------------------------------------------------------
 
 
 def assert_nothing_sent(server: PrivateRedis) -> None:
     assert server.client.keys() == []
-
-
-def test_beyond_the_longest_delay(empty_redis: PrivateRedis) -> None:
-    with delaying(empty_redis.url, levels=4, resolution=1) as connection:
-        with pytest.raises(DelayTooLong, match=r"exceeds the longest delay of 15 s:"):
-            publish(connection, "hello", "jobs", delay=20)
-        assert_nothing_sent(empty_redis)
-        publish(connection, "hello", "jobs", delay=14)
-
-
-def test_an_eta_that_is_no_date(empty_redis: PrivateRedis) -> None:
-    with delaying(empty_redis.url) as connection:
-        with pytest.raises(InvalidDueTime):
-            publish(connection, "hello", "jobs", headers={"task": "t", "eta": "soon"})
-        assert_nothing_sent(empty_redis)
-
-
-def test_a_misconfigured_connection_sends_what_is_immediate_and_says_why_not_the_rest(
-    empty_redis: PrivateRedis,
-) -> None:
-    with delaying(empty_redis.url, levels=0) as connection:
-        publish(connection, "hello", "jobs")
-        assert connection.default_channel.basic_get("jobs", no_ack=True) is not None
-        with pytest.raises(SettingsError, match="native_delay_levels"):
-            publish(connection, "hello", "jobs", delay=1)
-        assert_nothing_sent(empty_redis)
 
 
 @pytest.mark.parametrize(

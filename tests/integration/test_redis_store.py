@@ -64,13 +64,6 @@ def test_what_is_not_due_stays_and_says_how_long(store: Store, version: tuple[in
     assert queue(store) == []
 
 
-def test_messages_come_in_the_order_of_their_due_times(store: Store) -> None:
-    for name, past_ms in (("third", 1000), ("first", 3000), ("second", 2000)):
-        add(store, name, in_ms=-past_ms)
-    promote(store)
-    assert queue(store) == ["first", "second", "third"]
-
-
 def test_a_due_time_is_kept_to_the_microsecond(store: Store) -> None:
     """Nothing is rounded: neither later than asked for, nor early."""
     due_us = store.now_us() + 200_000 + 1
@@ -108,13 +101,6 @@ def test_rounds_asked_for_together_share_what_is_due(
     assert rounds.asked_count == 0
     rounds.close()
     assert queue(store) == [f"{number:03}" for number in range(BATCH + 1)]
-
-
-def test_a_batch_is_full_until_the_last(store: Store) -> None:
-    for number in range(BATCH + 1):
-        add(store, f"{number:03}")
-    assert [promote(store).taken for _ in range(3)] == [BATCH, 1, 0]
-    assert len(queue(store)) == BATCH + 1
 
 
 @pytest.mark.parametrize("key", ["with space", "line\nbreak", "jobs\x06\x163", "ünïcode", "{x}:y"])

@@ -132,9 +132,10 @@ def test_an_sqs_that_is_away_leaves_them_in_doubt(shared_sqs: PrivateSqs, app: C
         with batch:
             batch.send("shop.remind", (0,), countdown=HOUR)
             batch._publisher.outbox.settle(timeout_seconds=PATIENCE_SECONDS)
-            shared_sqs.kill()
-            for number in range(1, 21):
-                batch.send("shop.remind", (number,), countdown=HOUR)
+            with batch._publisher.outbox.lock:  # nothing is sent before the block ends
+                shared_sqs.kill()
+                for number in range(1, 21):
+                    batch.send("shop.remind", (number,), countdown=HOUR)
 
     try:
         with pytest.raises(PublishRefused, match="20 in doubt") as caught:

@@ -20,7 +20,6 @@ from kombu import Connection
 
 from celery_native_delay import (
     CannotDelay,
-    NoRecords,
     TopologyMismatch,
     UnsupportedBroker,
     register_transports,
@@ -514,25 +513,6 @@ def test_a_fifo_queue_of_the_users_stays_as_it_is(
         (arrival,) = received.wait_for(1)
         assert not arrival.waited
     assert "'jobs.fifo' is a FIFO queue" in caplog.text
-
-
-def test_a_producer_goes_on_after_its_delay_queue_was_deleted(
-    sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_delay_queue(sqs)
-    with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
-        publish(connection, "lost", "jobs", delay=60)
-        sqs.wipe()
-        publish(connection, "hello", "jobs", delay=60)
-        received.connection.default_channel.queue_declare(queue="jobs")
-        assert received.wait_for(1)[0].body == "hello"
-    assert "not found, so no relay serves" in caplog.text
-
-
-def test_nobody_can_look_into_sqs_and_that_is_said(sqs: PrivateSqs) -> None:
-    with delaying(sqs.url) as connection:
-        with pytest.raises(NoRecords, match="does not show what waits"):
-            connection.default_channel.waiting_tasks(None)
 
 
 def test_only_the_queues_that_are_served_are_counted_and_purged(sqs: PrivateSqs) -> None:

@@ -1,4 +1,4 @@
-"""Beside SQS, waiting tasks are listed in records: the same promises, in each backend."""
+"""Beside SQS, waiting tasks are listed in records."""
 
 from __future__ import annotations
 
@@ -23,33 +23,13 @@ from celery_native_delay.transports.sqs import delays
 from celery_native_delay.transports.sqs import relay as relay_module
 from example_project.private_sqs import PrivateSqs
 from tests.integration.sqs_traffic import part_of, relaying, url_of, waiting_on
-from tests.integration.waiting_promises import *  # noqa: F403
-from tests.traffic import eta_in, inbox
+from tests.traffic import eta_in, inbox, send_task
 from tests.waiting import wait_until
 
-pytestmark = [*([pytestmark] if not isinstance(pytestmark, list) else pytestmark), pytest.mark.ci]  # noqa: F405
+pytestmark = pytest.mark.ci
 
 
 OPTIONS = {"wait_time_seconds": 0, "polling_interval": 0.1}
-
-
-@pytest.fixture(scope="module", params=["redis", "sqlite"])
-def records_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    if request.param == "redis":
-        server: PrivateRedis = request.getfixturevalue("records_server")
-        return server.url
-    return f"sqlite:///{tmp_path_factory.mktemp('records')}/records.db"
-
-
-def empty(app: Celery, server: PrivateRedis) -> None:
-    """Remove all that other tests have left in the records."""
-    server.client.flushall()
-    with app.connection_for_write() as connection:
-        records = connection.default_channel.delays.records
-    if hasattr(records, "engine"):
-        from celery_native_delay.records.sql import METADATA
-
-        METADATA.drop_all(records.engine)
 
 
 def new_app(url: str, **settings: Any) -> Celery:
@@ -60,30 +40,18 @@ def new_app(url: str, **settings: Any) -> Celery:
 
 @pytest.fixture
 def app(
-    shared_sqs: PrivateSqs,
-    records_url: str,
-    records_server: PrivateRedis,
-    monkeypatch: pytest.MonkeyPatch,
+    shared_sqs: PrivateSqs, records_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Celery]:
     """With empty records, on an SQS without queues."""
     register_transports()
     shared_sqs.wipe()
     monkeypatch.setattr(delays, "_said", set())
     monkeypatch.setattr(relay_module, "LONG_POLL_SECONDS", 1)
-    app = new_app(shared_sqs.url, records=records_url)
-    app.conf.result_backend = records_server.url.replace("/0", "/1")
-    empty(app, records_server)
+    app = new_app(shared_sqs.url, records=records_redis.url)
     with app.connection_for_write() as connection:
-        part_of(connection, "reminders").prepare(shared_sqs.url)
+        part_of(connection, "jobs").prepare(shared_sqs.url)
     yield app
-    close_results(app)  # noqa: F405
     app.close()
-
-
-@pytest.fixture
-def plain_app(app: Celery, shared_sqs: PrivateSqs) -> Iterator[Celery]:
-    with new_app(shared_sqs.url) as app:
-        yield app
 
 
 def receipts_on(connection: Any) -> Any:
@@ -104,14 +72,14 @@ def test_the_records_know_a_task_through_all_its_hops(
     app: Celery, shared_sqs: PrivateSqs, delay: Delay
 ) -> None:
     """One that was cancelled meanwhile is dropped at the end, and the other one is run."""
-    with app.connection_for_write() as connection, relaying(app.connection_for_write, "reminders"):
+    with app.connection_for_write() as connection, relaying(app.connection_for_write, "jobs"):
         for number in (1, 2):
-            send(app, number, countdown=4)  # noqa: F405
+            send_task(app, number, countdown=4)
         (first,), (second,) = delay.show("order-1"), delay.show("order-2")
-        wait_until(lambda: waiting_on(shared_sqs, "reminders-delay.fifo") == 2)
+        wait_until(lambda: waiting_on(shared_sqs, "jobs-delay.fifo") == 2)
         assert delay.cancel("order-1")
         receipts = receipts_on(connection)
-        with inbox(connection, "reminders") as arriving:
+        with inbox(connection, "jobs") as arriving:
             came = {
                 arrival.message.native_delay.delivery_id: arrival.message
                 for arrival in arriving.wait_for(3)
@@ -131,7 +99,7 @@ def test_a_task_that_comes_early_is_put_back_under_its_delivery_id_and_stays_lis
     app: Celery, delay: Delay
 ) -> None:
     """Without a relay a long delay comes to a worker after each hop."""
-    send(app, 1, countdown=3600, queue="lonely")  # noqa: F405
+    send_task(app, 1, countdown=3600, queue="lonely")
     (task,) = delay.show("order-1")
     with app.connection_for_write() as connection:
         part = part_of(connection, "lonely")
@@ -167,7 +135,7 @@ def test_each_copy_of_a_task_for_several_queues_is_listed_and_moved_by_itself(
 
 def test_a_task_that_sqs_refuses_is_not_listed(app: Celery, delay: Delay) -> None:
     with pytest.raises(Exception, match="at most"):
-        app.send_task("shop.remind", ("x" * 1_100_000,), countdown=60, queue="reminders")
+        app.send_task("shop.remind", ("x" * 1_100_000,), countdown=60, queue="jobs")
     assert delay.count() == 0
 
 
@@ -175,10 +143,10 @@ def test_message_attributes_stay_with_a_task_that_is_moved(
     app: Celery, shared_sqs: PrivateSqs, delay: Delay
 ) -> None:
     told = {"customer": {"DataType": "Binary", "BinaryValue": b"\0\xff"}}
-    send(app, 1, countdown=3600, message_attributes=told)  # noqa: F405
+    send_task(app, 1, countdown=3600, message_attributes=told)
     assert delay.run_now("order-1")
     answer = shared_sqs.client.receive_message(
-        QueueUrl=url_of(shared_sqs, "reminders"), MessageAttributeNames=["All"]
+        QueueUrl=url_of(shared_sqs, "jobs"), MessageAttributeNames=["All"]
     )
     (received,) = answer["Messages"]
     assert received["MessageAttributes"]["customer"]["BinaryValue"] == b"\0\xff"

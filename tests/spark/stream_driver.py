@@ -1,7 +1,7 @@
 """A driver with a stream whose batches are fenced fan-outs; run by test_fence, which kills it.
 
-Arguments: the app's path, the fence's time-out, the folder of the source, and the
-batch after whose sending the driver dies by itself, before Spark has noted that it is done.
+Arguments: the app's path, the folder of the source, and the batch after whose sending the driver
+dies by itself, before Spark has noted that it is done.
 """
 
 import os
@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 
 from celery_native_delay.spark import FanOut
 
-app, fence_timeout, source, last_batch = sys.argv[1:]
+app, source, last_batch = sys.argv[1:]
 
 spark = (
     SparkSession.builder.master("local[2,4]")
@@ -41,7 +41,6 @@ def send(batch: Any, batch_id: int) -> None:
         id_cols=["number"],
         run_id=f"reminders-{batch_id}",
         fence=True,
-        fence_timeout=float(fence_timeout),
         max_rate=100,
     ).send()
     sys.stdout.write(f"{result}\n")

@@ -273,7 +273,6 @@ def test_what_waits_is_due_when_it_was_planned(
     )
     result = fan_out.send()
     assert (result.confirmed, result.rejected, result.failures) == (1_980, 20, [])
-    assert fan_out.plan().levels == {}
     if redis:
         (key,) = redis.client.keys("tests.*.due")
         waiting = [int(score) for _, score in redis.client.zrange(key, 0, -1, withscores=True)]
@@ -364,7 +363,6 @@ def test_when_the_broker_stays_away_every_unsent_row_is_named(
     assert said in failures[0].reason
     assert (receipt.rows, receipt.sent, receipt.confirmed) == (6, 0, 0)
     assert receipt.rejected == Counter({"no due time": 1})
-    assert Receipt.from_json(receipt.to_json()) == receipt
 
 
 def test_a_task_that_the_broker_refuses_fails_the_run_and_is_named(

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from celery_native_delay.fence.run import ABORTED, COMMITTED, OPEN, Record
 from celery_native_delay.spark import FanOut, task_id_of
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.spark.conftest import LEVELS, runs_at
-from tests.waiting import PATIENCE_SECONDS, SLOWNESS, wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -185,7 +186,7 @@ def test_a_run_that_was_committed_is_not_sent_again(
     df = rows(spark)
     with pytest.raises(PySparkException, match="ExecutorLost"):
         fan_out(rows(spark, lost_times=4), app, "run", fence=True).send()
-    with pytest.raises(FanOutFailed, match=r"not now; nothing of it runs; send all of it again"):
+    with pytest.raises(FanOutFailed, match=r"not now; no task of it runs; send all rows again"):
         fan_out(rows(spark, lost_times=-1), app, "run", fence=True).send()
     assert fan_out(df, app, "run", fence=True).send().confirmed == ROWS
     again = fan_out(df.repartition(3), app, "run", fence=True).send()
@@ -232,7 +233,7 @@ def test_a_fence_that_cannot_be_opened_or_sealed_is_an_error(
         fan_out(df, make_app("amqp://127.0.0.1:1"), "r", fence=True, **given).send()
     monkeypatch.setattr("celery_native_delay.spark.fencing.OPEN_PATIENCE_SECONDS", 0.2)
     away = make_app(native_delay_redis_url, records="redis://127.0.0.1:1")
-    with pytest.raises(RecordsUnavailable, match="out of reach: ConnectionError"):
+    with pytest.raises(RecordsUnavailable, match="unreachable: ConnectionError"):
         fan_out(df, away, "r", fence=True, **given).send()
     assert native_delay_redis.client.keys("tests.*") == []
 
@@ -258,10 +259,9 @@ def rows_of(batch: int) -> range:
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("policy", "fence_timeout", "records_url"),
-    [("run", 900, "redis"), ("drop", 10 * SLOWNESS, "sqlite")],
-    indirect=["records_url"],
+    ("policy", "records_url"), [("run", "redis"), ("drop", "sqlite")], indirect=["records_url"]
 )
 def test_batches_run_once_however_often_their_driver_is_killed(
     make_fenced_app: Callable[..., str],
@@ -270,12 +270,13 @@ def test_batches_run_once_however_often_their_driver_is_killed(
     apps_folder: Path,
     tmp_path: Path,
     policy: str,
-    fence_timeout: float,
 ) -> None:
     """At random points within a batch, and between its seal and Spark's note that it is done.
 
     With the policy "drop" also if workers have given a batch up before it is sent again.
     """
+    # Each driver starts a JVM with a Spark, which takes a busy machine a minute.
+    patience_seconds = 3 * PATIENCE_SECONDS
     chance = random.Random(policy)
     source = tmp_path / "source"
     source.mkdir()
@@ -283,7 +284,7 @@ def test_batches_run_once_however_often_their_driver_is_killed(
         lines = [json.dumps({"number": number, "wait": number % 3}) for number in rows_of(batch)]
         (source / f"{batch}.json").write_text("\n".join(lines))
     app = make_fenced_app(native_delay_rabbitmq_url, records_url)
-    given = [app, str(fence_timeout), str(source)]
+    given = [app, str(source)]
     with fleet_with_worker(native_delay_rabbitmq_url, tmp_path, records_url, policy) as (
         fleet,
         worker,
@@ -295,19 +296,14 @@ def test_batches_run_once_however_often_their_driver_is_killed(
                 return mark.exists() or process.poll() is not None
 
             with driver(given, apps_folder, tmp_path) as (process, said):
-                wait_until(is_under_way)
+                wait_until(is_under_way, timeout_seconds=patience_seconds)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(chance.uniform(0, 1))
             if policy == "drop":
-                wait_until(lambda run=f"reminders-{batch}:note": is_sealed(records_url, run))
+                wait_until(lambda run=f"reminders-{batch}:note": is_given_up(records_url, run))
         for dies_after, ends_with in ((BATCHES - 2, -signal.SIGKILL), (-1, 0)):
-            for _ in range(5):
-                with driver(given, apps_folder, tmp_path, dies_after) as (process, said):
-                    ended_with = process.wait(PATIENCE_SECONDS)
-                    was_told = "given up by" in said() or "has aborted it" in said()
-                    assert ended_with == ends_with or was_told, said()
-                if ended_with == ends_with:
-                    break
+            with driver(given, apps_folder, tmp_path, dies_after) as (process, said):
+                assert process.wait(patience_seconds) == ends_with, said()
         assert f"run reminders-{BATCHES - 2}: {BATCH_ROWS} rows, all sent before" in said()
         fleet.record.wait_for(BATCHES * BATCH_ROWS)
         worker.stop()  # what has come has run by then, or is dropped
@@ -316,10 +312,15 @@ def test_batches_run_once_however_often_their_driver_is_killed(
     assert worker.log_lines("is dropped")
 
 
-def is_sealed(records_url: str, run: str) -> bool:
+def is_given_up(records_url: str, run: str) -> bool:
+    """True once a worker has sealed the run of a driver that is dead; its time is over now."""
+
+    def overdue(record: Record | None) -> Record:
+        assert record is not None
+        return replace(record, deadline=0.0) if record.state == OPEN else record
+
     with runs_at(records_url) as runs:
-        (record,) = runs.load([run])
-    return record is None or record.state != OPEN
+        return runs._change(run, overdue, 3600).state != OPEN
 
 
 @contextmanager

@@ -20,14 +20,13 @@ from celery_native_delay.transports.rabbitmq.elsewhere import (
     read_celerys,
     read_ours,
     sets_of,
-    way_of_binding,
-    ways_of,
 )
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from celery_native_delay.transports.rabbitmq.wrapping import wrap
 
 NOW = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
 NOW_US = due_us(NOW)
+ETA = (NOW + timedelta(seconds=60)).isoformat()
 
 REACHES = [
     Reach("shop", "topic", "orders.#", "orders"),
@@ -36,27 +35,25 @@ REACHES = [
     Reach("billing", "direct", "invoice", "invoices"),
     Reach("", "direct", "celery", "celery"),
 ]
-WAYS = [ways_of(REACHES)]
 
 
 def read(
     countdown: int,
     routing_key: str,
     *,
-    level: int,
-    deaths: list[dict[str, Any]] | None = None,
     properties: dict[str, Any] | None = None,
+    eta: str | None = ETA,
     **headers: Any,
 ) -> Found:
-    if deaths is not None:
-        headers["x-death"] = deaths
+    if eta is not None:
+        headers["eta"] = eta
     own = {"application_headers": headers, **(properties or {})}
     info = {
         "exchange": "celery_delayed_27",
         "routing_key": celerys.calculate_routing_key(countdown, routing_key),
         "redelivered": False,
     }
-    return read_celerys(b"[]", own, info, level=level, now_us=NOW_US, ways=WAYS)
+    return read_celerys(b"[]", own, info, now_us=NOW_US, reaches=REACHES)
 
 
 def moving(found: Found) -> Moving:
@@ -93,69 +90,45 @@ def test_only_celerys_levels_are_found_with_every_prefix() -> None:
 
 def test_the_end_of_the_routing_key_names_the_destination_and_the_eta_the_due_time() -> None:
     eta = (NOW + timedelta(seconds=99.25)).isoformat()
-    found = moving(read(99, "orders.new", level=6, task="shop.remind", id="order-7", eta=eta))
+    found = moving(read(99, "orders.new", task="shop.remind", id="order-7", eta=eta))
     delayed = found.delayed
     assert (delayed.exchange, delayed.routing_key, delayed.queue) == ("shop", "orders.new", None)
     assert delayed.due_us == due_us(eta)
-    assert found.late_seconds is None
     assert found.headers == {"task": "shop.remind", "id": "order-7", "eta": eta}
 
 
 def test_of_two_bindings_with_one_ending_the_exact_key_decides() -> None:
     """Celery would deliver the message through both."""
-    assert moving(read(5, "welcome", level=2)).delayed.exchange == "mail"
-    assert moving(read(5, "sent.welcome", level=2)).delayed.exchange == "post"
+    assert moving(read(5, "welcome")).delayed.exchange == "mail"
+    assert moving(read(5, "sent.welcome")).delayed.exchange == "post"
 
 
 def test_a_message_for_two_exchanges_stays_and_the_reason_names_both() -> None:
-    two = [ways_of([*REACHES, Reach("spam", "topic", "welcome", "spams")])]
+    two = [*REACHES, Reach("spam", "topic", "welcome", "spams")]
     info = {"exchange": "x", "routing_key": celerys.calculate_routing_key(5, "welcome")}
-    found = read_celerys(b"", {}, info, level=2, now_us=NOW_US, ways=two)
+    found = read_celerys(b"", {}, info, now_us=NOW_US, reaches=two)
     assert isinstance(found, Stays)
     assert "mail, spam" in found.why
     assert found.should
 
 
-def test_a_key_unknown_to_the_app_is_looked_up_in_the_brokers_bindings() -> None:
-    assert isinstance(read(5, "unknown", level=2), Stays)
-    info = {"exchange": "x", "routing_key": celerys.calculate_routing_key(5, "unknown")}
-    ways = [*WAYS, [way_of_binding("others", "#.unknown")]]
-    found = moving(read_celerys(b"", {}, info, level=2, now_us=NOW_US, ways=ways))
-    assert found.delayed.exchange == "others"
+def test_a_message_with_a_key_unknown_to_the_app_stays() -> None:
+    assert isinstance(read(5, "unknown"), Stays)
 
 
 def test_a_message_to_a_direct_exchange_stays() -> None:
-    assert "task_queues" in getattr(read(5, "invoice", level=2), "why", "")
+    assert "task_queues" in getattr(read(5, "invoice"), "why", "")
 
 
 @pytest.mark.parametrize("key", ["orders.new", "0.1.orders", "2." * 28 + "orders.new", "0." * 28])
 def test_a_message_with_a_foreign_routing_key_stays(key: str) -> None:
     info = {"exchange": "celery_delayed_27", "routing_key": key}
-    found = read_celerys(b"", {}, info, level=2, now_us=NOW_US, ways=WAYS)
+    found = read_celerys(b"", {}, info, now_us=NOW_US, reaches=REACHES)
     assert isinstance(found, Stays)
 
 
-def test_without_an_eta_the_due_time_is_computed_never_early_and_with_a_bound() -> None:
-    """A delay of 13 s uses the levels 3, 2 and 0.
-
-    In level 2 a message has up to 4 s left there, then 1 s.
-    """
-    found = moving(read(13, "orders.new", level=2))
-    assert (found.delayed.due_us - NOW_US, found.late_seconds) == (5_000_000, 4.0)
-    first = moving(read(13, "orders.new", level=3))
-    assert (first.delayed.due_us - NOW_US, first.late_seconds) == (13_000_000, 8.0)
-
-
-@pytest.mark.parametrize("zone", [UTC, None])
-def test_a_message_entered_its_level_when_it_left_the_level_before(zone: Any) -> None:
-    left = (NOW - timedelta(seconds=3)).replace(tzinfo=zone)
-    deaths = [
-        {"queue": "celery_delayed_3", "time": left, "reason": "expired"},
-        {"queue": "mine", "time": NOW.replace(tzinfo=zone)},
-    ]
-    found = moving(read(13, "orders.new", level=2, deaths=deaths))
-    assert (found.delayed.due_us - NOW_US, found.late_seconds) == (3_000_000, 1.0)
-    assert found.headers == {"x-death": deaths[1:]}
+def test_a_message_without_an_eta_stays() -> None:
+    assert "no ETA" in getattr(read(13, "orders.new", eta=None), "why", "")
 
 
 def test_death_headers_of_celerys_levels_are_removed() -> None:
@@ -166,20 +139,20 @@ def test_death_headers_of_celerys_levels_are_removed() -> None:
         "x-first-death-exchange": "celery_delayed_3",
         "task": "shop.remind",
     }
-    assert moving(read(5, "orders.new", level=2, **headers)).headers == {"task": "shop.remind"}
+    assert moving(read(5, "orders.new", **headers)).headers == {"task": "shop.remind", "eta": ETA}
 
 
 def test_an_expiration_ends_when_the_task_expires() -> None:
     expires = (NOW + timedelta(seconds=60)).isoformat()
     own = {"expiration": "90000"}
-    found = moving(read(99, "orders.new", level=6, properties=own, expires=expires))
+    found = moving(read(99, "orders.new", properties=own, expires=expires))
     assert found.delayed.expires_ms == NOW_US // 1000 + 60_000
-    found = moving(read(99, "orders.new", level=6, properties=own))
+    found = moving(read(99, "orders.new", properties=own))
     assert found.delayed.expires_ms == NOW_US // 1000 + 90_000
 
 
 def test_a_message_with_an_invalid_eta_stays() -> None:
-    assert "ISO 8601" in getattr(read(5, "orders.new", level=2, task="x", eta="soon"), "why", "")
+    assert "ISO 8601" in getattr(read(5, "orders.new", task="x", eta="soon"), "why", "")
 
 
 # ---- earlier sets of levels --------------------------------------------------------------------

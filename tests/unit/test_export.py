@@ -15,8 +15,7 @@ from kombu import Queue as KombuQueue
 from kombu import binding
 
 from celery_native_delay import DelaySettings
-from celery_native_delay.transports.rabbitmq.blueprint import blueprint
-from celery_native_delay.transports.rabbitmq.definitions import export
+from celery_native_delay.transports.rabbitmq.blueprint import blueprint, export
 from celery_native_delay.transports.rabbitmq.topology import (
     Binding,
     Declaration,

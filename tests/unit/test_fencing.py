@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from time import time
 from types import SimpleNamespace
 
 import pytest
 
-from celery_native_delay import DelaySettings
+from celery_native_delay import DelaySettings, RecordsUnavailable
 from celery_native_delay.fence.run import ABORTED, COMMITTED, HEADER, OPEN, Record
 from celery_native_delay.records.opened import Place
-from celery_native_delay.worker.arrival import Arrival, AskAgain, Drop, LookUp, WaitUntil
+from celery_native_delay.worker import fencing
+from celery_native_delay.worker.arrival import Arrival, AskAgain, Drop, WaitUntil
 from celery_native_delay.worker.fencing import EVENT, Fence
 
 NOW = time()
@@ -23,13 +23,30 @@ def arrival(header: object) -> Arrival:
     return Arrival(message, message.headers, None, round(NOW * 1e6))
 
 
-def found(fence: Fence, record: Record | None) -> Arrival:
-    """An arrival of attempt a at partition 0, after its run was looked up."""
-    return replace(arrival("run/0/a"), found={fence: record})
+class Runs:
+    """The record of one run: None if it is lost, an error if unreachable; a worker may seal it."""
+
+    record: Record | Exception | None = None
+    asked = 0
+
+    def __init__(self, records: object) -> None: ...
+
+    def load(self, runs: list[str]) -> list[Record | None]:
+        Runs.asked += 1
+        if isinstance(self.record, Exception):
+            raise self.record
+        return [self.record]
+
+    def seal(self, run: str, record: Record, *, kept_seconds: float) -> Record:
+        Runs.record = record
+        return record
 
 
 @pytest.fixture
-def fence() -> Fence:
+def fence(monkeypatch: pytest.MonkeyPatch) -> Fence:
+    monkeypatch.setattr(fencing, "Runs", Runs)
+    monkeypatch.setattr(Runs, "record", None)
+    monkeypatch.setattr(Runs, "asked", 0)
     return Fence(DelaySettings(), "worker-1", Place("redis://127.0.0.1:1", "celery_delay"))
 
 
@@ -60,15 +77,27 @@ def test_a_task_without_the_header_passes(fence: Fence) -> None:
     assert fence(Arrival(message, message.headers, None, 0)) is None
 
 
-def test_an_unknown_run_is_looked_up(fence: Fence) -> None:
-    assert isinstance(fence(arrival("run/0/a")), LookUp)
-
-
 def test_a_task_of_the_winning_attempt_runs(fence: Fence) -> None:
-    won = found(fence, Record(COMMITTED, NOW, winners={"0": "a"}))
+    Runs.record = Record(COMMITTED, NOW, winners={"0": "a"})
+    won = arrival("run/0/a")
     assert fence(won) is None
     assert HEADER not in won.message.headers
-    assert fence(arrival("run/0/a")) is None, "it is remembered"
+    assert fence(arrival("run/0/a")) is None
+    assert Runs.asked == 1, "it is remembered"
+
+
+def test_a_run_that_was_opened_again_drops_nothing(fence: Fence) -> None:
+    """Its new driver's messages may come a moment after those of the aborted attempt."""
+    Runs.record = Record(ABORTED, NOW, by="driver")
+    assert isinstance(fence(arrival("run/0/a")), Drop)
+    Runs.record = Record(OPEN, NOW, deadline=NOW + 60)
+    assert isinstance(fence(arrival("run/0/a")), WaitUntil)
+
+
+def test_a_run_that_the_records_have_lost_is_sealed_by_policy(fence: Fence) -> None:
+    assert fence(arrival("run/0/a")) is None
+    assert isinstance(Runs.record, Record)
+    assert (Runs.record.state, Runs.record.by) == ("all", "worker-1")
 
 
 @pytest.mark.parametrize(
@@ -79,16 +108,23 @@ def test_a_task_of_the_winning_attempt_runs(fence: Fence) -> None:
     ],
 )
 def test_a_task_of_a_losing_attempt_is_dropped(fence: Fence, record: Record, reason: str) -> None:
-    ruling = fence(found(fence, record))
+    Runs.record = record
+    ruling = fence(arrival("run/0/a"))
     assert isinstance(ruling, Drop)
     assert (ruling.event, ruling.fields) == (EVENT, {"fence": "run/0/a", "reason": reason})
 
 
-@pytest.mark.parametrize("record", [None, Record(OPEN, NOW, deadline=NOW + 60)])
-def test_a_task_of_an_open_or_unknown_run_waits_in_the_broker(
-    fence: Fence, record: Record | None
+@pytest.mark.parametrize(
+    "record", [RecordsUnavailable("away"), Record(OPEN, NOW, deadline=NOW + 60)]
+)
+def test_a_task_of_an_open_or_unreachable_run_waits_in_the_broker(
+    fence: Fence, record: Record | Exception
 ) -> None:
-    ruling = fence(found(fence, record))
+    """The worker reads the record once a second, not for each message."""
+    Runs.record = record
+    assert isinstance(fence(arrival("run/0/b")), WaitUntil)
+    ruling = fence(arrival("run/0/a"))
+    assert Runs.asked == 1
     assert isinstance(ruling, WaitUntil)
     assert ruling.due_us > NOW * 1e6
     assert isinstance(ruling.otherwise, AskAgain)
@@ -96,6 +132,7 @@ def test_a_task_of_an_open_or_unknown_run_waits_in_the_broker(
 
 def test_a_broadcast_of_an_open_run_runs_at_once(fence: Fence) -> None:
     """A broadcast has no queue that it could be put back into."""
-    broadcast = found(fence, None)
+    Runs.record = Record(OPEN, NOW, deadline=NOW + 60)
+    broadcast = arrival("run/0/a")
     broadcast.message.consumed_from = ""
     assert fence(broadcast) is None

@@ -16,7 +16,6 @@ from celery_native_delay.keyed.record import HEADER, Mark, Record, Run, name_of
 from celery_native_delay.keyed.rules import (
     BELIEVED_US,
     LEASE_US,
-    InBroker,
     Rule,
     Seen,
     Step,
@@ -54,7 +53,7 @@ class Place:
 
     def call(self, rule: Rule) -> Step:
         stands = self.record.id if self.record else None
-        waiting = (InBroker(stands, self.waiting[stands]),) if stands in self.waiting else ()
+        waiting = ((stands, self.waiting[stands]),) if stands in self.waiting else ()
         step = rule(Seen(self.now_us, self.record, waiting))
         if step.replaces:
             del self.waiting[str(stands)]

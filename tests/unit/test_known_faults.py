@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from celery_native_delay.finding import ADVICE, WRONG
-from celery_native_delay.transports.rabbitmq.known_faults import known_faults
+from celery_native_delay.transports.rabbitmq.inspection import known_faults
 
 
 def numbers(version: tuple[int, ...], level: str, *, replicated: bool | None = True) -> list[str]:
@@ -27,11 +27,6 @@ def test_releases_that_dead_letter_from_the_wrong_replica_are_found(
 
 def test_with_one_replica_there_is_no_wrong_one() -> None:
     assert numbers((4, 3, 0), WRONG, replicated=False) == []
-
-
-def test_one_release_needs_the_configure_permission_to_peek() -> None:
-    assert "#16085" in numbers((4, 3, 0), ADVICE)[0]
-    assert numbers((4, 3, 1), ADVICE) == []
 
 
 @pytest.mark.parametrize("version", [(4, 0, 9), (4, 1, 3), (4, 2, 7), (4, 3, 6), (4, 4, 0)])

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay.app.moving import Account, Pace, move
+from celery_native_delay.app.moving import Account, move
 from celery_native_delay.due_time import due_us
 from celery_native_delay.errors import CannotDelay
 from celery_native_delay.keyed.publishing import KeyedPublish
 from celery_native_delay.keyed.record import HEADER, Mark, Record, Run
-from celery_native_delay.keyed.records import ComparedRecords, KeyRecords
-from celery_native_delay.keyed.rules import Seen, Step
+from celery_native_delay.keyed.records import KeyRecords
+from celery_native_delay.keyed.rules import Rule, Seen, Step
 from celery_native_delay.message import Delayed
 from celery_native_delay.transports.moving import (
     Found,
@@ -100,7 +100,7 @@ def moved(place: Place, other: Other, *, stop_after: int = 99) -> Account:
         place,
         other,
         account,
-        pace=Pace(None),
+        pace=None,
         stopped=lambda: bool(stopped),
         on_each=on_each,
         on_doubt=told.append,
@@ -113,7 +113,7 @@ def test_a_message_is_deleted_only_after_it_was_taken_in() -> None:
     log: list[str] = []
     account = moved(Place(a_message("one"), a_message("two"), log=log), Other(log))
     assert log == ["one in", "one gone", "two in", "two gone", "closed"]
-    assert (account.moved, account.doubtful_count) == (2, 0)
+    assert (account.moved, account.doubtful) == (2, [])
 
 
 def test_a_message_that_cannot_be_moved_stays() -> None:
@@ -153,14 +153,7 @@ def test_tasks_that_may_run_twice_are_reported() -> None:
     ]
 
 
-def test_computed_due_times_are_counted_with_their_largest_error() -> None:
-    log: list[str] = []
-    place = Place(a_message("one", late_seconds=4.0), a_message("two", late_seconds=1.0), log=log)
-    account = moved(place, Other(log))
-    assert (account.computed, account.late_seconds) == (2, 4.0)
-
-
-class Records(ComparedRecords):
+class Records(KeyRecords):
     """Records in a dict."""
 
     def __init__(self, **records: Record) -> None:
@@ -169,11 +162,13 @@ class Records(ComparedRecords):
     def read(self, name: str) -> Seen:
         return Seen(100, self.by_name.get(name))
 
-    def write(self, name: str, seen: Seen, step: Step, put: Any) -> bool:
+    def change(self, name: str, rule: Rule, put: Any = None) -> tuple[Seen, Step]:
+        seen = self.read(name)
+        step = rule(seen)
         self.by_name.pop(name, None)
         if step.record is not None:
             self.by_name[name] = step.record
-        return True
+        return seen, step
 
 
 MARK = Mark("unique", "shop.remind", "ada", "end")
@@ -215,31 +210,8 @@ def test_the_account_keeps_a_limited_number_of_reasons_and_ids() -> None:
     account = Account("somewhere", 0)
     for number in range(100):
         account.refuse(f"reason {number}")
-        account.doubt(str(number) * 2)
-        account.doubt(str(number))
     assert len(account.refused) == 21
     assert account.refused.total() == 100
-    assert (account.doubtful_count, len(account.doubtful)) == (200, 100)
-
-
-def test_the_pace_does_not_make_up_for_lost_time() -> None:
-    now = [0.0]
-    waited: list[float] = []
-
-    def wait(seconds: float) -> None:
-        waited.append(seconds)
-        now[0] += seconds
-
-    pace = Pace(10, clock=lambda: now[0], wait=wait)
-    for _ in range(5):
-        pace.keep()
-    assert now[0] == pytest.approx(0.5)
-    now[0] += 60
-    waited.clear()
-    for _ in range(5):
-        pace.keep()
-    assert sum(waited) >= 0.3
-    Pace(None, clock=lambda: now[0], wait=lambda _: pytest.fail("waits")).keep()
 
 
 def test_the_derived_delivery_id_of_a_message_is_stable() -> None:

@@ -7,7 +7,7 @@ have to know of, and belongs in the changelog.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from importlib import import_module
@@ -38,15 +38,19 @@ def described(name: str) -> Iterator[str]:
     for public in sorted(module.__all__):
         value = getattr(module, public)
         if inspect.isclass(value):
-            yield from described_class(public, value)
+            yield from described_class(public, value, module.__all__)
         elif callable(value):
             yield f"{public}{signature(value)}"
         else:
             yield f"{public}: {type(value).__name__}"
 
 
-def described_class(public: str, kind: type) -> Iterator[str]:
-    bases = ", ".join(base.__name__ for base in kind.__bases__ if base is not object)
+def described_class(public: str, kind: type, names: Sequence[str]) -> Iterator[str]:
+    """The members of a public class, with those of its private bases."""
+    private = [base for base in kind.__mro__[1:] if is_private(base, names)]
+    bases = ", ".join(
+        base.__name__ for base in kind.__bases__ if base is not object and base not in private
+    )
     yield f"class {public}({bases})" if bases else f"class {public}"
     if issubclass(kind, Enum):
         yield from (f"    {member.name} = {member.value!r}" for member in kind)
@@ -55,7 +59,8 @@ def described_class(public: str, kind: type) -> Iterator[str]:
         yield from (f"    {field_text(field)}" for field in fields(kind) if public_name(field.name))
     elif "__init__" in vars(kind):
         yield f"    __init__{signature(vars(kind)['__init__'])}"
-    for name, value in sorted(vars(kind).items()):
+    members = {name: value for each in (*private, kind) for name, value in vars(each).items()}
+    for name, value in sorted(members.items()):
         if not public_name(name) or (is_dataclass(kind) and name in kind.__dataclass_fields__):
             continue
         if isinstance(value, property):
@@ -65,6 +70,10 @@ def described_class(public: str, kind: type) -> Iterator[str]:
             yield f"    {type(value).__name__} {name}{signature(value.__func__)}"
         elif callable(value):
             yield f"    {name}{signature(value)}"
+
+
+def is_private(base: type, names: Sequence[str]) -> bool:
+    return base.__module__ == "celery_native_delay.app.keyed" and base.__name__ not in names
 
 
 def field_text(field: Field[Any]) -> str:

@@ -17,7 +17,7 @@ from celery_native_delay.rates.line import Turn
 from celery_native_delay.worker import rating
 from celery_native_delay.worker.arrival import AWAY_US, Arrival, AskAgain, Ruling, WaitUntil
 from celery_native_delay.worker.rating import (
-    DOOR_SECONDS,
+    LOOK_SECONDS,
     PLACE,
     Rated,
     signatures,
@@ -141,9 +141,9 @@ def test_tasks_without_a_rate_ask_no_queue() -> None:
     assert ruled(Turn(), arrival("other"))[1].asked == []
 
 
-AT_DOOR = AskAgain(DOOR_SECONDS, from_here=True)
-SECOND = AskAgain(2 * DOOR_SECONDS, from_here=True)
-THIRD = AskAgain(3 * DOOR_SECONDS, from_here=True)
+AT_DOOR = AskAgain(LOOK_SECONDS, from_here=True)
+SECOND = AskAgain(2 * LOOK_SECONDS, from_here=True)
+THIRD = AskAgain(3 * LOOK_SECONDS, from_here=True)
 
 
 @pytest.fixture

@@ -103,7 +103,7 @@ def test_a_hosted_server_that_cannot_be_configured_is_given_advice_only() -> Non
     hosted = replace(server(aof_enabled=0, maxmemory_policy="allkeys-lru"), configurable=False)
     found = kept(hosted)
     assert {each.level for each in found} == {ADVICE}
-    assert all("where your provider lets you" in each.remedy for each in found)
+    assert all("if your provider lets you" in each.remedy for each in found)
 
 
 @pytest.mark.parametrize(

@@ -151,8 +151,6 @@ RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
         ("records", "redis://store:many", RECORDS),
         ("records_away", True, '"run" or "wait"'),
         ("store", True, STORE),
-        ("store_outage_seconds", 0, "seconds, more than 0 and at most 86400"),
-        ("store_outage_seconds", True, "seconds, more than 0 and at most 86400"),
         ("strict", "yes", "True or False"),
         ("telemetry", "", "None or the path of a folder"),
         ("telemetry", True, "None or the path of a folder"),

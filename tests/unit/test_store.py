@@ -6,103 +6,19 @@ release.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
-from celery import Celery
-from celery.exceptions import WorkerShutdown
 from sqlalchemy import Dialect, MetaData
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.schema import CreateIndex, CreateTable
 
-from celery_native_delay import SettingsError, store_outage
+from celery_native_delay import SettingsError
 from celery_native_delay.records.database import engine_of, same_database
 from celery_native_delay.records.sql import METADATA as RECORDS_METADATA
-from celery_native_delay.transports.interface import Outage
-from celery_native_delay.transports.sql.breakers import Breaker, Breakers
 from celery_native_delay.transports.sql.schema import METADATA, VERSION
 from celery_native_delay.transports.sql.store import Store
 from celery_native_delay.urls import without_password
-from celery_native_delay.worker.outage import react
-
-AWAY = OSError("it is away")
-
-
-# ---- breakers ----------------------------------------------------------------------------------
-
-
-def test_a_breaker_reports_one_outage_and_closes_by_a_success() -> None:
-    breaker = Breaker("nothing", 120)
-    assert [breaker.failed(AWAY, now=now) for now in (1000, 1060, 1119.9)] == [None, None, None]
-    outage = breaker.failed(AWAY, now=1120)
-    assert outage == Outage("nothing", 120, "OSError: it is away")
-    assert str(outage) == "nothing has failed for 2 min: OSError: it is away"
-    assert breaker.failed(AWAY, now=2000) is None
-    assert breaker.succeeded(now=2001) == 1001
-    assert breaker.succeeded(now=2002) is None
-    assert breaker.failed(AWAY, now=3000) is None
-    assert breaker.failed(AWAY, now=3120) is not None
-
-
-def test_a_success_restarts_the_time_until_an_outage() -> None:
-    breaker = Breaker("nothing", 120)
-    breaker.failed(AWAY, now=0)
-    breaker.succeeded(now=100)
-    assert breaker.failed(AWAY, now=121) is None
-
-
-def test_breakers_are_independent_and_call_their_listener() -> None:
-    breakers = Breakers(10)
-    told: list[Outage] = []
-    breakers.on_outage = told.append
-    for now in (0, 5, 10):
-        breakers.failed(breakers.store, AWAY, now=now)
-        breakers.failed(breakers.dispatch, AWAY, now=now + 1)
-        breakers.fetch.succeeded(now=now)
-    assert [outage.what for outage in told] == ["storing", "dispatching what is due"]
-
-
-# ---- the hook ----------------------------------------------------------------------------------
-
-
-OUTAGE = Outage("fetching what is due", 120, "OSError: it is away")
-
-
-def test_a_worker_stops_in_an_outage_unless_a_receiver_handles_it(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    app, stops, seen = Celery("shop", set_as_current=False), [], []
-    with caplog.at_level(logging.CRITICAL, "celery_native_delay"):
-        react(app, OUTAGE, lambda: stops.append(1))
-    assert stops == [1]
-    assert str(OUTAGE) in caplog.text
-
-    def decide(sender: Celery, outage: Outage, **_: object) -> None:
-        seen.append((sender, outage))
-
-    store_outage.connect(decide)
-    try:
-        react(app, OUTAGE, lambda: stops.append(2))
-    finally:
-        store_outage.disconnect(decide)
-    assert (stops, seen) == ([1], [(app, OUTAGE)])
-
-
-@pytest.mark.parametrize("error", [ValueError("a mistake"), WorkerShutdown(3)])
-def test_a_worker_stops_in_an_outage_if_its_receiver_raises(error: BaseException) -> None:
-    app, stops = Celery("shop", set_as_current=False), []
-
-    def fail(**_: object) -> None:
-        raise error
-
-    store_outage.connect(fail)
-    try:
-        react(app, OUTAGE, lambda: stops.append(1))
-    finally:
-        store_outage.disconnect(fail)
-    assert stops == [1]
-
 
 # ---- URLs --------------------------------------------------------------------------------------
 

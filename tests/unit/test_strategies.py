@@ -27,7 +27,6 @@ from celery_native_delay.worker.arrival import (
     AskAgain,
     Drop,
     Gate,
-    LookUp,
     Ruling,
     WaitUntil,
 )
@@ -200,7 +199,7 @@ def in_seconds(seconds: float) -> str:
 def nothing_revoked() -> Iterator[None]:
     yield
     state.revoked.clear()
-    strategies._arrived.clear()
+    strategies._cancelled.clear()
 
 
 def test_an_early_task_is_put_back_with_its_queue_and_due_time() -> None:
@@ -323,22 +322,25 @@ def test_a_green_worker_drops_at_once() -> None:
     assert worker.acked == worker.ran == []
 
 
-# ---- gates that look something up -----------------------------------------------------
+# ---- gates that are asked again ---------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Asking:
-    """A gate that looks up its ruling."""
+    """A gate that postpones its ruling, and gives it when asked again."""
 
-    asked: list[Callable[[Any], None]] = field(default_factory=list)
+    ruling: Ruling | None = None
     arrivals: list[Arrival] = field(default_factory=list)
 
     def __call__(self, arrival: Arrival) -> Ruling | None:
         self.arrivals.append(arrival)
-        if self not in arrival.found:
-            return LookUp(self.asked.append)
-        ruling: Ruling | None = arrival.found[self]
-        return ruling
+        return AskAgain(0.5) if len(self.arrivals) == 1 else self.ruling
+
+
+def ask_again(worker: Worker) -> None:
+    """Let the time pass after which *worker* asks again."""
+    worker.consumer.timer.calls.pop()()
+    worker.consumer.soon.pop()()
 
 
 def fenced(**more: Any) -> dict[str, Any]:
@@ -353,7 +355,7 @@ def test_no_later_gate_is_asked_about_a_task_that_is_early() -> None:
 
 def test_a_task_that_cannot_wait_passes_on_to_the_next_gate() -> None:
     """At once, or after the broker has refused it. A fenced task never runs without its gate."""
-    gate = Asking()
+    gate = Asking(AskAgain(0.5))
     worker = Worker(fence=gate, takes=False)
     message = Message(fenced(eta=in_seconds(60)))
     worker.strategies()["t"](message, None, worker._ack, "reject", [])
@@ -368,7 +370,7 @@ def test_a_task_that_cannot_wait_passes_on_to_the_next_gate() -> None:
 
 
 @pytest.mark.parametrize("waited", [None, delayed()])
-def test_after_a_lookup_a_task_passes_its_gates_again_in_the_consumers_thread(
+def test_a_task_whose_gate_is_asked_again_passes_in_the_consumers_thread(
     waited: Delayed | None,
 ) -> None:
     """Then it runs as without a lookup, with its ETA still in the message."""
@@ -382,24 +384,11 @@ def test_after_a_lookup_a_task_passes_its_gates_again_in_the_consumers_thread(
     [arrival] = gate.arrivals
     assert (arrival.name, arrival.id, arrival.queue, arrival.is_ours) == ("t", "1", "jobs", True)
     assert message.headers["eta"] == eta
-    gate.asked[0](None)
+    worker.consumer.timer.calls.pop()()
     assert ran == []
     worker.consumer.soon.pop()()
     assert ran == [None if waited else eta]
     assert len(gate.arrivals) == 2
-
-
-def test_the_lookup_of_one_gate_is_kept_while_the_next_gate_looks_up() -> None:
-    one, two = Asking(), Asking()
-    worker = Worker(fence=one)
-    strategies = worker.strategies()
-    strategies._gates += (two,)
-    strategies["t"](Message({"id": "1"}), None, worker._ack, "reject", [])
-    one.asked[0](None)
-    worker.consumer.soon.pop()()
-    two.asked[0](None)
-    worker.consumer.soon.pop()()
-    assert (len(one.asked), len(two.asked), len(worker.ran)) == (1, 1, 1)
 
 
 def test_a_dropped_task_is_acknowledged_logged_and_sent_as_an_event(
@@ -439,17 +428,13 @@ def test_after_an_error_in_a_gate_the_worker_asks_the_gate_again(
     assert len(worker.ran) == 1
 
 
-def test_a_task_that_cannot_wait_is_looked_up_again_if_its_gate_wants_it() -> None:
-    gate = Asking()
+def test_the_gate_of_a_task_that_cannot_wait_is_asked_again() -> None:
+    gate = Asking(WaitUntil(2**60, otherwise=AskAgain(1.0)))
     worker = Worker(takes=False, fence=gate)
     worker.strategies()["t"](Message({"id": "1"}), None, worker._ack, "reject", [])
-    gate.asked[0](WaitUntil(2**60, otherwise=AskAgain(1.0)))
-    worker.consumer.soon.pop()()
-    [again] = worker.consumer.timer.calls
-    again()
-    assert len(gate.asked) == 1
-    worker.consumer.soon.pop()()
-    assert len(gate.asked) == 2
+    ask_again(worker)
+    ask_again(worker)
+    assert len(gate.arrivals) == 3
     assert worker.ran == []
 
 
@@ -466,8 +451,7 @@ def test_an_invalid_task_is_rejected_when_it_passes_its_gates_again() -> None:
     strategies["t"] = strategy
     message = Message(fenced())
     strategies["t"](message, "payload", None, None, None)
-    gate.asked[0](None)
-    worker.consumer.soon.pop()()
+    ask_again(worker)
     [(payload, rejected, exc)] = invalid
     assert (payload, rejected, str(exc)) == ("payload", message, "no task")
 

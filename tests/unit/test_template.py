@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 from celery_native_delay.bulk.batch import short_repr
 from celery_native_delay.message import Delayed
 from celery_native_delay.transports.rabbitmq.channels import Publication
-from celery_native_delay.transports.rabbitmq.learnt import fields_of, frames_of
-from celery_native_delay.transports.rabbitmq.template import FramedTask, Template
+from celery_native_delay.transports.rabbitmq.template import (
+    FramedTask,
+    Template,
+    fields_of,
+    frames_of,
+)
 from celery_native_delay.transports.rabbitmq.wrapping import wrap
 
 saferepr = pytest.importorskip("celery.utils.saferepr").saferepr
@@ -79,8 +83,7 @@ def publication(draw: Any, kind: dict[str, Any]) -> Publication:
         now_us=0,
         limit_priority=False,
     )
-    if draw(st.booleans()):
-        wrapped["expiration"] = str(draw(st.integers(1, 10**9)))
+    wrapped["expiration"] = str(draw(st.integers(1, 10**9)))
     body = draw(st.binary(max_size=200) | st.integers(0, 9_000).map(lambda size: b"x" * size))
     levels = "celery_delay.v1.31x125ms.f15.quorum.level-07.entry"
     return Publication(amqp.Message(body, **wrapped), levels, f"0.1.{kind['key']}")

@@ -16,8 +16,8 @@ from celery.worker import state as worker_state
 
 from celery_native_delay import RecordsUnavailable, install
 from celery_native_delay.keyed.record import HEADER, Mark, Record, Run
-from celery_native_delay.keyed.records import ComparedRecords
-from celery_native_delay.keyed.rules import LEASE_US, Seen, Step
+from celery_native_delay.keyed.records import KeyRecords
+from celery_native_delay.keyed.rules import LEASE_US, Rule, Seen, Step
 from celery_native_delay.worker import leases as leases_module
 from celery_native_delay.worker import unique as module
 from celery_native_delay.worker.arrival import AWAY_US, Arrival, AskAgain, Drop, WaitUntil
@@ -30,7 +30,7 @@ NOW_US = 1_795_176_000_000_000
 KEY = "unique:shop.sync:42"
 
 
-class Records(ComparedRecords):
+class Records(KeyRecords):
     """One record, in a place that may be unreachable."""
 
     def __init__(self) -> None:
@@ -44,9 +44,11 @@ class Records(ComparedRecords):
             raise RecordsUnavailable("it does not answer")
         return Seen(NOW_US, self.record)
 
-    def write(self, name: str, seen: Seen, step: Step, put: Any) -> bool:
+    def change(self, name: str, rule: Rule, put: Any = None) -> tuple[Seen, Step]:
+        seen = self.read(name)
+        step = rule(seen)
         self.record = step.record
-        return True
+        return seen, step
 
 
 @pytest.fixture
@@ -248,7 +250,7 @@ def test_a_task_waits_while_its_record_is_unreachable_with_one_warning(
             assert gate(arrival()) == WaitUntil(NOW_US + AWAY_US, otherwise=AskAgain(5.0))
     (told,) = caplog.records
     assert told.getMessage() == (
-        "native delay: unique tasks wait until the records of their keys can be read: "
+        "native delay: unique tasks wait: the records of their keys cannot be read: "
         "RecordsUnavailable: it does not answer"
     )
 
@@ -294,7 +296,7 @@ def test_a_renewal_that_failed_is_tried_again_soon(
     assert records.record.run is not None
     old = Record(run=Run("1", records.record.run.token, 0))
     records.is_away = True
-    wait_until(lambda: "is not renewed" in caplog.text)
+    wait_until(lambda: "cannot renew the lease" in caplog.text)
     monkeypatch.setattr(leases_module, "RENEWED_EVERY_SECONDS", 3600)
     told = len(caplog.records)
     wait_until(lambda: len(caplog.records) >= told + 3)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kombu.utils.json import dumps
 
 from celery_native_delay.due_time import eta_of
-from celery_native_delay.transports.random_ids import RandomIds
+from celery_native_delay.transports.bulk_publisher import RandomIds
 from celery_native_delay.transports.virtual.template import Template, fields_of, refused_of
 from celery_native_delay.transports.virtual.wrapping import encoded, wrapped
 

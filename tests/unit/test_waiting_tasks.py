@@ -155,7 +155,7 @@ def test_an_outcome_is_true_if_the_change_was_made() -> None:
     assert str(Outcome("a", Verdict.DONE, due_us=0)) == "a is due 1970-01-01T00:00:00.000+00:00"
     assert str(Outcome("a", Verdict.UNKNOWN)) == "a: nothing waits under this id"
     assert "handed over" not in repr(Outcome("a", Verdict.UNKNOWN))
-    assert str(Outcome("a", Verdict.TOO_LATE)) == "a: too late, it was handed over meanwhile"
+    assert str(Outcome("a", Verdict.TOO_LATE)) == "a: too late, it was delivered meanwhile"
     refused = Outcome("a", Verdict.IMPOSSIBLE, reason="it is no task")
     assert str(refused) == "a: it is no task"
 

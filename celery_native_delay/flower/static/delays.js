@@ -135,7 +135,7 @@
         $(byId("parked-choice")).toggleClass("d-none", is);
         $(byId("parked-sure")).toggleClass("d-none", !is);
         if (is) {
-            byId("purge-question").textContent = "Throw away " + plural(parked) + "? This cannot be undone.";
+            byId("purge-question").textContent = "Delete " + plural(parked) + "? This cannot be undone.";
             byId("purge-no").focus();
         } else {
             byId("requeue").focus();
@@ -170,7 +170,7 @@
                 $(byId("purge")).prop("disabled", parked === null);
             }
             if (answer.tasks === null) {
-                list.append($("<li>").text("A worker is trying them right now."));
+                list.append($("<li>").text("A worker is rescuing them right now."));
             }
             (answer.tasks || []).forEach(function (task) {
                 var where = [task.exchange, task.routing_key].filter(Boolean).map(isolated).join(" \u2192 "),
@@ -480,7 +480,7 @@
                 search: '<span class="visually-hidden">Search delayed tasks</span>',
                 searchPlaceholder: "name:shop.remind queue:emails kwargs:order=42",
                 emptyTable: "No task waits.",
-                zeroRecords: "No task that waits matches."
+                zeroRecords: "No waiting task matches."
             },
             ajax: {
                 url: urls.table,
@@ -547,7 +547,7 @@
         $("#delays-purge-no").on("click", function () { sure(false); });
         $("#delays-purge-yes").on("click", function () {
             changeParked("purge", {parked: parked}, function (answer) {
-                return plural(answer.purged) + " thrown away";
+                return plural(answer.purged) + " deleted";
             });
         });
         document.getElementById("delays-parked-dialog").addEventListener("shown.bs.modal", function () {

@@ -1,12 +1,11 @@
-"""Addresses: where a message goes when it is due, as the tail of its routing key.
+"""The address of a delayed message: its destination, as the tail of its routing key.
 
-An address is ``%<exchange>.<routing key>``, the exchange as one escaped word, the routing key
-with as many words as the user gave it, so that a topic pattern still matches behind it.
-The leading ``%`` keeps addresses apart from anything a user's own routing key holds; addresses of
-our own begin with ``%%``, which no escaped exchange does.
+An address is ``%<exchange>.<routing key>``. The exchange is one escaped word; the routing key keeps
+the user's words, so that topic patterns match them. The ``%`` tells an address from a user's own
+key. Addresses of landing queues begin with ``%%``, which no escaped exchange does.
 
-Both ends compute it without asking: the publisher needs no knowledge of the exchange's type,
-because a direct binding and a topic binding without wildcards have the same address.
+A direct binding and a topic binding without wildcards have the same address. So a publisher
+computes it without knowing the type of the exchange.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from urllib.parse import unquote
 #: AMQP 0-9-1 shortstr: routing keys and names are at most 255 bytes.
 SHORTSTR_BYTES = 255
 
-#: The longest word of a derived name that is not hashed: in ASCII, and in other letters, whose
-#: names the broker's refusals must hold whole (:func:`refusal_fits`).
+#: Bytes of the longest word in a name of ours that is not hashed, by whether it is ASCII. Other
+#: words must be short, so that an error text of the broker holds the name (:func:`refusal_fits`).
 _LONGEST_WORD_BYTES = {True: 100, False: 24}
 
-#: The bytes of the broker's longest refusal without the names in it.
+#: Bytes of the broker's longest error text, without the names in it.
 _REFUSAL_BYTES = 125
 
 _ESCAPES = str.maketrans({"%": "%25", ".": "%2E", "*": "%2A", "#": "%23"})
@@ -32,18 +31,18 @@ _WILDCARDS = {"*": "%2A", "#": "%23"}
 
 @lru_cache(maxsize=1024)
 def message_address(exchange: str, routing_key: str) -> str:
-    """The address of a message published to *exchange* with *routing_key*."""
+    """The address of a message to *exchange* with *routing_key*."""
     return _join(exchange, [_literal(word) for word in _words(routing_key)])
 
 
 def topic_binding_address(exchange: str, pattern: str) -> str:
-    """The address pattern that stands for a topic binding of *pattern* to *exchange*."""
+    """The address pattern of a topic binding of *pattern* to *exchange*."""
     words = [word if word in _WILDCARDS else _literal(word) for word in _words(pattern)]
     return _join(exchange, words)
 
 
 def hashed_address(exchange: str, routing_key: str) -> str:
-    """The fixed-length stand-in of an address that does not fit into a routing key."""
+    """A hash of fixed length, for an address that is too long for a routing key."""
     return "%%h" + _digest(f"{exchange}\0{routing_key}")
 
 
@@ -53,14 +52,14 @@ def landing_address(exchange: str) -> str:
 
 
 def queue_address(queue: str) -> str:
-    """The address behind the landing queue of *queue*, which only that queue is bound with."""
+    """The address from the landing queue of *queue* to *queue*; no other queue is bound with it."""
     return "%%q." + short_word(queue)
 
 
 def queue_of_address(routing_key: str) -> str | None:
-    """The queue of a routing key that ends in a :func:`queue_address`.
+    """The queue in a routing key that ends in a :func:`queue_address`, else None.
 
-    None for any other, and for a hashed one.
+    None also if the name was hashed.
     """
     _, mark, word = routing_key.rpartition(".%%q.")
     return unquote(word) if mark and not word.startswith(_HASHED) else None
@@ -74,10 +73,10 @@ def short_word(name: str) -> str:
 
 
 def refusal_fits(*names: str) -> bool:
-    """True if a refusal of the broker with all *names* in it arrives as a refusal.
+    """True if an error text of the broker can hold all *names*.
 
-    RabbitMQ cuts its text at 255 bytes. If the text is not ASCII, RabbitMQ 4.3 closes the
-    connection instead (541), and 3.10 may cut a letter in two, which py-amqp cannot decode.
+    RabbitMQ cuts the text at 255 bytes. If it is not ASCII, RabbitMQ 4.3 closes the connection
+    instead (541), and 3.10 may cut a letter in two, which py-amqp cannot decode.
     """
     text = "".join(names)
     return text.isascii() or len(text.encode()) <= SHORTSTR_BYTES - _REFUSAL_BYTES

@@ -1,4 +1,4 @@
-"""RabbitMQ's part of the command line."""
+"""The answers of RabbitMQ to the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .status import RecordsStatus, Status, levels, status
 
 
 class RabbitMQAdminPart:
-    """RabbitMQ's :class:`~celery_native_delay.transports.interface.AdminPart`, on one channel."""
+    """The answers of RabbitMQ to the command line, on one channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         self._channel = channel
@@ -40,7 +40,7 @@ class RabbitMQAdminPart:
         self._queues = queues
 
     def declare(self, queues: Sequence[Any]) -> Told:
-        """Declare the levels even where they seem complete, and *queues*, to bind them."""
+        """Declare the delay levels, also if they seem complete; declare *queues*, and bind them."""
         if not self._settings.declare:
             raise not_declared("nothing is declared by this app")
         with permissions_explained(self._topology):
@@ -61,21 +61,18 @@ class RabbitMQAdminPart:
 
     def status(self) -> Status:
         with permissions_explained(self._topology):
-            return status(self._delays, self._api())
-
-    def status_with_records(self) -> Status:
-        found = self.status()
+            found = status(self._delays, self._api())
         return replace(found, records=self._records_status()) if self._records else found
 
     def backlog(self) -> Backlog:
-        """Numbers over AMQP alone; due times from the records."""
+        """Count messages over AMQP; due times are from the records."""
         with permissions_explained(self._topology):
             found, parked = tuple(levels(self._delays)), count(self._delays)
         backlog = Backlog(sum(level.waiting for level in found), parked, found)
         return with_records(backlog, self._channel, self._settings)
 
     def purge(self) -> int:
-        """Empty every level queue; what landing queues hold stays."""
+        """Delete the messages in all level queues; messages in landing queues stay."""
         with permissions_explained(self._topology):
             if self._records is not None:
                 self._records.purge()
@@ -95,11 +92,9 @@ class RabbitMQAdminPart:
             return rescue(self._delays)
 
     def purge_parked(self) -> int:
-        """Empty the parking queue; the records forget what was there."""
+        """Delete the messages in the parking queue, and their records."""
         with permissions_explained(self._topology):
-            if self._records is not None:
-                return purge(self._delays)
-            return self._purged(self.parking)
+            return purge(self._delays)
 
     def pruning(self) -> Pruning:
         return Pruning(self._delays, self._api(), self._settings)

@@ -1,28 +1,44 @@
-"""All that an app has on its broker, as data: delay levels, its own queues, what leads to those.
+"""Every queue, exchange and binding that one app needs on RabbitMQ, as data; and its export.
 
-The same that workers and producers declare one by one, as :mod:`~.preparation` says; here it is
-known at once, from the settings and the queues of the app's configuration.
+Workers and producers declare them one by one (:mod:`~.preparation`). Here they are computed from
+the settings and the queues of the app's configuration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 from kombu.transport.base import to_rabbitmq_queue_arguments
 
+from ...settings import DelaySettings
 from .mirror import BUILTIN_TYPES, HASHING_TYPES, MIRRORED_TYPES, Mirror, is_internal
 from .topology import Binding, Declaration, Exchange, Queue, Topology, Unbinding
+
+
+@dataclass(frozen=True)
+class Exported:
+    """RabbitMQ's definitions of what an app needs, as *text*, for other tools to import.
+
+    *counts* are the numbers of exchanges, queues and bindings. *left_out* names the queues and
+    exchanges that are not durable: the process that uses them declares them.
+    """
+
+    text: str
+    counts: Mapping[str, int]
+    left_out: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Blueprint:
     """The declarations for one app.
 
-    *own* are the app's exchanges, queues and bindings; *surroundings* lead from the delay levels to
-    them. *left_out* names what comes and goes, so that it cannot be declared beforehand.
+    *own* are the app's exchanges, queues and bindings. *surroundings* are the bindings and landing
+    queues that lead from the delay levels to them. *left_out* is as in :class:`Exported`.
     """
 
     topology: Topology
@@ -31,7 +47,7 @@ class Blueprint:
     left_out: tuple[str, ...]
 
     def delays(self) -> Iterator[Declaration]:
-        """All of ours."""
+        """The declarations of this package."""
         yield from self.topology.plan()
         yield from self.surroundings
 
@@ -41,7 +57,7 @@ class Blueprint:
 
 
 def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
-    """The blueprint for *queues*, which are the app's, of kombu."""
+    """The blueprint for *queues*, the app's queues as kombu's objects."""
     own, left_out = _own(queues)
     mirror = Mirror(topology)
     for declaration in own:
@@ -58,17 +74,63 @@ def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
     unlike = (*MIRRORED_TYPES, *HASHING_TYPES)
     landing = {name for name in named if mirror.types[name] not in unlike}
     landing |= set(topology.settings.landing_exchanges)
-    # With a mark for all of them: who may not ask for the type of an exchange sees that.
+    # Each with its marker exchange: a producer that may not ask for an exchange's type finds it.
     marks = mirror.marks(bindings, sorted(landing.union(landings)), consuming=True)
     changes = chain(*marks, *map(mirror.declarations, bindings))
     surroundings = [change for change in changes if not isinstance(change, Unbinding)]
     return Blueprint(topology, tuple(own), tuple(_once(surroundings)), tuple(left_out))
 
 
-def _own(queues: Sequence[Any]) -> tuple[list[Declaration], list[str]]:
-    """The app's own declarations as kombu would make them, and what comes and goes instead.
+def export(
+    settings: DelaySettings, queues: Sequence[Any], vhost: str, *, own_queues: bool = True
+) -> Exported:
+    """RabbitMQ's definitions of what *settings* and *queues*, kombu's, need on the broker.
 
-    Also those of entities with ``no_declare``: this app does not declare them, so others must.
+    Without *own_queues* the app's own queues and exchanges are left out.
+    """
+    plan = blueprint(Topology(settings), queues)
+    if not own_queues:
+        plan = replace(plan, own=())
+    kinds = Counter(f"{type(each).__name__.lower()}s" for each in plan.declarations())
+    return Exported(definitions(plan, vhost), kinds, plan.left_out)
+
+
+def definitions(plan: Blueprint, vhost: str) -> str:
+    """RabbitMQ's definitions as JSON, one item a line. https://www.rabbitmq.com/docs/definitions
+
+    Every item names its virtual host, as ``rabbitmqctl import_definitions`` and ``POST
+    /api/definitions`` expect. The file does not create the virtual host.
+    """
+    items: dict[str, list[dict[str, Any]]] = {"exchanges": [], "queues": [], "bindings": []}
+    lasting = {"vhost": vhost, "durable": True, "auto_delete": False}
+    for declaration in plan.declarations():
+        match declaration:
+            case Exchange(name, kind, arguments):
+                item = {"name": name, "type": kind, **lasting, "internal": False}
+                items["exchanges"].append(item | {"arguments": arguments})
+            case Queue(name, arguments):
+                items["queues"].append({"name": name, **lasting, "arguments": arguments})
+            case Binding(source, destination, routing_key, to_exchange, arguments):
+                item = {
+                    "source": source,
+                    "vhost": vhost,
+                    "destination": destination,
+                    "destination_type": "exchange" if to_exchange else "queue",
+                    "routing_key": routing_key,
+                }
+                items["bindings"].append(item | {"arguments": arguments})
+    parts = (f' "{kind}": [\n{_lines(found)}\n ]' for kind, found in items.items())
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _lines(items: list[dict[str, Any]]) -> str:
+    return ",\n".join(f"  {json.dumps(item, ensure_ascii=False)}" for item in items)
+
+
+def _own(queues: Sequence[Any]) -> tuple[list[Declaration], list[str]]:
+    """The app's own declarations, as kombu makes them; and the names of those that do not last.
+
+    Entities with ``no_declare`` are among them: another app must declare them.
     """
     exchanges: dict[str, Exchange] = {}
     lasting: list[Declaration] = []
@@ -95,12 +157,12 @@ def _own(queues: Sequence[Any]) -> tuple[list[Declaration], list[str]]:
 
 
 def _lasts(entity: Any) -> bool:
-    """True if a queue or exchange stays where it is declared."""
+    """True if a queue or exchange is durable, and not Celery's or kombu's own."""
     return entity.durable and not entity.auto_delete and not is_internal(entity.name)
 
 
 def _bindings(queue: Any) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    """Exchange, routing key and arguments of each binding of *queue*, but to the default one."""
+    """Exchange, routing key and arguments of each binding of *queue* to a named exchange."""
     if queue.exchange is not None and queue.exchange.name:
         yield queue.exchange, queue.routing_key or "", queue.binding_arguments or {}
     further = [each for each in queue.bindings if each.exchange and each.exchange.name]
@@ -121,5 +183,5 @@ def _arguments(queue: Any) -> dict[str, Any]:
 
 
 def _once(declarations: list[Declaration]) -> list[Declaration]:
-    """*declarations* without those that were there before."""
+    """*declarations* without duplicates."""
     return [item for place, item in enumerate(declarations) if item not in declarations[:place]]

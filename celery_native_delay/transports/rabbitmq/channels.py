@@ -1,7 +1,7 @@
-"""Channels of our own on the user's connection, and what is published on them.
+"""AMQP channels of our own on the user's connection, and the messages published on them.
 
-An error closes the channel it happened on, and confirm mode is per channel and irreversible; the
-user's channel sees neither.
+An error closes the channel on which it happened, and confirm mode cannot be left. On channels of
+our own, neither affects the user's channel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import amqp
 from amqp import spec
@@ -24,28 +24,8 @@ from ...message import HEADER
 logger = logging.getLogger(__name__)
 
 
-class Sendable(Protocol):
-    """A message that can be sent, kept until it is confirmed, and sent again."""
-
-    @property
-    def exchange(self) -> str:
-        """The exchange it is published to."""
-
-    @property
-    def id(self) -> Hashable:
-        """The name by which the message is known when the broker returns it."""
-
-
-class Framed(Sendable, Protocol):
-    """A message whose frames are ready-made."""
-
-    @property
-    def frames(self) -> bytes:
-        """The bytes that publish it on the channel it is for."""
-
-
 class Publication(NamedTuple):
-    """A message on its way, and with what it is published."""
+    """The arguments of one ``basic.publish``."""
 
     message: amqp.Message
     exchange: str
@@ -69,7 +49,7 @@ class Publication(NamedTuple):
 
 
 def id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -> Hashable:
-    """The name of a message published so; copies of one delivery have it in common."""
+    """A key that tells a published message from others; copies of one delivery have the same."""
     header = (properties.get("application_headers") or {}).get(HEADER)
     known_by = header.get("id") if isinstance(header, dict) else None
     known_by = known_by or properties.get("correlation_id") or body
@@ -77,15 +57,15 @@ def id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -
 
 
 def received(message: amqp.Message) -> amqp.Message:
-    """*message*, from a channel that decodes nothing, with a body that is bytes even when empty."""
+    """*message* itself; its body is bytes, also if it is empty."""
     message.body = message.body or b""
     return message
 
 
 class OwnChannel(amqp.Channel):  # type: ignore[misc]
-    """An AMQP channel beside the user's; whether what it publishes arrives is not known."""
+    """An AMQP channel beside the user's, without confirms."""
 
-    #: Set when the broker closed this channel: (reply code, reply text).
+    #: Reply code and text with which the broker closed this channel; None while it is open.
     closed_with: tuple[int, str] | None = None
 
     def __init__(self, connection: Any) -> None:
@@ -94,14 +74,14 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         self.open()
 
     def send(self, message: Any, *, timeout_seconds: float | None = None) -> None:
-        """Publish a publication, after a look whether the broker blocks us."""
+        """Publish a message; wait before that while the broker blocks the connection."""
         self._basic_publish(*message, timeout=timeout_seconds)
 
     def wait_all(self, *, timeout_seconds: float | None = None) -> None:
-        """Wait for confirms, of which none come here."""
+        """Do nothing: this channel has no confirms."""
 
     def take_returned(self) -> list[Any]:
-        """Mandatory messages that came back so far because no queue is bound for them."""
+        """Mandatory messages that the broker returned because no queue is bound for them."""
         returned, self._returned = self._returned, []
         return returned
 
@@ -114,22 +94,22 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         return self.connection._transport
 
     def is_readable(self, timeout_seconds: float) -> bool:
-        """True if the broker sends something before the time is over."""
+        """True if there is something to read within *timeout_seconds*."""
         transport = self._transport
         if transport.sock is None:
             raise RecoverableConnectionError("connection already closed")
         return bool(transport._read_buffer) or _has_input(transport.sock, timeout_seconds)
 
     def read(self) -> None:
-        """Take in the next frame that the broker sends, waiting for it."""
+        """Wait for the broker's next frame, and process it."""
         try:
             with suppress(TimeoutError):  # the connection's own read_timeout
                 self.connection.blocking_read()
         except ChannelError as exc:
             if self.closed_with is not None:
                 raise
-            # Another channel of this connection was closed while we waited. Raising here would
-            # have the caller send again what the broker is about to confirm.
+            # It closed another channel of this connection. If this raised, the caller would send
+            # messages again that the broker is about to confirm.
             logger.error("channel error of an earlier operation: %s", exc)
 
     # --- what the broker says ------------------------------------------------------------
@@ -140,26 +120,22 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         self._returned.append(Publication(received(message), exchange, routing_key))
 
     def _on_close(self, reply_code: int, reply_text: str, class_id: int, method_id: int) -> None:
-        """Give the channel up; py-amqp would open it again, without confirm mode."""
+        """Give up the channel. py-amqp would open it again, without confirm mode."""
         self.closed_with = (reply_code, reply_text)
         self.send_method(spec.Channel.CloseOk)
         self.collect()
         raise error_for_code(reply_code, reply_text, (class_id, method_id), ChannelError)
 
 
-class NotConfirmedInTime(TimeoutError):
-    """The broker is slow; unlike other timeouts, the connection is as it was."""
-
-
 class WindowChannel(OwnChannel):
-    """A channel that publishes without waiting, and keeps what is not confirmed yet."""
+    """A channel in confirm mode that keeps every message until the broker confirms it."""
 
     def __init__(self, connection: Any) -> None:
         super().__init__(connection)
         self._published = 0
         #: By delivery tag.
-        self._unconfirmed: OrderedDict[int, Sendable] = OrderedDict()
-        #: How often each message is known to come back; its confirm follows.
+        self._unconfirmed: OrderedDict[int, Any] = OrderedDict()
+        #: How often the broker returned each message; its confirm follows.
         self._returning: Counter[Hashable] = Counter()
         self._came_back: list[Any] = []
         self._nacked: list[Any] = []
@@ -175,7 +151,7 @@ class WindowChannel(OwnChannel):
         return list(self._unconfirmed.values())
 
     def send(self, publication: Publication, *, timeout_seconds: float | None = None) -> None:
-        """Publish without waiting; kept from here on unless this raises."""
+        """Publish without waiting for the confirm; the message is kept unless this raises."""
         if self.connection is None:
             raise RecoverableConnectionError("connection already closed")
         message, exchange, routing_key, mandatory = publication
@@ -188,58 +164,56 @@ class WindowChannel(OwnChannel):
                 with self.connection.transport.having_timeout(timeout_seconds):
                     self.send_method(*publish)
         except TimeoutError as exc:
-            # Half of it may be on its way: the connection is of no more use.
+            # Half of the message may be written: the connection cannot be used any more.
             self.connection.transport.connected = False
             raise RecoverableConnectionError("publishing timed out") from exc
         self._published += 1
         self._unconfirmed[self._published] = publication
 
-    def send_all(self, messages: Sequence[Framed]) -> None:
-        """Write the frames of *messages* at once; they are kept also if this raises."""
+    def send_all(self, messages: Sequence[Any]) -> None:
+        """Write the frames of *messages* at once; they are kept, also if this raises."""
         for message in messages:
             self._published += 1
             self._unconfirmed[self._published] = message
         self._transport.write(b"".join([message.frames for message in messages]))
 
     def take_returned(self) -> list[Any]:
-        """Messages that came back because no queue is bound where they were to go."""
+        """Messages that the broker returned because no queue is bound for them."""
         back, self._came_back = self._came_back, []
         return back
 
     def take_nacked(self) -> list[Any]:
-        """Messages that the broker refused."""
+        """Messages that the broker nacked."""
         nacked, self._nacked = self._nacked, []
         return nacked
 
     # --- reading -------------------------------------------------------------------------
 
     def read_ready(self) -> None:
-        """Take in what the broker has sent, without waiting for more.
+        """Process the frames that have arrived, without waiting for more.
 
-        A ChannelError: it closed this channel; other errors: the connection is gone.
+        Raises ChannelError if the broker closed this channel, other errors for a lost connection.
         """
         while self.is_readable(0):
             self.read()
 
     def read_down_to(self, unconfirmed: int, *, deadline: float | None = None) -> None:
-        """Take in what the broker sends until at most so many are *unconfirmed*.
+        """Process frames until at most *unconfirmed* messages are.
 
-        Raises as :meth:`read_ready`, and NotConfirmedInTime where it takes longer than until
-        *deadline*, in seconds of the monotonic clock.
+        Raises as :meth:`read_ready`, and TimeoutError after *deadline*, in seconds of the monotonic
+        clock.
         """
         while len(self._unconfirmed) > unconfirmed:
             if deadline is None:
-                _ = self._transport  # or it is gone
+                _ = self._transport  # raises if the connection is lost
             elif not self.is_readable(max(deadline - monotonic(), 0)):
-                raise NotConfirmedInTime(
-                    f"{len(self._unconfirmed)} message(s) not confirmed in time"
-                )
+                raise TimeoutError(f"{len(self._unconfirmed)} message(s) not confirmed in time")
             self.read()
 
     def wait_all(self, *, timeout_seconds: float | None = None) -> None:
-        """Return when the broker has taken responsibility for everything.
+        """Return when the broker has confirmed every message.
 
-        Raises MessageNacked for what it refused, NotConfirmedInTime without an answer in time.
+        Raises MessageNacked if it nacked some, TimeoutError after *timeout_seconds*.
         """
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         self.read_down_to(0, deadline=deadline)
@@ -261,7 +235,7 @@ class WindowChannel(OwnChannel):
         self._nacked += self._settle(delivery_tag, multiple)
 
     def _settle(self, delivery_tag: int, multiple: bool) -> list[Any]:
-        """Take what the broker has decided on out of the unconfirmed."""
+        """Remove the messages that an ack or nack is about from the unconfirmed; return them."""
         unconfirmed = self._unconfirmed
         settled = []
         while multiple and unconfirmed and next(iter(unconfirmed)) <= delivery_tag:
@@ -278,7 +252,7 @@ class WindowChannel(OwnChannel):
 
 
 def _has_input(socket: Any, timeout_seconds: float) -> bool:
-    """True if *socket*, TLS or not, has something to read before the time is over."""
+    """True if *socket*, with TLS or without, has something to read within *timeout_seconds*."""
     if hasattr(socket, "pending") and socket.pending():
         return True
     poll = select.poll()

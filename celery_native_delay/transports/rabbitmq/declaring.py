@@ -1,4 +1,4 @@
-"""Asking the broker and declaring: one loop for any plan; its refusals become our errors."""
+"""Declaring on the broker, and asking it what is declared; its refusals become our errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OLDEST_RABBITMQ = (3, 10)
 
 
 class Declarer:
-    """Our channel on one connection for what the broker may refuse, which closes it."""
+    """Declares and asks on a channel of its own, which the broker closes when it refuses."""
 
     def __init__(self, connection: Any, topology: Topology) -> None:
         self.connection = connection
@@ -37,17 +37,17 @@ class Declarer:
 
     @property
     def channel(self) -> OwnChannel:
-        """The channel; a new one when the broker closed it."""
+        """The channel; a new one after the broker closed it."""
         if self._channel is None or self._channel.connection is None:
             self._channel = OwnChannel(self.connection)
         return self._channel
 
     def apply(self, declarations: Iterable[Change]) -> None:
-        """Declare and unbind all of *declarations*; a ChannelError is the refusal of one."""
+        """Declare and unbind all of *declarations*; raises the ChannelError of a refused one."""
         apply(self.channel, declarations)
 
     def refusal_fits(self, name: str) -> bool:
-        """True if the broker's refusal of the queue or exchange *name* arrives as a refusal."""
+        """True if an error text of the broker can hold the name of this queue or exchange."""
         connection = self.connection
         return refusal_fits(name, connection.virtual_host, connection.client.userid or "guest")
 
@@ -55,35 +55,35 @@ class Declarer:
     def channel_for(self, name: str, *, unreadable: type[ChannelError]) -> Iterator[OwnChannel]:
         """The channel on which to ask for *name*.
 
-        If a refusal of *name* would not fit, the channel is on a connection of its own, which may
-        break; then this raises *unreadable*.
+        If an error text cannot hold *name*, the channel is on a connection of its own, which a
+        refusal breaks; then this raises *unreadable*.
         """
         if self.refusal_fits(name):
             yield self.channel
             return
-        # Another connection to the same broker, without heartbeats, which no thread would send.
+        # Another connection to the same broker, without heartbeats: no thread would send them.
         client = Connection(**dict(self.connection.client._info(resolve=False), heartbeat=0))
         try:
             yield OwnChannel(client.connection)
         except (InternalError, UnicodeDecodeError) as exc:
             raise unreadable(f"RabbitMQ refused {name!r}") from exc
         finally:
-            # Whatever state it is in; py-amqp raises AttributeError where it went away.
+            # py-amqp raises AttributeError if the connection was lost.
             with suppress(AMQPError, OSError, AttributeError):
                 if client._connection is not None:
                     client._connection.collect()
                 client.close()
 
     def look_for_exchange(self, name: str, *, unreadable: type[ChannelError] = NotFound) -> None:
-        """Ask for an exchange; raises NotFound or AccessRefused, or *unreadable* for either."""
+        """Ask for an exchange. Raises NotFound or AccessRefused, or *unreadable* for either."""
         with self.channel_for(name, unreadable=unreadable) as channel:
             channel.exchange_declare(name, "fanout", passive=True)
 
     def has_exchange(self, name: str, *, if_refused: bool) -> bool:
-        """True if there is such a fanout exchange of ours, which leads nowhere.
+        """True if this fanout exchange of ours exists; no queue is bound to it.
 
-        RabbitMQ 4.3 asks for the permission configure even for looking, but not for publishing to
-        it; *if_refused* is what to believe without either.
+        A user without the permission configure may not ask on RabbitMQ 4.3, and publishes to the
+        exchange instead. *if_refused* is the answer for a user who may do neither.
         """
         try:
             try:
@@ -97,14 +97,14 @@ class Declarer:
         return True
 
     def has_queue(self, name: str, *, if_refused: bool) -> bool:
-        """True if there is such a queue; *if_refused* as for exchanges."""
+        """True if this queue exists; *if_refused* is the answer for a user who may not ask."""
         try:
             return self.depth(name) is not None
         except AccessRefused:
             return if_refused
 
     def depth(self, queue: str) -> int | None:
-        """Number of messages in *queue*, None if it is not declared."""
+        """The number of messages in *queue*; None if it is not declared."""
         try:
             with self.channel_for(queue, unreadable=NotFound) as channel:
                 return int(channel.queue_declare(queue, passive=True).message_count)
@@ -112,7 +112,7 @@ class Declarer:
             return None
 
     def _publish_nowhere(self, exchange: str) -> None:
-        """Publish to an exchange to which nothing is bound, which returns the message.
+        """Publish to an exchange without bindings; the broker returns the message.
 
         Raises:
             amqp.exceptions.NotFound: there is no such exchange.
@@ -127,14 +127,14 @@ class Declarer:
 def apply(
     channel: Any, declarations: Iterable[Change], *, auto_delete_exchanges: bool = False
 ) -> None:
-    """Declare everything without waiting for each reply, then wait once.
+    """Declare everything without waiting for each reply, then wait once for all.
 
     Raises:
         amqp.exceptions.ChannelError: the broker refused one of them.
     """
     for declaration in declarations:
         _declare(channel, declaration, auto_delete_exchanges=auto_delete_exchanges)
-    # Any synchronous method will do: by its reply all before it has been carried out.
+    # Any method with a reply will do: the broker has carried out all methods before it.
     channel.basic_qos(0, 0, False)
 
 
@@ -150,14 +150,14 @@ def _declare(channel: Any, declaration: Change, *, auto_delete_exchanges: bool) 
             bind = channel.exchange_bind if to_exchange else channel.queue_bind
             bind(destination, source, routing_key, nowait=True, arguments=arguments)
         case Unbinding(source, destination, routing_key):
-            # AMQP knows no nowait here; the reply goes by unread. RabbitMQ accepts it for queues
-            # and bindings that are not there.
+            # queue.unbind has no nowait; its reply is not read. RabbitMQ accepts it for missing
+            # queues and bindings.
             method: tuple[Any, ...] = (0, destination, source, routing_key, {})
             channel.send_method(spec.Queue.Unbind, "BsssF", method)
 
 
 def not_permitted(refused: AccessRefused, topology: Topology) -> NotPermitted:
-    """Our error for the broker's 403, with the way out."""
+    """Our error for the broker's ACCESS_REFUSED (403), with the way out."""
     return NotPermitted(
         f"{refused.reply_text}. Delayed delivery needs the permissions configure, write and read "
         f"on ^{topology.settings.namespace}\\.; grant them (rabbitmqctl set_permissions), or let a "
@@ -166,7 +166,7 @@ def not_permitted(refused: AccessRefused, topology: Topology) -> NotPermitted:
 
 
 def not_declared(missing: str) -> NotDeclared:
-    """Our error where declaring is forbidden, with both ways out; *missing* says what is."""
+    """The error for a *missing* declaration that this app may not make, with both ways out."""
     return NotDeclared(
         f"{missing}, and native_delay_declare is off: import what `celery -A PROJ delay export` "
         f"writes (rabbitmqctl import_definitions), or set native_delay_declare = True. "
@@ -176,7 +176,7 @@ def not_declared(missing: str) -> NotDeclared:
 
 @contextmanager
 def permissions_explained(topology: Topology) -> Iterator[None]:
-    """Turn the broker's 403 into our error."""
+    """Turn the broker's ACCESS_REFUSED (403) into our error."""
     try:
         yield
     except AccessRefused as exc:
@@ -185,7 +185,7 @@ def permissions_explained(topology: Topology) -> Iterator[None]:
 
 @contextmanager
 def refusals_explained(topology: Topology) -> Iterator[None]:
-    """Turn the broker's 403 and 406 to a declaration into our errors."""
+    """Turn the broker's ACCESS_REFUSED and PRECONDITION_FAILED (406) into our errors."""
     try:
         with permissions_explained(topology):
             yield
@@ -197,7 +197,7 @@ def refusals_explained(topology: Topology) -> Iterator[None]:
 
 
 def broker_version(connection: Any) -> tuple[int, ...]:
-    """Version of the broker from the connection's handshake, such as ``(4, 3, 6)``."""
+    """The broker's version by the connection's handshake, such as ``(4, 3, 6)``."""
     text = str(connection.server_properties.get("version", ""))
     return tuple(
         int(part) for part in text.split("+")[0].split("-")[0].split(".") if part.isdigit()
@@ -205,10 +205,10 @@ def broker_version(connection: Any) -> tuple[int, ...]:
 
 
 def check_broker(connection: Any) -> None:
-    """Refuse a broker that cannot hold the delay levels.
+    """Raise for a broker that cannot have the delay levels.
 
     Raises:
-        UnsupportedBroker: not RabbitMQ, or older than 3.10.
+        UnsupportedBroker: it is not RabbitMQ, or older than 3.10.
     """
     product = connection.server_properties.get("product")
     version = broker_version(connection)

@@ -1,4 +1,4 @@
-"""Delayed publishing on one connection: make sure of the levels, wrap, send, confirm."""
+"""Delayed publishing on one connection: declare the levels, wrap, publish, wait for the confirm."""
 
 from __future__ import annotations
 
@@ -23,41 +23,40 @@ from ...due_time import check_reach, eta_of, units_until
 from ...errors import CannotDelay, NativeDelayError, TopologyMismatch
 from ...keyed.publishing import KeyedPublish
 from ...message import Delayed
-from ...records.interface import Listed
+from ...records.interface import IndexEntry
 from ...settings import DelaySettings
 from ..moving import expires_ms_of
-from ..recorded import key_records_beside, records_beside
+from ..recorded import records_beside
 from .address import landing_address
 from .channels import OwnChannel, Publication, WindowChannel
 from .declaring import Declarer, broker_version, not_declared, not_permitted
-from .entry import Entry
+from .entry import Entry, Recorder
 from .mirror import Mirror
 from .preparation import Preparation, Prepared
-from .recording import Recorder
 from .routes import Routes
 from .topology import Topology
 from .wrapping import COUNTED_BY_THE_QUEUE, wrap
 
-#: The headers dict and delivery id of a publish that failed in this thread: kombu's retry passes
-#: the very same dict, and a resent message must keep its id.
+#: The headers dict and delivery id of this thread's last failed publish. kombu's retry passes the
+#: same dict, and the message must keep its id.
 _failed = local()
 
-#: After these the broker has surely not got the message: refused, or impossible to write (a text
-#: of more than 255 bytes where AMQP has no room for it).
+#: After these errors the broker does not have the message: it refused it, or py-amqp could not
+#: encode it (a text of more than 255 bytes where AMQP allows no more).
 _NOT_SENT = (MessageNacked, NotFound, FrameSyntaxError, NativeDelayError, struct_error)
 
 
 class Delays:
-    """Delayed delivery on one AMQP connection.
+    """Publishes delayed messages on one AMQP connection.
 
-    It publishes; what it stands on knows nothing of it: *preparation* declares what must be there,
-    by what *mirror* has seen of the user's bindings and *routes* of the user's exchanges.
+    *mirror* knows the user's bindings, *routes* the user's exchanges, and *preparation* declares
+    what delayed messages need.
     """
 
     def __init__(
         self, connection: Any, settings: DelaySettings, *, refusal: NativeDelayError | None = None
     ) -> None:
-        """With a *refusal* every attempt to let a message wait raises it."""
+        """With a *refusal* every delayed publish raises it."""
         self.connection = connection
         self.settings = settings
         self.topology = Topology(settings)
@@ -65,10 +64,10 @@ class Delays:
         self.declarer = Declarer(connection, self.topology)
         self.routes = Routes(self.mirror, self.declarer)
         self.preparation = Preparation(self.mirror, self.routes, self.declarer, refusal=refusal)
-        #: Ours for publishing, by whether they are in confirm mode.
+        #: Our channels for publishing, by whether they are in confirm mode.
         self._channels: dict[bool, OwnChannel] = {}
         self._in_batch = False
-        #: Queues reached by their names, by the version of the mirror when all of it was there.
+        #: Queues that are bound by their names, with the version of the mirror at that time.
         self._seen_to: dict[str, int] = {}
 
     @property
@@ -78,12 +77,12 @@ class Delays:
 
     @cached_property
     def records(self) -> Any:
-        """The records beside this virtual host; None where none are kept."""
+        """The records beside this virtual host; None if none are kept."""
         return records_beside(self.settings, self.connection.virtual_host)
 
     @cached_property
     def recorder(self) -> Recorder | None:
-        """None where no records are kept."""
+        """Notes waiting messages in the records; None if none are kept."""
         return None if self.records is None else Recorder(self.records)
 
     @cached_property
@@ -94,14 +93,14 @@ class Delays:
         return self.preparation.prepare(redeclare=redeclare, consuming=consuming)
 
     def units(self, due_us: int, *, now_us: int) -> int:
-        """Units of the resolution to wait, 0 if it is due; raises DelayTooLong."""
+        """The delay in units of the resolution, 0 if it is due. Raises DelayTooLong."""
         resolution_ms = self.topology.resolution_ms
         units = units_until(due_us, now_us=now_us, resolution_ms=resolution_ms)
         check_reach(units, max_units=self.topology.max_units, resolution_ms=resolution_ms)
         return units
 
     def check_reach(self, due_us: int) -> None:
-        """Raise DelayTooLong for what is further away than the levels hold."""
+        """Raise DelayTooLong if the delay is longer than the levels allow."""
         self.units(due_us, now_us=time_ns() // 1000)
 
     # --- publishing ----------------------------------------------------------------------
@@ -114,16 +113,16 @@ class Delays:
         timeout_seconds: float | None = None,
         confirm_timeout_seconds: float | None = None,
     ) -> bool:
-        """Send a message into the delay levels; False if it was due already, and was not sent.
+        """Publish a message into the delay levels; False, and not sent, if it is due already.
 
-        One that falls due meanwhile, or while the broker is away and kombu tries again, is sent
-        where it is to go, and confirmed like all that wait.
+        A message that becomes due meanwhile, or while kombu retries, is published to its own
+        exchange, and confirmed.
 
         Raises:
             DelayTooLong, CannotDelay, NotPermitted, NotDeclared, TopologyMismatch,
                 UnsupportedBroker: nothing was sent; the text says why and the way out.
             amqp.exceptions.NotFound: there is no such exchange.
-            amqp.exceptions.MessageNacked: the broker did not accept it.
+            amqp.exceptions.MessageNacked: the broker nacked it.
         """
         confirmed = self.settings.confirm_publish
         headers = publication.message.properties.get("application_headers")
@@ -153,23 +152,20 @@ class Delays:
     def into_levels(
         self, publication: Publication, *, due_us: int, delivery_id: str | None = None
     ) -> Publication:
-        """*publication* as it enters the delay levels, which are there then; itself if it is due.
+        """*publication* as it enters the delay levels, which it declares; itself if it is due.
 
-        With a *delivery_id* it is sent again under the one that it had; else under a new one.
-        Raises as :meth:`publish`, and as py-amqp does for a body that cannot be encoded.
+        *delivery_id* is that of an earlier attempt; None makes a new one. Raises as
+        :meth:`publish`, and as py-amqp does for a body that cannot be encoded.
         """
         if not self.units(due_us, now_us=time_ns() // 1000):
             return publication
         message, exchange, routing_key, _ = publication
-        if isinstance(message.body, str):
-            # As py-amqp would: a text that is sent again would get another encoding, or none.
-            encoding = message.properties.setdefault("content_encoding", "utf-8")
-            message = amqp.Message(message.body.encode(encoding), **message.properties)
+        message = _in_bytes(message)
         is_seen_to = not exchange and self._seen_to.get(routing_key) == self.mirror.version
         if not (is_seen_to and self.preparation.is_ready):
             self._see_to(exchange, routing_key)
         lands = exchange != "" and self.routes.lands(exchange, routing_key)
-        # Only now: declaring may have taken a second.
+        # Computed after declaring, which may have taken a second.
         now_us = time_ns() // 1000
         units = self.units(due_us, now_us=now_us)
         if not units:
@@ -178,33 +174,25 @@ class Delays:
         return self._entering(message, delayed, now_us=now_us, units=units, lands=lands)
 
     def _see_to(self, exchange: str, routing_key: str) -> None:
-        """Declare what a message needs on its way to this destination."""
-        if not exchange:  # the queue is reached by its name, wherever it was declared
+        """Declare what a message to this destination needs."""
+        if not exchange:  # the routing key is the name of a queue
             self.mirror.queue_bound_once(routing_key)
         if not self.preparation.is_ready or self.mirror.is_pending:
             self.preparation.prepare()
         if not exchange and not self.mirror.is_pending:
             self._seen_to[routing_key] = self.mirror.version
 
-    def publish_keyed(
-        self, keyed: KeyedPublish, message: amqp.Message, exchange: str, routing_key: str
-    ) -> None:
-        """Send a message as its key has it, always confirmed; raises as :meth:`publish`.
+    def publish_keyed(self, keyed: KeyedPublish, message: amqp.Message, like: Delayed) -> None:
+        """Publish a message under a key, confirmed, to the destination of *like*.
 
-        RecordsUnavailable, AnotherStands: what was sent, if anything, is void.
+        Raises as :meth:`publish`. Raises RecordsUnavailable and AnotherStands; then no worker runs
+        a message that was sent.
         """
-        properties, body = message.properties, message.body
-        if isinstance(body, str):
-            body = body.encode(properties.setdefault("content_encoding", "utf-8"))
-        like = Delayed("", 0, exchange, routing_key)
-        self.put_in_keyed(keyed, amqp.Message(body, **properties), like)
-
-    def put_in_keyed(self, keyed: KeyedPublish, message: amqp.Message, like: Delayed) -> None:
-        """:meth:`publish_keyed` to where *like* says; *message* has its body in bytes."""
+        message = _in_bytes(message)
         properties, body = message.properties, message.body
         headers = properties.get("application_headers") or {}
 
-        def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> Listed:
+        def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> IndexEntry:
             now_us = time_ns() // 1000 - clock_ahead_us
             self.units(due_us, now_us=now_us)  # or DelayTooLong
             own = {**properties, "application_headers": {**headers, "eta": eta_of(due_us)}}
@@ -214,9 +202,9 @@ class Delays:
             message = amqp.Message(body, **own)
             self.put_back(message, delayed, recorded=False, clock_ahead_us=clock_ahead_us)
             member = f"{keyed.task_id}:{delivery_id}"
-            return Listed(member, due_us, Entry(own, body, *where).encoded())
+            return IndexEntry(member, due_us, Entry(own, body, *where).encoded())
 
-        keyed.settle(key_records_beside(self.records, self.settings), put)
+        keyed.settle(self.records, put)
 
     # --- putting back --------------------------------------------------------------------
 
@@ -228,12 +216,11 @@ class Delays:
         recorded: bool = True,
         clock_ahead_us: int = 0,
     ) -> None:
-        """Let a message that was received wait (again), as *delayed* says, then deliver it.
+        """Publish a received message into the levels, to wait as *delayed* says.
 
-        One that is further away than the levels reach is delivered when their longest delay is
-        over: a worker that gets it puts it back. Its body is in the bytes that came. *recorded*:
-        the records are told of it. *clock_ahead_us* is how far our clock is ahead of the clock by
-        which the due time is told.
+        A message whose delay is longer than the levels allow arrives when their longest delay is
+        over, and the worker puts it back. The body is in bytes. *recorded*: note it in the records.
+        *clock_ahead_us* is how far this clock is ahead of the clock of the due time.
         """
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:
@@ -261,17 +248,17 @@ class Delays:
 
     @contextmanager
     def one_confirm(self) -> Iterator[None]:
-        """:meth:`put_back` inside does not wait for each confirm; leaving waits for all of them.
+        """Within this block :meth:`put_back` does not wait for confirms; its end waits for all.
 
         Raises:
-            amqp.exceptions.AMQPError: some are not confirmed; which ones is not known.
+            amqp.exceptions.AMQPError: some messages are not confirmed; which ones is not known.
         """
         channel = self._channel(confirmed=True)
         self._in_batch = True
         try:
             yield
             channel.wait_all()
-            # Another channel, if the first was closed underway.
+            # Another channel, if the first one was closed meanwhile.
             self._settle(self._channel(confirmed=True))
         finally:
             self._in_batch = False
@@ -287,9 +274,10 @@ class Delays:
         user: str | None = None,
         recorded: bool = True,
     ) -> Publication:
-        """*message* as it enters the levels, wrapped, and noted in the records if it is *recorded*.
+        """*message* as it enters the levels: wrapped, and noted in the records if *recorded*.
 
-        One that *lands* keeps its own routing key, beside which ours travels as BCC.
+        With *lands* it goes through a landing queue: it keeps its own routing key, and ours is in
+        the header BCC.
         """
         topology = self.topology
         properties = wrap(
@@ -299,9 +287,8 @@ class Delays:
             limit_priority=self._limits_priority,
             user=user,
         )
-        first_ttl_ms = topology.first_ttl_ms(units, remaining_us=delayed.due_us - now_us)
-        if first_ttl_ms is not None:
-            properties["expiration"] = str(first_ttl_ms)
+        remaining_us = delayed.due_us - now_us
+        properties["expiration"] = str(topology.first_ttl_ms(units, remaining_us=remaining_us))
         exchange, routing_key = delayed.exchange, delayed.routing_key
         if delayed.queue is not None:
             exchange, routing_key = "", delayed.queue
@@ -345,7 +332,7 @@ class Delays:
                     self._settle(channel, confirm_timeout_seconds or timeout_seconds)
                 return
             except (AccessRefused, NotFound) as exc:
-                if not publication.mandatory:  # it goes to an exchange of the user's
+                if not publication.mandatory:  # it goes to the user's own exchange
                     raise
                 if isinstance(exc, AccessRefused):
                     raise not_permitted(exc, self.topology) from exc
@@ -353,23 +340,34 @@ class Delays:
                     raise not_declared(exc.reply_text) from exc
                 if last_try:
                     raise
-                # The broker lost the levels while this connection lived.
+                # The levels were deleted while this connection was open.
                 self.preparation.declare_again()
 
     def _settle(self, channel: OwnChannel, timeout_seconds: float | None = None) -> None:
-        """Wait for confirms; send again what came back because its level queue was deleted."""
+        """Wait for confirms; publish returned messages again, whose level queue was deleted."""
         channel.wait_all(timeout_seconds=timeout_seconds)
         returned = channel.take_returned()
         if not returned:
             return
         if not self.settings.declare:
-            raise not_declared(f"{returned[0].exchange} leads nowhere")
+            raise not_declared(f"no queue is bound to {returned[0].exchange}")
         self.preparation.declare_again()
         for back in returned:
             channel.send(back)
         channel.wait_all()
         if channel.take_returned():
             raise TopologyMismatch(
-                f"{returned[0].exchange} leads nowhere although it was declared: see "
+                f"no queue is bound to {returned[0].exchange}, although it was declared: see "
                 f"`celery -A PROJ delay verify`"
             )
+
+
+def _in_bytes(message: amqp.Message) -> amqp.Message:
+    """*message* with its body in bytes, encoded as py-amqp would encode it.
+
+    If a text were published again, py-amqp might encode it otherwise.
+    """
+    if not isinstance(message.body, str):
+        return message
+    encoding = message.properties.setdefault("content_encoding", "utf-8")
+    return amqp.Message(message.body.encode(encoding), **message.properties)

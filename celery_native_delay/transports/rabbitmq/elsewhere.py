@@ -1,19 +1,13 @@
-"""Messages that wait on RabbitMQ in other places than our levels: what each is, and for when.
-
-Pure: names, properties and headers in, messages out. The places are the levels of Celery's own
-delayed delivery, and earlier sets of ours.
-"""
+"""Reading messages of Celery's own delay levels, and of our levels of former settings. Pure."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from secrets import token_hex
 from typing import Any
 
-from ...due_time import due_us
 from ...errors import InvalidDueTime, SettingsError
 from ...message import Delayed, due_of
 from ...settings import DelaySettings
@@ -24,7 +18,7 @@ from .wrapping import unwrap, without_deaths
 
 # ---- Celery's own levels: kombu.transport.native_delayed_delivery ------------------------------
 
-#: Bits of a delay in seconds; so many levels, of 2**level seconds each.
+#: The number of Celery's levels; level *n* takes 2**n seconds.
 CELERYS_BITS = 28
 
 _CELERYS = re.compile(r"(?:(.+)_)?celery_delayed_(\d|1\d|2[0-7])")
@@ -32,13 +26,13 @@ _CELERYS = re.compile(r"(?:(.+)_)?celery_delayed_(\d|1\d|2[0-7])")
 
 @dataclass(frozen=True)
 class CelerysLevels:
-    """The names of Celery's own levels with a *prefix*, "" for none."""
+    """The names of Celery's own delay levels with a *prefix*, "" for none."""
 
     prefix: str = ""
 
     @property
     def name(self) -> str:
-        """The name that all of them go by."""
+        """The name of the set of levels, with ``*`` for the number."""
         return f"{self._beginning}celery_delayed_*"
 
     @property
@@ -47,12 +41,12 @@ class CelerysLevels:
         return f"{self._beginning}celery_delayed_delivery"
 
     def level(self, number: int) -> str:
-        """The queue, and the exchange, of a level."""
+        """The name of a level's queue, and of its exchange."""
         return f"{self._beginning}celery_delayed_{number}"
 
     @property
     def queues(self) -> list[str]:
-        """All of them, longest first: what hops meanwhile is met further down."""
+        """All level queues, longest first: messages that hop meanwhile are found in a later one."""
         return [self.level(number) for number in reversed(range(CELERYS_BITS))]
 
     @property
@@ -61,48 +55,14 @@ class CelerysLevels:
 
 
 def celerys_levels(names: Iterable[str]) -> list[CelerysLevels]:
-    """Sets of Celery's own levels among the names of queues, of exchanges as well."""
+    """The sets of Celery's own levels among the *names* of queues or exchanges."""
     matches = map(_CELERYS.fullmatch, names)
     return [CelerysLevels(prefix) for prefix in sorted({m[1] or "" for m in matches if m})]
 
 
 def is_celerys_level(name: str) -> bool:
-    """True if a queue of this name is a level of Celery's own."""
+    """True if this is the name of one of Celery's own level queues."""
     return _CELERYS.fullmatch(name) is not None
-
-
-@dataclass(frozen=True)
-class Way:
-    """A binding of *exchange* behind the delivery exchange: its *pattern* meets the whole key.
-
-    *routing_key* is the user's own, which it was made for.
-    """
-
-    exchange: str
-    pattern: str
-    routing_key: str
-
-
-def ways_of(reaches: Iterable[Reach]) -> list[Way]:
-    """The bindings that Celery makes for the app's queues.
-
-    https://github.com/celery/kombu/blob/v5.7.0/kombu/transport/native_delayed_delivery.py
-    """
-    return [
-        Way(each.exchange, celerys_pattern(each.routing_key), each.routing_key)
-        for each in reaches
-        if each.exchange and each.kind != "direct"
-    ]
-
-
-def way_of_binding(exchange: str, pattern: str) -> Way:
-    """The way that a binding of the delivery exchange to *exchange* stands for."""
-    return Way(exchange, pattern, pattern.removeprefix("#."))
-
-
-def celerys_pattern(routing_key: str) -> str:
-    """The key by which Celery binds for *routing_key*, in two places."""
-    return routing_key if routing_key.startswith("#") else f"#.{routing_key}"
 
 
 def read_celerys(
@@ -110,32 +70,25 @@ def read_celerys(
     properties: Mapping[str, Any],
     info: Mapping[str, Any],
     *,
-    level: int,
     now_us: int,
-    ways: Sequence[Sequence[Way]],
+    reaches: Sequence[Reach],
 ) -> Found:
-    """A message out of one of Celery's own levels; *info* is how it was delivered.
-
-    Of *ways*, the first that lead anywhere count.
-    """
+    """The message from one of Celery's own level queues; *info* is its delivery info."""
     whole_key = str(info["routing_key"])
     words = whole_key.split(".", CELERYS_BITS)
     if len(words) <= CELERYS_BITS or not set(words[:CELERYS_BITS]) <= {"0", "1"}:
-        return Stays("its routing key is none of Celery's delayed delivery")
+        return Stays("its routing key is not one of Celery's delayed delivery")
     routing_key = words[CELERYS_BITS]
-    tiers = (_exchanges_of(whole_key, routing_key, tier) for tier in ways)
-    exchanges = next(filter(None, tiers), [])
+    exchanges = _exchanges_of(whole_key, routing_key, reaches)
     if len(exchanges) != 1:
         return Stays(_nowhere(routing_key, exchanges))
     headers = dict(properties.get("application_headers") or {})
-    late_seconds = None
     try:
         due = due_of(headers)
     except InvalidDueTime as exc:
         return Stays(str(exc))
     if due is None:
-        seconds = int("".join(words[:CELERYS_BITS]), 2)
-        due, late_seconds = _due_by_key(seconds, level, headers.get("x-death"), now_us)
+        return Stays("it has no ETA in its headers, so only its level knows when it is due")
     own = {**properties, "application_headers": without_deaths(headers, is_celerys_level)}
     delivery_id = derived_id(headers, properties, body, exchanges[0], routing_key)
     delayed = Delayed(
@@ -145,17 +98,27 @@ def read_celerys(
         routing_key,
         expires_ms=expires_ms_of(own, now_us=now_us),
     )
-    return Moving(body, own, delayed, late_seconds, again=bool(info.get("redelivered")))
+    return Moving(body, own, delayed, again=bool(info.get("redelivered")))
 
 
-def _exchanges_of(whole_key: str, routing_key: str, ways: Sequence[Way]) -> list[str]:
-    """Exchanges that Celery would deliver to; if several, those that are meant by the key itself.
+def _exchanges_of(whole_key: str, routing_key: str, reaches: Iterable[Reach]) -> list[str]:
+    """The exchanges that Celery would deliver to; those that bind exactly this key, if any do.
 
-    Celery's bindings meet every key that ends like theirs, of any exchange.
+    Celery binds each exchange with ``#.<key>``, which also matches longer keys with this ending.
+    https://github.com/celery/kombu/blob/v5.7.0/kombu/transport/native_delayed_delivery.py
     """
-    behind = [way for way in ways if topic_matches(way.pattern, whole_key)]
-    exact = [way for way in behind if topic_matches(way.routing_key, routing_key)]
-    return sorted({way.exchange for way in exact or behind})
+    keys = [
+        (each.exchange, each.routing_key)
+        for each in reaches
+        if each.exchange and each.kind != "direct"
+    ]
+    bound = [
+        (exchange, key)
+        for exchange, key in keys
+        if topic_matches(key if key.startswith("#") else f"#.{key}", whole_key)
+    ]
+    exact = {exchange for exchange, key in bound if topic_matches(key, routing_key)}
+    return sorted(exact or {exchange for exchange, _ in bound})
 
 
 def _nowhere(routing_key: str, exchanges: list[str]) -> str:
@@ -170,25 +133,7 @@ def _nowhere(routing_key: str, exchanges: list[str]) -> str:
     )
 
 
-def _due_by_key(seconds: int, level: int, deaths: Any, now_us: int) -> tuple[int, float]:
-    """The due time of a message without an ETA, and by how much that may be too late.
-
-    It waits in its level for 2**level seconds, and for the bits below. It came there when it left
-    the level before, to the second; into its first at any time within the last 2**level seconds.
-    """
-    ahead = (1 << level) + seconds % (1 << level)
-    left = [
-        at if at.tzinfo else at.replace(tzinfo=UTC)
-        for death in (deaths if isinstance(deaths, list) else ())
-        if isinstance(death, dict) and is_celerys_level(str(death.get("queue")))
-        if isinstance(at := death.get("time"), datetime)
-    ]
-    if left:
-        return due_us(max(left)) + (1 + ahead) * 1_000_000, 1.0
-    return now_us + ahead * 1_000_000, float(1 << level)
-
-
-# ---- earlier sets of ours ----------------------------------------------------------------------
+# ---- levels of ours of former settings ---------------------------------------------------------
 
 _SET = re.compile(
     rf"([A-Za-z0-9_.-]+)\.{VERSION}\.(\d+)x(\d+)ms\.f(\d+)\.(quorum|classic)(?=\.|$)", re.ASCII
@@ -196,7 +141,7 @@ _SET = re.compile(
 
 
 def sets_of(names: Iterable[str], like: DelaySettings) -> list[DelaySettings]:
-    """Settings of each set of levels among the names of queues, in all else *like* those."""
+    """The settings of each set of our levels among the *names* of queues; in all else as *like*."""
     found: dict[str, DelaySettings] = {}
     for name in names:
         if (match := _SET.match(name)) is None or match[0] in found:
@@ -212,20 +157,20 @@ def sets_of(names: Iterable[str], like: DelaySettings) -> list[DelaySettings]:
                 queue_type=queue_type,
             )
         except SettingsError:
-            continue  # it only looks like one
+            continue  # no set of levels has such settings
     return [found[name] for name in sorted(found)]
 
 
 def read_ours(body: bytes, properties: Mapping[str, Any], info: Mapping[str, Any]) -> Found:
-    """A message out of one of our own levels."""
+    """The message from one of our own level queues."""
     own, _, delayed = unwrap(properties, info) or (properties, info, None)
     if delayed is None:
-        return Stays("it has no header of ours")
+        return Stays("it has no header of this package")
     return Moving(body, own, delayed, again=bool(info.get("redelivered")))
 
 
 def deliveries_of(properties: Mapping[str, Any]) -> int:
-    """Number of times that a quorum queue has had to take a message back."""
+    """The number of times that the message was returned to a quorum queue."""
     headers = properties.get("application_headers") or {}
     return max(int(headers.get(name, 0)) for name in ("x-delivery-count", "x-acquired-count"))
 
@@ -236,9 +181,9 @@ def deliveries_of(properties: Mapping[str, Any]) -> int:
 def foreign_bindings(
     bound: Iterable[tuple[str, str, str]], reaches: Iterable[Reach]
 ) -> Iterator[tuple[str, str, str]]:
-    """Those of the bindings (exchange, queue, routing key) that Celery's delayed delivery added.
+    """The bindings (exchange, queue, routing key) that Celery's delayed delivery added.
 
-    ``#.<key>`` beside the ``<key>`` that a queue is bound by, unless the app has it so itself.
+    They are ``#.<key>`` of a queue that is also bound with ``<key>``, without those of the app.
     """
     there = set(bound)
     own = {(each.exchange, each.queue, each.routing_key) for each in reaches}

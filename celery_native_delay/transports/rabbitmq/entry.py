@@ -1,4 +1,4 @@
-"""Entries of the records: all of a message that is needed to publish it again. Pure."""
+"""The entry of a waiting message in the records: all that is needed to publish it again."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from dataclasses import dataclass, replace
 from json import JSONDecoder
 from typing import Any
 
+import amqp
 from kombu.utils.json import JSONEncoder, loads
 
 from ...due_time import eta_of
 from ...keyed.record import key_and_kind
-from ...message import Delayed
+from ...message import HEADER, Delayed
+from ...records.interface import Index, IndexEntry
 from ...records.waiting import Waiting
+from ..recorded import member_of
 
-#: kombu's dumps() makes an encoder for each call, which takes three times as long.
+#: kombu's dumps() makes a new encoder for each call, and takes three times as long.
 _as_json: Callable[[Any], str] = JSONEncoder(separators=(",", ":")).encode
-#: Beginnings of a body that is written in base64; "" stands for what is no text.
+#: Beginnings of a body that is written in base64; "" for a body that is not UTF-8.
 _IN_BASE64 = ("", "=")
 
 _plain_json: Callable[[str], Any] = JSONDecoder().decode
@@ -25,10 +28,10 @@ _plain_json: Callable[[str], Any] = JSONDecoder().decode
 
 @dataclass(frozen=True)
 class Entry:
-    """A message as it was published, before it was wrapped.
+    """A waiting message as it was published.
 
-    *queue* is the one queue it is for, None for all that *exchange* leads to. *expires_ms* is when
-    its ``expiration`` is over, in milliseconds since the epoch.
+    *queue* is its only destination, None for all queues bound to *exchange*. *expires_ms* is when
+    its ``expiration`` ends, in milliseconds since the epoch.
     """
 
     properties: Mapping[str, Any]
@@ -40,35 +43,23 @@ class Entry:
 
     @property
     def headers(self) -> Mapping[str, Any]:
-        """The user's headers."""
+        """The headers of the message, without ours."""
         return self.properties.get("application_headers") or {}
 
     def encoded(self) -> str:
-        """One line of JSON, then the body: as it is if it is text, else ``=`` and base64."""
+        """One line of JSON, then the body: as text if it is UTF-8, else ``=`` and base64."""
         known = [self.exchange, self.routing_key, self.queue, self.expires_ms, self.properties]
         try:
             body = self.body.decode()
         except UnicodeDecodeError:
             body = ""
-        if body[:1] in _IN_BASE64 or "\0" in body:  # which PostgreSQL's text cannot hold
+        if body[:1] in _IN_BASE64 or "\0" in body:  # PostgreSQL's text cannot hold a NUL
             body = f"={b64encode(self.body).decode()}"
         return f"{_as_json(known)}\n{body}"
 
-    def wait(self, delivery_id: str, due_us: int, *, cancelled: bool) -> Delayed:
-        """The wait of a copy that is sent in its stead."""
-        return Delayed(
-            delivery_id,
-            due_us,
-            self.exchange,
-            self.routing_key,
-            self.queue,
-            self.expires_ms,
-            cancelled,
-        )
-
     @classmethod
     def decoded(cls, text: str) -> Entry:
-        """The opposite of :meth:`encoded`."""
+        """The entry from its text (:meth:`encoded`)."""
         line, _, body = text.partition("\n")
         exchange, routing_key, queue, expires_ms, properties = loads(line)
         data = b64decode(body[1:]) if body.startswith("=") else body.encode()
@@ -76,7 +67,7 @@ class Entry:
 
 
 def waiting(member: str, text: str, due_us: int) -> Waiting:
-    """The task of an entry as people see it, for which body and objects need not be made."""
+    """The waiting task of an entry; its body is not decoded."""
     known = _plain_json(text[: text.index("\n")])
     exchange, routing_key, queue, _, properties = known
     headers = properties.get("application_headers") or {}
@@ -84,7 +75,7 @@ def waiting(member: str, text: str, due_us: int) -> Waiting:
     return Waiting.of(
         headers,
         properties,
-        # Of the default exchange, the routing key is the queue's name.
+        # In the default exchange, the routing key is the queue's name.
         queue=queue or ("" if exchange else routing_key),
         exchange=exchange,
         routing_key=routing_key,
@@ -95,7 +86,63 @@ def waiting(member: str, text: str, due_us: int) -> Waiting:
     )
 
 
-def due_then(entry: Entry, due_us: int) -> Entry:
-    """*entry*, due at another time; its ``expiration`` ends when it did."""
-    headers = {**entry.headers, "eta": eta_of(due_us)}
-    return replace(entry, properties={**entry.properties, "application_headers": headers})
+class Recorder:
+    """Notes in the records what one connection publishes; it does not fail or wait."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def record(self, message: amqp.Message, wrapped: amqp.Message, delayed: Delayed) -> None:
+        """Note a message before it is published: a worker may receive it soon after."""
+        header = wrapped.properties["application_headers"][HEADER]
+        headers = message.properties.get("application_headers") or {}
+        member = member_of(headers, delayed.delivery_id)
+        if member is None:
+            return
+        body = message.body
+        entry = Entry(
+            message.properties,
+            body.encode() if isinstance(body, str) else bytes(body),
+            delayed.exchange,
+            delayed.routing_key,
+            delayed.queue,
+            header.get("expires"),
+        )
+        self.note(member, delayed.due_us, entry)
+
+    def note(self, member: str, due_us: int, entry: Entry) -> None:
+        """Note an entry."""
+        self._index.note(IndexEntry(member, due_us, entry.encoded()))
+
+    def forget(self, message: amqp.Message, delivery_id: str) -> None:
+        """Delete the entry of a message that the broker refused."""
+        headers = message.properties.get("application_headers") or {}
+        member = member_of(headers, delivery_id)
+        if member is not None:
+            self._index.forget(member)
+
+
+class Republisher:
+    """Reads entries of the records, and publishes their messages again."""
+
+    def __init__(self, delays: Any) -> None:
+        self._delays = delays
+
+    def waiting(self, member: str, entry: str, due_us: int) -> Waiting:
+        return waiting(member, entry, due_us)
+
+    def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
+        """Publish an entry's message with another due time; its ``expiration`` stays as it was."""
+        before = Entry.decoded(entry)
+        headers = {**before.headers, "eta": eta_of(due_us)}
+        again = replace(before, properties={**before.properties, "application_headers": headers})
+        where = again.exchange, again.routing_key, again.queue, again.expires_ms
+        self._delays.put_back(
+            amqp.Message(again.body, **again.properties),
+            Delayed(delivery_id, due_us, *where, cancelled),
+            recorded=False,
+        )
+        return again.encoded()
+
+    def check_reach(self, due_us: int) -> None:
+        self._delays.check_reach(due_us)

@@ -1,4 +1,4 @@
-"""Comparing what is on the broker with the plan, and finding what is held up."""
+"""Checks for ``delay verify`` and ``delay doctor`` on RabbitMQ."""
 
 from __future__ import annotations
 
@@ -6,42 +6,44 @@ from collections.abc import Iterator, Sequence
 from time import sleep
 from typing import Any
 
-from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
-
 from ...errors import ManagementUnavailable
-from ...finding import MAY_DIFFER_IN_WHOLE_SECONDS, UNCHECKED, WRONG, Finding, clock_finding
+from ...finding import (
+    ADVICE,
+    UNCHECKED,
+    WRONG,
+    Finding,
+)
 from ..virtual.status import parked_finding
 from .blueprint import blueprint
 from .declaring import broker_version
 from .delays import Delays
-from .known_faults import known_faults
 from .management import ManagementAPI, overriding_policies
 from .status import Status, status
 from .topology import Binding, Declaration, Exchange, Queue, Topology
 
-#: So many messages of a queue RabbitMQ dead-letters at a time, by default:
+#: Messages of a queue that RabbitMQ dead-letters at a time: the default of
 #: dead_letter_worker_consumer_prefetch.
 DEAD_LETTERED_AT_ONCE = 32
 
-#: The management API counts messages every 5 s.
+#: Seconds until the management API has counted messages again; it counts every 5 s.
 COUNTED_ANEW_SECONDS = 6.0
 
-#: What to do about something missing, by whether the app may declare it.
+#: The way out for a missing declaration, by whether the app may make it.
 _WAYS_OUT = {
     True: "start an installed worker, or run `celery -A PROJ delay declare`",
     False: "import what `celery -A PROJ delay export` writes, or set native_delay_declare = True",
 }
 
 _HELD_UP = (
-    "bind a queue to the exchange that they go to, or make room in the queue that takes none; "
+    "bind a queue to the destination exchange, or make room in the queue that rejects them; "
     "see `celery -A PROJ delay status`"
 )
 
 
 def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> list[Finding]:
-    """Compare the broker with the plan, through the management API where it answers.
+    """Compare the broker with the plan, through the management API.
 
-    What leads to *queues*, which are the app's, is only compared where workers may not declare it.
+    The bindings to *queues*, the app's, are compared only if workers may not declare them.
     """
     topology = delays.topology
     if topology.settings.declare:
@@ -49,25 +51,23 @@ def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> li
     else:
         plan = list(blueprint(topology, queues).delays())
     try:
-        found = [*_compare_by_api(topology, plan, api), *overriding_policies(api, topology)]
+        found = [*_compare(topology, plan, api), *overriding_policies(api, topology)]
         queues = api.named("queues", f"{topology.space}.")
         replicated = any(len(queue.get("members") or ()) > 1 for queue in queues)
         return found + known_faults(broker_version(delays.connection), replicated=replicated)
     except ManagementUnavailable as exc:
-        sentence = f"bindings and policies: {exc}"
-        unchecked = Finding.of_sentence("policies", UNCHECKED, sentence)
-        found = [unchecked, *_compare_by_amqp(delays, plan)]
-        return found + known_faults(broker_version(delays.connection), replicated=None)
+        unchecked = Finding.of_sentence("delay levels", UNCHECKED, f"levels and policies: {exc}")
+        return [unchecked, *known_faults(broker_version(delays.connection), replicated=None)]
 
 
 def examine(delays: Delays, api: ManagementAPI) -> list[Finding]:
-    """Look at what is parked or held up, and at the clock of the broker's machine."""
+    """Look for parked and stuck messages."""
     found = status(delays, api)
     findings = []
     if found.parked:
-        findings.append(parked_finding(found.parked, "their destination was not there"))
+        findings.append(parked_finding(found.parked, "no queue was bound for them"))
     if suspected := _held_up(found):
-        # What is merely on its way is gone when RabbitMQ has counted anew.
+        # Messages that were on their way are gone at the next count.
         sleep(COUNTED_ANEW_SECONDS)
         findings += [
             Finding("dead-lettering", WRONG, f"{queue} {held}", _HELD_UP)
@@ -75,35 +75,26 @@ def examine(delays: Delays, api: ManagementAPI) -> list[Finding]:
             if queue in suspected
         ]
     if found.stuck is None:
-        problem = "what is stuck between two levels, and the broker's clock: see policies"
-        way_out = "have the management API answer"
+        problem = "messages stuck between two levels: the management API does not answer"
+        way_out = "see delay levels"
         findings.append(Finding("dead-lettering", UNCHECKED, problem, way_out))
-    ahead_seconds = api.clock_ahead_seconds
-    if ahead_seconds is not None:
-        findings += clock_finding(
-            "the broker's clock",
-            ahead_seconds,
-            "it is no matter to RabbitMQ but, if this machine's is wrong, delayed tasks from here "
-            "are that much early or late",
-            may_differ_seconds=MAY_DIFFER_IN_WHOLE_SECONDS,
-        )
     return findings
 
 
 def _held_up(found: Status) -> dict[str, str]:
-    """Queues whose messages may go nowhere, and which those are."""
+    """Queues whose messages may be stuck, each with a text about them."""
     levels = {
-        level.queue: f"has {level.stuck} message(s) in dead-lettering, so that no other passes"
+        level.queue: f"has {level.stuck} message(s) stuck in dead-lettering: others cannot pass"
         for level in found.levels
         if (level.stuck or 0) >= DEAD_LETTERED_AT_ONCE
     }
     return levels | {
-        landing.queue: f"holds {landing.held} message(s): its destination takes none of them"
+        landing.queue: f"holds {landing.held} message(s): their destination rejects them"
         for landing in found.landings
     }
 
 
-def _compare_by_api(
+def _compare(
     topology: Topology, plan: Sequence[Declaration], api: ManagementAPI
 ) -> Iterator[Finding]:
     way_out = _WAYS_OUT[topology.settings.declare]
@@ -123,7 +114,7 @@ def _compare_by_api(
                 kind, ends = ("exchange", exchanges) if to_exchange else ("queue", queues)
                 is_ours = destination.startswith(f"{topology.space}.")
                 if source not in exchanges or (is_ours and destination not in ends):
-                    continue  # said already
+                    continue  # the missing exchange or queue was named
                 if source not in bound:
                     bound[source] = {
                         (item["destination_type"], item["destination"], item["routing_key"])
@@ -155,42 +146,38 @@ def _differing(
     for key in sorted(expected.keys() | found.keys()):
         if expected.get(key) != found.get(key):
             problem = f"{name}: {key} {found.get(key)!r}, expected {expected.get(key)!r}"
-            yield _made_otherwise(problem, way_out)
+            first = f"delete it when it is empty and {way_out}"
+            yield _finding(problem, f"{first}; or choose another native_delay_namespace")
 
 
 def _finding(problem: str, way_out: str) -> Finding:
     return Finding("delay levels", WRONG, problem, way_out)
 
 
-def _made_otherwise(problem: str, way_out: str) -> Finding:
-    first = f"delete it when it is empty and {way_out}"
-    return _finding(problem, f"{first}; or choose another native_delay_namespace")
+def known_faults(version: tuple[int, ...], *, replicated: bool | None) -> list[Finding]:
+    """Bugs of a RabbitMQ release such as (4, 3, 6) that delayed messages meet.
 
-
-def _compare_by_amqp(delays: Delays, plan: Sequence[Declaration]) -> Iterator[Finding]:
-    way_out = _WAYS_OUT[delays.settings.declare]
-    for declaration in plan:
-        if isinstance(declaration, Binding):
-            continue
-        name = declaration.name
-        try:
-            # Passive first: comparing must not declare what is missing.
-            _declare(delays, declaration, passive=True)
-            _declare(delays, declaration, passive=False)
-        except NotFound:
-            problem = f"{name}: {type(declaration).__name__.lower()} is missing"
-            yield _finding(problem, way_out)
-        except PreconditionFailed as exc:
-            yield _made_otherwise(f"{name}: {exc.reply_text}", way_out)
-        except AccessRefused as exc:
-            remedy = "ask as a user who may configure it"
-            yield Finding("delay levels", UNCHECKED, f"{name}: {exc.reply_text}", remedy)
-
-
-def _declare(delays: Delays, declaration: Exchange | Queue, *, passive: bool) -> None:
-    name, arguments = declaration.name, declaration.arguments
-    common = {"passive": passive, "durable": True, "auto_delete": False, "arguments": arguments}
-    if isinstance(declaration, Exchange):
-        delays.declarer.channel.exchange_declare(name, declaration.type, **common)
-    else:
-        delays.declarer.channel.queue_declare(name, **common)
+    *replicated* is True if the level queues have several members, None if that is not known.
+    """
+    name = f"RabbitMQ {'.'.join(map(str, version))}"
+    found = []
+    # https://github.com/rabbitmq/rabbitmq-server/pull/16203
+    if replicated is not False and ((4, 2) <= version < (4, 2, 7) or (4, 3) <= version < (4, 3, 1)):
+        problem = (
+            f"{name}: at-least-once dead lettering may ask the wrong replica (rabbitmq-server "
+            f"#16203), so that delayed messages in a cluster get stuck between two levels"
+        )
+        fixed = "4.3.1" if version >= (4, 3) else "4.2.7"
+        way_out = f"upgrade to {fixed} or newer, where you may choose the release"
+        found.append(Finding("release", WRONG, problem, way_out))
+    if version[:1] == (3,):
+        problem = (
+            f"{name}: messages that were between two levels when a node died or restarted wait for "
+            f"dead_letter_worker_publisher_confirm_timeout, 180 s by default"
+        )
+        way_out = (
+            "where you may write advanced.config, set it to 10000-30000 ms (application rabbit); "
+            "RabbitMQ 4 is quicker by default"
+        )
+        found.append(Finding("release", ADVICE, problem, way_out))
+    return found

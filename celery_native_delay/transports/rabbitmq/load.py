@@ -1,4 +1,4 @@
-"""The messages that a steady load brings each level queue: arithmetic of the plan. Pure."""
+"""The messages a second through each level queue under a steady load: arithmetic. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from .topology import Level, Topology
 
-#: The broker's memory for a waiting message of a small task, as ``benchmarks pending`` measures it.
+#: Bytes of the broker's memory for a waiting message of a small task (``benchmarks pending``).
 MEMORY_BYTES = 2_300
 
-#: What the benchmarks measured, on two processors that publisher and consumer shared.
+#: Throughput in the benchmarks, on two processors that publisher and consumer shared.
 CEILINGS = (
     "in the benchmarks RabbitMQ 4.3 on two processors carried 4,500 delayed messages a second, and "
     "3,000 through a single level queue"
@@ -19,7 +19,7 @@ CEILINGS = (
 
 @dataclass(frozen=True)
 class Delays:
-    """Delays from *first_us* to *last_us*, each microsecond of them equally frequent."""
+    """Delays that are equally distributed between *first_us* and *last_us*."""
 
     first_us: int
     last_us: int
@@ -31,7 +31,7 @@ class Delays:
 
 @dataclass(frozen=True)
 class QueueLoad:
-    """A level queue under a load."""
+    """One level queue under a load: its name, its TTL, and its messages a second."""
 
     queue: str
     ttl_seconds: float
@@ -39,12 +39,12 @@ class QueueLoad:
 
     @property
     def waiting(self) -> float:
-        """Messages in it at a time."""
+        """The number of messages that wait in the queue at a time."""
         return self.per_second * self.ttl_seconds
 
 
 def queue_loads(topology: Topology, per_second: float, delays: Sequence[Delays]) -> list[QueueLoad]:
-    """The level queues that a load passes, busiest first; all *delays* are equally frequent."""
+    """The level queues that a load uses, busiest first; all *delays* are equally frequent."""
     found = []
     for level in topology.levels:
         for units in level.steps:
@@ -56,10 +56,9 @@ def queue_loads(topology: Topology, per_second: float, delays: Sequence[Delays])
 
 
 def _share(delays: Delays, level: Level, units: int, resolution_ms: int) -> float:
-    """The share of *delays* that wait *units* in *level*.
+    """The share of *delays* whose messages wait *units* in *level*.
 
-    These are the delays that, rounded up to the resolution, have the digits of *units* there:
-    whatever the levels above and below add.
+    These are the delays that, rounded up to the resolution, have the bits of *units* in that level.
     """
     unit_us = resolution_ms * 1000
     low_us = units * unit_us
@@ -67,7 +66,7 @@ def _share(delays: Delays, level: Level, units: int, resolution_ms: int) -> floa
     round_us = width_us << level.width
 
     def below(end_us: int) -> int:
-        """Whole numbers from 0 to *end_us*, without it, that have these digits."""
+        """Number of microseconds below *end_us* that have these bits."""
         rounds, rest_us = divmod(end_us, round_us)
         return rounds * width_us + min(max(rest_us - low_us, 0), width_us)
 

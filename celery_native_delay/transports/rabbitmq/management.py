@@ -1,4 +1,4 @@
-"""RabbitMQ's management API: what AMQP does not tell, for inspection only."""
+"""RabbitMQ's management API, for inspection only."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from email.utils import parsedate_to_datetime
-from time import time
 from typing import Any
 from urllib.error import URLError
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
@@ -32,49 +30,46 @@ OVERRIDING_KEYS = (
     "dead-letter-routing-key",
     "dead-letter-strategy",
     "delivery-limit",
-    # RabbitMQ 4.3: what is returned to a queue waits there once more.
+    # RabbitMQ 4.3: a message that is returned to the queue waits again.
     "delayed-retry-type",
     "delayed-retry-min",
     "delayed-retry-max",
 )
 
-#: Where a queue's description names the policy in force, by kind.
+#: The field in a queue's description that names its policy, by kind of policy.
 POLICY_KINDS = {"policy": "policy", "operator policy": "operator_policy"}
 
 _WAYS_OUT = {
     "policy": "narrow its pattern, or give a policy for ^{ours} without these keys a higher "
     "priority",
-    "operator policy": "have the broker's administrator narrow its pattern: no policy of yours "
-    "outranks it",
+    "operator policy": "ask the broker's administrator to narrow its pattern: your own policies "
+    "cannot override it",
 }
 
 _PAGE = 500
 
 
 class ManagementAPI:
-    """Read access to one vhost. Every method raises ManagementUnavailable."""
+    """Reads about one virtual host. Every method raises ManagementUnavailable."""
 
     def __init__(self, url: str, user: str, password: str, vhost: str, cluster: str) -> None:
         self.url = url.rstrip("/").removesuffix("/api")
         self.vhost = vhost
         self._cluster = cluster
         self._checked = False
-        #: By its last answer: how far its machine's clock, told in whole seconds, is ahead of ours,
-        #: negative if behind; None before the first.
-        self.clock_ahead_seconds: float | None = None
         token = b64encode(f"{user}:{password}".encode()).decode()
         self._headers = {"Authorization": f"Basic {token}"}
 
     def named(self, kind: str, prefix: str) -> list[dict[str, Any]]:
-        """The "queues" or "exchanges", as *kind* says, whose names begin so."""
+        """The "queues" or "exchanges" (*kind*) whose names begin with *prefix*."""
         return [item for item in self._containing(kind, prefix) if item["name"].startswith(prefix)]
 
     def names(self, kind: str, *, containing: str) -> list[str]:
-        """Names of the "queues" or "exchanges", as *kind* says, in which that stands."""
+        """The names of "queues" or "exchanges" (*kind*) that contain a text."""
         return [item["name"] for item in self._containing(kind, containing)]
 
     def policies(self, kind: str) -> list[dict[str, Any]] | None:
-        """The vhost's policies, of a key of POLICY_KINDS; None for a user who may not read them."""
+        """The virtual host's policies of one *kind*; None if this user may not read them."""
         path = kind.replace("policy", "policies").replace(" ", "-")
         try:
             found: list[dict[str, Any]] = self._get(f"{path}/{quote(self.vhost, safe='')}")
@@ -83,7 +78,7 @@ class ManagementAPI:
         return found
 
     def bindings_from(self, exchange: str) -> list[dict[str, Any]]:
-        """All bindings whose source is *exchange*."""
+        """All bindings from *exchange*."""
         path = f"exchanges/{quote(self.vhost, safe='')}/{quote(exchange, safe='')}/bindings/source"
         found: list[dict[str, Any]] = self._get(path)
         return found
@@ -112,9 +107,6 @@ class ManagementAPI:
         request = Request(f"{self.url}/api/{path}", headers=self._headers)
         try:
             with urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-                if dated := response.headers.get("date"):
-                    told = parsedate_to_datetime(dated).timestamp()
-                    self.clock_ahead_seconds = told + 0.5 - time()
                 return json.load(response)
         except (URLError, OSError, ValueError) as exc:
             raise ManagementUnavailable(
@@ -134,16 +126,16 @@ def management_of(connection: Any, settings: DelaySettings) -> ManagementAPI:
         user, password = unquote(parts.username), unquote(parts.password or "")
         url = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
     vhost = connection.virtual_host or "/"
-    # Another broker may have the default port of this host.
+    # Another broker on this host may have the default port.
     cluster = connection.connection.server_properties.get("cluster_name", "")
     return ManagementAPI(url, user, password, vhost, cluster)
 
 
 def overriding_policies(api: ManagementAPI, topology: Topology) -> list[Finding]:
-    """Policies that change what our queues do; raises ManagementUnavailable.
+    """Findings for policies that change our queues. Raises ManagementUnavailable.
 
-    By the patterns of the policies, because a queue's own description names its policy only some
-    seconds after it was declared; by that for a user who may not read policies.
+    It matches the policies' patterns, because a queue's description names its policy only some
+    seconds after it was declared. For a user who may not read policies it uses the description.
     """
     levels = f"{topology.settings.queue_type}_queues"
     queues = {hop.queue: levels for hop in topology.level_queues}
@@ -171,9 +163,11 @@ def overriding_policies(api: ManagementAPI, topology: Topology) -> list[Finding]
 def applied_policy(
     policies: Sequence[Mapping[str, Any]] | None, queue: str, kinds: str
 ) -> tuple[str, Mapping[str, Any]]:
-    """Name and definition of the policy in force for a queue: of those that match, the one of
-    highest priority. *kinds* is how policies name its kind, such as ``quorum_queues``.
-    https://www.rabbitmq.com/docs/policies"""
+    """Name and definition of a queue's policy: the matching one with the highest priority.
+
+    *kinds* is the queue's type as policies name it, such as ``quorum_queues``.
+    https://www.rabbitmq.com/docs/policies
+    """
     matching = [
         policy
         for policy in policies or []
@@ -187,7 +181,7 @@ def applied_policy(
 def _matches(pattern: str, name: str) -> bool:
     try:
         return re.search(pattern, name) is not None
-    except re.error:  # one of the few things PCRE knows and Python does not
+    except re.error:  # a pattern of PCRE that Python does not know
         return False
 
 

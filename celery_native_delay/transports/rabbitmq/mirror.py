@@ -1,8 +1,7 @@
-"""The user's own declarations, mirrored onto the delivery exchange.
+"""The user's bindings, and their copies on the delivery exchange.
 
-What the user declares and binds on a connection is noted here and bound to the delivery exchange
-before the first delayed publish or the first consume that follows; a connection that does neither
-pays nothing.
+The mirror notes what the user declares and binds on a connection. The next delayed publish or
+consume binds the same queues to the delivery exchange. Other connections bind nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 from .address import landing_address, queue_address, topic_binding_address, topic_matches
 from .topology import Binding, Change, Declaration, Exchange, Topology, Unbinding
 
-#: Exchanges that every RabbitMQ vhost has.
+#: The types of the exchanges that every virtual host of RabbitMQ has.
 BUILTIN_TYPES = {
     "": "direct",
     "amq.direct": "direct",
@@ -24,13 +23,13 @@ BUILTIN_TYPES = {
     "amq.topic": "topic",
 }
 
-#: Types whose bindings the delivery exchange can repeat word for word.
+#: Types of exchanges whose bindings the delivery exchange, a topic, can copy.
 MIRRORED_TYPES = ("direct", "topic")
 
-#: These pick a queue by hashing each routing key; a message for a landing queue carries two.
+#: Types that choose a queue by a hash of each routing key; a message that lands has two keys.
 HASHING_TYPES = ("x-consistent-hash", "x-modulus-hash")
 
-#: Celery's and kombu's own traffic: remote control, its replies, events. Never delayed.
+#: Celery's and kombu's own queues: remote control, its replies, events. Never delayed.
 _INTERNAL = re.compile(r"(^|\.)(pidbox|celeryev)($|\.)")
 
 
@@ -40,7 +39,7 @@ def is_internal(name: str) -> bool:
 
 
 class Mirrored(NamedTuple):
-    """A binding of the user's that is to be repeated on the delivery exchange."""
+    """A binding of the user's that the delivery exchange is to copy."""
 
     queue: str
     exchange: str
@@ -48,38 +47,44 @@ class Mirrored(NamedTuple):
 
 
 class Mirror:
-    """The declarations of one connection's user, and which of them are not yet mirrored."""
+    """The user's declarations on one connection, and those still to be copied."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self.types: dict[str, str] = dict(BUILTIN_TYPES)
-        #: Changes with everything the user declares, binds or deletes.
+        #: Changes with each declaration, binding and deletion of the user's.
         self.version = 0
-        #: Bindings that have been seen on this connection.
+        #: All bindings of the user's on this connection.
         self.known: dict[Mirrored, None] = {}
-        #: Those of them, and landing queues of these exchanges, that are still to be declared.
+        #: Bindings still to be copied, and exchanges whose landing queues are still to be declared.
         self.pending: dict[Mirrored, None] = {}
         self.pending_landings: dict[str, None] = {}
-        #: Queues whose arguments were seen, and whether they reject what does not fit.
+        #: Queues declared on this connection, and whether their x-overflow rejects messages.
         self.rejects: dict[str, bool] = {}
         self._landings: dict[str, None] = {}
 
     # --- what the user does --------------------------------------------------------------
 
     def exchange_declared(self, exchange: str, kind: str, arguments: dict[str, Any] | None) -> None:
-        """The user declared an exchange; what it passes on to an alternate one must land."""
+        """The user declared an exchange.
+
+        If it has an alternate exchange, its delayed messages go through a landing queue.
+        """
         self.types[exchange] = kind
         self.version += 1
         if arguments and "alternate-exchange" in arguments:
             self._lands(exchange)
 
     def exchange_bound(self, source: str) -> None:
-        """An exchange was bound to *source*: what lies behind it cannot be mirrored."""
+        """The user bound an exchange to *source*.
+
+        The bindings behind it cannot be copied: delayed messages go through a landing queue.
+        """
         if not is_internal(source):
             self._lands(source)
 
     def exchange_deleted(self, exchange: str) -> list[Binding]:
-        """The user deleted *exchange*; bindings that mirrored what was bound to it."""
+        """The user deleted *exchange*; return the copies of its bindings, to be removed."""
         known = [mirrored for mirrored in self.known if mirrored.exchange == exchange]
         mirrors = map(self.binding_of, known) if exchange in self.types else ()
         gone = [binding for binding in mirrors if binding is not None]
@@ -94,14 +99,14 @@ class Mirror:
     def queue_declared(
         self, queue: str, arguments: dict[str, Any] | None, *, short_lived: bool
     ) -> None:
-        """The user declared a queue; *short_lived* is exclusive or auto-delete, as replies are."""
+        """The user declared a queue; *short_lived*: it is exclusive or auto-delete."""
         overflow = str((arguments or {}).get("x-overflow", ""))
         self.rejects[queue] = overflow.startswith("reject-publish")
         if not short_lived:
             self.queue_bound(queue, "", queue)
 
     def queue_bound(self, queue: str, exchange: str, routing_key: str) -> None:
-        """The user bound a queue; nothing is done about Celery's and kombu's own."""
+        """The user bound a queue; Celery's and kombu's own are ignored."""
         if not queue or is_internal(exchange) or is_internal(queue):
             return
         mirrored = Mirrored(queue, exchange, routing_key)
@@ -109,12 +114,12 @@ class Mirror:
         self.version += 1
 
     def queue_bound_once(self, queue: str) -> None:
-        """A message is to reach *queue* by its name, which may have been seen to already."""
+        """A delayed message goes to *queue* by its name: bind it, if that was not done before."""
         if Mirrored(queue, "", queue) not in self.known:
             self.queue_bound(queue, "", queue)
 
     def queue_unbound(self, queue: str, exchange: str, routing_key: str) -> Mirrored:
-        """The user unbound a queue; the binding that need not be mirrored any more."""
+        """The user unbound a queue; return the binding, whose copy is to be removed."""
         mirrored = Mirrored(queue, exchange, routing_key)
         self.known.pop(mirrored, None)
         self.version += 1
@@ -122,15 +127,15 @@ class Mirror:
         return mirrored
 
     def queue_deleted(self, queue: str) -> None:
-        """The user deleted a queue, and all its bindings with it."""
+        """The user deleted a queue, and so its bindings."""
         self.rejects.pop(queue, None)
         for mirrored in [m for m in self.known if m.queue == queue]:
             self.queue_unbound(mirrored.queue, mirrored.exchange, mirrored.routing_key)
 
-    # --- what is to be done about it -----------------------------------------------------
+    # --- what is still to be declared ------------------------------------------------------
 
     def reaches(self, exchange: str, routing_key: str) -> bool:
-        """True if a binding that was seen on this connection routes *routing_key*."""
+        """True if a binding known on this connection routes *routing_key*."""
         is_topic = self.types.get(exchange) == "topic"
         return any(
             topic_matches(known.routing_key, routing_key)
@@ -142,27 +147,27 @@ class Mirror:
 
     @property
     def is_pending(self) -> bool:
-        """True if something is still to be declared."""
+        """True if bindings or landing queues are still to be declared."""
         return bool(self.pending or self.pending_landings)
 
     def take_pending(self) -> tuple[list[Mirrored], list[str]]:
-        """Bindings and landing exchanges not mirrored yet, which the caller now sees to."""
+        """Return pending bindings, and exchanges with a pending landing queue; clear both."""
         pending = list(self.pending), list(self.pending_landings)
         self.pending, self.pending_landings = {}, {}
         return pending
 
     def not_mirrored(self, bindings: list[Mirrored]) -> None:
-        """Keep pending *bindings*, which could not be seen to."""
+        """Make *bindings* pending again: they could not be copied."""
         self.pending = dict.fromkeys(bindings) | self.pending
 
     def forget_mirrored(self) -> None:
-        """Make all that is known pending again: the broker lost our bindings."""
+        """Make all known bindings pending again: the broker may have lost their copies."""
         self.pending, self.pending_landings = dict(self.known), dict(self._landings)
 
     def declarations(self, mirrored: Mirrored) -> Iterator[Change]:
-        """Declarations that mirror one binding, in an order the broker accepts.
+        """The declarations that copy one binding, in an order that the broker accepts.
 
-        None of them for a type that is not mirrored, which must be in :attr:`types`.
+        There are none for an exchange of a type that cannot be copied. Its type must be known.
         """
         if self.types[mirrored.exchange] not in MIRRORED_TYPES:
             return
@@ -175,7 +180,7 @@ class Mirror:
             yield topology.queue_landing(queue)
             yield Binding(binding.source, queue, topology.delivery_pattern(queue_address(queue)))
         else:
-            # It may have rejected before it was deleted by hand and declared anew.
+            # The queue may have had x-overflow before it was deleted and declared anew.
             yield Unbinding(
                 binding.source, topology.queue_landing_queue(queue), binding.routing_key
             )
@@ -184,9 +189,10 @@ class Mirror:
     def marks(
         self, bindings: list[Mirrored], landings: list[str], *, consuming: bool
     ) -> list[list[Declaration]]:
-        """Declarations that tell publishers of pending *bindings* and *landings*, by exchange.
+        """Landing queues and marker exchanges for *bindings* and *landings*, grouped by exchange.
 
-        With *consuming* also that consumers mirror their bindings.
+        Publishers look for the markers. With *consuming* there is a marker for each exchange whose
+        consumers copy their bindings.
         """
         groups = [list(must_land_declarations(self._topology, exchange)) for exchange in landings]
         if consuming:
@@ -195,10 +201,9 @@ class Mirror:
         return groups
 
     def binding_of(self, mirrored: Mirrored) -> Binding | None:
-        """The binding on the delivery exchange that stands for a user's own.
+        """The copy of a user's binding on the delivery exchange.
 
-        None where there is none: another type of exchange, or a topic pattern that fits nowhere
-        behind the bits.
+        None if the exchange's type cannot be copied, or the topic pattern is too long.
         """
         topology, (queue, exchange, routing_key) = self._topology, mirrored
         kind = self.types[exchange]
@@ -226,6 +231,6 @@ def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declarat
 
 
 def must_land_declarations(topology: Topology, exchange: str) -> Iterator[Declaration]:
-    """The landing queue of *exchange*, and a mark by which all publishers learn to use it."""
+    """The landing queue of *exchange*, and the marker exchange that tells publishers to use it."""
     yield from landing_declarations(topology, exchange)
     yield Exchange(topology.lands_marker(exchange), "fanout")

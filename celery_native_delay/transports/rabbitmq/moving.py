@@ -1,44 +1,165 @@
-"""Moving what waits on RabbitMQ: out of Celery's own levels and earlier sets; into ours."""
+"""Moving waiting messages on RabbitMQ: from Celery's own levels and former ones of ours, into ours.
+
+Each message is taken by ``basic.get``, without prefetch: a process that dies returns one message.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from time import time_ns
 from typing import Any
 
 import amqp
-from amqp.exceptions import MessageNacked, NotFound
+from amqp.exceptions import AMQPError, MessageNacked, NotFound
 
 from ...errors import CannotDelay, ManagementUnavailable, RecordsUnavailable, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish
 from ...keyed.records import KeyRecords
-from ...records.interface import Standing
+from ...records.interface import MessageState
 from ...settings import DelaySettings
-from ..moving import Found, Moving, Reach, Source
-from ..recorded import member_of
+from ..moving import Found, Moving, MovingPart, Reach, Source, Void
+from ..recorded import member_of, records_beside
+from .channels import OwnChannel, received
 from .declaring import permissions_explained
 from .delays import Delays
 from .elsewhere import (
     CelerysLevels,
-    Way,
     celerys_levels,
+    deliveries_of,
     read_celerys,
+    read_ours,
     sets_of,
-    way_of_binding,
-    ways_of,
 )
 from .entry import Entry
 from .management import ManagementAPI, management_of
-from .sources import QueueSource, SetSource
 from .topology import Topology
 
+#: A message that was returned to a quorum queue more often is not taken from it again: RabbitMQ 4
+#: drops it at its 21st return.
+_MOST_DELIVERIES = 12
 
-class RabbitMQMovingPart:
-    """RabbitMQ's :class:`~celery_native_delay.transports.moving.MovingPart`, on one channel."""
+#: A function of body, properties and delivery info of a message, and *now_us*.
+Read = Callable[..., Found]
+
+
+class QueueSource(Source):
+    """Queues that are emptied in order, each once; messages that arrive later stay."""
+
+    def __init__(self, delays: Delays, name: str, queues: Sequence[str], read: Read) -> None:
+        self.name = name
+        self._delays = delays
+        self._queues = queues
+        self._read = read
+        self._channel: amqp.Channel | None = None
+        self._tag: int | None = None
+
+    def count(self) -> int:
+        """The number of ready messages; those between two levels are not counted."""
+        return sum(self._depth(queue) for queue in self._queues)
+
+    def found(self) -> Iterator[Found]:
+        for queue in self._queues:
+            count = self._depth(queue)
+            if not count:
+                continue
+            self._channel = OwnChannel(self._delays.connection)
+            for _ in range(count):
+                message = self._channel.basic_get(queue)
+                if message is None:
+                    break
+                self._tag = message.delivery_tag
+                if deliveries_of(message.properties) > _MOST_DELIVERIES:
+                    raise CannotDelay(
+                        f"a message in {queue!r} was returned more than {_MOST_DELIVERIES} times, "
+                        f"and RabbitMQ 4 drops it at the 21st return: find out which consumer "
+                        f"returns it"
+                    )
+                message = received(message)
+                own = message.body, message.properties, message.delivery_info
+                yield self._read(*own, now_us=time_ns() // 1000)
+            self._give_back()
+
+    def done(self) -> bool:
+        assert self._channel is not None
+        self._channel.basic_ack(self._tag)
+        return True
+
+    def close(self) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Close the channel, which returns the message that was not acked to its queue."""
+        channel, self._channel = self._channel, None
+        if channel is not None and channel.connection is not None:
+            with suppress(AMQPError, OSError):
+                channel.close()
+
+    def _depth(self, queue: str) -> int:
+        with permissions_explained(self._delays.topology):
+            return self._delays.declarer.depth(queue) or 0
+
+
+class SetSource(QueueSource):
+    """A set of delay levels of ours; cancelled and rescheduled tasks stay so, by the records."""
+
+    def __init__(
+        self, delays: Delays, topology: Topology, settings: DelaySettings, *, here: bool
+    ) -> None:
+        """*settings* are the app's; *here*: messages stay on this broker."""
+        # The longest first: messages that hop meanwhile are found in a later queue.
+        queues = [hop.queue for hop in reversed(topology.level_queues)]
+        super().__init__(delays, topology.name, queues, self._read_set)
+        self._topology = topology
+        self._settings = settings
+        #: True if both sets have the same records: moved messages and keys stay as they are.
+        self.keeps_keys = here and topology.settings.namespace == settings.namespace
+        self._records: Any = None
+
+    def key_records(self) -> KeyRecords | None:
+        settings = self._topology.settings
+        records = records_beside(settings, self._delays.connection.virtual_host)
+        return None if records is None else KeyRecords(records)
+
+    def found(self) -> Iterator[Found]:
+        vhost = self._delays.connection.virtual_host
+        self._records = records_beside(self._topology.settings, vhost)
+        yield from super().found()
+
+    def _read_set(self, *message: Any, **_: Any) -> Found:
+        found = read_ours(*message)
+        if not isinstance(found, Moving) or found.delayed.cancelled:
+            return found
+        member = member_of(found.headers, found.delayed.delivery_id)
+        if self._records is None or member is None:
+            return found
+        if not self.keeps_keys:
+            return self._received(member, found)
+        match self._records.state_of(member):
+            case MessageState.VOID:
+                return Void()
+            case MessageState.KNOWN:
+                return replace(found, known=True)
+        return found
+
+    def _received(self, member: str, found: Moving) -> Found:
+        """*found*, after deleting its entry in the records; Void if it must not run."""
+        may_run = self._records.received(member)
+        if may_run is None:
+            raise RecordsUnavailable(
+                f"the records of {self.name} do not say which of its tasks were cancelled or "
+                f"moved; run this again when they do"
+            )
+        return found if may_run else Void()
+
+
+class RabbitMQMovingPart(MovingPart):
+    """Moves waiting messages from and to RabbitMQ."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
-        self._channel = channel
+        super().__init__(channel)
         self._delays: Delays = channel.delays
         self._settings = settings
         self._topology = self._delays.topology
@@ -47,21 +168,13 @@ class RabbitMQMovingPart:
     # --- into our levels -----------------------------------------------------------------
 
     def prepare(self, queues: Sequence[Any]) -> None:
-        """Make sure of the levels, and bind *queues* to them."""
+        """Declare *queues* and the delay levels, and bind them."""
         with permissions_explained(self._topology):
-            for queue in queues:
-                queue(self._channel).declare()
+            super().prepare(queues)
             self._delays.prepare(consuming=True)
 
-    def key_records(self) -> KeyRecords | None:
-        try:
-            records: KeyRecords = self._channel.key_records(self._settings)
-        except UnsupportedBroker:
-            return None
-        return records
-
     def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
-        """Put a message into the levels, confirmed; then note it, as a sign that it is there."""
+        """Publish a message into the levels, confirmed; then note it in the records."""
         member = member_of(moving.headers, moving.delayed.delivery_id)
         if moving.again and not moving.known and self._is_in_records(moving, member):
             return True
@@ -69,7 +182,7 @@ class RabbitMQMovingPart:
         self._delays.check_reach(moving.delayed.due_us)
         try:
             if keyed is not None:
-                self._delays.put_in_keyed(keyed, message, moving.delayed)
+                self._delays.publish_keyed(keyed, message, moving.delayed)
                 return not moving.again or keyed.due_us is None
             self._delays.put_back(message, moving.delayed, recorded=False)
         except NotFound as exc:
@@ -93,10 +206,10 @@ class RabbitMQMovingPart:
         if records is None or member is None:
             return False
         with suppress(RecordsUnavailable):
-            return bool(records.standing(member) is Standing.KNOWN)
+            return bool(records.state_of(member) is MessageState.KNOWN)
         return False
 
-    # --- out of anything -----------------------------------------------------------------
+    # --- sources -------------------------------------------------------------------------
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
         kind, _, name = (what or "").partition(":")
@@ -113,45 +226,30 @@ class RabbitMQMovingPart:
         )
 
     def _celerys(self, prefix: str, reaches: Sequence[Reach]) -> list[Source]:
-        own = ways_of(reaches)
         found = [CelerysLevels(prefix)]
         if not prefix:
             with suppress(ManagementUnavailable):
                 found = celerys_levels(self._api.names("queues", containing="celery_delayed_"))
-        return [self._celerys_source(levels, own) for levels in found]
+        return [self._celerys_source(levels, reaches) for levels in found]
 
-    def _celerys_source(self, levels: CelerysLevels, own: Sequence[Way]) -> Source:
-        numbers = {levels.level(number): number for number in range(len(levels.queues))}
-        ways = [own, self._ways_behind(levels)]
-
-        def read(*message: Any, queue: str, now_us: int) -> Found:
-            return read_celerys(*message, level=numbers[queue], now_us=now_us, ways=ways)
-
+    def _celerys_source(self, levels: CelerysLevels, reaches: Sequence[Reach]) -> Source:
+        read = partial(read_celerys, reaches=reaches)
         return QueueSource(self._delays, levels.name, levels.queues, read)
 
-    def _ways_behind(self, levels: CelerysLevels) -> list[Way]:
-        with suppress(ManagementUnavailable):
-            return [
-                way_of_binding(each["destination"], each["routing_key"])
-                for each in self._api.bindings_from(levels.delivery_exchange)
-                if each["destination_type"] == "exchange"
-            ]
-        return []
-
     def _sets(self, name: str, *, here: bool) -> list[Source]:
-        """Sets of a namespace, "" for this app's, or one that is named whole.
+        """Sets of levels in a namespace ("" for the app's), or the set with this full name.
 
-        Those that are *here* are moved into this part's own, which is none of them then.
+        *here*: without the app's present set, into which the messages are moved.
         """
         wanted = name or self._settings.namespace
         try:
             names = self._api.names("queues", containing="level-")
         except ManagementUnavailable as exc:
-            # What is named whole need not be looked for.
+            # A full name needs no search.
             names = [wanted] if here or name else [self.name]
             if not sets_of(names, self._settings):
                 raise ManagementUnavailable(
-                    f"earlier sets cannot be looked for: {exc}; or name one whole, such as "
+                    f"sets of levels cannot be listed: {exc}; or give a full name, such as "
                     f"--from sets:{self.name}"
                 ) from exc
         found = [

@@ -1,6 +1,7 @@
-"""Messages that RabbitMQ has yet to confirm: a hundred in a write.
+"""Bulk publishing to RabbitMQ: a hundred messages in one write, confirmed in a window.
 
-What is unconfirmed when the connection dies goes out again on the next, under the same delivery id.
+Messages that are unconfirmed when the connection is lost are sent again on the next one, with the
+same delivery ids.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from kombu.exceptions import OperationalError
 
 from ...errors import RefusedMessage
 from .. import outbox
-from ..outbox import BATCH, Batch
+from ..outbox import BATCH, OutboxBatch
 from .channels import WindowChannel
-from .learnt import FramedPublication
-from .template import FramedTask
+from .template import FramedPublication, FramedTask
 from .topology import is_delay_name
 
 logger = logging.getLogger(__name__)
@@ -31,25 +31,25 @@ Message = FramedPublication | FramedTask
 NACKED = "the broker refused it (basic.nack)"
 
 
-class Alone(Batch[Message]):
-    """One message, which the broker answers for before the next is sent.
+class Alone(OutboxBatch[Message]):
+    """A batch of one message, whose confirm is awaited before the next message is sent.
 
-    It, or one that was sent with it, was not taken before.
+    The broker closed the channel for this message, or for one that was sent with it.
     """
 
 
-class Outbox(outbox.Outbox[Message, Batch[Message]]):
-    """Many messages to RabbitMQ. Batches are what is not written; a channel keeps the others."""
+class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
+    """The outbox for RabbitMQ. Its batches are not sent; the channel keeps the sent messages."""
 
     #: py-amqp raises AttributeError where a connection went away under it.
     lost = (ConnectionError, OSError, OperationalError, AttributeError)
 
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
-        #: py-amqp's; and the channel in confirm mode.
+        #: py-amqp's connection, and our channel in confirm mode.
         self._connection: Any = None
         self._confirming: WindowChannel | None = None
-        #: Channel and size of frames that messages are encoded for.
+        #: The channel number and frame size that messages are encoded for.
         self._encoded_for = (0, 0)
 
     def take(self, put: Message) -> None:
@@ -62,7 +62,7 @@ class Outbox(outbox.Outbox[Message, Batch[Message]]):
                 channel = self.channel = self._connection.bulk_channel()
             try:
                 return attempt(channel)
-            except OperationalError as exc:  # Celery's word for other errors
+            except OperationalError as exc:  # Celery wraps other errors in it
                 raise exc.__cause__ or exc from None
 
         try:
@@ -71,9 +71,9 @@ class Outbox(outbox.Outbox[Message, Batch[Message]]):
             raise exc.__cause__ or exc from None
 
     def is_lasting(self, error: BaseException) -> bool:
-        """True for a wrong user or password, and a virtual host that is not there or not for us.
+        """True for a wrong user or password, and a missing or forbidden virtual host.
 
-        Not for a limit of connections, nor for a virtual host that is down.
+        False for a limit of connections, and for a virtual host that is down.
         """
         if isinstance(error, NotAllowed):
             text = str(error)
@@ -85,13 +85,13 @@ class Outbox(outbox.Outbox[Message, Batch[Message]]):
             self._recall()
             return super().give_up()
 
-    # --- out and in ----------------------------------------------------------------------
+    # --- sending and confirms ------------------------------------------------------------
 
     def _reports(self, reason: str, puts: Iterable[Message]) -> list[RefusedMessage]:
         return [put.refused(reason) for put in puts]
 
-    def _packed(self, puts: list[Message]) -> Iterable[Batch[Message]]:
-        return (Batch(puts),)
+    def _packed(self, puts: list[Message]) -> Iterable[OutboxBatch[Message]]:
+        return (OutboxBatch(puts),)
 
     def _write(self) -> None:
         self._connect()
@@ -119,14 +119,14 @@ class Outbox(outbox.Outbox[Message, Batch[Message]]):
         self._heeding(read)
 
     def _heeding(self, attempt: Callable[[WindowChannel], None]) -> None:
-        """Do something on the channel, then see to what the broker has answered."""
+        """Call *attempt* with the channel, then process confirms, nacks and returns."""
         channel = self._confirming
         assert channel is not None
         try:
             attempt(channel)
         except ChannelError as exc:
-            # The broker closed it for one of the messages: find out which it does not take.
-            # It forgets the confirms of such a channel, so some may arrive twice.
+            # The broker closed it for one of the messages: send each alone, to find out which.
+            # The confirms of the channel are lost, so some messages may arrive twice.
             self._recall(alone=True)
             self._open_confirming()
             if isinstance(exc, NotFound):
@@ -137,14 +137,14 @@ class Outbox(outbox.Outbox[Message, Batch[Message]]):
         ours = [put for put in returned if is_delay_name(put.exchange)]
         others = [put for put in returned if not is_delay_name(put.exchange)]
         self._refuse("no queue is bound there (NO_ROUTE)", others, returned=True)
-        # The queues that they were to wait in were deleted.
+        # The level queues of these messages were deleted.
         self._batches.extendleft(Alone([put]) for put in reversed(ours))
         self._count()
         if ours:
             self._declare_again()
 
     def _send_alone(self) -> None:
-        """Send the next message once all before it are answered for, and await its own answer."""
+        """Wait for all confirms, send the next message, and wait for its own."""
         channel = self._confirming
         assert channel is not None
         if channel.unconfirmed_count:
@@ -162,7 +162,7 @@ class Outbox(outbox.Outbox[Message, Batch[Message]]):
             reason = NACKED
         returned = channel.take_returned()
         if returned:
-            reason = f"{put.exchange} leads nowhere: see `celery -A PROJ delay verify`"
+            reason = f"no queue is bound to {put.exchange}: see `celery -A PROJ delay verify`"
         if reason:
             self._refuse(reason, [put], returned=bool(returned))
         self._count()
@@ -179,12 +179,12 @@ class Outbox(outbox.Outbox[Message, Batch[Message]]):
             self._refused += refused
 
     def _recall(self, *, alone: bool = False) -> None:
-        """Put back among the batches what the channel leaves unconfirmed."""
+        """Make batches again of the messages that are unconfirmed on the channel."""
         channel, self._confirming = self._confirming, None
         if channel is not None:
             self._refuse(NACKED, channel.take_nacked())
             puts = [*channel.take_returned(), *channel.unconfirmed]
-            kind, most = (Alone, 1) if alone else (Batch, BATCH)
+            kind, most = (Alone, 1) if alone else (OutboxBatch, BATCH)
             starts = reversed(range(0, len(puts), most))
             self._batches.extendleft(kind(puts[at : at + most]) for at in starts)
         self._count()
@@ -201,7 +201,7 @@ class Outbox(outbox.Outbox[Message, Batch[Message]]):
     def _connect(self) -> None:
         try:
             super()._connect()
-        except ChannelError as exc:  # such as a wrong password, though there is no channel yet
+        except ChannelError as exc:  # py-amqp raises it for a wrong password, too
             raise OperationalError(str(exc)) from exc
 
     def _opened(self, client: Any) -> Any:
@@ -221,6 +221,6 @@ class Outbox(outbox.Outbox[Message, Batch[Message]]):
     def _lose(self) -> None:
         self._recall()
         if self._client is not None:
-            with suppress(Exception):  # a dead peer answers no farewell
+            with suppress(Exception):  # the connection may be lost
                 self._connection.collect()
         super()._lose()

@@ -1,7 +1,7 @@
-"""The parking queue: messages that no binding led on, and their way back.
+"""The parking queue: due messages for which no queue was bound, and their rescue.
 
-Rescue never requeues: RabbitMQ 4.3 drops a message at its 21st return. What cannot go on is
-published to the end of the queue, then acknowledged. A crash in between doubles, never loses.
+A rescue never requeues: RabbitMQ 4.3 drops a message at its 21st return. It publishes a message
+that stays to the end of the queue, and then acks it. A crash in between doubles the message.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id, unwrap
 
 logger = logging.getLogger(__name__)
 
-#: Messages handled with one wait for the broker.
+#: Messages that are confirmed together.
 BATCH = 100
 
-#: How long to wait for a message that the queue has counted, in seconds.
+#: Seconds to wait for a message that the queue has counted.
 ARRIVAL_SECONDS = 5.0
 
-#: At most this many per round, so that a dead destination costs little.
+#: Messages in one rescue at most, so that a missing destination costs little.
 ROUND = 10_000
 
 
@@ -42,7 +42,7 @@ ROUND = 10_000
 class Parked:
     """A message in the parking queue.
 
-    *properties* are those of the undelayed message; *delayed* is None if it never was one of ours.
+    *properties* are those it was published with; *delayed* is None if it has no header of ours.
     """
 
     message: amqp.Message
@@ -50,10 +50,10 @@ class Parked:
     delayed: Delayed | None
 
     def destination(self, delayed: Delayed) -> tuple[str, str]:
-        """Exchange and routing key that lead there without us.
+        """The exchange and routing key to publish it with.
 
-        A copy that passed the landing queue of one queue is for that queue alone: the others have
-        theirs.
+        A copy that passed the landing queue of one queue is for that queue alone: other queues get
+        copies of their own.
         """
         queue = queue_of_address(self.message.delivery_info["routing_key"]) or delayed.queue
         return (delayed.exchange, delayed.routing_key) if queue is None else ("", queue)
@@ -61,7 +61,7 @@ class Parked:
 
 @dataclass
 class _Round:
-    """One round: its channels, and what it found out about destinations."""
+    """The state of one rescue: its channel, its numbers, and what it knows of destinations."""
 
     delays: Delays
     publisher: WindowChannel
@@ -72,16 +72,15 @@ class _Round:
 
 
 def count(delays: Delays) -> int:
-    """Number of parked messages; 0 where nothing was ever declared."""
+    """The number of parked messages; 0 if the parking queue is not declared."""
     return delays.declarer.depth(delays.topology.parking_queue) or 0
 
 
 def rescue(delays: Delays) -> Rescue | None:
-    """Try every parked message once; None if another process is at it.
+    """Publish every parked message again, once; None if another process is doing it.
 
-    A due one goes to its original exchange and routing key, so that a queue which knows nothing
-    of us gets it too; one that still has time to wait goes back into the levels; one that no queue
-    is bound for yet stays parked.
+    A due message goes to its own exchange and routing key, so that every bound queue gets it. One
+    that is not due goes back into the levels. One for which no queue is bound stays parked.
     """
     connection = delays.connection
     parked = min(count(delays), ROUND)
@@ -101,7 +100,7 @@ def rescue(delays: Delays) -> Rescue | None:
 
 
 def peek(delays: Delays, *, limit: int) -> list[Parked]:
-    """The first *limit* parked messages, left where they are; ResourceLocked while one rescues."""
+    """The first *limit* parked messages, which stay. Raises ResourceLocked during a rescue."""
     channel = OwnChannel(delays.connection)
     try:
         with _lock(delays.connection, delays.topology):
@@ -120,7 +119,7 @@ def peek(delays: Delays, *, limit: int) -> list[Parked]:
 
 
 def purge(delays: Delays) -> int:
-    """Throw away what is parked now, and have the records forget it; how many."""
+    """Delete the parked messages and their records; return their number."""
     left = total = count(delays)
     if not total:
         return 0
@@ -150,7 +149,7 @@ def _parked(message: amqp.Message) -> Parked:
 def _send_on(work: _Round, batch: list[Parked]) -> None:
     now_ms = time_ns() // 1_000_000
     stay: list[Parked] = []
-    # Copies of one delivery share its id: a broker may double, and so may a retry.
+    # Several copies may have one delivery id: the broker may double a message, or a retry.
     sent: dict[str, list[tuple[Parked, tuple[str, str]]]] = {}
     with work.delays.one_confirm():
         for parked in batch:
@@ -190,7 +189,7 @@ def _send_on(work: _Round, batch: list[Parked]) -> None:
 
 
 def _as_parked(parked: Parked, user: str) -> amqp.Message:
-    """The message for the end of the parking queue, where *user* sends it."""
+    """The message for the end of the parking queue, published by *user*."""
     properties = dict(parked.message.properties)
     if parked.delayed is None:
         keep_user_id(properties, {}, user)
@@ -203,7 +202,7 @@ def _as_parked(parked: Parked, user: str) -> amqp.Message:
 
 
 def _is_in_reach(work: _Round, delayed: Delayed) -> bool:
-    """False while the levels would deliver it too early, to consumers that put nothing back."""
+    """False if its delay is longer than the levels allow: a plain worker would run it early."""
     try:
         work.delays.check_reach(delayed.due_us)
     except DelayTooLong:
@@ -213,7 +212,7 @@ def _is_in_reach(work: _Round, delayed: Delayed) -> bool:
 
 def _back_to_levels(work: _Round, parked: Parked, delayed: Delayed) -> None:
     if not work.redeclared:
-        # It may have parked because a level queue was gone.
+        # It may have parked because a level queue was missing.
         work.delays.prepare(redeclare=True)
         work.redeclared = True
     work.delays.put_back(
@@ -227,7 +226,7 @@ def _back_to_levels(work: _Round, parked: Parked, delayed: Delayed) -> None:
 def _publish_original(
     work: _Round, parked: Parked, delayed: Delayed, destination: tuple[str, str], now_ms: int
 ) -> None:
-    """Publish to where it would have gone undelayed; our header stays, for the delivery id."""
+    """Publish to its own exchange and routing key; our header stays, for the delivery id."""
     properties = dict(parked.properties)
     header = dict(parked.message.headers[HEADER])
     keep_user_id(properties, header, work.delays.user)
@@ -242,7 +241,7 @@ def _publish_original(
 
 
 def _exists(work: _Round, exchange: str) -> bool:
-    """Publishing to an exchange that is gone would close the channel under the whole batch."""
+    """True if *exchange* exists: publishing to a missing one would close the channel."""
     if exchange and exchange not in work.exchanges:
         work.exchanges[exchange] = True
         try:
@@ -250,15 +249,15 @@ def _exists(work: _Round, exchange: str) -> bool:
         except NotFound:
             work.exchanges[exchange] = False
         except AccessRefused:
-            logger.debug("may not look for exchange %r: taking it as there", exchange)
+            logger.debug("may not ask for exchange %r: assuming that it exists", exchange)
     return work.exchanges.get(exchange, True)
 
 
 class Arrivals:
-    """Messages of a queue, taken by a consumer and settled many at a time.
+    """Consumes messages of a queue, and acks many at a time.
 
-    A quorum queue's client keeps back acknowledgements beyond 32 (rabbit_fifo_client), and a
-    channel that closes behind them loses those: the messages come again. One for all is safe.
+    A quorum queue's client holds acks beyond 32 back (rabbit_fifo_client); if the channel closes,
+    those are lost and the messages come again. One ack for all of them is safe.
     """
 
     def __init__(self, channel: OwnChannel, queue: str, *, prefetch: int) -> None:
@@ -268,18 +267,18 @@ class Arrivals:
         self._tag = channel.basic_consume(queue, callback=self._messages.append)
 
     def take(self, wanted: int) -> list[amqp.Message]:
-        """The next *wanted* messages; fewer when no more come."""
+        """The next *wanted* messages; fewer if no more arrive in time."""
         with suppress(TimeoutError):
             while len(self._messages) < wanted:
                 self._channel.connection.drain_events(timeout=ARRIVAL_SECONDS)
         return [self._messages.popleft() for _ in range(min(wanted, len(self._messages)))]
 
     def settle(self, batch: list[amqp.Message]) -> None:
-        """All of *batch*, which came in order, are done with."""
+        """Ack *batch*, the messages of one :meth:`take`."""
         self._channel.basic_ack(batch[-1].delivery_tag, multiple=True)
 
     def close(self) -> None:
-        """Return to the queue what was taken and not settled."""
+        """Return the messages that were not acked to the queue."""
         if self._channel.connection is not None:
             self._channel.basic_cancel(self._tag)
             self._channel.close()
@@ -292,9 +291,9 @@ def _arrivals(delays: Delays) -> closing[Arrivals]:
 
 @contextmanager
 def _lock(connection: Any, topology: Topology) -> Iterator[None]:
-    """One process at a time, by an exclusive queue, which lives as long as its connection.
+    """A lock between processes: an exclusive queue, which ends with its connection.
 
-    Raises amqp.exceptions.ResourceLocked if another process has it.
+    Raises amqp.exceptions.ResourceLocked if another process has the lock.
     """
     channel = OwnChannel(connection)
     channel.queue_declare(topology.rescue_lock_queue, exclusive=True, auto_delete=True)

@@ -1,4 +1,4 @@
-"""All that must be on the broker before a message can wait: levels and mirrored bindings."""
+"""Declaring what delayed messages need: delay levels, and copies of the user's bindings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """The work that :meth:`Preparation.prepare` did."""
+    """The result of :meth:`Preparation.prepare`: what it declared, and how long it took."""
 
     declared: bool
     mirrored: int
@@ -29,10 +29,10 @@ class Prepared:
 
 
 class Preparation:
-    """Declaring and binding on one AMQP connection, each thing once.
+    """Declares delay levels and bindings on one AMQP connection, each once.
 
-    With a *refusal* nothing is prepared: every attempt raises it. Where the settings forbid to
-    declare, it only looks whether all is there.
+    With a *refusal* every attempt raises it. With ``native_delay_declare`` off it declares nothing,
+    and checks that the levels exist.
     """
 
     def __init__(
@@ -49,19 +49,19 @@ class Preparation:
         self._topology = declarer.topology
         self._declares = declarer.topology.settings.declare
         self._refusal = refusal
-        self._told = False
-        #: True once the levels have been seen, or declared.
+        self._has_logged = False
+        #: True once the levels were found or declared.
         self.is_ready = False
 
     def prepare(self, *, redeclare: bool = False, consuming: bool = False) -> Prepared:
-        """Make sure of the delay levels and of every mirrored binding; cached.
+        """Declare the delay levels and pending bindings, unless that was done before.
 
         Args:
-            redeclare: declare the levels even where they seem complete.
-            consuming: the queues declared here are about to be consumed from.
+            redeclare: declare the levels also if they seem complete.
+            consuming: the queues of this connection are about to be consumed from.
 
         Raises:
-            UnsupportedBroker, NotPermitted, NotDeclared, TopologyMismatch: saying the way out.
+            UnsupportedBroker, NotPermitted, NotDeclared, TopologyMismatch: with the way out.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -78,34 +78,34 @@ class Preparation:
         return Prepared(declared, mirrored, monotonic() - started)
 
     def prepare_to_consume(self, queue: str) -> None:
-        """Mirror what was declared for a consumer; never fails, consuming must go on."""
+        """Copy the bindings of a consumer. It logs errors, so that consuming goes on."""
         if queue not in self._mirror.rejects:
-            # Declared elsewhere.
+            # Another process has declared the queue.
             self._mirror.queue_bound_once(queue)
         if not self._mirror.is_pending:
             return
         try:
             self.prepare(consuming=True)
         except (NativeDelayError, ChannelError) as exc:
-            level = logging.DEBUG if self._told else logging.ERROR
-            self._told = True
-            logger.log(level, "native delay: delayed messages may park, nothing is bound: %s", exc)
+            level = logging.DEBUG if self._has_logged else logging.ERROR
+            self._has_logged = True
+            logger.log(level, "native delay: delayed messages may park (no binding): %s", exc)
 
     def _is_there(self, *, redeclare: bool) -> bool:
-        """True if all is declared; with *redeclare* never.
+        """True if the levels are declared; False with *redeclare*.
 
         Raises:
-            NotDeclared: it is not, and may not be declared.
+            NotDeclared: they are missing, and this app may not declare them.
         """
         if self._declares:
             return not redeclare and self._is_complete()
         if not self._is_complete():
             mark = self._topology.ready_exchange
-            raise not_declared(f"exchange {mark} is missing, which says that all is declared")
+            raise not_declared(f"exchange {mark} is missing, the last one to be declared")
         return True
 
     def _is_complete(self) -> bool:
-        """True if the levels are there; a user who may not look relies on another's declaring."""
+        """True if the levels are declared, or this user may not ask for them."""
         return self._declarer.has_exchange(self._topology.ready_exchange, if_refused=True)
 
     def _mirror_pending(self, consuming: bool) -> int:
@@ -118,7 +118,7 @@ class Preparation:
             if self._routes.exists(binding.exchange) and self._can_bind(binding.queue)
         ]
         for queue in {binding.queue for binding in mirrored} - self._mirror.rejects.keys():
-            # It has a landing queue from a process that knows its arguments.
+            # A process that knows the queue's arguments may have declared a landing queue for it.
             landing = self._topology.queue_landing_queue(queue)
             self._mirror.rejects[queue] = self._declarer.has_queue(landing, if_refused=False)
         groups = self._mirror.marks(mirrored, landings, consuming=consuming)
@@ -126,7 +126,7 @@ class Preparation:
         try:
             self._declarer.apply([*chain.from_iterable(groups), *bound])
         except ChannelError:
-            # One queue that is gone must not keep the others from being bound.
+            # One missing queue must not prevent the bindings of the others.
             for group in groups:
                 with suppress(AccessRefused, NotFound):
                     self._declarer.apply(group)
@@ -135,7 +135,7 @@ class Preparation:
         return len(mirrored)
 
     def _can_bind(self, queue: str) -> bool:
-        """False if *queue* is missing and the broker's refusal to bind it would not fit."""
+        """False if *queue* is missing, and an error text of the broker cannot hold its name."""
         return (
             queue in self._mirror.rejects
             or self._declarer.refusal_fits(queue)
@@ -157,29 +157,29 @@ class Preparation:
             raise next(iter(refused.values()))
 
     def declare_again(self) -> None:
-        """Declare all anew: the broker lost what this connection relied on."""
+        """Declare all anew: the broker has lost levels or bindings."""
         self.look_again()
         self.prepare(redeclare=True)
 
     def look_again(self) -> None:
-        """Look for everything once more: the broker may have lost what was there."""
+        """Ask for everything again at the next publish: the broker may have lost it."""
         self.is_ready = False
         self._mirror.forget_mirrored()
         self._routes.forget()
 
     def queue_deleted(self, queue: str) -> None:
-        """The user deleted *queue*: leave nothing that takes copies for it."""
+        """The user deleted *queue*: delete its landing queue, if it has one."""
         may_reject = self._mirror.rejects.get(queue, not is_internal(queue))
         if self._declares and may_reject:
             landing = self._topology.queue_landing_queue(queue)
-            # Quorum queues know no if-empty; nothing rests in this one for longer than an instant.
+            # Quorum queues have no if-empty. Messages leave a landing queue at once.
             with suppress(ChannelError):
                 if self._declarer.depth(landing) == 0:
                     self._declarer.channel.queue_delete(landing)
         self._mirror.queue_deleted(queue)
 
     def exchange_deleted(self, exchange: str) -> None:
-        """The user deleted *exchange*: unbind what mirrored bindings to it."""
+        """The user deleted *exchange*: remove the copies of its bindings."""
         gone = self._mirror.exchange_deleted(exchange)
         try:
             if self._declares and gone and self._is_complete():
@@ -190,7 +190,7 @@ class Preparation:
             logger.debug("not unbound: %s: %s", exchange, exc)
 
     def queue_unbound(self, queue: str, exchange: str, routing_key: str) -> None:
-        """The user removed a binding: take back what mirrors it."""
+        """The user removed a binding: remove its copy."""
         binding = self._mirror.queue_unbound(queue, exchange, routing_key)
         try:
             if self._declares and self._is_complete() and self._routes.exists(exchange):

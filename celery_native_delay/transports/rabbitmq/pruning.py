@@ -1,7 +1,7 @@
-"""Deleting what nothing waits in any more: earlier sets of ours, and what Celery's own way left.
+"""Deleting queues and exchanges of former settings, and those of Celery's own delayed delivery.
 
-Each has an entrance, which is closed first; what is inside by then is waited for, and only what is
-found empty afterwards is deleted. A producer that still uses a set of ours declares it anew.
+First the exchanges where messages enter are deleted. Six seconds later the empty sets of queues
+are. A producer that still uses a set of levels of ours declares it again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .topology import Topology
 
 @dataclass(frozen=True)
 class _Place:
-    """The parts of one remnant; *bindings* are (exchange, queue, routing key)."""
+    """The parts of one :class:`Remnant`; *bindings* are (exchange, queue, routing key)."""
 
     name: str
     queues: tuple[str, ...]
@@ -35,7 +35,7 @@ class _Place:
 
 
 class Pruning:
-    """Deletion of remnants on one virtual host, by its management API."""
+    """Finds and deletes remnants on one virtual host, by its management API."""
 
     def __init__(self, delays: Delays, api: ManagementAPI, settings: DelaySettings) -> None:
         self._delays = delays
@@ -44,10 +44,12 @@ class Pruning:
         self._places: dict[str, _Place] = {}
 
     def remnants(self, namespaces: Sequence[str], reaches: Sequence[Reach]) -> list[Remnant]:
-        """Remnants besides the levels of now; of *namespaces*, and of Celery itself.
+        """Levels of former settings, in the app's namespace and *namespaces*; and Celery's own.
+
+        Bindings of *reaches* are the app's, and not among them.
 
         Raises:
-            ManagementUnavailable: it does not answer.
+            ManagementUnavailable: the management API does not answer.
         """
         self._places = {
             place.name: place for place in [*self._sets(namespaces), *self._celerys(reaches)]
@@ -64,7 +66,7 @@ class Pruning:
         ]
 
     def prune(self, chosen: Sequence[Remnant]) -> list[Remnant]:
-        """Delete those of *chosen* that are empty, and stay so; the others, as they are now."""
+        """Delete those of *chosen* that are empty and stay so; return the others."""
         places = [self._places[remnant.name] for remnant in chosen if not remnant.waiting]
         with permissions_explained(self._delays.topology):
             for place in places:
@@ -81,7 +83,7 @@ class Pruning:
             if holds[place.name]
         ]
 
-    # --- what there is -------------------------------------------------------------------
+    # --- finding -------------------------------------------------------------------------
 
     def _sets(self, namespaces: Sequence[str]) -> Iterator[_Place]:
         for namespace in (self._settings.namespace, *namespaces):
@@ -107,7 +109,7 @@ class Pruning:
                 tuple(sorted((own & set(exchanges)) - {entrance})),
                 tuple(sorted(foreign)),
             )
-            foreign = set()  # of several prefixes, it is not known whose they are
+            foreign = set()  # bindings do not tell their prefix: show them once
 
     def _foreign(
         self, found: Sequence[CelerysLevels], exchanges: Sequence[str], reaches: Sequence[Reach]
@@ -127,7 +129,7 @@ class Pruning:
         yield from foreign_bindings(queues, reaches)
 
     def _holds(self, places: Iterable[_Place]) -> dict[str, int]:
-        """Messages in each place, those included that were on their way out of one just now."""
+        """The number of messages in each place, with those in dead-lettering."""
         counted = {
             queue["name"]: queue.get("messages", 0) + queue.get("messages_dlx", 0)
             for queue in self._api.named("queues", "")

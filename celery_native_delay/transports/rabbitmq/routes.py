@@ -1,4 +1,4 @@
-"""Ways of a delayed message to an exchange: mirrored bindings, or its landing queue."""
+"""Routes of delayed messages to an exchange's queues: by copied bindings or a landing queue."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .mirror import BUILTIN_TYPES, HASHING_TYPES, MIRRORED_TYPES, Mirror, landin
 
 logger = logging.getLogger(__name__)
 
-#: How long a connection relies on what it found out about an exchange, in seconds: consumers come
-#: and go, and tell it by marks on the broker.
+#: Seconds for which a connection remembers the type and the marker exchanges of an exchange.
 ROUTE_SECONDS = 60.0
 
-#: Asked for in turn; any other type is "" and gets a landing queue. A plugin's type must not be
-#: asked for: where the plugin is off, that closes the connection.
+#: Types that are tried in turn. Any other type counts as "", and gets a landing queue. A plugin's
+#: type is not tried: if the plugin is off, that closes the connection.
 ASKED_TYPES = ("direct", "topic", "fanout", "headers")
 
 
 @dataclass(frozen=True)
 class _Known:
-    """An exchange as it was found.
+    """The knowledge of one exchange, valid until a time in seconds of the monotonic clock.
 
-    *lands*: every message has to; *mirrored*: its consumers mirror their bindings.
+    *lands*: all its messages go through the landing queue. *mirrored*: its consumers copy their
+    bindings.
     """
 
     lands: bool
@@ -38,7 +38,7 @@ class _Known:
 
 
 class Routes:
-    """The ways to the user's exchanges, as far as one connection knows them."""
+    """The knowledge of one connection about the user's exchanges."""
 
     def __init__(self, mirror: Mirror, declarer: Declarer) -> None:
         self._topology = declarer.topology
@@ -50,14 +50,14 @@ class Routes:
         self._version = mirror.version
 
     def lands(self, exchange: str, routing_key: str) -> bool:
-        """True if a message goes through the landing queue of *exchange*, which then is there.
+        """True if a message must go through the landing queue of *exchange*, which it declares.
 
-        It does where bindings cannot be mirrored, and where no consumer does it: while all of them
-        are strangers to us, only the exchange itself knows them.
+        It must if bindings of the exchange cannot be copied, or if no consumer copies them: its
+        consumers do not use this package, so only the exchange itself knows their bindings.
 
         Raises:
-            CannotDelay: this type of exchange gets nothing exactly.
-            NotPermitted, NotDeclared: it needs a landing queue that may not be declared here.
+            CannotDelay: an exchange of this type cannot get delayed messages.
+            NotPermitted, NotDeclared: this user or app may not declare the landing queue.
             amqp.exceptions.NotFound: there is no such exchange.
         """
         if self._version != self._mirror.version:
@@ -78,14 +78,14 @@ class Routes:
         return not known.mirrored and self._has_landing(exchange)
 
     def forget(self) -> None:
-        """Find out again: the user has declared something, or the broker lost it."""
+        """Forget all: the user has declared something, or the broker may have lost something."""
         self._version = self._mirror.version
         self._known.clear()
         self._reached.clear()
         self._landings.clear()
 
     def exists(self, exchange: str) -> bool:
-        """True if there is such an exchange; then its type is known from here on."""
+        """True if this exchange exists; then its type is remembered."""
         try:
             self.type_of(exchange)
         except NotFound:
@@ -93,11 +93,10 @@ class Routes:
         return True
 
     def type_of(self, exchange: str) -> str:
-        """The type of an exchange, asked from the broker unless it was declared here; or NotFound.
+        """The type of an exchange, remembered or asked from the broker. Raises NotFound.
 
-        AMQP tells it only in its refusal of another type. A user who may not ask is told "direct":
-        the address is the same for direct and topic, and for others the message parks and is
-        rescued.
+        AMQP tells the type only by refusing another one. For a user who may not ask it is "direct":
+        direct and topic have the same address; with other types the message parks and is rescued.
         """
         kind = self._mirror.types.get(exchange)
         if kind is None:
@@ -105,7 +104,7 @@ class Routes:
         return kind
 
     def _look_again(self, exchange: str) -> None:
-        """Forget what may have changed: it may be gone, or declared again as another type."""
+        """Ask for the type again: the exchange may have been deleted, or declared anew."""
         kind = self.type_of(exchange)
         if kind in ASKED_TYPES and exchange not in BUILTIN_TYPES:
             self._mirror.types[exchange] = self._ask_type(exchange, likely=kind)
@@ -125,29 +124,29 @@ class Routes:
             return _Known(lands=True, mirrored=False, until=until)
         if self._declarer.has_exchange(topology.lands_marker(exchange), if_refused=False):
             return _Known(lands=True, mirrored=False, until=until)
-        # Who may not ask may not declare a landing queue either.
+        # A user who may not ask may not declare a landing queue either.
         mirrored = self._declarer.has_exchange(topology.mirrored_marker(exchange), if_refused=True)
         return _Known(lands=False, mirrored=mirrored, until=until)
 
     def _is_too_long(self, exchange: str, routing_key: str) -> bool:
-        """A topic key that does not fit behind the bits: patterns rule a hash out."""
+        """True for a topic key that is too long behind the bits: patterns cannot match a hash."""
         return self._mirror.types[exchange] == "topic" and not self._topology.fits(
             message_address(exchange, routing_key)
         )
 
     def _require_landing(self, exchange: str) -> None:
-        """Make sure of the landing queue of *exchange*, without which it gets nothing."""
+        """Declare the landing queue of *exchange*, which its messages need."""
         if self._has_landing(exchange):
             return
         if not self._topology.settings.declare:
-            del self._landings[exchange]  # to be looked for again
+            del self._landings[exchange]  # to ask for it again next time
             landing = self._topology.landing_queue(exchange)
-            raise not_declared(f"{landing} is missing, which leads to exchange {exchange!r}")
+            raise not_declared(f"{landing}, the landing queue of exchange {exchange!r}, is missing")
         with refusals_explained(self._topology):
             self._declarer.apply(landing_declarations(self._topology, exchange))
 
     def _has_landing(self, exchange: str) -> bool:
-        """True if the landing queue is there, after trying to declare it where we may."""
+        """True if the landing queue exists; declares it first, if that is allowed."""
         if exchange in self._landings:
             return self._landings[exchange]
         landing = self._topology.landing_queue(exchange)
@@ -162,7 +161,7 @@ class Routes:
                 if not there:
                     logger.warning(
                         "native delay: no permission to declare the landing queue of exchange %r: "
-                        "its delayed messages go by mirrored bindings, others park",
+                        "its delayed messages park where workers have not copied its bindings",
                         exchange,
                     )
         self._landings[exchange] = there
@@ -172,7 +171,7 @@ class Routes:
         if not self._declarer.refusal_fits(exchange):
             return likely or ("" if self._has_landing(exchange) else "direct")
         try:
-            # Passive first: asking must not declare what is not there.
+            # Passive first, so as not to declare a missing exchange.
             self._declarer.channel.exchange_declare(exchange, "direct", passive=True)
             asked = sorted(ASKED_TYPES, key=lambda kind: kind != likely)
             return next(filter(partial(self._is_of_type, exchange), asked), "")
@@ -183,7 +182,7 @@ class Routes:
         try:
             self._declarer.channel.exchange_declare(exchange, kind, durable=True, auto_delete=False)
         except PreconditionFailed as exc:
-            # The text names the first argument that differs, and the type is looked at first.
-            # Its end, with the current type, is cut off behind long names.
+            # The text names the first argument that differs, and the type is compared first. The
+            # end of the text, with the present type, may be cut off.
             return "arg 'type'" not in (exc.reply_text or "")[:255]
         return True

@@ -1,4 +1,4 @@
-"""Counting what waits in RabbitMQ: by level, by the records, and what is parked or held up."""
+"""The numbers of waiting, parked and stuck messages in RabbitMQ, and of tasks in its records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from .parking import count
 
 @dataclass(frozen=True)
 class LevelStatus:
-    """One level queue; *stuck* are messages in dead-lettering, None where it is not known."""
+    """The numbers of one level queue; *waiting* is None if the queue is not declared.
+
+    *stuck* counts messages in dead-lettering, None if the management API does not answer.
+    """
 
     queue: str
     ttl_seconds: float
@@ -27,7 +30,7 @@ class LevelStatus:
 
 @dataclass(frozen=True)
 class LandingStatus:
-    """A landing queue that holds messages, because its destination takes none of them."""
+    """A landing queue whose messages its destination does not accept, and their number."""
 
     queue: str
     held: int
@@ -35,10 +38,10 @@ class LandingStatus:
 
 @dataclass(frozen=True)
 class RecordsStatus:
-    """The records' account of what waits; *error* says why they are away, if they are.
+    """The numbers of waiting tasks in the records, or the *error* that makes them unreachable.
 
-    *ahead* tasks are due later than now, the first in *next_due_seconds*. *overdue* ones are due,
-    and no installed worker has received them, the first for *overdue_seconds*.
+    *ahead* tasks are due later, the first in *next_due_seconds*. *overdue* tasks are due, but no
+    installed worker has received them; the first has been due for *overdue_seconds*.
     """
 
     where: str
@@ -50,7 +53,7 @@ class RecordsStatus:
 
     @classmethod
     def of(cls, tasks: WaitingTasks, where: str, *, now_us: int) -> RecordsStatus:
-        """The account of *tasks*; RecordsUnavailable if there is no answer."""
+        """The numbers of *tasks*. Raises RecordsUnavailable."""
         ahead = Query(from_us=now_us)
         page, count = tasks.page(ahead, limit=1), tasks.count(ahead)
         next_due_seconds = (page.tasks[0].due_us - now_us) / 1e6 if page.tasks else None
@@ -62,7 +65,7 @@ class RecordsStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """Numbers of messages in one set of delay levels, and those that the *records* list."""
+    """The numbers of messages in one set of delay levels, and of tasks in the *records*."""
 
     name: str
     levels: list[LevelStatus]
@@ -73,18 +76,18 @@ class Status:
 
     @property
     def in_levels(self) -> int:
-        """Messages in all levels."""
+        """The number of messages in all level queues."""
         return sum(level.waiting or 0 for level in self.levels)
 
     @property
     def waiting(self) -> int:
-        """Tasks that wait, overdue ones too, where records say so; or else all messages."""
+        """The number of waiting tasks by the records, with overdue ones; else of all messages."""
         known = self._known
         return self.in_levels if known is None else known.ahead + known.overdue
 
     @property
     def not_in_records(self) -> int | None:
-        """Messages in the levels that the records do not list; None without records."""
+        """The number of messages in the levels without a record; None if no records are kept."""
         return None if self._known is None else self.in_levels - self._known.ahead
 
     @property
@@ -93,7 +96,7 @@ class Status:
 
     @property
     def stuck(self) -> int | None:
-        """Messages held up in dead-lettering, None where the management API is away."""
+        """The number of stuck messages; None if the management API does not answer."""
         known = [level.stuck for level in self.levels if level.stuck is not None]
         return sum(known) + sum(landing.held for landing in self.landings) if known else None
 
@@ -130,7 +133,7 @@ class Status:
         if rows:
             lines.append(table(("level queue", "ttl", "waiting", "stuck"), rows))
         lines += [
-            f"{landing.queue} holds {landing.held}: its destination takes none of them"
+            f"{landing.queue} holds {landing.held} message(s): their destination rejects them"
             for landing in self.landings
         ]
         stuck = "unknown (management API not reachable)" if self.stuck is None else self.stuck
@@ -148,10 +151,10 @@ class Status:
 
     def _counted(self) -> list[str]:
         due = self.next_due_within_seconds
-        why = "native_delay_records is not set" if self.records is None else "the records are away"
-        most = (
-            "" if self.records is None else ", or fewer: what was cancelled or moved is among them"
-        )
+        why, most = "native_delay_records is not set", ""
+        if self.records is not None:
+            why = "the records are unreachable"
+            most = ", with the messages of cancelled and rescheduled tasks"
         return [
             f"waiting   {self.waiting}{most if self.waiting else ''}",
             f"next due  {'-' if due is None else f'within {duration(due, up=True)}'}",
@@ -160,16 +163,15 @@ class Status:
 
     def _listed(self, known: RecordsStatus) -> list[str]:
         due, overdue = known.next_due_seconds, known.overdue
-        late = "no installed worker has received"
         until = "-" if due is None else f"in {duration(due)}"
         if overdue:
             until = "overdue" if due is None else f"overdue, then {until}"
         lines = [f"waiting   {self.waiting}", f"next due  {until}"]
         if overdue:
             since = duration(known.overdue_seconds)
-            them = "it" if overdue == 1 else "them"
-            parked = "; parked ones are among them" if self.parked else ""
-            lines.append(f"overdue   {overdue}, the first for {since}: {late} {them}{parked}")
+            parked = ", parked ones included" if self.parked else ""
+            late = f"the first for {since}; no installed worker has received them{parked}"
+            lines.append(f"overdue   {overdue}, {late}")
         else:
             lines.append("overdue   0")
         return [*lines, f"in levels {self.in_levels}{self._explained(known)}"]
@@ -178,19 +180,19 @@ class Status:
         more = self.in_levels - known.ahead
         if more > 0:
             return (
-                f", {known.ahead} of them listed in the records; the others are cancelled or moved "
-                f"tasks, which stay until they were due, and messages sent without records"
+                f" messages, {more} of them not in the records: of cancelled or rescheduled tasks "
+                f"(they stay until their old due time), or sent without native_delay_records"
             )
         if more < 0:
             return (
-                f"; {-more} of the {known.ahead} listed in the records are elsewhere: between two "
+                f" messages; {-more} tasks of the records are not in these levels, but between two "
                 f"levels, in levels of other settings, or lost"
             )
         return ""
 
 
 def status(delays: Delays, api: ManagementAPI) -> Status:
-    """Count what waits in the levels and in the parking queue."""
+    """Count the messages in the levels, the landing queues and the parking queue."""
     topology = delays.topology
     try:
         queues = {queue["name"]: queue for queue in api.named("queues", f"{topology.name}.")}
@@ -210,14 +212,14 @@ def status(delays: Delays, api: ManagementAPI) -> Status:
         for name, queue in queues.items()
         if topology.is_landing(name) and (held := queue.get("messages", 0))
     ]
-    # A message in a level has at most that level and all below it before it.
+    # A message waits for this level and the shorter ones at most: less than twice its TTL.
     nearest = next((level for level in levels if level.waiting), None)
     within = None if nearest is None else 2 * nearest.ttl_seconds
     return Status(topology.name, levels, landings, count(delays), within)
 
 
 def levels(delays: Delays) -> Iterator[Level]:
-    """The level queues that are declared, over AMQP alone."""
+    """The level queues that are declared, with their numbers; over AMQP alone."""
     topology = delays.topology
     for hop in topology.level_queues:
         waiting = delays.declarer.depth(hop.queue)

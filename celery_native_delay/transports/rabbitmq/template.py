@@ -1,7 +1,7 @@
-"""The frames of a publish, encoded once and filled in for each message.
+"""AMQP frames of delayed tasks by template: encoded once, then filled in for each task.
 
-py-amqp takes some 60 µs to encode the headers of a task. Between tasks of one kind only a few
-fields differ; the bytes around them are py-amqp's own, split where a marked value stood.
+py-amqp takes some 60 µs to encode the headers of a task. Tasks with the same options differ in a
+few fields. A template is py-amqp's own bytes for marked values, split at the marks.
 """
 
 from __future__ import annotations
@@ -9,24 +9,36 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from struct import Struct
+from time import time_ns
 from typing import Any, NamedTuple
 
 import amqp
 from amqp import spec
+from amqp.method_framing import frame_writer
 from amqp.serialization import dumps
 
+from ...due_time import check_reach, milliseconds_up, units_until
 from ...errors import RefusedMessage
 from ...message import HEADER
+from .. import bulk_publisher
+from ..bulk_publisher import RandomIds, TaskValues
+from .channels import Publication
+from .entry import Entry, Recorder
+from .topology import Topology
+from .wrapping import unwrap
 
 FRAME = Struct(">BHI")
 FRAME_END = b"\xce"
 
-#: What each frame takes beside its payload; the payload of one is at most frame_max less this.
+#: Bytes of a frame besides its payload; a payload has at most frame_max less these.
 FRAME_BYTES = 8
 
 LONG = Struct(">I")
 
-#: Packing a number takes longer than finding it.
+#: Any channel and frame size, to compare two encodings.
+_SOMEWHERE = {"channel_id": 7, "frame_max": 131_072}
+
+#: Encoded numbers: to pack a number takes longer than to find it here.
 LONGS = [LONG.pack(number) for number in range(1024)]
 BYTES = [bytes((number,)) for number in range(256)]
 
@@ -36,14 +48,14 @@ _DUE = Struct(">q")
 
 _DELIVERY_ID_BYTES = 32
 
-#: What stands in for the fields that differ, in the order in which Celery's headers have them.
+#: Marks for the fields that differ, in the order of Celery's headers.
 _ID, _ETA, _ARGS, _KWARGS = "\0task id\0", "\0eta\0", "\0argsrepr\0", "\0kwargsrepr\0"
 _DELIVERY, _DUE_MS = "\0" * _DELIVERY_ID_BYTES, 0x7EED_0DE1_0DE1_0DE1
 _EXPIRATION = "\0expiration\0"
 
 
 class TaskFields(NamedTuple):
-    """Fields that two tasks of a kind differ in; *body* is encoded, *expiration* may be empty."""
+    """The fields in which tasks with the same options differ; *body* is encoded."""
 
     exchange: str
     routing_key: str
@@ -58,9 +70,9 @@ class TaskFields(NamedTuple):
 
 
 class Template:
-    """Frames for tasks like *properties*, those of one that was wrapped the long way.
+    """Makes frames for tasks like the one with *properties*, which were wrapped for the levels.
 
-    ValueError if they are not a delayed task's: nothing is known then about what differs.
+    Raises ValueError if they are not a delayed Celery task's.
     """
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
@@ -80,13 +92,10 @@ class Template:
         table = _with_holes(
             table, [*map(_long_string, marks), _DELIVERY.encode(), _DUE.pack(_DUE_MS)]
         )
-        self._plain, self._plain_bytes = _frame(table, properties, [_ID])
-        self._expiring, self._expiring_bytes = _frame(
-            table, {**properties, "expiration": _EXPIRATION}, [_ID, _EXPIRATION]
-        )
+        self._form, self._form_bytes = _frame(table, properties)
 
     def frames(self, fields: TaskFields, *, channel_id: int, frame_max: int) -> bytes:
-        """The bytes that publish *fields* on a channel, as py-amqp writes them."""
+        """The bytes that publish a task with *fields* on a channel, as py-amqp writes them."""
         exchange, key, task_id, eta, argsrepr, kwargsrepr, body, delivery, due_ms, expires = fields
         method = _method(channel_id, exchange, key)
         id_ = task_id.encode()
@@ -98,16 +107,9 @@ class Template:
         table_bytes = self._table_bytes + len(id_) + len(eta_) + len(args) + len(kwargs)
         if root:
             table_bytes += len(id_)
-        short_id = BYTES[len(id_)], id_
-        tail: tuple[bytes, ...]
-        if expires:
-            expires_ = expires.encode()
-            form, size = self._expiring, self._expiring_bytes + len(expires_)
-            tail = (*short_id, BYTES[len(expires_)], expires_)
-        else:
-            form, size, tail = self._plain, self._plain_bytes, short_id
-        size += table_bytes + len(id_)
-        return method + form % (
+        expires_ = expires.encode()
+        size = self._form_bytes + table_bytes + len(id_) + len(expires_)
+        return method + self._form % (
             _HEADER_FRAME.pack(2, channel_id, size, 60, 0, len(body)),
             long_(table_bytes),
             *id_field,
@@ -120,12 +122,15 @@ class Template:
             kwargs,
             delivery.encode(),
             _DUE.pack(due_ms),
-            *tail,
+            BYTES[len(id_)],
+            id_,
+            BYTES[len(expires_)],
+            expires_,
             _body_frames(body, channel_id, frame_max - FRAME_BYTES),
         )
 
     def headers(self, fields: TaskFields) -> dict[str, Any]:
-        """The user's headers of a task, as they would be without the template."""
+        """The headers of a task, without ours."""
         headers = self.user_headers | {
             "id": fields.task_id,
             "eta": fields.eta,
@@ -136,7 +141,7 @@ class Template:
 
 
 class FramedTask:
-    """A task on its way through an outbox, whose frames come from a template."""
+    """A task in an outbox, whose frames a template makes."""
 
     __slots__ = ("fields", "frames", "template", "to")
 
@@ -160,7 +165,7 @@ class FramedTask:
         return len(self.frames)
 
     def encode(self, channel_id: int, frame_max: int) -> None:
-        """Make its frames for a channel."""
+        """Make the frames for a channel."""
         self.frames = self.template.frames(self.fields, channel_id=channel_id, frame_max=frame_max)
 
     def refused(self, reason: str) -> RefusedMessage:
@@ -178,9 +183,9 @@ def _method(channel_id: int, exchange: str, routing_key: str) -> bytes:
 
 
 def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
-    """*table* as a format that takes one value, or two for a string, where each mark stands.
+    """*table* as a format with a hole at each mark: one value, or two for a string.
 
-    ValueError if they do not stand in this order.
+    Raises ValueError if the marks are not in this order.
     """
     parts = []
     at = 0
@@ -192,19 +197,18 @@ def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
     return b"".join(parts) + table[at:].replace(b"%", b"%%")
 
 
-def _frame(table: bytes, properties: Mapping[str, Any], marks: list[str]) -> tuple[bytes, int]:
-    """The header frame and what follows as a format, and its size without what fills it."""
-    marked = {**properties, "application_headers": {}, "correlation_id": _ID}
-    if len(marks) == 1:
-        marked.pop("expiration", None)
+def _frame(table: bytes, properties: Mapping[str, Any]) -> tuple[bytes, int]:
+    """The header frame and the following bytes as a format, and its size with empty holes."""
+    marks = {"correlation_id": _ID, "expiration": _EXPIRATION}
+    marked = {**properties, "application_headers": {}, **marks}
     whole = bytes(amqp.Message("", **marked)._serialize_properties())
     at = 2
     for name in ("content_type", "content_encoding"):
         if properties.get(name) is not None:
             at += 1 + len(properties[name].encode())
-    size = len(whole) + _HEADER_FRAME.size - FRAME.size - sum(map(len, marks))
+    size = len(whole) + _HEADER_FRAME.size - FRAME.size - sum(map(len, marks.values()))
     tail = whole[at + LONG.size :].replace(b"%", b"%%")
-    for mark in marks:
+    for mark in marks.values():
         tail = tail.replace(short_string(mark), b"%b%b")
     head = whole[:at].replace(b"%", b"%%")
     return b"%b" + head + b"%b" + table + tail + FRAME_END + b"%b", size
@@ -218,7 +222,7 @@ def _body_frames(body: bytes, channel_id: int, most: int) -> bytes:
 
 
 def short_string(text: str) -> bytes:
-    """*text* behind its length in one byte; IndexError for more than 255 bytes."""
+    """*text* after its length in one byte. Raises IndexError for more than 255 bytes."""
     encoded = text.encode("utf-8", "surrogatepass")
     return BYTES[len(encoded)] + encoded
 
@@ -230,3 +234,159 @@ def long_(number: int) -> bytes:
 
 def _long_string(text: str) -> bytes:
     return b"S" + LONG.pack(len(text)) + text.encode()
+
+
+class FramedPublication:
+    """A message in an outbox, as kombu made it."""
+
+    def __init__(self, publication: Publication, to: tuple[str, str]) -> None:
+        """*to* is the user's own exchange and routing key."""
+        self.publication = publication
+        self.to = to
+        self.exchange = publication.exchange
+        self.frames = b""
+
+    @property
+    def id(self) -> Hashable:
+        return self.publication.id
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.frames)
+
+    def encode(self, channel_id: int, frame_max: int) -> None:
+        self.frames = frames_of(self.publication, channel_id=channel_id, frame_max=frame_max)
+
+    def refused(self, reason: str) -> RefusedMessage:
+        return self.publication.refused(reason)
+
+
+class TaskTemplate(bulk_publisher.TaskTemplate):
+    """A template for tasks with the destination and options of one task."""
+
+    def __init__(
+        self,
+        template: Template,
+        to: tuple[str, str],
+        topology: Topology,
+        properties: Mapping[str, Any],
+        recorder: Recorder | None,
+        body: bytes,
+    ) -> None:
+        super().__init__(body)
+        self._template = template
+        self._to = to
+        self._topology = topology
+        self._properties = {
+            name: value for name, value in properties.items() if name != "application_headers"
+        }
+        self._recorder = recorder
+        self._address = topology.address(*to)
+        #: Entry exchange and routing key for a delay in units, cached. Raises DelayTooLong.
+        self._way = lru_cache(maxsize=4096)(self._way_of)
+
+    @classmethod
+    def of(cls, message: FramedPublication, channel: Any) -> TaskTemplate | None:
+        publication = message.publication
+        properties = publication.message.properties
+        headers = properties.get("application_headers") or {}
+        if HEADER not in headers or "BCC" in headers or "expires" in headers[HEADER]:
+            return None
+        try:
+            template, fields = Template(properties), fields_of(publication)
+            same = _is_made_by(template, fields, publication)
+        except ValueError:
+            return None
+        opened = unwrap(properties, None)
+        if not same or opened is None:
+            return None
+        delays = channel.delays
+        return cls(template, message.to, delays.topology, opened[0], delays.recorder, fields.body)
+
+    @staticmethod
+    def headers_of(message: FramedPublication) -> Mapping[str, Any]:
+        return message.publication.message.properties.get("application_headers") or {}
+
+    def makes(self, message: FramedPublication, values: TaskValues) -> bool:
+        try:
+            theirs = fields_of(message.publication)
+        except ValueError:
+            return False
+        task_id, eta, argsrepr, kwargsrepr, body = values
+        fields = theirs._replace(
+            task_id=task_id, eta=eta, argsrepr=argsrepr, kwargsrepr=kwargsrepr, body=body
+        )
+        is_same = _is_made_by(self._template, fields, message.publication)
+        return is_same and message.to == self._to
+
+    def another(
+        self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues
+    ) -> FramedTask | None:
+        topology = self._topology
+        now_us = time_ns() // 1000
+        units = units_until(due_us, now_us=now_us, resolution_ms=topology.resolution_ms)
+        if not units:
+            return None
+        exchange, key = self._way(units)  # or DelayTooLong
+        expiration = str(topology.first_ttl_ms(units, remaining_us=due_us - now_us))
+        fields = TaskFields(exchange, key, *values, ids.hex(), milliseconds_up(due_us), expiration)
+        if self._recorder is not None:
+            headers = self._template.headers(fields)
+            own = {"correlation_id": fields.task_id, "application_headers": headers}
+            properties = {**self._properties, **own}
+            entry = Entry(properties, fields.body, *self._to)
+            self._recorder.note(f"{fields.task_id}:{fields.delivery_id}", due_us, entry)
+        return FramedTask(self._template, fields, self._to)
+
+    def _way_of(self, units: int) -> tuple[str, str]:
+        topology = self._topology
+        check_reach(units, max_units=topology.max_units, resolution_ms=topology.resolution_ms)
+        return topology.entry_exchange(units), topology.routing_key(units, self._address)
+
+
+def _is_made_by(template: Template, fields: TaskFields, publication: Publication) -> bool:
+    return template.frames(fields, **_SOMEWHERE) == frames_of(publication, **_SOMEWHERE)
+
+
+def fields_of(publication: Publication) -> TaskFields:
+    """The fields of *publication* for a template. Raises ValueError if one is missing."""
+    message = publication.message
+    headers = message.properties["application_headers"]
+    body = message.body
+    try:
+        return TaskFields(
+            publication.exchange,
+            publication.routing_key,
+            headers["id"],
+            headers["eta"],
+            headers["argsrepr"],
+            headers["kwargsrepr"],
+            body.encode() if isinstance(body, str) else body,
+            headers[HEADER]["id"],
+            headers[HEADER]["due"],
+            message.properties["expiration"],
+        )
+    except KeyError as exc:
+        raise ValueError(f"expected a delayed Celery task with {exc}") from exc
+
+
+class _Written:
+    """A connection and its transport for py-amqp's frame writer, which keeps the bytes."""
+
+    def __init__(self, frame_max: int) -> None:
+        self.frame_max = frame_max
+        self.bytes_sent = 0
+        self.written: list[bytes] = []
+
+    def write(self, data: Any) -> None:
+        self.written.append(bytes(data))
+
+
+def frames_of(publication: Publication, *, channel_id: int, frame_max: int) -> bytes:
+    """The bytes that py-amqp writes for *publication*."""
+    found = _Written(frame_max)
+    write = frame_writer(found, found)
+    exchange, key, mandatory = publication[1:]
+    args = dumps("Bssbb", (0, exchange, key, mandatory, False))
+    write(1, channel_id, spec.Basic.Publish, args, publication.message)
+    return b"".join(found.written)

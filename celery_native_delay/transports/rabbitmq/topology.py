@@ -5,14 +5,16 @@ Rule 2: no I/O, no clock; nothing imported but the standard library.
 Rule 3: a change in what ``plan()`` yields is a new VERSION, never an edit: brokers in production
 hold these declarations (tests/unit/golden).
 
-A delay is a number of units of the resolution, written in binary: one word of the routing key for
-each bit, most significant first. Above the fused bits a level is one bit, with one queue, whose
-TTL is that bit's worth. Below, a level is four bits (the lowest: three), with one queue for each of
-their values but 0: all messages pass the low bits, each queue passes only so many at a time, and
-four bits cost one hop (``DelaySettings.fused_bits``). A message enters at the queue of its highest
-level that is not zero and is dead-lettered to the exchange of the next lower one; from there
-straight to the next queue that it waits in. The last is the delivery exchange, where the words
-behind the bits, the address (``address.py``), lead to the destination queue.
+A delay is a number of units of the resolution, in binary: one word of the routing key for each bit,
+the most significant first. A high bit is a level of its own, with one queue, whose TTL is the bit's
+value. Four low bits together (the lowest: three) are a level with one queue for each of their
+values but 0. Every message passes the low bits, so four of them cost one hop, and 15 queues share
+the load (``DelaySettings.fused_bits``).
+
+A message enters the queue of its highest level that is not zero. When it expires, the queue
+dead-letters it to the exchange of the next lower level, which routes it to the next queue that it
+waits in. The last exchange is the delivery exchange. There the words behind the bits, the address
+(``address.py``), lead to the destination queue.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ VERSION = "v1"
 
 _OURS = re.compile(rf"[A-Za-z0-9._-]+\.{VERSION}\.(parked$|\d+x\d+ms\.)")
 
-#: A poison message is counted at every return to a quorum queue and dropped beyond the limit,
-#: which RabbitMQ 4 sets to 20. Before 4.0 a negative limit means 0, so: a very high one.
+#: A quorum queue drops a message that was returned more often; RabbitMQ 4 sets the limit to 20.
+#: Before 4.0 a negative limit meant 0, so the limit is a very high one.
 #: https://www.rabbitmq.com/docs/quorum-queues#poison-message-handling
 _NO_DELIVERY_LIMIT = 1_000_000
 
@@ -67,7 +69,7 @@ class Binding:
 
 @dataclass(frozen=True)
 class Unbinding:
-    """A binding of a queue that must not be there; it need not ever have been."""
+    """A binding of a queue to remove; it need not exist."""
 
     source: str
     destination: str
@@ -93,32 +95,32 @@ class Hop:
 
 @dataclass(frozen=True)
 class Level:
-    """Bits of a delay that a message waits for at once: *width* of them from *lowest* on."""
+    """A delay level: *width* bits of the delay, from *lowest* on."""
 
     lowest: int
     width: int
 
     @property
     def steps(self) -> range:
-        """The units of each of the level's queues."""
+        """The delays of the level's queues, in units."""
         unit = 1 << self.lowest
         return range(unit, unit << self.width, unit)
 
 
 def is_delay_name(name: str) -> bool:
-    """True if a queue or exchange of this name is one of ours, in any namespace."""
+    """True if this is a name of a queue or exchange of this package, in any namespace."""
     return _OURS.match(name) is not None
 
 
 class Topology:
-    """The delay levels that *settings* ask for, as data."""
+    """The delay levels for *settings*, as data."""
 
     def __init__(self, settings: DelaySettings) -> None:
         self.settings = settings
         self.resolution_ms = settings.resolution_ms
         self.bit_count = settings.levels
         self.max_units = (1 << self.bit_count) - 1
-        #: By bit: the lowest one of its level.
+        #: For each bit, the lowest bit of its level.
         self._lowest_bits = [
             lowest_bit(bit, fused_bits=settings.fused_bits) for bit in range(self.bit_count)
         ]
@@ -136,14 +138,14 @@ class Topology:
     # --- names ---------------------------------------------------------------------------
 
     def level_exchange(self, bit: int) -> str:
-        """The exchange where messages arrive that have waited for all bits above the level.
+        """The exchange of a level: messages arrive there after waiting for all higher bits.
 
-        *bit* is the level's lowest.
+        *bit* is the lowest bit of the level.
         """
         return f"{self.name}.level-{bit:02d}"
 
     def level_queue(self, units: int) -> str:
-        """The queue in which a message that waits *units*, more than 0, waits first."""
+        """The first level queue of a message that waits *units*, more than 0."""
         return self._first_hop(units).queue
 
     def landing_queue(self, exchange: str) -> str:
@@ -155,15 +157,15 @@ class Topology:
         return queue.startswith(f"{self.name}.landing-")
 
     def lands_marker(self, exchange: str) -> str:
-        """The exchange whose presence says: messages to *exchange* must pass its landing queue."""
+        """The marker exchange: if it exists, messages to *exchange* use its landing queue."""
         return f"{self.name}.lands.{short_word(exchange)}"
 
     def mirrored_marker(self, exchange: str) -> str:
-        """The exchange whose presence says: consumers of *exchange* mirror their bindings."""
+        """The marker exchange: if it exists, consumers of *exchange* copy their bindings."""
         return f"{self.name}.mirrored.{short_word(exchange)}"
 
     def queue_landing_queue(self, queue: str) -> str:
-        """The landing queue of a user's queue that may reject what reaches it."""
+        """The landing queue of a user's queue whose x-overflow may reject messages."""
         return f"{self.name}.landing-queue.{short_word(queue)}"
 
     @cached_property
@@ -180,25 +182,24 @@ class Topology:
     # --- routing keys --------------------------------------------------------------------
 
     def entry_exchange(self, units: int) -> str:
-        """The exchange where a message enters: in front of the queue that it waits in first.
+        """The exchange that a delayed message is published to, in front of its first level queue.
 
-        A fanout exchange for each level queue, because a topic exchange would walk all words of
-        the key first: a quarter of the time that a confirmed publish takes on RabbitMQ 3.10.
+        It is a fanout exchange for each level queue. A topic exchange would compare all words of
+        the key: a quarter of the time of a confirmed publish on RabbitMQ 3.10.
         """
         return self._first_hop(units).entry if units else self.delivery_exchange
 
-    def first_ttl_ms(self, units: int, *, remaining_us: int) -> int | None:
-        """The expiration that makes up for rounding *remaining_us* up to *units*, or None.
+    def first_ttl_ms(self, units: int, *, remaining_us: int) -> int:
+        """The expiration in front of the first queue: its TTL, less the rounding up to *units*.
 
-        RabbitMQ takes the lower of the queue's TTL and the message's, and drops the latter at the
-        first hop. In one queue the two differ by less than a unit, so a message behind one that
-        expires later waits less than a unit for it: never longer than without.
+        RabbitMQ takes the lower of the queue's TTL and the message's, and removes the latter at the
+        first hop. The two differ by less than a unit. So a message waits less than a unit for one
+        before it in the queue, and never longer than without an expiration.
         https://www.rabbitmq.com/docs/ttl#per-message-ttl-in-publishers
         """
         ttl_ms = self._first_hop(units).ttl_ms
         excess_us = units * self.resolution_ms * 1000 - remaining_us
-        shortened_ms = max(1, -(-(ttl_ms * 1000 - excess_us) // 1000))
-        return shortened_ms if shortened_ms < ttl_ms else None
+        return max(1, -(-(ttl_ms * 1000 - excess_us) // 1000))
 
     def routing_key(self, units: int, address: str) -> str:
         """The routing key of a message that waits *units* and then goes to *address*.
@@ -211,7 +212,7 @@ class Topology:
         return ".".join((*f"{units:0{self.bit_count}b}", address))
 
     def path(self, units: int) -> list[Hop]:
-        """The waits of a message, in order; their TTLs add up to its delay.
+        """The level queues that a message waits in, in order; their TTLs add up to its delay.
 
         Raises:
             ValueError: *units* is not in ``0..max_units``.
@@ -237,18 +238,18 @@ class Topology:
         return address if self.fits(address) else hashed_address(exchange, routing_key)
 
     def delivery_pattern(self, address: str) -> str:
-        """The binding key on the delivery exchange for *address*: any delay, then exactly it.
+        """The binding key on the delivery exchange for *address*, with any delay before it.
 
-        One ``*`` for each bit and no leading ``#``, which would match addresses that merely
-        end alike and makes the broker try every suffix (rabbit_db_topic_exchange.erl).
+        It has one ``*`` for each bit. A ``#`` would match longer addresses with the same ending,
+        and RabbitMQ would try every suffix (rabbit_db_topic_exchange.erl).
         """
         return "*." * self.bit_count + address
 
     def collides(self, routing_key: str) -> bool:
-        """True if a user's own key, travelling beside ours, could be taken for one of ours.
+        """True if a user's routing key could be taken for one of ours.
 
-        Messages for a landing queue keep their own key and carry ours as BCC; the level and
-        delivery exchanges look at both.
+        Messages for a landing queue keep their own key, and have ours in the header BCC. The level
+        and delivery exchanges route by both.
         """
         words = routing_key.split(".")
         if len(words) < self.bit_count:
@@ -260,7 +261,7 @@ class Topology:
     # --- declarations --------------------------------------------------------------------
 
     def plan(self) -> Iterator[Declaration]:
-        """Every declaration of the set, in an order the broker accepts."""
+        """Every declaration of the levels, in an order that the broker accepts."""
         yield Exchange(self.parking_exchange, "fanout")
         yield Queue(
             self.parking_queue,
@@ -271,20 +272,20 @@ class Topology:
             },
         )
         yield Binding(self.parking_exchange, self.parking_queue, "")
-        # Without an alternate exchange 32 messages that no queue is bound for stop a level for
-        # everyone: at-least-once dead-lettering retries each of them and has 32 places.
+        # Without an alternate exchange, 32 messages for which no queue is bound block a level:
+        # at-least-once dead-lettering retries each of them, and has room for 32.
         # https://github.com/Particular/NServiceBus.RabbitMQ/issues/1407
         parks = {"alternate-exchange": self.parking_exchange}
         yield Exchange(self.delivery_exchange, "topic", parks)
-        # Nothing is above the top level, whose queues are entered alone.
+        # The top level needs no exchange: messages only enter its queues directly.
         for level in self.levels[:-1]:
             yield Exchange(self.level_exchange(level.lowest), "topic", parks)
         below = self.delivery_exchange
         for level in self.levels:
             for units in level.steps:
                 hop = self._first_hop(units)
-                # No alternate exchange: a message carries an expiration until its first hop, and
-                # would expire in the parking queue. Publishing is mandatory instead.
+                # No alternate exchange: a message has an expiration until its first hop, and would
+                # expire in the parking queue. Publishers use mandatory instead.
                 yield Exchange(hop.entry, "fanout")
                 yield Queue(hop.queue, self._level_arguments(hop.ttl_ms, below))
                 yield Binding(hop.entry, hop.queue, "")
@@ -293,15 +294,15 @@ class Topology:
         yield Exchange(self.ready_exchange, "fanout")
 
     def landing(self, exchange: str) -> Queue:
-        """The landing queue of *exchange*: what reaches it goes on at once.
+        """The landing queue of *exchange*: it dead-letters each message to *exchange* at once.
 
-        It keeps the message's own routing key, and an exchange that routes nowhere holds up this
-        queue instead of a delay level.
+        The message keeps its own routing key. If *exchange* has no queue for it, the message blocks
+        this queue and not a delay level.
         """
         return Queue(self.landing_queue(exchange), _landing_arguments(exchange))
 
     def queue_landing(self, queue: str) -> Queue:
-        """The landing queue in front of *queue*, which holds up what *queue* rejects."""
+        """The landing queue in front of *queue*: messages that *queue* rejects wait in it."""
         arguments = _landing_arguments(self.delivery_exchange)
         arguments["x-dead-letter-routing-key"] = self.routing_key(0, queue_address(queue))
         return Queue(self.queue_landing_queue(queue), arguments)
@@ -310,7 +311,7 @@ class Topology:
         return ValueError(f"expected 0 to {self.max_units} units, got {units}")
 
     def _first_hop(self, units: int) -> Hop:
-        """The queue of the highest level in *units*, which are more than 0."""
+        """The first level queue for *units*, more than 0: that of their highest level."""
         top = units.bit_length() - 1
         bit = self._lowest_bits[top]
         value = units >> bit
@@ -322,16 +323,16 @@ class Topology:
         return hop
 
     def _level_arguments(self, ttl_ms: int, dead_letter_exchange: str) -> dict[str, Any]:
-        # Expired messages leave a queue only from its head, so a queue must hold a single TTL, up
-        # to the unit that first_ttl_ms() takes off. https://www.rabbitmq.com/docs/ttl
+        # Expired messages leave a queue only from its head, so all messages of a queue must have
+        # the same TTL, up to the unit that first_ttl_ms() subtracts. https://www.rabbitmq.com/docs/ttl
         arguments = {
             "x-queue-type": self.settings.queue_type,
             "x-message-ttl": ttl_ms,
             "x-dead-letter-exchange": dead_letter_exchange,
         }
         if self.settings.queue_type == "quorum":
-            # Without the locator one node leads them all; 3.10 refuses it on classic queues.
-            # at-least-once falls back to at-most-once in silence without reject-publish.
+            # Without the locator one node would lead all queues; 3.10 refuses it on classic ones.
+            # Without reject-publish, RabbitMQ uses at-most-once instead of at-least-once.
             # https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
             arguments |= {
                 "x-queue-leader-locator": "balanced",
@@ -341,7 +342,7 @@ class Topology:
         return arguments
 
     def _bindings(self) -> Iterator[Binding]:
-        """From each level's exchange to all queues of it and below, and on to delivery."""
+        """The bindings from each level's exchange to its queues, all lower ones, and delivery."""
         for index, level in enumerate(self.levels[:-1]):
             source = self.level_exchange(level.lowest)
             zeros = 0
@@ -354,7 +355,7 @@ class Topology:
             yield Binding(source, self.delivery_exchange, key, to_exchange=True)
 
     def _pattern(self, level: Level, value: int, zeros: int) -> str:
-        """*value* in the bits of *level*, *zeros* zeros before it, anything elsewhere."""
+        """A topic pattern: *value* in the bits of *level*, *zeros* zeros before, any other bits."""
         above = self.bit_count - zeros - level.width - level.lowest
         bits = f"{value:0{level.width}b}" if level.width else ""
         return ".".join(["*"] * above + ["0"] * zeros + [*bits] + ["*"] * level.lowest + ["#"])

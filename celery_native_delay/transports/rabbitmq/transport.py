@@ -1,6 +1,6 @@
-"""kombu's AMQP transport, taught to let messages wait in the broker.
+"""kombu's AMQP transport, whose messages with an ETA wait in the broker.
 
-Without ``transport_options["native_delay"]`` it is kombu's own in every respect.
+Without ``transport_options["native_delay"]`` it behaves exactly as kombu's.
 """
 
 from __future__ import annotations
@@ -13,37 +13,31 @@ from kombu.transport import pyamqp
 
 from ...errors import SettingsError
 from ...keyed.publishing import keyed_publish, underway
-from ...keyed.records import KeyRecords
 from ...message import Delayed, due_of
-from ...rates.line import Lines
-from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
-from ..interface import AdminPart, WorkerPart, without_records
+from ..interface import AdminPart, WorkerPart
 from ..moving import MovingPart
-from ..recorded import key_records_beside, lines_beside, records_beside
+from ..recorded import RecordedChannel
 from .channels import Publication
 from .delays import Delays
-from .learnt import FramedPublication
+from .entry import Republisher
 from .mirror import is_internal
-from .recording import Republisher
+from .template import FramedPublication, TaskTemplate
 from .wrapping import unwrap
 
 if TYPE_CHECKING:
-    from ..interface import Exported
+    from .blueprint import Exported
 
-#: Encodings whose text has the one form in bytes, so that nothing is lost by decoding it.
-_EXACT = frozenset((None, "utf-8", "UTF-8", "ascii", "us-ascii", "latin-1", "iso-8859-1"))
-
-#: Milliseconds until the kernel gives up on unacknowledged data. py-amqp's default of 1 s turns
-#: a broker that pauses (memory alarm, failover) into silent loss.
+#: Milliseconds until the kernel gives up on unacknowledged data. With py-amqp's 1 s, messages are
+#: lost without an error when the broker pauses (memory alarm, failover).
 TCP_USER_TIMEOUT_MS = 60_000
 
 
 class Message(pyamqp.Message):  # type: ignore[misc]
-    """A received message; one that waited looks as if it had not.
+    """A received message, as it was published.
 
-    *native_delay* tells of its wait, None if there was none; *raw_body* is the body as received,
+    *native_delay* describes its wait, None if it did not wait. *raw_body* is the body as received,
     before kombu decompresses it.
     """
 
@@ -51,10 +45,11 @@ class Message(pyamqp.Message):  # type: ignore[misc]
     raw_body: bytes = b""
 
 
-class Channel(pyamqp.Channel):  # type: ignore[misc]
-    """A channel whose messages with an ETA ahead wait in the delay levels."""
+class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
+    """A channel whose messages with a future ETA wait in the delay levels."""
 
     Message = Message
+    republisher = Republisher
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -82,26 +77,6 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
 
         return RabbitMQMovingPart(self, settings)
 
-    def waiting_tasks(self, settings: DelaySettings) -> WaitingTasks | None:
-        """The tasks that wait on this broker, by the records; None without any."""
-        records = self._records(settings)
-        tasks: WaitingTasks | None = records and records.tasks(Republisher(self.delays))
-        return tasks
-
-    def key_records(self, settings: DelaySettings) -> KeyRecords:
-        """The records of keys; UnsupportedBroker without any."""
-        records = self._records(settings)
-        if records is None:
-            raise without_records(self)
-        return key_records_beside(records, settings)
-
-    def lines(self, settings: DelaySettings) -> Lines:
-        """The lines of rated tasks, which are kept in the records; NoRecords without any."""
-        return lines_beside(self._records(settings))
-
-    def _records(self, settings: DelaySettings) -> Any:
-        return records_beside(settings, self.connection.virtual_host)
-
     def basic_publish(
         self,
         msg: Any,
@@ -113,14 +88,14 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         confirm_timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Publish; a message whose ``eta`` header lies in the future waits in the broker.
+        """Publish a message; with a header ``eta`` in the future it waits in the broker.
 
-        NativeDelayError: it cannot wait there; nothing was sent.
+        Raises NativeDelayError if it cannot wait there; then it was not sent.
         """
         connection, headers = self.connection, msg.properties.get("application_headers")
         keyed = underway.get() and keyed_publish(headers)
         if keyed is not None and connection is not None:
-            connection.delays.publish_keyed(keyed, msg, exchange, routing_key)
+            connection.delays.publish_keyed(keyed, msg, Delayed("", 0, exchange, routing_key))
             return None
         due_us = due_of(headers)
         if due_us is not None and connection is not None:
@@ -145,63 +120,46 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
             **kwargs,
         )
 
-    # --- the user's declarations, noted for mirroring ------------------------------------
+    # --- the user's declarations, noted by the mirror ------------------------------------
 
     def exchange_declare(
-        self,
-        exchange: str,
-        type: str,
-        passive: bool = False,
-        durable: bool = False,
-        auto_delete: bool = True,
-        nowait: bool = False,
-        arguments: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, exchange: str, type: str, passive: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
         """Declare an exchange, and note its type."""
-        result = super().exchange_declare(
-            exchange, type, passive, durable, auto_delete, nowait, arguments, **kwargs
-        )
+        result = super().exchange_declare(exchange, type, passive, *args, **kwargs)
         if not passive:
-            self.delays.mirror.exchange_declared(exchange, type, arguments)
+            self.delays.mirror.exchange_declared(exchange, type, kwargs.get("arguments"))
         return result
 
     def exchange_delete(self, exchange: str, *args: Any, **kwargs: Any) -> Any:
-        """Delete an exchange, and unbind what mirrors bindings to it."""
+        """Delete an exchange, and the copies of its bindings."""
         result = super().exchange_delete(exchange, *args, **kwargs)
         self.delays.preparation.exchange_deleted(exchange)
         return result
 
     def exchange_bind(self, destination: str, source: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Bind an exchange to *source*, which gets a landing queue."""
+        """Bind an exchange to *source*, and note that *source* needs a landing queue."""
         result = super().exchange_bind(destination, source, *args, **kwargs)
         self.delays.mirror.exchange_bound(source)
         return result
 
     def queue_declare(
-        self,
-        queue: str = "",
-        passive: bool = False,
-        durable: bool = False,
-        exclusive: bool = False,
-        auto_delete: bool = True,
-        nowait: bool = False,
-        arguments: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, queue: str = "", passive: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        """Declare a queue, which is to be mirrored by its name."""
-        result = super().queue_declare(
-            queue, passive, durable, exclusive, auto_delete, nowait, arguments, **kwargs
-        )
+        """Declare a queue, and note it: delayed messages may go to it by its name."""
+        result = super().queue_declare(queue, passive, *args, **kwargs)
         if not passive:
-            name = result.queue if result else queue
-            self.delays.mirror.queue_declared(name, arguments, short_lived=exclusive or auto_delete)
+            # py-amqp deletes a queue with its last consumer unless told otherwise.
+            short_lived = kwargs.get("exclusive") or kwargs.get("auto_delete", True)
+            self.delays.mirror.queue_declared(
+                result.queue if result else queue, kwargs.get("arguments"), short_lived=short_lived
+            )
         return result
 
     def queue_bind(
         self, queue: str, exchange: str = "", routing_key: str = "", *args: Any, **kwargs: Any
     ) -> Any:
-        """Bind a queue, which is to be mirrored."""
+        """Bind a queue, and note the binding."""
         result = super().queue_bind(queue, exchange, routing_key, *args, **kwargs)
         self.delays.mirror.queue_bound(queue, exchange, routing_key)
         return result
@@ -209,7 +167,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
     def queue_unbind(
         self, queue: str, exchange: str, routing_key: str = "", *args: Any, **kwargs: Any
     ) -> Any:
-        """Unbind a queue, and what mirrors the binding."""
+        """Unbind a queue, and remove the copy of the binding."""
         result = super().queue_unbind(queue, exchange, routing_key, *args, **kwargs)
         self.delays.preparation.queue_unbound(queue, exchange, routing_key)
         return result
@@ -223,31 +181,31 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
     # --- receiving -----------------------------------------------------------------------
 
     def basic_consume(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Consume from a queue, after mirroring what was declared so far."""
+        """Consume from a queue, after copying the bindings noted so far."""
         if not is_internal(queue):
             self.delays.preparation.prepare_to_consume(queue)
         return super().basic_consume(queue, *args, **kwargs)
 
     def dispatch_method(self, method_sig: tuple[int, int], payload: bytes, content: Any) -> Any:
-        """Dispatch what the broker sent; a body that decoding would change is kept in bytes."""
-        if content is not None and content.properties.get("content_encoding") not in _EXACT:
-            content.__dict__["bytes"] = content.body or b""
+        """Dispatch a method of the broker; keep a body in bytes, before py-amqp decodes it."""
+        if content is not None:
+            content.__dict__["raw_body"] = bytes(content.body or b"")
         return super().dispatch_method(method_sig, payload, content)
 
     def message_to_python(self, raw_message: Any) -> Any:
-        """The received message as it would be without its wait."""
+        """The received message, unwrapped."""
         unwrapped = unwrap(raw_message.properties, raw_message.delivery_info)
         delayed = None
         if unwrapped is not None:
             raw_message.properties, raw_message.delivery_info, delayed = unwrapped
         message = super().message_to_python(raw_message)
         message.native_delay = delayed
-        message.raw_body = _as_it_came(raw_message)
+        message.raw_body = raw_message.__dict__.get("raw_body", b"")
         return message
 
 
 class BulkChannel(Channel):
-    """A channel that collects what is published on it, for an outbox."""
+    """A channel that collects published messages, for an outbox."""
 
     collected: list[FramedPublication]
     returned: list[Any]
@@ -261,7 +219,7 @@ class BulkChannel(Channel):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Collect *msg*, on its way into the delay levels if it is due later."""
+        """Collect *msg*, wrapped for the delay levels if its ETA is in the future."""
         publication = Publication(msg, exchange, routing_key, mandatory)
         due_us = due_of(msg.properties.get("application_headers"))
         if due_us is not None:
@@ -281,11 +239,11 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
         try:
             self.delays = Delays(self, settings_from_option(option))
         except SettingsError as exc:
-            # Immediate messages are none of our business: only a delayed one is refused.
+            # Immediate messages are published as ever; each delayed one raises the error.
             self.delays = Delays(self, DelaySettings(), refusal=exc)
 
     def bulk_channel(self) -> BulkChannel:
-        """A new channel that collects what is published on it."""
+        """A new channel that collects published messages."""
         channel = BulkChannel(self)
         channel.open()
         return channel
@@ -308,35 +266,27 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
         vhost: str | None = None,
         own_queues: bool = True,
     ) -> Exported:
-        from .definitions import export
+        """RabbitMQ's definitions for *settings* and the app's *queues*; it does not connect.
+
+        *vhost* None is the connection's. Without *own_queues* the app's own are left out.
+        """
+        from .blueprint import export
 
         vhost = vhost or self.client.virtual_host or "/"
         return export(settings, queues, vhost, own_queues=own_queues)
 
     def bulk_publisher(self, *, window: int) -> Any:
         from ..bulk_publisher import BulkPublisher
-        from .learnt import Learnt
         from .outbox import Outbox
 
-        return BulkPublisher(Outbox(self.client, window), Learnt)
+        return BulkPublisher(Outbox(self.client, window), TaskTemplate)
 
 
 class SSLTransport(Transport, pyamqp.SSLTransport):  # type: ignore[misc]
-    """kombu's pyamqp transport over TLS, in which messages wait in the broker."""
+    """kombu's pyamqp transport over TLS; with the ``native_delay`` option, messages wait."""
 
 
 def _patient(socket_settings: dict[int, int] | None) -> dict[int, int]:
     user_timeout = getattr(socket, "TCP_USER_TIMEOUT", None)
     ours = {} if user_timeout is None else {user_timeout: TCP_USER_TIMEOUT_MS}
     return ours | (socket_settings or {})
-
-
-def _as_it_came(message: Any) -> bytes:
-    """The body of a received message in the bytes that came.
-
-    py-amqp reads an empty body as an empty text.
-    """
-    body = message.__dict__.get("bytes", message.body)
-    if isinstance(body, str):
-        body = body.encode(message.properties["content_encoding"]) if body else b""
-    return bytes(body)

@@ -1,4 +1,4 @@
-"""A worker's work for RabbitMQ: declare, put early tasks back, rescue parked ones."""
+"""A worker's part on RabbitMQ: declare, put early tasks back, rescue parked ones."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class RabbitMQWorkerPart(RecordedWorkerPart):
             f"{prepared.seconds * 1000:.0f} ms; {len(self._delays.mirror.known)} bindings; "
             f"{self.terms}"
             + (
-                "; classic levels may lose what hops while the broker crashes"
+                "; classic levels may lose messages between two levels when the broker crashes"
                 if settings.queue_type == "classic"
                 else ""
             )
         )
 
     def dangers(self) -> list[Finding]:
-        """Policies that override the arguments of our queues."""
+        """The policies that override the arguments of our queues."""
         api = management_of(self._delays.connection.client, self.settings)
         return overriding_policies(api, self._delays.topology)
 
     @property
     def comes_back_late_seconds(self) -> float:  # type: ignore[override]
-        """One that is due sooner may lie behind another for a unit."""
+        """One unit more: a message may wait for one before it in the queue."""
         return self.settings.resolution + WorkerPart.comes_back_late_seconds
 
     def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
@@ -67,7 +67,7 @@ class RabbitMQWorkerPart(RecordedWorkerPart):
 
 
 def _delayed(wait: Wait) -> Delayed:
-    """The next wait of a message; of an earlier one it keeps when its ``expiration`` ends."""
+    """The next wait of a message; the end of its ``expiration`` stays."""
     info = wait.message.delivery_info
     earlier: Delayed | None = getattr(wait.message, "native_delay", None)
     return Delayed(

@@ -1,6 +1,6 @@
-"""A message as it enters the delay levels, and as it was before: wrapped, and unwrapped.
+"""Wrapping a message for the delay levels, and unwrapping it when it arrives. Pure.
 
-Pure: properties and headers in, new ones out; the caller's dicts are never changed.
+Properties and headers go in, new ones come out; the caller's dicts are never changed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ...errors import CannotDelay
 from ...message import HEADER, Delayed, cancel, due_ms_of, uncover
 from .topology import is_delay_name
 
-#: What tells of a message's first death and of its last, by the header that names the queue.
+#: Headers about a message's first and last dead-lettering, by the header with the queue's name.
 _FIRST_AND_LAST = {
     f"x-{order}-death-queue": [
         f"x-{order}-death-{part}" for part in ("exchange", "queue", "reason")
@@ -20,15 +20,15 @@ _FIRST_AND_LAST = {
     for order in ("first", "last")
 }
 
-#: What RabbitMQ writes when it dead-letters. Before 4.0 it believes a publisher who sends them
-#: back and drops the message as a cycle (rabbit_dead_letter.erl v3.10; celery#9867).
+#: Headers that RabbitMQ adds when it dead-letters. If a publisher sends them again, RabbitMQ before
+#: 4.0 takes the message for a cycle and drops it (rabbit_dead_letter.erl v3.10; celery#9867).
 DEATH_HEADERS = frozenset({"x-death"}.union(*_FIRST_AND_LAST.values()))
 
-#: What a quorum queue adds to a message that was returned to it: not the next queue's business.
+#: Headers that a quorum queue adds to a returned message; they do not concern the next queue.
 COUNTED_BY_THE_QUEUE = ("x-delivery-count", "x-acquired-count")
 
-#: Quorum queues of RabbitMQ 4.0 to 4.2 keep priorities above 4 apart and look for expired
-#: messages only at the next one to serve: one of high priority would hold up all others.
+#: Quorum queues of RabbitMQ 4.0 to 4.2 serve priorities above 4 first, and only expire the next
+#: message to serve: one of high priority would block all others.
 HIGHEST_SAFE_PRIORITY = 4
 
 
@@ -40,10 +40,10 @@ def wrap(
     limit_priority: bool,
     user: str | None = None,
 ) -> dict[str, Any]:
-    """The properties with which a message enters the delay levels, for the wait that is *delayed*.
+    """The properties with which a message enters the delay levels, to wait as *delayed* says.
 
-    One that is sent again is sent by *user*, on behalf of the user it was published by.
-    CannotDelay: it names further routing keys (CC, BCC), or its expiration is no number.
+    *user* is the broker user who publishes it again; None for the first publish. Raises
+    CannotDelay for the headers CC and BCC, and for an expiration that is no number.
     """
     headers = dict(properties.get("application_headers") or {})
     if "CC" in headers or "BCC" in headers:
@@ -62,8 +62,8 @@ def wrap(
             headers.pop(name, None)
     expiration = wrapped.pop("expiration", None)
     if expiration is not None:
-        # RabbitMQ would cut the first level short by it and then drop it: min(queue, message)
-        # TTL, removed when dead-lettering. https://www.rabbitmq.com/docs/ttl
+        # RabbitMQ would expire the message in its first level by it, and remove it at the first
+        # hop. https://www.rabbitmq.com/docs/ttl
         if not str(expiration).isdecimal():
             raise CannotDelay(f"expected an expiration in milliseconds, got {expiration!r}")
         kept["expiration"] = expiration
@@ -83,9 +83,9 @@ def wrap(
 
 
 def keep_user_id(properties: dict[str, Any], header: dict[str, Any], user: str) -> None:
-    """Move the ``user_id`` of another than *user*, who is to send *properties*, into *header*.
+    """Move a ``user_id`` of another user than *user*, the publisher, into *header*.
 
-    RabbitMQ closes the channel on it. https://www.rabbitmq.com/docs/validated-user-id
+    RabbitMQ would close the channel. https://www.rabbitmq.com/docs/validated-user-id
     """
     if properties.get("user_id", user) != user:
         header["user_id"] = properties.pop("user_id")
@@ -94,10 +94,10 @@ def keep_user_id(properties: dict[str, Any], header: dict[str, Any], user: str) 
 def unwrap(
     properties: Mapping[str, Any], delivery_info: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any], Delayed | None] | None:
-    """Properties and delivery info as of the undelayed message, or None without a header of ours.
+    """Properties, delivery info and wait of a received message; None if it has no header of ours.
 
-    The third is None for a header that was taken along: a plain worker sends unknown headers again
-    with a retry, which did not wait.
+    Properties and delivery info are as without the delay. The wait is None for a retry of a plain
+    worker: it copies our header, but the retry did not wait.
     """
     headers = dict(properties.get("application_headers") or {})
     header = headers.pop(HEADER, None)
@@ -106,8 +106,8 @@ def unwrap(
         return None
     opened = dict(properties)
     info = dict(delivery_info or {})
-    # The exchange it last entered: a level or the delivery exchange, unless it landed or was
-    # rescued; those arrive from the user's own.
+    # The last exchange of the message is one of ours, or the user's own if the message passed a
+    # landing queue or was rescued.
     ours = is_delay_name(info.get("exchange", ""))
     if not ours and due_ms_of(headers) != header["due"]:
         opened["application_headers"] = _without_ours(headers, {})
@@ -124,7 +124,7 @@ def unwrap(
 
 
 def _without_ours(headers: dict[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """*headers* with the deaths in other people's queues only: later ones, then *earlier*."""
+    """*headers* without dead-lettering by our queues; *earlier* headers are appended."""
     if not earlier and headers.keys().isdisjoint(DEATH_HEADERS):
         return headers
     kept = without_deaths(headers)
@@ -138,7 +138,7 @@ def _without_ours(headers: dict[str, Any], earlier: Mapping[str, Any]) -> dict[s
 def without_deaths(
     headers: Mapping[str, Any], ours: Callable[[str], bool] = is_delay_name
 ) -> dict[str, Any]:
-    """*headers* without what RabbitMQ wrote when a queue of *ours* dead-lettered the message."""
+    """*headers* without those that RabbitMQ added when a queue of *ours* dead-lettered."""
     kept = {key: value for key, value in headers.items() if key not in DEATH_HEADERS}
     return kept | _other_deaths(headers, ours)
 
@@ -146,7 +146,7 @@ def without_deaths(
 def _other_deaths(
     headers: Mapping[str, Any], ours: Callable[[str], bool] = is_delay_name
 ) -> dict[str, Any]:
-    """The death headers that other people's queues wrote."""
+    """The headers about dead-lettering by the user's queues."""
     deaths = headers.get("x-death")
     kept: dict[str, Any] = {}
     if isinstance(deaths, list):

@@ -11,6 +11,7 @@ import redis
 from ...due_time import milliseconds_up
 from ...finding import Finding
 from ...keyed.publishing import KeyedPublish
+from ...records.interface import IndexEntry
 from ...redis_server import Server, check_server, clock_ahead_seconds, keeping, server_of
 from ...settings import DelaySettings
 from ..virtual import delays
@@ -18,9 +19,8 @@ from ..virtual.status import Status
 from ..virtual.watching import warn_if_nothing_promotes
 from ..virtual.wrapping import due_then, encoded, wrapped
 from .entry import Destination, entry_of
-from .keyed import RedisKeyRecords
 from .keys import Keys, member_of
-from .store import Store
+from .store import BrokerRecords, Store
 
 
 class Delays(delays.Delays):
@@ -32,7 +32,6 @@ class Delays(delays.Delays):
         self._channel = channel
         self._place = f"{self.keys.space} of {channel.connection.client.as_uri()}"
         self._store: Store | None = None
-        self._records: RedisKeyRecords | None = None
         self._server: Server | None = None
 
     @property
@@ -41,7 +40,6 @@ class Delays(delays.Delays):
         pool = self._channel.pool
         if self._store is None or self._store.client.connection_pool is not pool:
             self._store = Store(redis.Redis(connection_pool=pool), self.keys)
-            self._records = None
         return self._store
 
     @property
@@ -80,21 +78,20 @@ class Delays(delays.Delays):
         self.watch()
 
     @property
-    def records(self) -> RedisKeyRecords:
-        """The records of keys beside what waits."""
-        store = self.store
-        if self._records is None:
-            self._records = RedisKeyRecords(store)
-        return self._records
+    def records(self) -> BrokerRecords:
+        """The records beside what waits."""
+        return BrokerRecords(self.store)
 
     def publish_keyed(
         self, keyed: KeyedPublish, message: dict[str, Any], destination: Destination
     ) -> None:
         """Store kombu's *message* as its key has it; raises as :meth:`publish`, AnotherStands."""
-        keyed.settle(
-            self.records,
-            lambda due_us: self.stored(due_then(message, due_us), destination, due_us=due_us),
-        )
+
+        def put(due_us: int, *_: object) -> IndexEntry:
+            member, entry = self.stored(due_then(message, due_us), destination, due_us=due_us)
+            return IndexEntry(member, due_us, entry)
+
+        keyed.settle(self.records, put)
         self.watch()
 
     def watch(self) -> None:

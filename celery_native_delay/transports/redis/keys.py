@@ -18,7 +18,7 @@ from ..virtual.wrapping import id_of
 #: 1 had its scores in milliseconds, and was never released.
 VERSION = 2
 
-#: Bytes of the digest that tells messages of one task id apart: collisions stay out of reach,
+#: Bytes of the digest that tells messages of one task id apart: collisions stay unreachable,
 #: and a member with a UUID stays within 52 characters, the memory class that Redis rounds it to.
 _DIGEST_BYTES = 9
 
@@ -36,7 +36,7 @@ class Keys(IndexKeys):
 
     @property
     def space(self) -> str:
-        """The beginning of all keys, without the last dot."""
+        """The prefix of all keys, without the last dot."""
         return f"{self.prefix}{self.namespace}.v{VERSION}"
 
     @property
@@ -58,10 +58,6 @@ class Keys(IndexKeys):
     def moving(self) -> str:
         """String: the member that is being moved to another broker."""
         return f"{self.space}.moving"
-
-    def record(self, name: str) -> str:
-        """String with a TTL: the record of a key, for debounce, throttle or unique."""
-        return f"{self.space}.key.{name}"
 
     def taken(self, outbox: str) -> str:
         """Set: the numbers of what an outbox has sent and the server has taken."""

@@ -63,7 +63,7 @@ class RedisSource(Source):
     def __init__(self, channel: Any) -> None:
         channel.delays.prepare()
         self._store: Store = channel.delays.store
-        self._records: KeyRecords = channel.delays.records
+        self._records = KeyRecords(channel.delays.records)
         self._queue_of = RedisWaitingTasks(channel).queue_of
         self.name = self._store.keys.space
         self._last: tuple[str, bytes] | None = None

@@ -35,7 +35,7 @@ _NOT_LET_IN = (
 )
 
 
-class Put(NamedTuple):
+class RedisMessage(NamedTuple):
     """A message on its way to *destination*: it waits as *member*, due then, or without one not.
 
     *front* is what its entry begins with.
@@ -60,30 +60,30 @@ class Put(NamedTuple):
 class RedisCollecting(Collecting):
     """A channel that collects messages with the keys that they go to."""
 
-    def put_for(self: Any, queue: str, message: dict[str, Any]) -> Put:
+    def put_for(self: Any, queue: str, message: dict[str, Any]) -> RedisMessage:
         destination = self.destination(queue, message)
         due_us = self.due_of(message)
         if due_us is None:
-            return Put(destination, b"", 0, "", encoded(message).encode())
+            return RedisMessage(destination, b"", 0, "", encoded(message).encode())
         return self._waiting(destination, message, due_us)  # type: ignore[no-any-return]
 
     def put_for_all(
         self: Any, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
-    ) -> Put:
+    ) -> RedisMessage:
         destination = self.broadcast(exchange, routing_key)
         return self._waiting(destination, message, due_us)  # type: ignore[no-any-return]
 
-    def _waiting(self: Any, to: Destination, message: dict[str, Any], due_us: int) -> Put:
+    def _waiting(self: Any, to: Destination, message: dict[str, Any], due_us: int) -> RedisMessage:
         name, entry = self.delays.stored(message, to, due_us=due_us)
         front = front_of(to)
-        return Put(to, front, due_us, name, entry[len(front) :])
+        return RedisMessage(to, front, due_us, name, entry[len(front) :])
 
 
-class Batch(outbox.Batch[Put]):
+class ScriptBatch(outbox.OutboxBatch[RedisMessage]):
     """One script with its messages: sent, answered for, and sent again as a whole."""
 
     def __init__(
-        self, script: str, keys: tuple[str, ...], arguments: list[Any], puts: list[Put]
+        self, script: str, keys: tuple[str, ...], arguments: list[Any], puts: list[RedisMessage]
     ) -> None:
         super().__init__(puts)
         self.script, self.keys, self.arguments = script, keys, arguments
@@ -94,7 +94,7 @@ class Batch(outbox.Batch[Put]):
         return connection.pack_command(*name, len(self.keys), *self.keys, *self.arguments)
 
 
-class Outbox(virtual.Outbox[Put, Batch]):
+class Outbox(virtual.Outbox[RedisMessage, ScriptBatch]):
     """Many messages to Redis: a hundred in a script."""
 
     lost = (
@@ -115,7 +115,7 @@ class Outbox(virtual.Outbox[Put, Batch]):
         self._connection: Any = None
         self._number = 0
 
-    def take(self, put: Put) -> None:
+    def take(self, put: RedisMessage) -> None:
         if put.due_us:
             super().take(put)
         else:
@@ -126,7 +126,7 @@ class Outbox(virtual.Outbox[Put, Batch]):
         no_database = isinstance(error, exceptions.ResponseError) and "DB index" in str(error)
         return isinstance(error, _NOT_LET_IN) or no_database or super().is_lasting(error)
 
-    def _packed(self, puts: list[Put]) -> Iterable[Batch]:
+    def _packed(self, puts: list[RedisMessage]) -> Iterable[ScriptBatch]:
         keys = self._keys
         names = (keys.due, keys.messages, keys.wake, keys.ids)
         arguments: list[Any] = []
@@ -135,11 +135,11 @@ class Outbox(virtual.Outbox[Put, Batch]):
         return (self._batch(ADD_MANY, names, arguments, puts),)
 
     def _batch(
-        self, script: str, keys: tuple[str, ...], arguments: list[Any], puts: list[Put]
-    ) -> Batch:
+        self, script: str, keys: tuple[str, ...], arguments: list[Any], puts: list[RedisMessage]
+    ) -> ScriptBatch:
         self._number += 1
         taken = self._keys.taken(self._name)
-        return Batch(script, (taken, *keys), [self._number, *arguments], puts)
+        return ScriptBatch(script, (taken, *keys), [self._number, *arguments], puts)
 
     def _write(self) -> None:
         self._connect()

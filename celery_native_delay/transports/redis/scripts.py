@@ -7,8 +7,6 @@ a server that insists on it (cluster mode) needs them in one slot.
 
 from __future__ import annotations
 
-from ...records.redis_listing import THROW_AWAY
-
 #: KEYS due, messages, wake, ids. ARGV member, due µs, entry.
 #: The marker is touched only by what comes first of all, so it costs nothing in the usual case.
 ADD = """
@@ -193,14 +191,6 @@ return {
 }
 """
 
-#: KEYS sorted set, messages, ids. ARGV limit. Returns how many entries it threw away.
-DISCARD = (
-    """
-local members = redis.call('ZRANGE', KEYS[1], 0, tonumber(ARGV[1]) - 1)
-"""
-    + THROW_AWAY
-)
-
 #: Another due time and entry for a message that is still there, parked or not. KEYS due, messages,
 #: wake, parked. ARGV member, the entry it had, due µs or '' for now, the new entry. Returns when
 #: it is due, or -1 if it is not there as it was.
@@ -226,57 +216,6 @@ if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return 0 end
 redis.call('HDEL', KEYS[2], ARGV[1])
 for at = 1, #KEYS do
     if at ~= 2 then redis.call('ZREM', KEYS[at], ARGV[1]) end
-end
-return 1
-"""
-
-#: KEYS record, due, messages, ids. Returns now in µs, the record or '', then of each message of the
-#: task that it names the member, its due time, and the entry if the record has another due time.
-READ_KEY = """
-local time = redis.call('TIME')
-local found = {tonumber(time[1]) * 1000000 + tonumber(time[2]), ''}
-local record = redis.call('GET', KEYS[1])
-if not record then return found end
-found[2] = record
-local known = cjson.decode(record)
-if not known.id then return found end
-local first, last = '[' .. known.id .. ':', '(' .. known.id .. ';'
-for _, member in ipairs(redis.call('ZRANGEBYLEX', KEYS[4], first, last)) do
-    local due = redis.call('ZSCORE', KEYS[2], member)
-    local entry = ''
-    if tonumber(due) ~= known.due_us then entry = redis.call('HGET', KEYS[3], member) or '' end
-    found[#found + 1] = {member, due, entry}
-end
-return found
-"""
-
-#: Another record, and perhaps a message in the place of others. KEYS record, due, messages, wake,
-#: ids, parked. ARGV the record as it was read or '', the new one or '', its TTL in ms, then of the
-#: new message, or '' thrice: member, due µs, entry; the members that it takes the place of.
-#: Returns 0 if all is not as it was, and nothing was done. What needs memory is written first.
-WRITE_KEY = """
-if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
-for at = 7, #ARGV do
-    if redis.call('HEXISTS', KEYS[3], ARGV[at]) == 0 then return 0 end
-end
-if ARGV[2] == '' then
-    redis.call('DEL', KEYS[1])
-else
-    redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
-end
-for at = 7, #ARGV do
-    redis.call('HDEL', KEYS[3], ARGV[at])
-    redis.call('ZREM', KEYS[2], ARGV[at])
-    redis.call('ZREM', KEYS[5], ARGV[at])
-    redis.call('ZREM', KEYS[6], ARGV[at])
-end
-if ARGV[4] ~= '' then
-    redis.call('HSET', KEYS[3], ARGV[4], ARGV[6])
-    redis.call('ZADD', KEYS[2], ARGV[5], ARGV[4])
-    redis.call('ZADD', KEYS[5], 0, ARGV[4])
-    if redis.call('ZRANGE', KEYS[2], 0, 0)[1] == ARGV[4] then
-        redis.call('ZADD', KEYS[4], ARGV[5], 'earlier')
-    end
 end
 return 1
 """

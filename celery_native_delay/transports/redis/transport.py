@@ -12,12 +12,10 @@ from typing import Any
 from urllib.parse import urlencode
 
 from kombu.transport import redis
-from redis.exceptions import RedisError
 
-from ...errors import SettingsError, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish
-from ...keyed.records import KeyRecords
 from ...rates.line import Lines
+from ...records.interface import Records
 from ...records.opened import Place
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings
@@ -93,9 +91,9 @@ class RedisDelayingChannel(DelayingChannel):
             batch=kwargs.get("_publish_batch"),
         )
 
-    def key_records(self, settings: DelaySettings) -> KeyRecords:
+    def records(self, settings: DelaySettings) -> Records:
         self.delays.prepare()
-        records: KeyRecords = self.delays.records
+        records: Records = self.delays.records
         return records
 
     def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> None:
@@ -150,12 +148,6 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
 
     delaying_channel = Channel
 
-    def establish_connection(self) -> Any:
-        established = super().establish_connection()
-        if self.delaying:
-            _say_once(self._avail_channels[-1].delays, self.client.as_uri())
-        return established
-
     def waits_in(self, settings: DelaySettings) -> str:
         """The key under which delayed messages wait; needs no connection."""
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
@@ -177,29 +169,10 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         return Place(url, f"{prefix}{settings.namespace}")
 
     def bulk_publisher(self, *, window: int) -> Any:
-        from ..virtual.learnt import publisher
+        from ..virtual.template import publisher
         from .outbox import Outbox
 
         return publisher(Outbox(self.client, window))
-
-
-#: Servers that cannot hold delayed messages and of which this process has said so.
-_said: set[str] = set()
-
-
-def _say_once(delays: Delays, where: str) -> None:
-    """Name a server that will refuse every delayed message, before one is sent."""
-    if where in _said:
-        return
-    _said.add(where)
-    try:
-        delays.prepare()
-    except UnsupportedBroker as exc:
-        logger.critical(
-            "native delay: immediate tasks run as ever, delayed ones are refused: %s", exc
-        )
-    except (SettingsError, RedisError):
-        return  # told to a producer that delays a message, or to kombu itself
 
 
 class SentinelTransport(Transport, redis.SentinelTransport):  # type: ignore[misc]

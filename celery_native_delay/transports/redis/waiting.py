@@ -33,9 +33,6 @@ class RedisWaitingTasks(RedisListing):
         self._prefix: str = keys.prefix
         super().__init__(client, keys, self._decode)
 
-    def close(self) -> None:
-        """The channel's connections are its own."""
-
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
         outcome = super()._change(task_id, due_us, cancelled=cancelled)
         if outcome and due_us is None:

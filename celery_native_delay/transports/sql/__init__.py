@@ -1,7 +1,7 @@
-"""The store: a database in which messages wait whose broker has no delay of its own.
+"""The store: a database in which messages wait if their broker cannot delay messages.
 
-What NServiceBus called its timeout manager. The names of this module are kombu's aliases of such
-brokers: kombu asks for them as ``celery_native_delay.transports.sql:filesystem``.
+The attributes of this module are kombu's aliases of such brokers: kombu imports the transport
+``celery_native_delay.transports.sql:filesystem`` for ``filesystem://``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command line's part with a store."""
+"""What the command line does with a store."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ...errors import StoreUnavailable, TopologyMismatch
+from sqlalchemy import delete
+
+from ...errors import StoreUnavailable
 from ...finding import UNCHECKED, WRONG, Finding, clock_finding
+from ...records.database import clock_ahead_seconds
 from ..interface import ParkedTask, Rescue, Told
 from ..virtual.admin_part import AdminPart, parked_task
 from ..virtual.status import Status
@@ -17,27 +20,28 @@ from .worker_part import rescue
 
 
 class StoreAdminPart(AdminPart):
-    """An :class:`~celery_native_delay.transports.interface.AdminPart` on one channel."""
+    """The :class:`~celery_native_delay.transports.interface.AdminPart` of a store."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
         self._store: Store = channel.delays.store
-        self.name = f"{self._store.namespace} of {self._store.shown_url}"
-        self.parking = f"{MESSAGES.name} of {self._store.shown_url}, parked"
+        self.name = f"{self._store.namespace} of {self._store.where}"
+        self.parking = f"{MESSAGES.name} of {self._store.where}, parked"
 
     def declare(self, queues: Sequence[Any]) -> Told:
-        """Make the tables, if they are not there."""
-        self._store.prepare()
+        """Create the tables that are missing."""
+        self._store.records.make_tables()
         sentence = f"{self.name}: its tables are there, in version {VERSION}"
         return Told({"name": self.name, "version": VERSION}, [sentence])
 
     def verify(self) -> list[Finding]:
         with _told() as found:
             if self._store.is_made():
-                self._store.prepare()
-                self._store.try_to_write()
+                # Fails if this user may not write, although no row matches.
+                nothing = delete(MESSAGES).where(MESSAGES.c.id < 0)
+                self._store.do(lambda connection: connection.execute(nothing))
             else:
-                problem = f"{self._store.shown_url} has none of our tables"
+                problem = f"{self._store.where} has none of our tables"
                 way_out = (
                     "start a worker or run `celery -A PROJ delay declare`, which make them, or "
                     "correct native_delay_store, in workers and producers"
@@ -53,9 +57,9 @@ class StoreAdminPart(AdminPart):
         return found
 
     def _clocks(self) -> Iterator[Finding]:
-        ahead_seconds = self._store.clock_ahead_seconds()
+        ahead_seconds = self._store.look_up(clock_ahead_seconds)
         if ahead_seconds is None:
-            problem = f"the clock of {self._store.shown_url}: it is not known how to ask for it"
+            problem = f"the clock of {self._store.where}: it is not known how to ask for it"
             way_out = "have all machines follow one time server"
             yield Finding("clocks", UNCHECKED, problem, way_out)
             return
@@ -63,18 +67,16 @@ class StoreAdminPart(AdminPart):
         yield from clock_finding("the database's clock", ahead_seconds, effect)
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
-        self._store.prepare()
         found = self._store.parked(limit=limit)
-        return self._store.count_parked(), [parked_task(envelope) for envelope, _ in found]
+        return self._store.count_parked(), [parked_task(envelope) for envelope in found]
 
     def requeue(self) -> Rescue:
-        self._store.prepare()
         return rescue(self._channel, self._store)
 
 
 @contextmanager
 def _told() -> Iterator[list[Finding]]:
-    """A list of findings, to which is added what ended the block."""
+    """A list of findings. A StoreUnavailable within the block becomes one more finding."""
     found: list[Finding] = []
     try:
         yield found
@@ -84,5 +86,3 @@ def _told() -> Iterator[list[Finding]]:
             "native_delay_store, in workers and producers"
         )
         found.append(Finding("store", WRONG, str(exc), way_out))
-    except TopologyMismatch as exc:
-        found.append(Finding.of_sentence("store", WRONG, str(exc)))

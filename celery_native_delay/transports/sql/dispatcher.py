@@ -1,118 +1,122 @@
-"""Dispatching what is due: in every worker, or in a process of its own. No leader.
+"""Dispatching due messages from the store, in every worker or in ``delay promote``. No leader.
 
-It asks for the next due time and sleeps until then. What this process adds meanwhile and is due
-sooner wakes it up. What other processes add it sees when it looks again, which matters only to
-delays shorter than that: a longer one is known long before it is over.
+The dispatcher asks for the next due time and sleeps until then. A message that this process stores
+meanwhile wakes it up if it is due sooner. The dispatcher sees messages of other processes when it
+looks again, after 0.05 s (file) or 0.25 s (server). Only a shorter delay may be late by that.
 """
 
 from __future__ import annotations
 
 import logging
-import selectors
 from collections.abc import Callable
 from contextlib import suppress
-from socket import socketpair
+from queue import Empty, SimpleQueue
 from threading import Event
 from time import monotonic, time_ns
 from typing import Any
 
 from ...backoff import Backoff
-from ...errors import NativeDelayError, StoreUnavailable
+from ...errors import NativeDelayError, RecordsUnavailable, StoreUnavailable
 from ..aliases import OPTION
-from ..interface import Outage
 from ..virtual.watching import Sign
-from .breakers import Breaker, not_told
 from .handover import HandOver, hand_over_on
-from .rows import Batch
+from .rows import DispatchBatch
 from .store import Store
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks at a file, and at a server.
+#: Seconds between two looks at a SQLite file, and at a database server.
 FILE_LOOK_SECONDS = 0.05
 SERVER_LOOK_SECONDS = 0.25
 
 #: Seconds between attempts to reach the database: the first, and at most.
 RETRY_SECONDS = (0.1, 5.0)
 
-#: Seconds until a look at what others were about to hand over.
+#: Seconds until the next look if other dispatchers have locked the due messages.
 _TAKEN_PAUSE_SECONDS = 0.02
 
-#: For so much of the time that a batch has kept a file locked it is then left to others: SQLite
-#: has waiting processes look every 0.1 s, and give up after 5 s.
+#: After a batch the SQLite file is left to other processes for this part of the time that the batch
+#: took. SQLite's waiting processes look every 0.1 s, and give up after 5 s.
 _LEFT_TO_OTHERS = 0.25
+
+_FETCHING, _DISPATCHING = "fetching what is due", "dispatching what is due"
 
 
 class Dispatcher:
-    """A loop that dispatches what is due. *promoted* and *parked* count messages so far."""
+    """A loop that dispatches due messages. *promoted* and *parked* count messages so far."""
 
     def __init__(self, store: Store, connect: Callable[..., Any]) -> None:
-        """*connect* makes a kombu connection, given its ``transport_options``."""
+        """*connect* opens a kombu connection with the given ``transport_options``."""
         self.promoted = 0
         self.parked = 0
-        self.on_outage: Callable[[Outage], object] = not_told
-        """Called when the store or the broker has been away for too long, once each time."""
         self._store = store
         self._connect = connect
         self._connection: Any = None
         self._hand_over: HandOver | None = None
         self._stopping = Event()
-        self._alarm = _Alarm()
-        self._sign = Sign(store.show_dispatching, StoreUnavailable)
+        #: An item in this queue ends the present pause, or else the next one. Signal handlers may
+        #: use it.
+        self._alarm: SimpleQueue[None] = SimpleQueue()
+        self._sign = Sign(store.show_dispatching, RecordsUnavailable)
         self._sleeps_until_us = 0
         self._backoff = Backoff(*RETRY_SECONDS)
+        #: The activity that failed last, for the log; "" if the last one succeeded.
+        self._failing = ""
 
     def run(self) -> None:
-        """Dispatch until :meth:`stop`; what is away is tried again, however long it takes."""
+        """Dispatch until :meth:`stop`. While store or broker are unreachable, keep trying."""
         self._store.on_add = self._note_added
-        self._store.breakers.on_outage = lambda outage: self.on_outage(outage)
         try:
             while not self._stopping.is_set():
                 self._step()
         finally:
             self._store.on_add = lambda due_us: None
-            self._store.breakers.on_outage = not_told
             self._disconnect()
-            self._alarm.close()
 
     def stop(self) -> None:
         self._stopping.set()
-        self._alarm.ring()
+        self._alarm.put(None)
 
     def _note_added(self, due_us: int) -> None:
         if due_us < self._sleeps_until_us:
-            self._alarm.ring()
+            self._alarm.put(None)
+
+    def _pause(self, seconds: float) -> None:
+        """Sleep for so many seconds, or until the alarm rings."""
+        with suppress(Empty):
+            self._alarm.get(timeout=max(seconds, 0))
+            while True:
+                self._alarm.get_nowait()
 
     def _step(self) -> None:
-        breakers = self._store.breakers
         try:
             self._store.prepare()
             self._sign.keep_up()
-            # What is added from here on rings.
+            # From here on every message that this process stores rings the alarm.
             self._sleeps_until_us = 1 << 62
             next_us = self._store.next_due_us()
-        except Exception as error:  # the loop must outlive whatever a driver brings
-            self._wait_for(breakers.fetch, error)
+        except Exception as error:  # the loop must survive any error of a driver
+            self._wait_for(_FETCHING, error)
             return
-        self._works(breakers.fetch)
+        self._works(_FETCHING)
         now_us = time_ns() // 1000
         if next_us is None or next_us > now_us:
-            self._works(breakers.dispatch)  # others may have done it
+            self._works(_DISPATCHING)  # another dispatcher may have done it
             self._sleep(next_us, now_us)
             return
         try:
             away = self._hand_over_batch()
         except StoreUnavailable as error:
-            # It can be read, and not written to: the broker is not to blame.
-            self._wait_for(breakers.dispatch, error)
+            # The store can be read but not written: the broker connection can be kept.
+            self._wait_for(_DISPATCHING, error)
             return
         except Exception as error:
             away = error
         if away is None:
-            self._works(breakers.dispatch)
+            self._works(_DISPATCHING)
         else:
             self._disconnect()
-            self._wait_for(breakers.dispatch, away)
+            self._wait_for(_DISPATCHING, away)
 
     def _sleep(self, next_us: int | None, now_us: int) -> None:
         look_seconds = FILE_LOOK_SECONDS if self._store.is_file else SERVER_LOOK_SECONDS
@@ -121,10 +125,10 @@ class Dispatcher:
             until_us = min(until_us, next_us)
         self._sleeps_until_us = until_us
         if not self._stopping.is_set():
-            self._alarm.wait((until_us - time_ns() // 1000) / 1_000_000)
+            self._pause((until_us - time_ns() // 1000) / 1_000_000)
 
     def _hand_over_batch(self) -> Exception | None:
-        """Hand over what is due now, one batch; why no more can be, if the broker is away."""
+        """Deliver one batch of due messages. Returns the error if the broker cannot be reached."""
         if self._hand_over is None:
             self._hand_over = self._connected()
         began = monotonic()
@@ -133,37 +137,35 @@ class Dispatcher:
         if self._store.is_file:
             self._stopping.wait((monotonic() - began) * _LEFT_TO_OTHERS)
         self.promoted += len(batch.delivered)
-        if batch.delivered:
-            self._works(self._store.breakers.store)
         if batch.put_off:
             self._tell_of(batch)
         if not batch.messages and away is None:
-            # Others have taken what is due, and may put it back.
-            self._alarm.wait(_TAKEN_PAUSE_SECONDS)
+            # Other dispatchers have locked the due messages, and may release them.
+            self._pause(_TAKEN_PAUSE_SECONDS)
         return away
 
-    def _tell_of(self, batch: Batch) -> None:
+    def _tell_of(self, batch: DispatchBatch) -> None:
         parked = sum(each["due"] is None for each in batch.put_off)
         self.parked += parked
         reason = batch.put_off[-1]["why"]
         if parked:
             logger.error(
-                "native delay: parked %d message(s), their destination refused them again and "
-                "again: %s; see `celery -A PROJ delay parked list`",
+                "native delay: parked %d message(s) that their queue has refused 8 times: %s; see "
+                "`celery -A PROJ delay parked list`",
                 parked,
                 reason,
             )
         if later := len(batch.put_off) - parked:
             logger.warning(
-                "native delay: put off %d message(s), their destination refused them: %s",
+                "native delay: %d message(s) were refused by their queue and are tried again: %s",
                 later,
                 reason,
             )
 
     def _connected(self) -> HandOver:
-        # kombu's own channel: what is due is not to wait once more.
+        # kombu's own channel, because ours would delay the messages once more.
         self._connection = self._connect(transport_options={OPTION: False})
-        # Once for each URL; the pauses between attempts are ours.
+        # One attempt for each URL: the pauses between attempts are made here.
         tries = len(self._connection.alt) or 1
         self._connection.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
         return hand_over_on(self._connection.default_channel, self._store)
@@ -171,55 +173,27 @@ class Dispatcher:
     def _disconnect(self) -> None:
         connection, self._connection, self._hand_over = self._connection, None, None
         if connection is not None:
-            with suppress(Exception):  # it is gone, whatever it says to that
+            with suppress(Exception):  # the connection is given up anyway
                 connection.close()
 
-    def _works(self, breaker: Breaker) -> None:
-        away_seconds = breaker.succeeded(now=monotonic())
-        if away_seconds is not None:
-            logger.warning("native delay: %s works again, after %.1f s", breaker.what, away_seconds)
+    def _works(self, what: str) -> None:
+        if self._failing == what:
+            self._failing = ""
             self._backoff.reset()
+            logger.warning("native delay: %s works again", what)
 
-    def _wait_for(self, breaker: Breaker, error: Exception) -> None:
+    def _wait_for(self, what: str, error: Exception) -> None:
         if self._stopping.is_set():
             return
         expected = isinstance(error, NativeDelayError | OSError) or self._connection is None
         logger.warning(
             "native delay: %s failed, next attempt in %.1f s: %s: %s",
-            breaker.what,
+            what,
             self._backoff.seconds,
             type(error).__name__,
             error,
             exc_info=None if expected else error,
         )
-        self._store.breakers.failed(breaker, error, now=monotonic())
+        self._failing = what
         self._sleeps_until_us = 0
-        pause_seconds = self._backoff.failed()
-        if not self._stopping.is_set():
-            self._alarm.wait(pause_seconds)
-
-
-class _Alarm:
-    """An alarm for one sleeping thread; any thread or signal handler may ring."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._reader, selectors.EVENT_READ)
-
-    def ring(self) -> None:
-        """End the present :meth:`wait`, or else the next one."""
-        with suppress(OSError):  # full: it is awake already; closed: it sleeps no more
-            self._writer.send(b"\0")
-
-    def wait(self, seconds: float) -> None:
-        if self._selector.select(max(seconds, 0)):
-            with suppress(OSError):
-                self._reader.recv(4096)
-
-    def close(self) -> None:
-        self._selector.close()
-        self._reader.close()
-        self._writer.close()
+        self._pause(self._backoff.failed())

@@ -1,52 +1,43 @@
-"""Handing over: putting what is due where kombu would have put it without the delay.
-
-The dispatcher's last step.
-"""
+"""The dispatcher's last step: a due message goes to the queue it would have gone to undelayed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic, time_ns
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import sqlalchemy
 from kombu import Connection
 from kombu.utils.json import loads
 from sqlalchemy import exc, insert, select
 
-from ...records.database import same_database
+from ...records.database import reason_of, same_database
 from ..aliases import OPTION
 from .delays import BROADCAST
-from .rows import Batch, Stored
-from .store import Store, reason_of
+from .rows import DispatchBatch
+from .store import Store
 from .whole_files import is_folder, put_file
 
-#: Seconds after which a batch ends however much of it is left, for others wait meanwhile:
-#: producers, where the store is a file; those messages, where it is a server.
+#: Seconds after which a batch ends. Meanwhile producers wait if the store is a SQLite file; on a
+#: server other dispatchers cannot take these messages.
 LONGEST_BATCH_SECONDS = 0.25
 
-#: A message that its destination refuses is tried again after 1, 2, 4, … seconds, and parked when
-#: it was refused so often: two minutes later.
+#: A message that its queue refuses is tried again after 1, 2, 4, … seconds. After so many refusals,
+#: two minutes later, it is parked.
 TRIES = 8
 
-#: As far as they are counted: what is parked is tried for as long as it lies there.
+#: The highest number of attempts that is counted: parked messages are tried again without end.
 _MOST_ATTEMPTS = 30_000
 
 
-class HandOver(Protocol):
-    """A way to hand over one batch."""
-
-    def __call__(self, batch: Batch, *, park: bool) -> Exception | None:
-        """Mark what is delivered, and what is put off; with *park* that is parked at once.
-
-        Returns:
-            why no more can be handed over now: the broker is away.
-        """
+#: Delivers one batch, and notes in it which messages were delivered and which refused. With *park*
+#: a refused message is parked at once. Returns the error if the broker cannot be reached.
+HandOver: TypeAlias = Callable[..., Exception | None]
 
 
 def hand_over_on(channel: Any, store: Store) -> HandOver:
-    """The way of messages from *store* to the queues of *channel*, which is kombu's own."""
+    """How messages of *store* are delivered on *channel*, a channel of kombu without our mixin."""
     client = channel.connection.client
     if hasattr(channel, "message_cls") and same_database(client.hostname, store.url):
         return IntoTheSameDatabase(channel)
@@ -55,19 +46,20 @@ def hand_over_on(channel: Any, store: Store) -> HandOver:
 
 @contextmanager
 def handing_over(channel: Any, store: Store) -> Iterator[HandOver]:
-    """A way of messages from *store* on a connection of its own, where *channel* is one of ours."""
+    """How messages of *store* are delivered, on a new connection like that of *channel*."""
     # Not clone(): kombu 5.7 cannot clone a connection of a pool.
     information = dict(channel.connection.client._info(resolve=False))
-    # kombu's own channel: what is due is not to wait once more.
+    # kombu's own channel, because ours would delay the messages once more.
     information["transport_options"] = (information["transport_options"] or {}) | {OPTION: False}
     with Connection(**information) as connection:
         yield hand_over_on(connection.default_channel, store)
 
 
 class ThroughKombu:
-    """Handing over through kombu's own channel: put first and remove after, so at least once.
+    """Delivers through kombu's own channel, and removes the message from the store afterwards.
 
-    What a store keeps although it was put, because its disk is full, this process puts once only.
+    So each message is delivered at least once. If a full disk keeps the store from removing it,
+    this process still delivers it once only.
     """
 
     def __init__(self, channel: Any, store: Store) -> None:
@@ -79,10 +71,10 @@ class ThroughKombu:
             *getattr(channel.connection, "recoverable_connection_errors", ()),
         )
 
-    def __call__(self, batch: Batch, *, park: bool) -> Exception | None:
+    def __call__(self, batch: DispatchBatch, *, park: bool) -> Exception | None:
         end = monotonic() + LONGEST_BATCH_SECONDS
         for message in batch.messages:
-            # SQLite gives an id again, so it alone would not tell.
+            # The envelope is compared as well, because SQLite reuses ids.
             known = hash(message.envelope)
             if self._put_already.get(message.id) == known:
                 batch.delivered.append(message.id)
@@ -92,7 +84,7 @@ class ThroughKombu:
             except self._lost as error:
                 gone: Exception = error
                 return gone
-            except Exception as error:  # whatever a transport raises
+            except Exception as error:  # a transport may raise anything
                 refuse(batch, message, error, park=park)
             else:
                 self._put_already[message.id] = known
@@ -101,7 +93,7 @@ class ThroughKombu:
                 break
         return None
 
-    def _put(self, message: Stored) -> None:
+    def _put(self, message: Any) -> None:
         channel = self._channel
         if message.queue != BROADCAST and is_folder(channel):
             put_file(channel, message.queue, message.envelope)
@@ -119,25 +111,25 @@ class ThroughKombu:
 
 
 class IntoTheSameDatabase:
-    """Handing over into kombu's tables in the same database: one transaction, so exactly once."""
+    """Delivers into kombu's tables in the same database, in one transaction: exactly once."""
 
     def __init__(self, channel: Any) -> None:
-        channel.session  # noqa: B018  has kombu create its tables
+        channel.session  # noqa: B018  makes kombu create its tables
         self._queues = channel.queue_cls.__table__
         self._messages = channel.message_cls.__table__
         self._ids: dict[str, int] = {}
 
-    def __call__(self, batch: Batch, *, park: bool) -> Exception | None:
+    def __call__(self, batch: DispatchBatch, *, park: bool) -> Exception | None:
         if batch.messages and self._refusal(batch, batch.messages):
-            # One is refused, and the others must not wait for it.
+            # The database refuses one of them: deliver the others.
             for message in batch.messages:
                 if error := self._refusal(batch, [message]):
                     refuse(batch, message, error, park=park)
         return None
 
-    def _refusal(self, batch: Batch, messages: list[Stored]) -> exc.DBAPIError | None:
-        """Insert *messages*, all or none; the reason why none are."""
-        self._ids.clear()  # a row that was made by a transaction that failed is not there
+    def _refusal(self, batch: DispatchBatch, messages: list[Any]) -> exc.DBAPIError | None:
+        """Insert all *messages* or none. Returns the error if the database refuses them."""
+        self._ids.clear()  # they may be of a transaction that was rolled back
         try:
             with batch.connection.begin_nested():
                 rows = [
@@ -158,7 +150,7 @@ class IntoTheSameDatabase:
         return None
 
     def _id_of(self, connection: sqlalchemy.Connection, queue: str) -> int:
-        """The id of kombu's row for *queue*, which is made if it is not there."""
+        """The id of kombu's row for *queue*, which is inserted if it is missing."""
         if queue not in self._ids:
             named = select(self._queues.c.id).where(self._queues.c.name == queue)
             found = connection.execute(named).scalar()
@@ -169,8 +161,8 @@ class IntoTheSameDatabase:
         return self._ids[queue]
 
 
-def refuse(batch: Batch, message: Stored, error: Exception, *, park: bool) -> None:
-    """Put *message* off, or park it if that was so often enough."""
+def refuse(batch: DispatchBatch, message: Any, error: Exception, *, park: bool) -> None:
+    """Note a refused message: it is tried again later, or parked after 8 refusals."""
     tries = message.attempts + 1
     parked = park or tries >= TRIES
     due_us = None if parked else time_ns() // 1000 + (1_000_000 << (tries - 1))

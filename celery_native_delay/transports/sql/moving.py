@@ -1,4 +1,4 @@
-"""Moving what waits to and from a store."""
+"""Migrating waiting messages to and from a store."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import replace
 from time import time_ns
 from typing import Any
 
+from sqlalchemy import delete, select, update
+
 from ...keyed.records import KeyRecords
 from ..moving import Found, Source
 from ..virtual import moving
 from ..virtual.wrapping import id_of
-from .keyed import StoreKeyRecords
-from .rows import Row
+from .rows import MOVING, as_it_was, behind
+from .schema import MESSAGES
 from .store import Store
 
 
@@ -22,35 +24,38 @@ class StoreMovingPart(moving.MovingPart):
     def __init__(self, channel: Any) -> None:
         super().__init__(channel)
         self._store: Store = channel.delays.store
-        self.name = f"{self._store.namespace} of {self._store.shown_url}"
+        self.name = f"{self._store.namespace} of {self._store.where}"
 
     def prepare(self, queues: Any) -> None:
-        """Make the tables, if they are not there, and declare *queues*."""
+        """Create the tables that are missing, and declare *queues*."""
         self._store.prepare()
         super().prepare(queues)
 
     def _has(self, message: dict[str, Any], queue: str) -> bool:
-        due_us = self._channel.due_of(message)
-        with self._store.rows() as rows:
-            found = rows.of(id_of(message))
-        return any((row.queue, row.due_us) == (queue, due_us) for row in found)
+        row = MESSAGES.c
+        this = select(row.queue).where(
+            row.namespace == self._store.namespace,
+            row.task_id == id_of(message)[:255],
+            row.due_us == self._channel.due_of(message),
+        )
+        return queue in self._store.look_up(lambda found: found.execute(this).scalars().all())
 
     def _source(self) -> Source:
         return StoreSource(self._store, self.name)
 
 
 class StoreSource(Source):
-    """All that waits in a store, earliest first."""
+    """All waiting messages in a store, earliest due time first."""
 
     keeps_keys = False
 
     def __init__(self, store: Store, name: str) -> None:
         self.name = name
         self._store = store
-        self._last: Row | None = None
+        self._last: Any = None
 
     def key_records(self) -> KeyRecords:
-        return StoreKeyRecords(self._store)
+        return KeyRecords(self._store.records)
 
     def count(self) -> int:
         return self._store.census().waiting
@@ -59,25 +64,26 @@ class StoreSource(Source):
         store, census = self._store, self._store.census()
         after, left = (0, 0), census.waiting
         while left > 0:
-            with store.rows() as rows:
-                chunk = rows.after(*after)
+            following = behind(store.namespace, *after)
+            with store.explained(), store.engine.connect() as connection:
+                chunk = connection.execute(following).all()
             if not chunk:
                 return
-            for row, was_moving in chunk[:left]:
-                assert row.due_us is not None
+            for row in chunk[:left]:
                 after = row.due_us, row.id
                 left -= 1
                 if census.promoting and row.due_us < time_ns() // 1000 + moving.LEFT_US:
                     yield moving.LEFT
                     continue
-                with store.rows(to_change=True) as rows:
-                    if not rows.mark_moving(row):
-                        continue  # handed over meanwhile
+                if not self._do(update(MESSAGES).where(*as_it_was(row)).values(reason=MOVING)):
+                    continue  # it was delivered meanwhile
                 self._last = row
                 found = moving.moving_of(row.envelope, queue=row.queue, due_us=row.due_us)
-                yield replace(found, again=was_moving)
+                yield replace(found, again=row.reason == MOVING)
 
     def done(self) -> bool:
-        assert self._last is not None
-        with self._store.rows(to_change=True) as rows:
-            return rows.remove_as_it_was(self._last)
+        return self._do(delete(MESSAGES).where(*as_it_was(self._last)))
+
+    def _do(self, statement: Any) -> bool:
+        """Execute *statement*. True if its message was unchanged."""
+        return bool(self._store.do(lambda found: found.execute(statement).rowcount))

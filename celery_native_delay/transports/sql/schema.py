@@ -1,4 +1,4 @@
-"""The tables of a timeout store. What stands here is frozen: to change it, add a version."""
+"""The table of waiting messages in a store. It is frozen: a change needs another table name."""
 
 from __future__ import annotations
 
@@ -19,42 +19,25 @@ VERSION = 1
 
 METADATA = MetaData()
 
-#: One row: the version of the other tables.
-SCHEMA = Table(
-    "native_delay_schema",
-    METADATA,
-    Column("version", Integer, primary_key=True, autoincrement=False),
-)
-
-#: A message that waits, or is parked.
+#: One row per waiting or parked message.
 MESSAGES = Table(
     "native_delay_message",
     METADATA,
-    # SQLite counts up by itself only what is called INTEGER.
+    # SQLite numbers rows by itself only if the type is INTEGER.
     Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
     Column("namespace", String(64), nullable=False),
-    # Microseconds since the epoch; NULL for one that is parked, so that no dispatcher meets it.
+    # Microseconds since the epoch; NULL for a parked message, so that no dispatcher selects it.
     Column("due_us", BigInteger),
-    # Where kombu puts it; '' for a broadcast, whose exchange stands in the envelope.
+    # The destination queue; '' for a message to a fanout exchange, which is in the envelope.
     Column("queue", Text, nullable=False),
     # kombu's message as JSON, with our header.
     # MySQL's TEXT ends at 64 kB.
     Column("envelope", Text().with_variant(LONGTEXT(), "mysql", "mariadb"), nullable=False),
-    # To be found by; MySQL indexes no longer text.
+    # For searches by task id. MySQL cannot index longer texts.
     Column("task_id", String(255), nullable=False),
-    # How often its destination refused it, and what it said.
+    # How often its queue refused it, and the last error.
     Column("attempts", SmallInteger, nullable=False, server_default="0"),
     Column("reason", Text),
     Index("native_delay_message_due", "namespace", "due_us"),
     Index("native_delay_message_task", "namespace", "task_id"),
-)
-
-#: A row for each outbox, with the number of the last batch that is there, and for each sign that
-#: something dispatches.
-OUTBOXES = Table(
-    "native_delay_line",
-    METADATA,
-    Column("name", String(32), primary_key=True),
-    Column("number", BigInteger, nullable=False),
-    Column("used_us", BigInteger, nullable=False),
 )

@@ -1,8 +1,8 @@
-"""Messages that wait in a table, by due time.
+"""The store: a table of waiting messages, sorted by due time.
 
-Threads may share a store; after a fork the child makes its own. Several processes may dispatch
-from one: PostgreSQL and MySQL lock the rows that are taken and skip those that others have taken,
-SQLite locks the file while a batch is handed over.
+Threads may share a store; after a fork the child opens its own. Several processes may dispatch from
+one store. PostgreSQL and MySQL lock the rows of a batch, and other dispatchers skip these rows.
+SQLite locks the whole file while a batch is delivered.
 """
 
 from __future__ import annotations
@@ -10,26 +10,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from hashlib import blake2b
+from functools import cached_property
 from pathlib import Path
-from threading import Lock
-from time import monotonic, time_ns
-from typing import Any, TypeVar
+from time import time_ns
+from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, exc, func, insert, inspect, select, update
+from sqlalchemy import Connection, bindparam, delete, exc, func, insert, inspect, select
 
-from ...errors import StoreUnavailable, TopologyMismatch
+from ...errors import NativeDelayError, StoreUnavailable
 from ...per_process import PerProcess
-from ...records.database import READS, clock_ahead_seconds, engine_of
-from ...records.opened import records_of_process
-from ...urls import without_password
+from ...records.database import Database
+from ...records.interface import Change, RecordName, Snapshot
 from ..virtual.status import Census
 from ..virtual.watching import SHOWN_SECONDS
-from .breakers import Breakers
-from .rows import DUE, PARKED, Batch, Rows, Stored
-from .schema import MESSAGES, METADATA, OUTBOXES, SCHEMA, VERSION
-
-T = TypeVar("T")
+from .records import StoreRecords
+from .rows import DUE, PARKED, DispatchBatch
+from .schema import MESSAGES, METADATA
 
 logger = logging.getLogger(__name__)
 
@@ -38,39 +34,33 @@ _ROW = MESSAGES.c
 ADD = insert(MESSAGES)
 _MINE = _ROW.namespace == bindparam("mine")
 _NEXT = select(func.min(_ROW.due_us)).where(_MINE)
-_CHANGE_NOTHING = delete(MESSAGES).where(_ROW.id < 0)
 
-#: The sign that something dispatches: a row whose time is renewed. Its table is that of the
-#: numbered batches, whose rows are removed a day after the last change.
-_SIGN = OUTBOXES.c.name == bindparam("this")
-_RENEW_SIGN = update(OUTBOXES).where(_SIGN).values(used_us=bindparam("now"))
-_FIND_SIGN = select(OUTBOXES.c.used_us).where(_SIGN)
+#: The record by which a running dispatcher shows itself. It ends by itself unless it is renewed.
+_DISPATCHING = RecordName("sign", "dispatching")
 
-#: Of its parent: a child must not close their connections, as forgetting them would.
+#: Stores of the parent process after a fork. They are kept here, because freeing them in the child
+#: would close the parent's connections.
 _inherited: list[Store] = []
 
 _stores: PerProcess[tuple[str, str], Store] = PerProcess(_inherited.append)
 
 
-class Store:
-    """A table of waiting messages. Methods that ask the database raise StoreUnavailable."""
+class Store(Database):
+    """The waiting messages of one namespace in a database. Methods may raise StoreUnavailable."""
+
+    tables = METADATA
 
     def __init__(self, url: str, namespace: str) -> None:
-        self.shown_url = without_password(url)
-        self.url = url
+        super().__init__(url, setting="native_delay_store")
         self.namespace = namespace
-        self.engine = engine_of(url)
-        self.breakers = Breakers(float("inf"))
-        #: Called with the due time of whatever this process adds.
+        #: Called with the due time of each message that this process stores.
         self.on_add: Callable[[int], object] = lambda due_us: None
-        #: What this process has put and could not remove: hashes of envelopes, by id.
+        #: Messages that were delivered and could not be removed: hashes of envelopes, by id.
         self.put_already: dict[int, int] = {}
-        self._is_ready = False
-        self._preparing = Lock()
 
     @classmethod
     def of(cls, url: str, namespace: str) -> Store:
-        """The one of this process."""
+        """The store at *url*, opened once per process."""
         return _stores.get((url, namespace), lambda: cls._made(url, namespace))
 
     @classmethod
@@ -80,91 +70,49 @@ class Store:
             logger.warning(
                 "native delay: %s is another file for each folder that a process starts in: "
                 "name it with four slashes, as in sqlite:////var/lib/shop/delays.db",
-                store.shown_url,
+                store.where,
             )
         return store
 
     @property
     def is_file(self) -> bool:
-        """True if it is SQLite's: local, and quick to ask."""
+        """True if the database is a SQLite file."""
         return self.engine.dialect.name == "sqlite"
 
     @property
     def path(self) -> str:
-        """The path of SQLite's file."""
+        """The path of the SQLite file."""
         return (self.engine.url.database or "").removeprefix("file:")
 
-    @property
-    def records(self) -> Any:
-        """The records of this namespace in the same database."""
-        return records_of_process(self.url, self.namespace)
+    @cached_property
+    def records(self) -> StoreRecords:
+        """The records in the same database."""
+        return StoreRecords(self)
 
     # --- the tables ----------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make sure that our tables are there, in the version that we know; once.
-
-        TopologyMismatch: they are of another version. StoreUnavailable: it is away, or this user
-        may not create them.
-        """
-        if self._is_ready:
-            return
-        with self._preparing, self._explained():
-            if not self._is_ready:
-                if not self._has_tables():
-                    self._create()
-                self._check_version()
-                self._is_ready = True
+        """Create the tables that are missing, once. Raises StoreUnavailable if that fails."""
+        if not self.is_ready:
+            self.do(lambda connection: None)
 
     def is_made(self) -> bool:
-        """True if the tables are there, so that :meth:`prepare` would make none."""
+        """True if the tables exist."""
         if self.is_file and not Path(self.path).exists():
-            return False  # looking would make the file
-        with self._explained():
-            return self._has_tables()
-
-    def try_to_write(self) -> None:
-        """Change nothing, which only a user who may write can do."""
-        self.change(lambda connection: connection.execute(_CHANGE_NOTHING))
-
-    def clock_ahead_seconds(self) -> float | None:
-        return self.look(clock_ahead_seconds)
-
-    def _has_tables(self) -> bool:
-        with self._reading() as connection:
+            return False  # connecting would create the file
+        with self.explained(), self.engine.connect() as connection:
             found = inspect(connection)
-            return all(found.has_table(table.name) for table in METADATA.sorted_tables)
+            return all(found.has_table(table.name) for table in self.tables.sorted_tables)
 
-    def _create(self) -> None:
-        # Where another process creates them as well, "if it is not there" is no promise.
-        for last_try in (False, True):
-            try:
-                with self.engine.begin() as connection:
-                    METADATA.create_all(connection)
-                    if connection.execute(select(SCHEMA.c.version)).first() is None:
-                        connection.execute(insert(SCHEMA).values(version=VERSION))
-                return
-            except (exc.IntegrityError, exc.ProgrammingError, exc.OperationalError):
-                if last_try:
-                    raise
-
-    def _check_version(self) -> None:
-        with self._reading() as connection:
-            found = sorted(connection.execute(select(SCHEMA.c.version)).scalars())
-        if found != [VERSION]:
-            raise TopologyMismatch(
-                f"expected the tables of version {VERSION} in {self.shown_url}, found version "
-                f"{' and '.join(map(str, found)) or 'none'}: use the release of "
-                f"celery_native_delay that has made them, or another database"
-            )
+    def _unavailable(self, reason: str) -> NativeDelayError:
+        return StoreUnavailable(f"the store {self.where} cannot be used: {reason}")
 
     # --- in ------------------------------------------------------------------------------
 
     def add(self, queue: str, envelope: str, *, due_us: int, task_id: str) -> None:
-        """Store *envelope* for *queue* until *due_us*; it is there when this returns."""
+        """Store the message *envelope* for *queue*. It is committed when this returns."""
         values = self.row(queue, envelope, due_us, task_id)
-        with self.noticed():
-            self.change(lambda connection: connection.execute(ADD, values))
+        self.do(lambda connection: connection.execute(ADD, values))
         self.on_add(due_us)
 
     def row(self, queue: str, envelope: str, due_us: int, task_id: str) -> dict[str, Any]:
@@ -176,42 +124,30 @@ class Store:
             "task_id": task_id[:255],
         }
 
-    @contextmanager
-    def noticed(self) -> Iterator[None]:
-        """A block that adds to the store, and tells the breaker whether that works."""
-        try:
-            yield
-        except StoreUnavailable as error:
-            if not is_about_a_row(error):
-                self.breakers.failed(self.breakers.store, error, now=monotonic())
-            raise
-        self.breakers.store.succeeded(now=monotonic())
-
     # --- out -----------------------------------------------------------------------------
 
     def next_due_us(self) -> int | None:
-        """Due time of the first message, microseconds since the epoch; None if nothing waits."""
+        """The earliest due time, in microseconds since the epoch; None if no message is waiting."""
         mine = {"mine": self.namespace}
-        due_us = self.look(lambda connection: connection.execute(_NEXT, mine).scalar())
+        due_us = self.look_up(lambda connection: connection.execute(_NEXT, mine).scalar())
         return None if due_us is None else int(due_us)
 
-    def taking(self, *, until_us: int) -> AbstractContextManager[Batch]:
-        """A batch of what is due, earliest first, for as long as the block lasts.
+    def taking(self, *, until_us: int) -> AbstractContextManager[DispatchBatch]:
+        """A block with a locked batch of due messages, earliest first.
 
-        What the block has marked is settled at its end. If it raises, or this process dies,
-        nothing has happened here, and all of it is there to be taken again.
+        At the end of the block delivered messages are removed and refused messages updated. If the
+        block raises an error, or the process dies, the store stays unchanged.
         """
         return self._batch(DUE, {"mine": self.namespace, "until": until_us})
 
-    def taking_parked(self, *, after_id: int) -> AbstractContextManager[Batch]:
-        """A batch of what is parked, in the order of ids, as :meth:`taking` has it."""
+    def taking_parked(self, *, after_id: int) -> AbstractContextManager[DispatchBatch]:
+        """A block with a locked batch of parked messages, as in :meth:`taking`."""
         return self._batch(PARKED, {"mine": self.namespace, "after": after_id})
 
     @contextmanager
-    def _batch(self, which: Any, parameters: dict[str, Any]) -> Iterator[Batch]:
-        with self._explained(), self.engine.begin() as connection:
-            found = [Stored(*row) for row in connection.execute(which, parameters)]
-            batch = Batch(connection, found)
+    def _batch(self, which: Any, parameters: dict[str, Any]) -> Iterator[DispatchBatch]:
+        with self.explained(), self.engine.begin() as connection:
+            batch = DispatchBatch(connection, list(connection.execute(which, parameters)))
             yield batch
             batch.settle()
         for one in batch.delivered:
@@ -220,126 +156,65 @@ class Store:
     # --- the sign of a dispatcher --------------------------------------------------------
 
     def show_dispatching(self) -> None:
-        """Let others know for :data:`SHOWN_SECONDS` that there is a dispatcher."""
+        """Record for :data:`SHOWN_SECONDS` that a dispatcher is running."""
 
-        def show(connection: Connection) -> None:
-            name, now_us = self._sign, time_ns() // 1000
-            if not connection.execute(_RENEW_SIGN, {"this": name, "now": now_us}).rowcount:
-                row = {"name": name, "number": 0, "used_us": now_us}
-                connection.execute(insert(OUTBOXES).values(row))
+        def renewed(seen: Snapshot) -> Change[None]:
+            return Change(str(seen.now_us), seen.now_us + SHOWN_SECONDS * 1_000_000, None)
 
-        self.change(show)
+        self.records.change(_DISPATCHING, renewed)
 
-    def _is_shown(self, connection: Connection) -> bool:
-        """True if a dispatcher has shown itself lately."""
-        shown_us = connection.execute(_FIND_SIGN, {"this": self._sign}).scalar()
-        ago_us = abs(time_ns() // 1000 - int(shown_us or 0))
-        return ago_us < SHOWN_SECONDS * 1_000_000
-
-    @property
-    def _sign(self) -> str:
-        # The name of a row has 32 characters, a namespace may have 64.
-        return "dispatching." + blake2b(self.namespace.encode(), digest_size=9).hexdigest()
+    def _is_shown(self) -> bool:
+        """True if a dispatcher is running, by its record."""
+        return self.records.read(_DISPATCHING).text is not None
 
     # --- looking -------------------------------------------------------------------------
 
     def census(self) -> Census:
-        self.prepare()
         now_us = time_ns() // 1000
         columns = (func.count(_ROW.due_us), func.count(_ROW.id), func.min(_ROW.due_us))
-        with self._explained(), self._reading() as connection:
-            mine = {"mine": self.namespace}
-            waiting, total, first_us = connection.execute(select(*columns).where(_MINE), mine).one()
-            overdue = connection.execute(
-                select(func.count()).select_from(MESSAGES).where(_MINE, _ROW.due_us <= now_us), mine
-            ).scalar()
-            promoting = self._is_shown(connection)
+        late = select(func.count()).select_from(MESSAGES).where(_MINE, _ROW.due_us <= now_us)
+        mine = {"mine": self.namespace}
+
+        def counted(connection: Connection) -> tuple[Any, Any]:
+            counts = connection.execute(select(*columns).where(_MINE), mine).one()
+            return counts, connection.execute(late, mine).scalar()
+
+        (waiting, total, first_us), overdue = self.look_up(counted)
         until_first_us = None if first_us is None else int(first_us) - now_us
         parked = int(total) - int(waiting)
-        return Census(int(waiting), parked, int(overdue or 0), until_first_us, promoting)
+        return Census(int(waiting), parked, int(overdue or 0), until_first_us, self._is_shown())
 
     def look_for_dispatcher(self) -> Census:
-        """A census without counting, which takes long where much waits: *overdue* is 1 or 0."""
+        """A quick census that does not count messages: *waiting* and *overdue* are 0 or 1."""
         due_us = self.next_due_us()
-        promoting = self.look(self._is_shown)
         until_us = None if due_us is None else due_us - time_ns() // 1000
         overdue = until_us is not None and until_us <= 0
-        return Census(int(due_us is not None), 0, int(overdue), until_us, promoting)
-
-    @contextmanager
-    def rows(self, *, to_change: bool = False) -> Iterator[Rows]:
-        """Rows of all messages; locked when they are looked at *to_change* them."""
-        connect: Callable[[], AbstractContextManager[Connection]]
-        connect = self.engine.begin if to_change else self._reading
-        with self._explained(), connect() as connection:
-            yield Rows(connection, self.namespace, to_change=to_change)
+        return Census(int(due_us is not None), 0, int(overdue), until_us, self._is_shown())
 
     def count_parked(self) -> int:
         statement = select(func.count()).select_from(MESSAGES).where(_MINE, _ROW.due_us.is_(None))
         mine = {"mine": self.namespace}
-        return int(self.look(lambda connection: connection.execute(statement, mine).scalar()) or 0)
+        return int(
+            self.look_up(lambda connection: connection.execute(statement, mine).scalar()) or 0
+        )
 
-    def parked(self, *, limit: int) -> list[tuple[str, str]]:
-        """Envelopes of the first *limit* parked messages, and why each was refused."""
+    def parked(self, *, limit: int) -> list[str]:
+        """Envelopes of the first *limit* parked messages."""
         statement = (
-            select(_ROW.envelope, _ROW.reason)
-            .where(_MINE, _ROW.due_us.is_(None))
-            .order_by(_ROW.id)
-            .limit(limit)
+            select(_ROW.envelope).where(_MINE, _ROW.due_us.is_(None)).order_by(_ROW.id).limit(limit)
         )
         mine = {"mine": self.namespace}
-        rows = self.look(lambda connection: connection.execute(statement, mine).all())
-        return [(envelope, reason or "") for envelope, reason in rows]
+        return self.look_up(lambda connection: list(connection.execute(statement, mine).scalars()))
 
     def purge(self, *, parked: bool) -> int:
-        """Throw away all that waits, or all that is parked; how many."""
+        """Delete all waiting messages, or all parked ones; return their number."""
         which = _ROW.due_us.is_(None) if parked else _ROW.due_us.is_not(None)
         statement = delete(MESSAGES).where(_MINE, which)
-        return self.change(
+        return self.do(
             lambda connection: connection.execute(statement, {"mine": self.namespace}).rowcount
         )
 
-    def look(self, question: Callable[[Connection], T]) -> T:
-        """The answer to *question* in a transaction of its own that only reads."""
-        with self._explained(), self._reading() as connection:
-            return question(connection)
 
-    def change(self, change: Callable[[Connection], T]) -> T:
-        """*change* in a transaction of its own; tables that are gone are made anew."""
-        self.prepare()
-        with self._explained():
-            try:
-                with self.engine.begin() as connection:
-                    return change(connection)
-            except (exc.OperationalError, exc.ProgrammingError):
-                if self._has_tables():
-                    raise
-                self._is_ready = False
-        self.prepare()
-        with self._explained(), self.engine.begin() as connection:
-            return change(connection)
-
-    def _reading(self) -> Connection:
-        return self.engine.connect().execution_options(**{READS: True})
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        # A transaction of SQLite's is begun by the driver itself.
-        except (exc.SQLAlchemyError, self.engine.dialect.loaded_dbapi.Error) as error:
-            raise StoreUnavailable(self._in_words(error)) from error
-
-    def _in_words(self, error: Exception) -> str:
-        return f"the store {self.shown_url} cannot be used: {reason_of(error)}"
-
-
-def is_about_a_row(error: StoreUnavailable) -> bool:
-    """True if the database refuses what it was given, and would take something else."""
+def is_about_a_row(error: Exception) -> bool:
+    """True if the database refuses the values of a row, and would accept others."""
     return isinstance(error.__cause__, exc.DataError | exc.IntegrityError)
-
-
-def reason_of(error: BaseException) -> str:
-    """The driver's own words, in one line."""
-    said = str(getattr(error, "orig", None) or error).strip()
-    return said.splitlines()[0] if said else type(error).__name__

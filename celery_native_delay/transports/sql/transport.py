@@ -1,14 +1,13 @@
-"""kombu's transports on which nothing can wait, each with a store beside it.
+"""Subclasses of kombu's transports whose brokers cannot delay messages: these wait in a store.
 
-A subclass of kombu's own is made when one is first asked for. Without
-``transport_options["native_delay"]`` it is kombu's in every respect.
+Each subclass is made when it is first asked for. Without ``transport_options["native_delay"]`` it
+behaves exactly as kombu's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +20,8 @@ from kombu.utils.json import dumps
 
 from ...errors import NativeDelayError, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish, underway
-from ...keyed.records import KeyRecords
 from ...rates.line import Lines
+from ...records.interface import Records
 from ...records.opened import Place
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings, is_store_url
@@ -31,14 +30,14 @@ from ..aliases import OPTION, originals
 from ..interface import AdminPart, WorkerPart
 from ..moving import MovingPart
 from ..virtual.channel import DelayingChannel, DelayingTransport, Message
-from .whole_files import is_folder, put_file, take_file
+from .whole_files import is_folder, put_file
 
 
 class StoreDelayingChannel(DelayingChannel):
-    """A channel whose messages can wait in a store; mixed in before kombu's."""
+    """A channel whose delayed messages wait in a store. A mixin before kombu's channel."""
 
     own_store: str | None = None
-    """URL of the database that the broker itself is, if it is one."""
+    """The URL of the broker itself, if the broker is a database."""
 
     def make_delays(self, settings: DelaySettings) -> Any:
         url = settings.store or self.own_store or ""
@@ -83,23 +82,19 @@ class StoreDelayingChannel(DelayingChannel):
         return StoreWaitingTasks(self)
 
     def lines(self, settings: DelaySettings) -> Lines:
-        _require_sqlalchemy()
         from ...rates.in_records import RecordLines
 
-        return RecordLines(self.delays.store.records)
+        return RecordLines(self.records(settings))
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> None:
         self.delays.publish(message, queue, due_us=due_us)
 
-    def key_records(self, settings: DelaySettings) -> KeyRecords:
-        _require_sqlalchemy()
-        from .keyed import StoreKeyRecords
-
-        return StoreKeyRecords(self.delays.store)
+    def records(self, settings: DelaySettings) -> Records:
+        records: Records = self.delays.records
+        return records
 
     def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> None:
-        delays = self.delays
-        delays.publish_keyed(keyed, message, queue, self.key_records(delays.settings))
+        self.delays.publish_keyed(keyed, message, queue)
 
     def _put_fanout(
         self, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
@@ -112,7 +107,7 @@ class StoreDelayingChannel(DelayingChannel):
 
 
 def _require_sqlalchemy() -> None:
-    """Make sure of SQLAlchemy 2, which the modules beside this one need; or UnsupportedBroker."""
+    """Raise UnsupportedBroker if SQLAlchemy 2 is not installed: other modules here need it."""
     try:
         from . import store  # noqa: F401
     except ImportError as exc:
@@ -123,7 +118,7 @@ def _require_sqlalchemy() -> None:
 
 
 class _Refusing:
-    """Delays where nothing can be delayed; a producer is told why."""
+    """Raises *refusal* for every use: without SQLAlchemy no message can be delayed."""
 
     def __init__(self, refusal: NativeDelayError) -> None:
         self.refusal = refusal
@@ -133,19 +128,19 @@ class _Refusing:
 
 
 class StoreDelayingTransport(DelayingTransport):
-    """A transport whose messages can wait in a store; mixed in before kombu's."""
+    """A transport whose delayed messages wait in a store. A mixin before kombu's transport."""
 
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)  # type: ignore[call-arg]
         self._woken: Event | None = None
         if self.delaying:
-            with suppress(UnsupportedBroker):  # told to a producer that delays a message
-                _require_sqlalchemy()  # it takes a second, on a busy machine
+            with suppress(UnsupportedBroker):  # the first delayed publish raises it
+                _require_sqlalchemy()  # the import takes up to a second
 
     def waker(self) -> Callable[[], None]:
-        """Ends the pause between two polls, from any thread, once a worker has asked for it.
+        """A function that ends the pause between two polls, from any thread.
 
-        Celery's loop for brokers without sockets does meanwhile nothing of what was left to it.
+        During this pause Celery's loop for brokers without sockets does no other work.
         """
         if self._woken is None:
             self._woken = Event()
@@ -165,13 +160,13 @@ class StoreDelayingTransport(DelayingTransport):
         return f"{settings.namespace} of {without_password(self._store_url(settings))}"
 
     def own_records(self: Any, settings: DelaySettings) -> Place | None:
-        """The place of records in the store; None without a store."""
+        """The records in the store; None if no store is set."""
         url = self._store_url(settings)
         return Place(url, settings.namespace) if is_store_url(url) else None
 
     def bulk_publisher(self: Any, *, window: int) -> Any:
         _require_sqlalchemy()
-        from ..virtual.learnt import publisher
+        from ..virtual.template import publisher
         from .outbox import Outbox
 
         return publisher(Outbox(self.client, window))
@@ -181,7 +176,7 @@ class StoreDelayingTransport(DelayingTransport):
 
 
 class FolderChannel(StoreDelayingChannel):
-    """A channel of kombu's filesystem transport: a consumer finds complete files only."""
+    """A channel of kombu's filesystem transport, whose consumers find only complete files."""
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
         if self.due_of(message) is not None or underway.get() is not None:
@@ -191,15 +186,9 @@ class FolderChannel(StoreDelayingChannel):
         except OSError as exc:
             raise ChannelError(f"Cannot add a file for {queue!r} to directory: {exc}") from exc
 
-    def _get(self, queue: str) -> Any:
-        message = take_file(self, queue)
-        if message is None:
-            raise Empty
-        return message
-
 
 class DatabaseChannel(StoreDelayingChannel):
-    """A channel of kombu's sqlalchemy transport: its database is the store if none is named."""
+    """A channel of kombu's sqlalchemy transport, whose database is the store unless one is set."""
 
     @property
     def own_store(self: Any) -> str:  # type: ignore[override]
@@ -215,7 +204,7 @@ class DatabaseChannel(StoreDelayingChannel):
 
 
 class DatabaseTransport(StoreDelayingTransport):
-    """kombu's sqlalchemy transport."""
+    """kombu's sqlalchemy transport, whose delayed messages wait in the same database."""
 
     def establish_connection(self: Any) -> Any:
         options = self.client.transport_options
@@ -228,13 +217,13 @@ class DatabaseTransport(StoreDelayingTransport):
 
 
 def _for_engines(options: dict[str, Any]) -> dict[str, Any]:
-    """kombu hands to SQLAlchemy whatever it does not know; these two would be refused there."""
+    """*options* without those that SQLAlchemy would refuse: kombu passes all to SQLAlchemy."""
     ours = (OPTION, "polling_interval")
     return {name: value for name, value in options.items() if name not in ours}
 
 
 def delaying(kombus: type[virtual.Transport]) -> type[virtual.Transport]:
-    """A subclass of one of kombu's transports whose messages can wait in a store."""
+    """Make a subclass of a transport of kombu, whose delayed messages wait in a store."""
     plain = kombus.Channel
     is_database = hasattr(plain, "_engine_from_config")
     mixin: type = StoreDelayingChannel
@@ -255,7 +244,7 @@ def delaying(kombus: type[virtual.Transport]) -> type[virtual.Transport]:
 
 
 def disconnected_of(kombus: type[virtual.Transport]) -> type[Exception]:
-    """An error from which this transport recovers; some of kombu's know none but a driver's own."""
+    """An error for a closed channel, from which this transport of kombu recovers."""
     found: type[Exception] = RecoverableConnectionError
     recoverable = getattr(kombus, "recoverable_connection_errors", kombus.connection_errors)
     if not issubclass(found, recoverable):
@@ -267,7 +256,7 @@ _transports: dict[str, type[virtual.Transport]] = {}
 
 
 def transport_of(alias: str) -> type[virtual.Transport]:
-    """Ours for one of kombu's aliases; imports kombu's."""
+    """Our transport for an alias of kombu, such as "filesystem". It imports kombu's transport."""
     if alias not in _transports:
         original = originals[alias]
         found = original() if callable(original) else symbol_by_name(original)

@@ -1,7 +1,7 @@
-"""The waiting tasks of a store, seen and changed in place.
+"""Lists, cancels and moves the waiting tasks of a store.
 
-A row's lock decides between a change and the dispatcher: the second finds it gone, or due at
-another time.
+A change and the dispatcher lock the row of a message. The later of the two finds the row deleted,
+or with another due time.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from functools import cached_property
 from time import time_ns
 from typing import Any
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, delete, select, update
 
-from ...errors import RecordsUnavailable, StoreUnavailable, TopologyMismatch
+from ...errors import RecordsUnavailable, StoreUnavailable
 from ...records.interface import T
 from ...records.sql_listing import SqlListing
-from ...records.waiting import Outcome, Verdict, Waiting
+from ...records.waiting import Outcome, Waiting
 from ..virtual.waiting import changed, waiting_of
 from .handover import HandOver, handing_over
-from .rows import SHOWN
+from .rows import SHOWN, as_it_was
 from .schema import MESSAGES
 from .store import Store
 
 
 class StoreWaitingTasks(SqlListing):
-    """A :class:`~celery_native_delay.records.waiting.WaitingTasks` on one channel."""
+    """The :class:`~celery_native_delay.records.waiting.WaitingTasks` of a store."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -42,45 +42,47 @@ class StoreWaitingTasks(SqlListing):
     def close(self) -> None:
         self._stack.close()
 
-    def get(self, task_id: str) -> list[Waiting]:
-        with _explained(), self._store.rows() as rows:
-            return list(filter(None, map(self._decoded, rows.of(task_id))))
-
     def _look_up(self, work: Callable[[Connection], T]) -> T:
         with _explained():
-            return self._store.look(work)
+            return self._store.look_up(work)
 
     def _decoded(self, row: Any) -> Waiting | None:
         return waiting_of(row.envelope, queue=row.queue, due_us=row.due_us)
 
-    def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
+    def _found(self, task_id: str) -> list[tuple[int, Any, Waiting]]:
+        row = MESSAGES.c
+        mine = row.namespace == self._store.namespace
+        asked = select(*SHOWN).where(mine, row.task_id == task_id[:255]).order_by(row.due_us)
+        rows = self._look_up(lambda connection: connection.execute(asked).all())
+        return [(row.id, row, task) for row in rows if (task := self._decoded(row)) is not None]
+
+    def _replace(
+        self, member: int, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
+    ) -> tuple[int, int] | None:
         new_due_us = time_ns() // 1000 if due_us is None else due_us
-        done: list[Waiting] = []
+        new = changed(entry.envelope, new_due_us, cancelled=cancelled)
+        statement: Any = delete(MESSAGES)
+        if new is not None:
+            values = {"envelope": new, "due_us": new_due_us, "attempts": 0, "reason": None}
+            statement = update(MESSAGES).values(values)
+        this = statement.where(*as_it_was(entry))
         with _explained():
-            seen = self.get(task_id)
-            with self._store.rows(to_change=True) as rows:
-                for row in rows.of(task_id):
-                    task = self._decoded(row)
-                    if task is None:
-                        continue
-                    done.append(task)
-                    new = changed(row.envelope, new_due_us, cancelled=cancelled)
-                    if new is None:
-                        rows.remove(row)
-                    else:
-                        rows.replace(row, new, new_due_us)
-            if not done:
-                verdict = Verdict.TOO_LATE if seen else Verdict.UNKNOWN
-                return Outcome(task_id, verdict, None, tuple(seen))
-            self._store.on_add(new_due_us)
-            if due_us is None:
+            done = self._store.do(lambda connection: connection.execute(this).rowcount)
+        return (member, new_due_us) if done else None
+
+    def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
+        outcome = super()._change(task_id, due_us, cancelled=cancelled)
+        if outcome and due_us is None:
+            with _explained():
                 self._dispatch()
-        return Outcome(task_id, Verdict.DONE, None if cancelled else new_due_us, tuple(done))
+        elif outcome:
+            self._store.on_add(due_us or 0)
+        return outcome
 
     def _dispatch(self) -> None:
-        """Dispatch a batch: without a dispatcher what is due would be counted among what waits."""
+        """Dispatch a batch of due messages, so that they are not listed until a worker does it."""
         lost = self._channel.connection.client.connection_errors
-        with suppress(OSError, *lost):  # then a worker will, when the broker is back
+        with suppress(OSError, *lost):  # a worker does it when the broker is back
             hand_over = self._hand_over
             with self._store.taking(until_us=time_ns() // 1000) as batch:
                 hand_over(batch, park=False)
@@ -94,5 +96,5 @@ class StoreWaitingTasks(SqlListing):
 def _explained() -> Iterator[None]:
     try:
         yield
-    except (StoreUnavailable, TopologyMismatch) as exc:
-        raise RecordsUnavailable(f"the store does not say what waits: {exc}") from exc
+    except StoreUnavailable as exc:
+        raise RecordsUnavailable(f"waiting tasks cannot be listed: {exc}") from exc

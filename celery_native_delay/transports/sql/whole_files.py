@@ -1,15 +1,13 @@
-"""Messages of kombu's filesystem transport, as files that appear and are taken when complete.
+"""Writes messages for kombu's filesystem transport so that consumers see only complete files.
 
-kombu makes a file under its final name and fills it then; a consumer that looks in between takes an
-empty file, fails on it and has lost the message. So ours have their name when they are whole, and
-those of a producer without this package are left alone until they are.
+kombu creates a file under its final name and fills it afterwards. A consumer that looks in between
+takes an empty file and loses the message. So this package writes under another name, and renames.
 https://github.com/celery/kombu/blob/v5.5.0/kombu/transport/filesystem.py#L238
 """
 
 from __future__ import annotations
 
 import errno
-import shutil
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -17,25 +15,25 @@ from typing import Any
 from uuid import uuid4
 
 from kombu.exceptions import ChannelError
-from kombu.utils.json import loads
 
-#: What the name of the queue is to blame for, where the folder is there.
+#: Error numbers for which the name of the queue is the cause if the folder exists.
 _BY_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL, errno.ENAMETOOLONG)
 
 
 def is_folder(channel: Any) -> bool:
-    """True if *channel* puts messages into files."""
+    """True if *channel* is one of kombu's filesystem transport."""
     return hasattr(channel, "data_folder_out")
 
 
 def put_file(channel: Any, queue: str, envelope: str) -> None:
-    """Put a message, as JSON, where kombu's *channel* would, under a name as it would have.
+    """Write a message, as JSON, into the folder of *channel*, under a name as kombu would choose.
 
-    ChannelError: no file can have this name. OSError: the folder is not there, full, or not ours.
+    Raises ChannelError if no file can have this name, and OSError if the folder does not exist, is
+    full or not writable.
     """
     folder = Path(channel.data_folder_out)
     name = f"{round(monotonic() * 1000)}_{uuid4()}"
-    # No consumer's: those of kombu 5.5 look for the name of their queue anywhere.
+    # Without the queue's name: consumers of kombu 5.5 look for it anywhere in a file's name.
     unfinished = folder / f"{name}.unfinished"
     try:
         unfinished.write_bytes(envelope.encode())
@@ -46,20 +44,3 @@ def put_file(channel: Any, queue: str, envelope: str) -> None:
         if exc.errno in _BY_NAME and folder.is_dir():
             raise ChannelError(f"Cannot add file for {queue!r} to directory") from exc
         raise
-
-
-def take_file(channel: Any, queue: str) -> Any:
-    """Take the oldest whole message of a queue out of kombu's *channel*; None without one."""
-    for path in sorted(Path(channel.data_folder_in).iterdir()):
-        if path.name.partition(".")[2] != f"{queue}.msg":
-            continue
-        try:
-            message = loads(path.read_bytes().decode())
-            if channel.store_processed:
-                shutil.move(path, channel.processed_folder)
-            else:
-                path.unlink()
-        except (OSError, ValueError):  # another consumer has it; it is being written
-            continue
-        return message
-    return None

@@ -1,4 +1,4 @@
-"""A worker's work for a store: dispatch, take in what came too early, try what is parked."""
+"""What a worker does for a store: dispatch, store early messages again, retry parked messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 class StoreWorkerPart(WorkerPart):
     def prepare(self, where: str) -> str:
-        """Make the tables, if they are not there; while the store is away, its dispatcher does."""
+        """Create missing tables. If the store is unreachable, the dispatcher creates them later."""
         store: Store = self._delays.store
         try:
             store.prepare()
@@ -28,48 +28,46 @@ class StoreWorkerPart(WorkerPart):
             found = f"{census.waiting} waiting, {census.parked} parked"
         except StoreUnavailable as exc:
             logger.warning("native delay: %s; it is asked again until it answers", exc)
-            found = "how many is not known yet"
+            found = "their number is not known yet"
         return (
-            f"{store.shown_url} holds delayed tasks of {where}: {found}; "
+            f"{store.where} holds delayed tasks of {where}: {found}; "
             f"dispatching in this worker; {self.terms}"
         )
 
     def dangers(self) -> list[Finding]:
-        """Two folders, between which what is dispatched would be lost."""
+        """Find two different folders, between which dispatched messages would be lost."""
         if not is_folder(self._channel):
             return []
         out, into = self._channel.data_folder_out, self._channel.data_folder_in
         if Path(out).absolute() == Path(into).absolute():
             return []
         problem = (
-            f"what is due goes to data_folder_out, {out}, and this worker consumes from "
+            f"due messages go to data_folder_out, {out}, and this worker consumes from "
             f"data_folder_in, {into}"
         )
         way_out = "name the same folder twice in broker_transport_options"
         return [Finding("folders", WRONG, problem, way_out)]
 
     comes_back_late_seconds = 0.3
-    """Dispatchers of other processes look that often."""
+    """Seconds. Dispatchers of other processes look every 0.25 s."""
 
     def put_one_back(self, wait: Wait) -> None:
         self._delays.put_back(wait.on(wait.message._raw), wait.queue, due_us=wait.due_us)
 
     def rescue(self) -> Rescue:
-        """Try every parked message once more; several processes may be at it."""
+        """Try to deliver every parked message once more. Several processes may do so at once."""
         return rescue(self._channel, self._delays.store)
 
     def sweep(self) -> int:
-        """Remove records that say nothing any more."""
-        return int(self._delays.store.records.sweep())
+        """Remove expired records."""
+        return int(self._delays.records.sweep())
 
     def promoter(self, connect: Callable[..., Any]) -> Dispatcher:
-        store: Store = self._delays.store
-        store.breakers.give_up_after(self.settings.store_outage_seconds)
-        return Dispatcher(store, connect)
+        return Dispatcher(self._delays.store, connect)
 
 
 def rescue(channel: Any, store: Store) -> Rescue:
-    """Try what is parked now; what is refused again stays parked."""
+    """Try to deliver all parked messages. Messages that are refused again stay parked."""
     outcome = Rescue()
     if not store.count_parked():
         return outcome

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...finding import MAY_DIFFER_IN_WHOLE_SECONDS, UNCHECKED, WRONG, Finding, clock_finding
+from ...finding import UNCHECKED, WRONG, Finding
 from ..interface import Backlog, Told
 from ..recorded import NothingParked, with_records
 from .delay_queue import (
@@ -30,49 +29,32 @@ _RELAY = (
 _DELAYED = "ApproximateNumberOfMessagesDelayed"
 
 
-@dataclass(frozen=True)
-class QueueStatus:
-    """About how many messages wait for one destination.
+class Status:
+    """About how many messages wait in SQS, which tells no due time; nothing is parked.
 
-    *here* in the destination itself, for less than a hop; *on_the_way* in its delay queue, None
+    Of each queue: *here* in itself, for less than a hop; *on_the_way* in its delay queue, None
     where there is none; *overdue* there, without a relay that takes them.
     """
 
-    queue: str
-    here: int
-    on_the_way: int | None
-    overdue: int
-
-
-@dataclass(frozen=True)
-class Status:
-    """Numbers of what waits in SQS, which tells no due time; nothing is parked."""
-
-    name: str
-    queues: list[QueueStatus]
-    parked: int = 0
-
-    @property
-    def waiting(self) -> int:
-        return sum(each.here + (each.on_the_way or 0) for each in self.queues)
-
-    @property
-    def overdue(self) -> int:
-        return sum(each.overdue for each in self.queues)
+    def __init__(self, name: str, queues: list[dict[str, Any]]) -> None:
+        self.name = name
+        self.queues = queues
+        self.waiting = sum(each["here"] + (each["on_the_way"] or 0) for each in queues)
+        self.overdue = sum(each["overdue"] for each in queues)
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"waiting": self.waiting, "overdue": self.overdue}
+        return {"parked": 0, **vars(self)}
 
     def lines(self, table: Callable[..., str]) -> list[str]:
         rows = [
-            (each.queue, each.here, "-" if each.on_the_way is None else each.on_the_way)
+            (each["queue"], each["here"], "-" if each["on_the_way"] is None else each["on_the_way"])
             for each in self.queues
         ]
         overdue = [
-            f"{each.queue}: about {each.overdue} message(s) have done their wait and no relay "
-            f"takes them from its delay queue: {_RELAY}"
+            f"{each['queue']}: about {each['overdue']} message(s) have done their wait and no "
+            f"relay takes them from its delay queue: {_RELAY}"
             for each in self.queues
-            if each.overdue
+            if each["overdue"]
         ]
         return [
             table(("queue", "waiting here", "in its delay queue"), rows),
@@ -143,15 +125,7 @@ class SqsAdminPart(NothingParked):
             )
             found.append(Finding("relaying", UNCHECKED, problem, f"make sure of it: {_RELAY}"))
         records = self._delays.records
-        return [*found, *self._clocks(), *(() if records is None else records.findings())]
-
-    def _clocks(self) -> Iterator[Finding]:
-        yield from clock_finding(
-            "SQS' clock",
-            self._delays.queues.clock_ahead_seconds or 0.0,
-            "delayed tasks from here are that much early or late",
-            may_differ_seconds=MAY_DIFFER_IN_WHOLE_SECONDS,
-        )
+        return [*found, *(() if records is None else records.findings())]
 
     def status(self) -> Status:
         """Count what waits, as far as SQS tells: its numbers are some seconds old."""
@@ -195,11 +169,12 @@ class SqsAdminPart(NothingParked):
     def _attributes(self, queue: str) -> dict[str, str] | None:
         return self._asked(delay_queue_of(queue))
 
-    def _status(self, queue: str) -> QueueStatus:
+    def _status(self, queue: str) -> dict[str, Any]:
         attributes = self._attributes(queue)
         on_the_way = None if attributes is None else waiting_in(attributes)
         here = int((self._asked(queue) or {}).get(_DELAYED) or 0)
-        return QueueStatus(queue, here, on_the_way, overdue_in(attributes or {}))
+        overdue = overdue_in(attributes or {})
+        return {"queue": queue, "here": here, "on_the_way": on_the_way, "overdue": overdue}
 
     def _asked(self, queue: str) -> dict[str, str] | None:
         url = self._delays.queues.find(queue)

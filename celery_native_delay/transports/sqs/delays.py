@@ -22,7 +22,7 @@ from .delay_queue import (
     overdue_in,
     why_not_made,
 )
-from .entry import MOST_BYTES, Entry, Payload, Put, check_size
+from .entry import MOST_BYTES, Entry, Payload, SqsMessage, check_size
 from .queues import Queues, explained, is_gone
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Delays(recorded.Delays):
         self.queues = Queues(channel)
         self._looks: dict[str, Look] = {}
 
-    def send(self, put: Put, *, now_us: int) -> None:
+    def send(self, put: SqsMessage, *, now_us: int) -> None:
         """Send a message, to wait.
 
         In the delay queue its delivery tag tells this wait from every other: a second attempt
@@ -66,7 +66,7 @@ class Delays(recorded.Delays):
         ):
             self._send(queue, put.payload, put.seconds_here(now_us=now_us))
 
-    def _put(self, queue: str, message: dict[str, Any], due_us: int) -> Put:
+    def _put(self, queue: str, message: dict[str, Any], due_us: int) -> SqsMessage:
         if not can_delay(queue):
             raise CannotDelay(
                 f"expected a queue that can delay, got the FIFO queue {queue!r}: SQS takes no "
@@ -74,9 +74,11 @@ class Delays(recorded.Delays):
             )
         base64 = self._channel.sqs_base64_encoding
         payload = Payload.of(message, base64=base64)
-        return Put(queue, due_us, str(message["properties"]["delivery_tag"]), payload, base64)
+        return SqsMessage(
+            queue, due_us, str(message["properties"]["delivery_tag"]), payload, base64
+        )
 
-    def check_size(self, put: Put, *, now_us: int) -> None:
+    def check_size(self, put: SqsMessage, *, now_us: int) -> None:
         """Refuse what is too large for SQS, or for its destination if that is known."""
         if not put.is_far(now_us=now_us):
             check_size(put.payload.size_bytes, queue=put.queue)

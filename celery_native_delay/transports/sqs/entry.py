@@ -115,7 +115,7 @@ class Entry:
         }
 
 
-class Put(NamedTuple):
+class SqsMessage(NamedTuple):
     """A message that is to wait for *queue*; *id* is that of its wait, *base64* kombu's setting."""
 
     queue: str

@@ -76,36 +76,3 @@ class Reception:
 def retry_seconds(receive_count: int) -> int:
     """Seconds that a message which could not be sent on rests, by how often it was received."""
     return min(1 << min(receive_count, 20), 900)
-
-
-@dataclass(frozen=True)
-class Itinerary:
-    """The way of one message through SQS."""
-
-    delay_seconds: float
-    remainders: tuple[int, ...]
-
-    @classmethod
-    def of(cls, delay_seconds: float) -> Itinerary:
-        delay_ms = -(-round(delay_seconds * 1_000_000) // 1000)
-        return cls(delay_seconds, tuple(remainders(delay_ms)))
-
-    @property
-    def waits_seconds(self) -> int:
-        """Seconds that it waits in all."""
-        return self.remainders[0]
-
-    @property
-    def hops(self) -> int:
-        """The number of its waits in the delay queue."""
-        return len(self.remainders) - 1
-
-    @property
-    def requests(self) -> int:
-        """The number of requests if it travels alone, its first send included."""
-        return 1 + self.hops * REQUESTS_PER_HOP
-
-    @property
-    def requests_in_batches(self) -> float:
-        """The number of requests for each message if it always travels with nine others."""
-        return 1 + self.hops * REQUESTS_PER_HOP / BATCH

@@ -18,12 +18,12 @@ from botocore.exceptions import (
     PartialCredentialsError,
 )
 
-from ..outbox import Batch
-from ..virtual.collecting import Collecting, PlainPut
+from ..outbox import OutboxBatch
+from ..virtual.collecting import Collecting, PlainMessage
 from ..virtual.recorded import Outbox as RecordedOutbox
 from .delay_queue import can_delay, delay_queue_of
 from .delays import Delays
-from .entry import Put, in_requests
+from .entry import SqsMessage, in_requests
 from .queues import explained
 
 #: What SQS answers to credentials that it does not know; those it knows may be denied an action.
@@ -42,20 +42,20 @@ class NotYet(Exception):
 class SqsCollecting(Collecting):
     """A channel that collects messages that SQS will take."""
 
-    def put_for(self: Any, queue: str, message: dict[str, Any]) -> Put | PlainPut:
+    def put_for(self: Any, queue: str, message: dict[str, Any]) -> SqsMessage | PlainMessage:
         due_us = self.due_of(message)
         if due_us is None or not can_delay(queue):
-            return PlainPut(queue, message)
+            return PlainMessage(queue, message)
         self.delays.check_reach(due_us)
-        put: Put = self.delays.put_of(queue, message, due_us=due_us)
+        put: SqsMessage = self.delays.put_of(queue, message, due_us=due_us)
         self.check(put)
         return put
 
-    def put_plainly(self: Any, put: PlainPut) -> None:
+    def put_plainly(self: Any, put: PlainMessage) -> None:
         with explained(self.delays.queues.name(put.queue), "sqs:SendMessage"):
             super().put_plainly(put)
 
-    def check(self: Any, put: Put) -> None:
+    def check(self: Any, put: SqsMessage) -> None:
         """Raise an error that stands against sending, before it is among those that are sent."""
         delays: Delays = self.delays
         now_us = time_ns() // 1000
@@ -64,7 +64,7 @@ class SqsCollecting(Collecting):
             delays.queues.url(put.queue)
 
 
-class Outbox(RecordedOutbox[Put | PlainPut]):
+class Outbox(RecordedOutbox[SqsMessage | PlainMessage]):
     """Many messages to SQS, ten in a request; what does not wait is sent as ever, one by one."""
 
     lost = (*RecordedOutbox.lost, BotoCoreError, ClientError, NotYet)
@@ -76,31 +76,33 @@ class Outbox(RecordedOutbox[Put | PlainPut]):
         no_credentials = isinstance(error, _NO_CREDENTIALS)
         return no_credentials or super().is_lasting(error)
 
-    def take(self, put: Put | PlainPut) -> None:
-        if isinstance(put, Put):
+    def take(self, put: SqsMessage | PlainMessage) -> None:
+        if isinstance(put, SqsMessage):
             self.channel.check(put)
         super().take(put)
 
     def _prepare(self, channel: Any) -> None:
         channel.delays.check_settings()
 
-    def _packed(self, puts: list[Put | PlainPut]) -> Iterable[Batch[Put | PlainPut]]:
+    def _packed(
+        self, puts: list[SqsMessage | PlainMessage]
+    ) -> Iterable[OutboxBatch[SqsMessage | PlainMessage]]:
         """Batches of those that go to the same queue."""
         now_us = time_ns() // 1000
-        ways: dict[tuple[str, bool], list[Put | PlainPut]] = {}
+        ways: dict[tuple[str, bool], list[SqsMessage | PlainMessage]] = {}
         for put in puts:
-            if isinstance(put, PlainPut):
-                yield Batch([put])
+            if isinstance(put, PlainMessage):
+                yield OutboxBatch([put])
             else:
                 way = put.queue, put.is_far(now_us=now_us)
                 ways.setdefault(way, []).append(put)
         for together in ways.values():
             # By the size of an entry, which is some 200 bytes more than the message.
-            yield from map(Batch, in_requests(together, lambda put: put.size_bytes + 1000))
+            yield from map(OutboxBatch, in_requests(together, lambda put: put.size_bytes + 1000))
 
-    def _deliver(self, batch: Batch[Put | PlainPut]) -> None:
-        waiting = [put for put in batch.puts if isinstance(put, Put)]
-        if isinstance(plain := batch.puts[0], PlainPut):  # the only one
+    def _deliver(self, batch: OutboxBatch[SqsMessage | PlainMessage]) -> None:
+        waiting = [put for put in batch.puts if isinstance(put, SqsMessage)]
+        if isinstance(plain := batch.puts[0], PlainMessage):  # the only one
             self._put_plainly(plain)
             return
         # Since it was packed, some may have become due sooner than a wait in the delay queue ends.
@@ -122,8 +124,8 @@ class Outbox(RecordedOutbox[Put | PlainPut]):
 
     def _send(
         self,
-        batch: Batch[Put | PlainPut],
-        puts: list[Put],
+        batch: OutboxBatch[SqsMessage | PlainMessage],
+        puts: list[SqsMessage],
         queue: str,
         messages: list[dict[str, Any]],
         url: Callable[[], str],

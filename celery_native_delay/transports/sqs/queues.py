@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
-from time import time
 from typing import Any, NamedTuple
 
 from botocore.exceptions import ClientError
@@ -36,9 +35,6 @@ class Queues:
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
-        #: By the last answer about attributes: how far SQS' clock is ahead of ours, negative if
-        #: behind; None without one. It is told in whole seconds.
-        self.clock_ahead_seconds: float | None = None
 
     def client(self, queue: str) -> Any:
         """The boto client for *queue*; predefined queues have each their own."""
@@ -133,8 +129,6 @@ class Queues:
                     raise
                 self.forget(queue)
                 return None
-        if told_ms := dated_ms(answer):
-            self.clock_ahead_seconds = (told_ms + 500) / 1000 - time()
         return dict(answer.get("Attributes") or {})
 
 

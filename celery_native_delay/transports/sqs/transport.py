@@ -56,7 +56,7 @@ class Transport(DelayingTransport, SQS.Transport):  # type: ignore[misc]
         self.urls_by_queue: dict[str, str] = {}
 
     def bulk_publisher(self, *, window: int) -> Any:
-        from ..virtual.learnt import publisher
+        from ..virtual.template import publisher
         from .outbox import Outbox
 
         return publisher(Outbox(self.client, window))

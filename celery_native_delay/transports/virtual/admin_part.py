@@ -1,4 +1,4 @@
-"""The command line's part on brokers whose messages wait in a store: what all of them share."""
+"""The base of the command line's part on Redis and on stores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .wrapping import unwrapped
 
 
 class AdminPart:
-    """Numbers for :class:`~celery_native_delay.transports.interface.AdminPart`, by a *_store*."""
+    """The numbers that the command line asks for, from a *_store*."""
 
     name: str
     _store: Any
@@ -20,7 +20,7 @@ class AdminPart:
         return Status.of(self.name, self._store.census())
 
     def backlog(self) -> Backlog:
-        """The store itself knows what waits."""
+        """The store's own numbers: it needs no records."""
         census = self._store.census()
         waiting = census.waiting
         return Backlog(waiting, census.parked, (), True, census.until_first_us, waiting)
@@ -33,6 +33,6 @@ class AdminPart:
 
 
 def parked_task(envelope: str | bytes) -> ParkedTask:
-    """The task in a parked message, as far as it tells who it is."""
+    """The parked task in an *envelope*."""
     message = json.loads(envelope)
     return ParkedTask.of(*unwrapped(message.get("headers"), message["properties"]))

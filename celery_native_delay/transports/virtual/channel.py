@@ -1,6 +1,6 @@
-"""A channel and a transport of kombu's virtual ones, taught to let messages wait.
+"""Mixins that delay messages on kombu's virtual channels and transports.
 
-Mixed in before kombu's own. Each broker has its own :meth:`~DelayingChannel.let_wait`.
+They stand before kombu's own classes. Each broker implements :meth:`~DelayingChannel.let_wait`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from kombu.transport import virtual
 
 from ...errors import CannotDelay, SettingsError
 from ...keyed.publishing import KeyedPublish, keyed_publish, underway
-from ...keyed.records import KeyRecords
 from ...message import Delayed, due_of
+from ...records.interface import Records
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..interface import without_records
@@ -24,10 +24,10 @@ from .wrapping import due_then, unwrapped
 
 
 class Message(virtual.Message):  # type: ignore[misc]
-    """A received message; one that waited looks as if it had not.
+    """A received message, without our header.
 
-    *native_delay* tells of its wait, None if there was none; *consumed_from* is the queue it came
-    from, "" for a broadcast, which no queue of this name ever held.
+    *native_delay* describes its wait, None if it did not wait. *consumed_from* is the queue that it
+    came from, "" for a broadcast.
     """
 
     headers: dict[str, Any]
@@ -36,15 +36,15 @@ class Message(virtual.Message):  # type: ignore[misc]
 
     def __init__(self, payload: Any, channel: Any = None, **kwargs: Any) -> None:
         super().__init__(payload, channel=channel, **kwargs)
-        # kombu keeps the payload itself for redelivery; our header must stay.
+        # kombu keeps the payload for redelivery; our header stays in it.
         self.headers, self.native_delay = unwrapped(self.headers, self.properties)
 
 
 class PublishingChannel:
-    """A delayed publish on a closed channel is an outage, which kombu retries, as on RabbitMQ."""
+    """A channel on which a delayed publish raises an error that kombu retries, if it is closed."""
 
     disconnected: ClassVar[type[Exception]] = RecoverableConnectionError
-    """The error on a closed channel: one from which its transport recovers."""
+    """The error on a closed channel: one of the transport's recoverable errors."""
 
     def basic_publish(
         self: Any, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any
@@ -54,13 +54,13 @@ class PublishingChannel:
         return super().basic_publish(message, exchange, routing_key, **kwargs)  # type: ignore[misc]
 
     def check_connected(self: Any) -> None:
-        """Raise :attr:`disconnected` on a channel that was closed, maybe with its connection."""
+        """Raise :attr:`disconnected` if the channel is closed."""
         if self.connection is None:
             raise self.disconnected("the connection of this channel was closed")
 
     @staticmethod
     def due_of(message: dict[str, Any]) -> int | None:
-        """The due time of *message*, if it is to wait; not of one that kombu redelivers."""
+        """The due time of *message*, None if it does not wait, or kombu redelivers it."""
         if message.get("redelivered"):
             return None
         due_us = due_of(message.get("headers"))
@@ -68,35 +68,35 @@ class PublishingChannel:
 
 
 class DelayingChannel(PublishingChannel):
-    """A channel whose messages can wait; mixed in before kombu's."""
+    """A channel whose messages can wait."""
 
     Message = Message
 
     delays_class: ClassVar[Callable[..., Any]]
-    """The broker's own :class:`~.delays.Delays`, of a channel and its settings."""
+    """The broker's own :class:`~.delays.Delays`, made of a channel and its settings."""
 
     def make_delays(self, settings: DelaySettings) -> Any:
-        """Delayed delivery on this channel."""
+        """A new :attr:`delays` for this channel."""
         return type(self).delays_class(self, settings)
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
         """Keep kombu's *message* for *queue* until it is due; *kwargs* are kombu's own.
 
-        NativeDelayError: it cannot wait there; nothing was sent.
+        Raises NativeDelayError if it cannot wait; then it was not sent.
         """
         raise NotImplementedError
 
     def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> Any:
-        """Put kombu's *message* in as its key has it; AnotherStands if that has another."""
+        """Publish kombu's *message* under a key. Raises AnotherStands if another task has it."""
         raise without_records(self)
 
-    def key_records(self, settings: DelaySettings) -> KeyRecords:
-        """The records of keys; UnsupportedBroker where they cannot be kept beside what waits."""
+    def records(self, settings: DelaySettings) -> Records:
+        """The records beside the waiting messages. Raises UnsupportedBroker if there are none."""
         raise without_records(self)
 
     @property
     def delays(self) -> Any:
-        """Delayed delivery on this channel; raises :attr:`disconnected` when it was closed."""
+        """Delayed publishing on this channel. Raises :attr:`disconnected` if it is closed."""
         self.check_connected()
         return self._delays
 
@@ -106,13 +106,13 @@ class DelayingChannel(PublishingChannel):
         try:
             return self.make_delays(settings_from_option(option))
         except SettingsError as exc:
-            # Immediate messages are none of our business: only a delayed one is refused.
+            # Immediate messages are published as ever; each delayed one raises the error.
             delays = self.make_delays(DelaySettings())
             delays.refusal = exc
             return delays
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
-        """Deliver to *queue*; a message whose ``eta`` header lies in the future waits first."""
+        """Deliver *message* to *queue*; with a header ``eta`` in the future it waits first."""
         keyed = underway.get() and keyed_publish(message.get("headers"))
         if keyed is not None:
             return self._put_keyed(queue, message, keyed, **kwargs)
@@ -124,14 +124,14 @@ class DelayingChannel(PublishingChannel):
     def _put_keyed(
         self, queue: str, message: dict[str, Any], keyed: KeyedPublish, **kwargs: Any
     ) -> Any:
-        """Its first copy takes the place of others; an exchange may lead to several queues."""
+        """Publish under a key; the first of several queues replaces the waiting message."""
         due_us = keyed.due_us
         if due_us is None:
             return self.let_wait_keyed(queue, message, keyed)
         return self.let_wait(queue, due_then(message, due_us), due_us=due_us, **kwargs)
 
     def check_unkeyed(self, message: dict[str, Any], exchange: str) -> None:
-        """Raise CannotDelay for a broadcast under a key."""
+        """Raise CannotDelay if *message* is a broadcast under a key."""
         if keyed_publish(message.get("headers")) is not None:
             raise CannotDelay(
                 f"expected a task with a key to go to a queue, got the exchange {exchange!r}, "
@@ -147,7 +147,7 @@ class DelayingChannel(PublishingChannel):
         **kwargs: Any,
     ) -> Any:
         def noting(message: Any) -> Any:
-            # Some of kombu's hold queues for broadcasts, and some none at all.
+            # Some of kombu's transports have queues for broadcasts.
             broadcast = queue in getattr(self, "_fanout_queues", ())
             message.consumed_from = "" if broadcast else queue
             return callback(message)
@@ -156,7 +156,7 @@ class DelayingChannel(PublishingChannel):
 
 
 class DelayingTransport:
-    """kombu's transport, with *delaying_channel* where a connection asks for delays."""
+    """A transport whose connections with the ``native_delay`` option use *delaying_channel*."""
 
     delaying_channel: ClassVar[type]
 

@@ -1,4 +1,4 @@
-"""Channels that collect what kombu would have them send: routed, with priority and envelope."""
+"""Channels that collect kombu's messages for an outbox, routed and encoded."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, Protocol, Self
 from kombu.utils.json import dumps
 
 
-class Put(Protocol):
-    """A message on its way to one destination."""
+class CollectedMessage(Protocol):
+    """A message for one queue, in an outbox."""
 
     @property
     def due_us(self) -> int:
-        """Microseconds since the epoch; 0 for one that does not wait."""
+        """The due time in microseconds since the epoch; 0 if the message does not wait."""
 
     @property
     def envelope(self) -> str | bytes:
@@ -20,14 +20,14 @@ class Put(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that it adds to a batch, about."""
+        """The bytes that the message adds to a batch, roughly."""
 
     def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
-        """Another one that waits for the same destination."""
+        """Another message that waits for the same destination."""
 
 
-class PlainPut(NamedTuple):
-    """A message that goes to *queue* as kombu would have it go."""
+class PlainMessage(NamedTuple):
+    """A message that kombu sends to *queue*."""
 
     queue: str
     message: dict[str, Any]
@@ -42,34 +42,34 @@ class PlainPut(NamedTuple):
         return len(self.message.get("body") or "")
 
     def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
-        raise NotImplementedError("what does not wait is sent the long way")
+        raise NotImplementedError("only delayed messages have a template")
 
 
 class Collecting:
-    """A channel that collects what kombu would have it send; mixed in before ours.
+    """A channel that collects messages instead of sending them; mixed in before ours.
 
-    *collected* goes somewhere; *returned* are envelopes of messages that no queue is bound for,
-    which kombu drops.
+    *collected* are messages for a queue. *returned* are the envelopes of messages for which no
+    queue is bound; kombu drops them.
     """
 
     collected: list[Any]
     returned: list[bytes]
     _is_routed = False
 
-    def put_for(self, queue: str, message: dict[str, Any]) -> Put:
-        """kombu's *message* on its way to *queue*; NativeDelayError if it cannot wait."""
+    def put_for(self, queue: str, message: dict[str, Any]) -> CollectedMessage:
+        """kombu's *message* for *queue*. Raises NativeDelayError if it cannot wait."""
         raise NotImplementedError
 
     def put_for_all(
         self, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
-    ) -> Put:
-        """kombu's *message* on its way to all that listen to *exchange* when it is due."""
+    ) -> CollectedMessage:
+        """kombu's *message* for a fanout *exchange*: for all that listen when it is due."""
         raise NotImplementedError
 
-    def put_plainly(self, put: PlainPut) -> None:
-        """Send by kombu what does not wait; it may be tried again."""
+    def put_plainly(self, put: PlainMessage) -> None:
+        """Send a message that does not wait by kombu; it may be sent again."""
         message = put.message
-        # Some of kombu's take out what they have sent elsewhere.
+        # Some of kombu's transports remove properties that they send elsewhere.
         message = {**message, "properties": dict(message["properties"])}
         super()._put(put.queue, message)  # type: ignore[misc]
 

@@ -1,4 +1,4 @@
-"""Delayed delivery on one channel of a virtual transport, as far as it is the same on all."""
+"""The base of delayed publishing on a channel of kombu's virtual transports."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from ...settings import DelaySettings
 
 
 class Delays:
-    """Delayed publishing on one channel; the ``delays.py`` of each broker adds how."""
+    """Delayed publishing on one channel; the ``delays.py`` of each broker extends it."""
 
     refusal: NativeDelayError | None = None
-    """The reason why nothing is delayed; a producer is told."""
+    """The error that every delayed publish raises; None if there is none."""
 
     def __init__(self, settings: DelaySettings) -> None:
         self.settings = settings
 
     def check_settings(self) -> None:
-        """Raise what is wrong with the settings."""
+        """Raise :attr:`refusal`, if there is one."""
         if self.refusal is not None:
             raise self.refusal
 
     def check_reach(self, due_us: int) -> None:
-        """Raise DelayTooLong for what is further away than the longest delay."""
+        """Raise DelayTooLong if the delay is longer than the settings allow."""
         check_due(
             due_us,
             now_us=time_ns() // 1000,

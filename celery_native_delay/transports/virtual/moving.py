@@ -1,12 +1,12 @@
-"""Moving what waits to and from brokers on kombu's virtual transports: what all of them share.
+"""The base of moving waiting messages to and from kombu's virtual transports.
 
-A message has another form there: kombu's envelope, whose body is text.
+Messages there are kombu's envelopes, whose body is text.
 """
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from base64 import b64decode
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -16,37 +16,27 @@ from typing import Any
 from ...due_time import eta_of, milliseconds_up
 from ...errors import CannotDelay, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish, publishing
-from ...keyed.records import KeyRecords
 from ...message import Delayed, cancel, due_ms_of
+from .. import moving
 from ..moving import Moving, Reach, Source, Stays, derived_id, expires_ms_of
 from .wrapping import unwrapped
 
-#: What is due sooner, in microseconds, is left to the promoters, where there are any.
+#: Microseconds; messages that are due sooner are left to the promoters, if any run.
 LEFT_US = 5_000_000
-LEFT = Stays("it is about to be handed over, where it is", should=False)
+LEFT = Stays("it is due within 5 s where it is", should=False)
 
-#: What kombu keeps in an envelope's properties besides AMQP's.
+#: Properties of an envelope that are kombu's and not AMQP's.
 _KOMBUS = ("body_encoding", "delivery_info", "delivery_tag")
 
 
-class MovingPart(ABC):
-    """A :class:`~celery_native_delay.transports.moving.MovingPart`, on one channel."""
-
-    name: str
-
-    def __init__(self, channel: Any) -> None:
-        self._channel = channel
-
-    def prepare(self, queues: Sequence[Any]) -> None:
-        """Declare *queues*, so that exchanges are known to lead to them."""
-        for queue in queues:
-            queue(self._channel).declare()
+class MovingPart(moving.MovingPart):
+    """Moves waiting messages from and to a broker of one of kombu's virtual transports."""
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """All that waits here; there are no other places.
+        """The one place of this broker.
 
         Raises:
-            UnsupportedBroker: another one is asked for.
+            UnsupportedBroker: *what* names another one.
         """
         if what is not None:
             raise UnsupportedBroker(
@@ -55,17 +45,8 @@ class MovingPart(ABC):
             )
         return [self._source()]
 
-    def key_records(self) -> KeyRecords | None:
-        """The records of keys here; None if none can be kept."""
-        channel = self._channel
-        try:
-            records: KeyRecords = channel.key_records(channel.delays.settings)
-        except UnsupportedBroker:
-            return None
-        return records
-
     def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
-        """Let *moving* wait for each queue that it leads to."""
+        """Publish *moving* to wait for each queue that it is routed to."""
         delayed, channel = moving.delayed, self._channel
         message = self._message(moving)
         exchange, routing_key = delayed.exchange, delayed.routing_key
@@ -79,20 +60,20 @@ class MovingPart(ABC):
         is_ahead = channel.due_of(message) is not None
         for queue in queues:
             if not (moving.again and self._has(message, queue)):
-                # The record goes with the last copy: once it is there, so are all.
+                # The record is written with the last copy: then all copies are published.
                 last = keyed if queue == queues[-1] else None
                 with nullcontext() if last is None else publishing(last):
                     channel._put(queue, message)
-        # With a task's id it is known here, as long as it is not due.
+        # As long as it is not due, its task id tells that it is here.
         return not moving.again or (is_ahead and moving.task_id is not None)
 
     @abstractmethod
     def _has(self, message: dict[str, Any], queue: str) -> bool:
-        """True if *message* waits for *queue* already."""
+        """True if *message* already waits for *queue*."""
 
     @abstractmethod
     def _source(self) -> Source:
-        """All that waits here."""
+        """The waiting messages of this broker."""
 
     def _queues(self, exchange: str, routing_key: str) -> list[str]:
         if not exchange:
@@ -106,12 +87,12 @@ class MovingPart(ABC):
         if queues := sorted({queue for queue in found if queue}):
             return queues
         raise CannotDelay(
-            f"the exchange {exchange!r} leads nowhere here with the routing key {routing_key!r}: "
-            f"name its queue in task_queues"
+            f"no queue is bound to the exchange {exchange!r} with the routing key {routing_key!r}: "
+            f"name it in task_queues"
         )
 
     def _message(self, moving: Moving) -> dict[str, Any]:
-        """*moving* as kombu would make it of a publish, with the ETA it is to wait for."""
+        """*moving* as kombu's message, with the ETA that it waits for."""
         properties, delayed, channel = dict(moving.properties), moving.delayed, self._channel
         headers = dict(moving.headers)
         if delayed.cancelled:
@@ -132,7 +113,7 @@ class MovingPart(ABC):
 
 
 def moving_of(envelope: str | bytes, *, queue: str, due_us: int) -> Moving:
-    """The message of an envelope that waits for *queue*, "" for all who listen then."""
+    """The message of an *envelope* that waits for *queue*; "" is a broadcast."""
     message = json.loads(envelope)
     headers, properties = message.get("headers") or {}, message["properties"]
     opened, known = unwrapped(headers, properties)

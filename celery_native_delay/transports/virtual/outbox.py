@@ -1,4 +1,4 @@
-"""Outboxes on kombu's virtual transports: a channel collects what kombu would have it send."""
+"""The base of outboxes on kombu's virtual transports, whose channels collect messages."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from typing import Any, ClassVar, TypeVar
 
 from ...errors import NativeDelayError, RefusedMessage
 from .. import outbox
-from ..outbox import Batch
-from .collecting import Collecting, PlainPut, Put
+from ..outbox import OutboxBatch
+from .collecting import CollectedMessage, Collecting, PlainMessage
 from .template import refused_of
 
 NOWHERE = "no queue is bound for it"
 
-PutT = TypeVar("PutT", bound=Put)
-BatchT = TypeVar("BatchT", bound=Batch[Any])
+MessageT = TypeVar("MessageT", bound=CollectedMessage)
+BatchT = TypeVar("BatchT", bound=OutboxBatch[Any])
 
 
-class Outbox(outbox.Outbox[PutT, BatchT]):
-    """An outbox whose messages are envelopes of kombu's, collected by a channel."""
+class Outbox(outbox.Outbox[MessageT, BatchT]):
+    """An outbox for kombu's envelopes, which a channel collects."""
 
     collecting: ClassVar[type[Collecting]]
-    """The class that is mixed in before the transport's own channel."""
+    """The class that is mixed in before the transport's own channel, and collects."""
 
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
         self._already_named: set[tuple[str | None, str | None]] = set()
 
     def refuse_returned(self, envelopes: list[bytes]) -> None:
-        """Report messages that no queue is bound for."""
+        """Report messages as refused because no queue is bound for them."""
         self._refused += [replace(each, returned=True) for each in self._named(NOWHERE, envelopes)]
 
     def _prepare(self, channel: Any) -> None:
-        """Make a new *channel*, and whatever else it takes to write, ready."""
+        """Prepare a new *channel* for sending."""
 
     def _opened(self, client: Any) -> Collecting:
         delaying = client.transport.delaying_channel
@@ -45,11 +45,11 @@ class Outbox(outbox.Outbox[PutT, BatchT]):
         self._prepare(channel)
         return channel
 
-    def _reports(self, reason: str, puts: Iterable[PutT]) -> list[RefusedMessage]:
+    def _reports(self, reason: str, puts: Iterable[MessageT]) -> list[RefusedMessage]:
         return self._named(reason, [put.envelope for put in puts])
 
     def _named(self, reason: str, envelopes: Iterable[str | bytes]) -> list[RefusedMessage]:
-        """Each message once, to however many queues it was going."""
+        """Reports of messages: one for each, also if it was for several queues."""
         messages = {
             (message.delivery_id, message.task_id): message
             for message in (refused_of(reason, envelope) for envelope in envelopes)
@@ -60,20 +60,21 @@ class Outbox(outbox.Outbox[PutT, BatchT]):
 
 
 class NotTaken(Exception):
-    """The broker does not take one of these messages, or all of them; it has taken none."""
+    """The broker rejected a batch, for one of its messages; it has none of them."""
 
 
-class CallingOutbox(Outbox[PutT, Batch[PutT]]):
-    """An outbox for a broker whose answer is the return of a call."""
+class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
+    """An outbox for a broker that confirms by the return of a call."""
 
     @abstractmethod
-    def _deliver(self, batch: Batch[PutT]) -> None:
-        """Hand over *batch*; what the broker has taken, or refused for good, leaves it.
+    def _deliver(self, batch: OutboxBatch[MessageT]) -> None:
+        """Send *batch*; confirmed and refused messages are removed from it.
 
-        One of :attr:`lost`: what is left of it is to be tried again. NotTaken: one by one.
+        If it raises one of :attr:`lost`, the rest is sent again. After NotTaken each message is
+        sent alone.
         """
 
-    def _put_plainly(self, put: PlainPut) -> None:
+    def _put_plainly(self, put: PlainMessage) -> None:
         try:
             self.channel.put_plainly(put)
         except self.lost:
@@ -89,8 +90,8 @@ class CallingOutbox(Outbox[PutT, Batch[PutT]]):
                 self._deliver(batch)
             except NotTaken as exc:
                 self._batches.popleft()
-                if len(batch.puts) > 1:  # not all of them for one
-                    self._batches.extendleft(Batch([put]) for put in reversed(batch.puts))
+                if len(batch.puts) > 1:  # one message may be the reason
+                    self._batches.extendleft(OutboxBatch([put]) for put in reversed(batch.puts))
                     continue
                 self._unanswered -= len(batch.puts)
                 self._refuse(str(exc), batch.puts)
@@ -103,8 +104,10 @@ class CallingOutbox(Outbox[PutT, Batch[PutT]]):
                 self._settled(batch, batch.puts)
                 self._batches.popleft()
 
-    def _settled(self, batch: Batch[PutT], puts: Sequence[PutT], *, reason: str = "") -> None:
-        """The broker has answered for *puts* of *batch*: refused them, if there is a *reason*."""
+    def _settled(
+        self, batch: OutboxBatch[MessageT], puts: Sequence[MessageT], *, reason: str = ""
+    ) -> None:
+        """Remove *puts* from *batch*: confirmed, or refused if there is a *reason*."""
         if reason:
             self._refuse(reason, puts)
         self._unanswered -= len(puts)

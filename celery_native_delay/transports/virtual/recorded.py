@@ -1,4 +1,4 @@
-"""Records beside the brokers on kombu's virtual transports that cannot be looked into."""
+"""The base for SQS and pgmq, which cannot list waiting messages: records list them."""
 
 from __future__ import annotations
 
@@ -13,28 +13,24 @@ from uuid import uuid4
 from kombu.utils.json import dumps, loads
 
 from ...due_time import check_due, milliseconds_up
-from ...errors import NoRecords
 from ...keyed.publishing import KeyedPublish
-from ...keyed.records import KeyRecords
 from ...message import HEADER
-from ...rates.line import Lines
-from ...records.interface import Listed
-from ...records.waiting import Waiting, WaitingTasks
+from ...records.interface import IndexEntry
+from ...records.waiting import Waiting
 from ...settings import DelaySettings
-from ..interface import without_records
-from ..recorded import key_records_beside, lines_beside, member_of, records_beside
+from ..recorded import RecordedChannel, member_of, records_beside
 from . import delays
 from .channel import DelayingChannel
-from .collecting import Put
+from .collecting import CollectedMessage
 from .outbox import CallingOutbox
 from .waiting import waiting_of
 from .wrapping import due_then, encoded, wrapped
 
-PutT = TypeVar("PutT", bound=Put)
+MessageT = TypeVar("MessageT", bound=CollectedMessage)
 
 
 class Delays(delays.Delays):
-    """Delayed publishing on one channel, whose messages are noted in the records, if any."""
+    """Delayed publishing on one channel; it notes messages in the records, if any are kept."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(settings)
@@ -42,7 +38,7 @@ class Delays(delays.Delays):
 
     @cached_property
     def records(self) -> Any:
-        """The records beside the queues of this name prefix; None where none are kept."""
+        """The records beside the queues with this name prefix; None if none are kept."""
         client, prefix = self._channel.connection.client, self._channel.queue_name_prefix
         return records_beside(self.settings, f"{client.virtual_host}.{prefix}")
 
@@ -55,16 +51,16 @@ class Delays(delays.Delays):
         delivery_id: str | None = None,
         cancelled: bool = False,
     ) -> Any:
-        """kombu's *message* as it waits for *queue*, with our header; or why it cannot.
+        """kombu's *message* for *queue*, with our header. Raises if it cannot wait.
 
-        *delivery_id* tells this delivery from every other, None for a new one.
+        *delivery_id* None makes a new one.
         """
         self.check_settings()
         properties = message["properties"]
         if delivery_id is None:
             info = properties.get("delivery_info") or {}
             if self.records is not None and info.get("exchange"):
-                # It may lead to several queues, and each copy is an entry of its own.
+                # The exchange may have several queues: each copy has an entry of its own.
                 message = {**message, "properties": {**properties, "delivery_tag": str(uuid4())}}
             delivery_id = str(message["properties"]["delivery_tag"])
         due_ms = milliseconds_up(due_us)
@@ -73,11 +69,11 @@ class Delays(delays.Delays):
 
     @abstractmethod
     def _put(self, queue: str, message: dict[str, Any], due_us: int) -> Any:
-        """A *message* that has our header, on its way to *queue*."""
+        """A *message* with our header, for *queue*."""
 
     @abstractmethod
     def send(self, put: Any, *, now_us: int) -> None:
-        """Send what :meth:`put_of` made, which has a *queue* and a *message*."""
+        """Send a message that :meth:`put_of` made."""
 
     def publish(
         self,
@@ -88,10 +84,10 @@ class Delays(delays.Delays):
         delivery_id: str | None = None,
         recorded: bool = True,
     ) -> None:
-        """Let kombu's *message* wait for *queue*; raises as :meth:`put_of` and :meth:`send`.
+        """Publish kombu's *message* to wait for *queue*. Raises as :meth:`put_of`, :meth:`send`.
 
-        It may be further away than a producer's limit, which :meth:`check_reach` holds. *recorded*:
-        the records are told of it.
+        The delay may exceed a producer's limit (:meth:`check_reach`). *recorded*: note it in the
+        records.
         """
         put = self.put_of(queue, message, due_us=due_us, delivery_id=delivery_id)
         if recorded:
@@ -104,16 +100,16 @@ class Delays(delays.Delays):
             raise
 
     def publish_keyed(self, keyed: KeyedPublish, queue: str, message: dict[str, Any]) -> None:
-        """Send kombu's *message* as its key has it; raises as :meth:`publish`, AnotherStands."""
+        """Publish kombu's *message* under a key. Raises as :meth:`publish`, and AnotherStands."""
 
-        def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> Listed:
+        def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> IndexEntry:
             now_us = time_ns() // 1000 - clock_ahead_us
             longest_seconds = self.settings.longest_delay_seconds
             check_due(due_us, now_us=now_us, longest_delay_seconds=longest_seconds)
             entry = self.send_undecided(queue, message, due_us, delivery_id, now_us=now_us)
-            return Listed(f"{keyed.task_id}:{delivery_id}", due_us, entry)
+            return IndexEntry(f"{keyed.task_id}:{delivery_id}", due_us, entry)
 
-        keyed.settle(key_records_beside(self.records, self.settings), put)
+        keyed.settle(self.records, put)
 
     def send_undecided(
         self,
@@ -125,8 +121,8 @@ class Delays(delays.Delays):
         now_us: int,
         cancelled: bool = False,
     ) -> str:
-        """Send a delivery that the records decide about afterwards; its entry."""
-        # SQS would take it for the message that it replaces, by their delivery tag.
+        """Send a delivery before the records decide whether it may run; return its entry."""
+        # With the old delivery tag SQS would drop it as a duplicate.
         properties = {**message["properties"], "delivery_tag": delivery_id}
         own = due_then({**message, "properties": properties}, due_us)
         put = self.put_of(queue, own, due_us=due_us, delivery_id=delivery_id, cancelled=cancelled)
@@ -134,14 +130,14 @@ class Delays(delays.Delays):
         return _entry_of(put)
 
     def note(self, put: Any) -> None:
-        """Note down what is about to be sent, in the records if any are kept."""
+        """Note a message in the records, if any are kept, before it is sent."""
         member = self._member_of(put)
         if member is not None:
             due_us = put.message["headers"][HEADER]["due"] * 1000
-            self.records.note(Listed(member, due_us, _entry_of(put)))
+            self.records.note(IndexEntry(member, due_us, _entry_of(put)))
 
     def forget(self, put: Any) -> None:
-        """Strike what the broker did not take."""
+        """Delete the entry of a message that the broker refused."""
         member = self._member_of(put)
         if member is not None:
             self.records.forget(member)
@@ -159,7 +155,7 @@ def _entry_of(put: Any) -> str:
 
 
 class Republisher:
-    """Reads entries of the records, and publishes their messages again, on one channel."""
+    """Reads entries of the records, and publishes their messages again."""
 
     def __init__(self, delays: Delays) -> None:
         self._delays = delays
@@ -177,43 +173,25 @@ class Republisher:
         )
 
 
-class Channel(DelayingChannel):
-    """A channel to a broker that cannot be looked into; its records list what waits, if any."""
+class Channel(RecordedChannel, DelayingChannel):
+    """A channel to SQS or pgmq, with records beside the broker, if any are kept."""
+
+    republisher = Republisher
 
     def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> Any:
-        self.key_records(self.delays.settings)  # or the way out
+        self.records(self.delays.settings)  # raises without records
         self.delays.publish_keyed(keyed, queue, message)
 
-    def key_records(self, settings: DelaySettings) -> KeyRecords:
-        if self.delays.records is None:
-            raise without_records(self)
-        return key_records_beside(self.delays.records, settings)
 
-    def waiting_tasks(self: Any, settings: DelaySettings) -> WaitingTasks:
-        """The tasks that wait on this broker, by the records; NoRecords without any."""
-        if self.delays.records is None:
-            raise NoRecords(
-                f"{self.connection.client.as_uri()} does not show what waits and gives nothing "
-                f"back before it is due: to list, cancel and move tasks, set native_delay_records "
-                f'= "redis://…", or the SQLAlchemy URL of a database, in workers and producers'
-            )
-        tasks: WaitingTasks = self.delays.records.tasks(Republisher(self.delays))
-        return tasks
+class Outbox(CallingOutbox[MessageT]):
+    """An outbox that notes delayed messages in the records."""
 
-    def lines(self, settings: DelaySettings) -> Lines:
-        """The lines of rated tasks, which are kept in the records; NoRecords without any."""
-        return lines_beside(self.delays.records)
-
-
-class Outbox(CallingOutbox[PutT]):
-    """An outbox that notes in the records what is to wait."""
-
-    def take(self, put: PutT) -> None:
+    def take(self, put: MessageT) -> None:
         if hasattr(self.channel, "delays"):
             self.channel.delays.note(put)
         super().take(put)
 
-    def _refuse(self, reason: str, puts: Iterable[PutT]) -> None:
+    def _refuse(self, reason: str, puts: Iterable[MessageT]) -> None:
         refused = list(puts)
         for put in refused if hasattr(self.channel, "delays") else ():
             self.channel.delays.forget(put)

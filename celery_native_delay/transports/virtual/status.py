@@ -1,4 +1,4 @@
-"""Numbers of a store that workers hand over from, and faults that they show. Pure."""
+"""The numbers of waiting messages on Redis and in stores, and problems that they show. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ...durations import duration
 from ...finding import WRONG, Finding
 
-#: Longer overdue, in seconds, and nothing seems to hand over.
+#: Seconds overdue after which a promoter must be missing or stuck.
 PATIENCE_SECONDS = 15.0
 
 NOTHING_PROMOTES = (
@@ -23,20 +23,20 @@ _WAY_OUT = (
 
 @dataclass(frozen=True)
 class Census:
-    """Numbers of messages in a store at one instant."""
+    """The numbers of messages in a store at one moment."""
 
     waiting: int
     parked: int
     overdue: int
     until_first_us: int | None
-    """Microseconds until the first is due, below 0 since it was; None if nothing waits."""
+    """Microseconds until the first is due, negative if it is overdue; None if nothing waits."""
     promoting: bool
-    """True if a promoter has shown itself lately."""
+    """True if a promoter has written a heartbeat in the last 30 s."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """Numbers of what waits in a store; times in seconds."""
+    """The numbers of ``delay status`` for a store; times in seconds."""
 
     name: str
     waiting: int
@@ -75,7 +75,7 @@ class Status:
         ]
 
     def findings(self) -> list[Finding]:
-        """Faults: nothing hands over, or it cannot."""
+        """Problems: no promoter runs, or it cannot deliver; messages are parked."""
         found = []
         late = (
             f"{self.overdue} message(s) overdue, the first for {duration(self.overdue_seconds)}"
@@ -86,20 +86,20 @@ class Status:
             problem = f"{self.name}: {late}, and {NOTHING_PROMOTES}"
             found.append(Finding("promoting", WRONG, problem, _WAY_OUT))
         elif self.overdue_seconds > PATIENCE_SECONDS:
-            problem = f"{self.name}: {late}, although something promotes"
-            way_out = "look into the log of the workers, or of `delay promote`: it is held up"
+            problem = f"{self.name}: {late}, although a promoter runs"
+            way_out = "look at the log of the workers, or of `delay promote`"
             found.append(Finding("promoting", WRONG, problem, way_out))
         if self.parked:
-            found.append(parked_finding(self.parked, "their destination refuses them"))
+            found.append(parked_finding(self.parked, "their destination rejects them"))
         return found
 
 
 def parked_finding(number: int, why: str) -> Finding:
-    """The fault that *number* messages are parked, due and not delivered."""
+    """The problem that *number* due messages are parked, not delivered."""
     return Finding(
         "parked",
         WRONG,
         f"{number} message(s) are parked: they were due, and {why}",
-        "see `celery -A PROJ delay parked list`, make their destinations right, and workers send "
-        "them on",
+        "see `celery -A PROJ delay parked list` and repair their destinations; then workers "
+        "deliver them",
     )

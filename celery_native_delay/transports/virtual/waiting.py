@@ -1,7 +1,7 @@
-"""Waiting messages of a store of ours, as people see and change them. Pure.
+"""Reading and changing waiting messages on Redis and in stores. Pure.
 
-A task that is cancelled is due at once, with a mark that has its worker announce it instead of
-running it; so a real worker tells the result backend, the chord and the monitors.
+A cancelled task becomes due at once, with a mark. The worker that receives it does not run it, but
+tells the result backend, the chord and the monitors that it is revoked.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .wrapping import delivery_id_of, encoded, unwrapped, wrapped
 
 
 def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Waiting | None:
-    """The task of a message that waits for *queue*, or is parked without *due_us*.
+    """The task of a message that waits for *queue*; *due_us* is None for a parked message.
 
-    None for one that is on its way to be announced as cancelled.
+    None for a cancelled task, whose message is on its way to a worker.
     """
     message = json.loads(envelope)
     headers, properties = message.get("headers") or {}, message["properties"]
@@ -43,14 +43,14 @@ def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Wait
 
 
 def changed(envelope: str | bytes, due_us: int, *, cancelled: bool) -> str | None:
-    """The envelope that takes the place of this one; None if it is to be thrown away.
+    """The envelope that replaces this one; None if the message is to be deleted.
 
-    CannotDelay: it is no task that can be moved.
+    Raises CannotDelay if it is no task that can be rescheduled.
     """
     message = json.loads(envelope)
     headers = dict(message.get("headers") or {})
     if "task" not in headers:
-        if cancelled:  # no worker would know what the mark means, and there is no result
+        if cancelled:  # its consumer does not know the mark, and there is no result
             return None
         raise CannotDelay(
             "expected a task of protocol 2, whose ETA is in its headers: only such can be "

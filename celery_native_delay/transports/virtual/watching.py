@@ -1,8 +1,7 @@
-"""Signs that something hands over what is due: promoters show them, producers look for them.
+"""Heartbeats of promoters, and the warning of a producer that finds none.
 
-A promoter (of a store: a dispatcher) leaves a sign that ends by itself, and renews it every some
-seconds, whatever it hands over. A producer that finds neither the sign nor that things are handed
-over in time knows that none runs.
+A promoter (for a store: a dispatcher) writes a heartbeat with an end time every ten seconds. If
+there is no heartbeat and messages are overdue, no promoter runs.
 """
 
 from __future__ import annotations
@@ -16,27 +15,27 @@ from .status import PATIENCE_SECONDS, Status
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for which a sign is good.
+#: Seconds until a heartbeat ends.
 SHOWN_SECONDS = 30
 
-#: Seconds between two signs of one promoter, which may sleep for as long before it looks again.
+#: Seconds between two heartbeats of a promoter, which may sleep that long.
 SHOW_SECONDS = 10.0
 
-#: Seconds between two looks of one process.
+#: Seconds between two checks of a producer.
 LOOK_SECONDS = 60.0
 
 
 class Sign:
-    """The sign of one promoter: *show* tells others of it."""
+    """The heartbeat of one promoter; *show* writes it."""
 
     def __init__(self, show: Callable[[], object], *errors: type[Exception]) -> None:
-        """*errors* of *show* keep it from nothing."""
+        """*errors* are the errors of *show* that are logged and ignored."""
         self._show = show
         self._errors = errors
         self._next_at = 0.0
 
     def keep_up(self) -> None:
-        """Show it again if that is due; else it takes no time."""
+        """Write the heartbeat if the last one is ten seconds old."""
         now = monotonic()
         if now < self._next_at:
             return
@@ -44,18 +43,18 @@ class Sign:
         try:
             self._show()
         except self._errors as exc:
-            logger.debug("native delay: this promoter cannot show that it runs: %s", exc)
+            logger.debug("native delay: this promoter cannot write its heartbeat: %s", exc)
 
 
-#: When a process looks next, by the place where messages wait; never again once it has warned.
+#: The time of the next check, by the place where messages wait; infinite after a warning.
 _next_looks: dict[str, float] = {}
 
 
 def warn_if_nothing_promotes(place: str, look: Callable[[], Status]) -> None:
-    """Warn once in a process that messages are overdue in *place* and no promoter shows itself.
+    """Log a warning, once in a process, if messages in *place* are overdue and no promoter runs.
 
-    Called with every delayed publish, when the message is safe; looks once a minute, and never
-    fails: a producer that may not look, or finds no server, has published all the same.
+    Called after every delayed publish. It checks once a minute, and ignores every error: the
+    message is published.
     """
     now = monotonic()
     if now < _next_looks.get(place, 0.0):

@@ -1,4 +1,4 @@
-"""Our header on kombu's messages: put on before a wait, taken off after it. Pure."""
+"""Adding our header to kombu's messages before they wait, and removing it after. Pure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def wrapped(
     cancelled: bool = False,
     delivery_id: str | None = None,
 ) -> dict[str, Any]:
-    """A copy of kombu's *message* that tells of its wait; what it told of an earlier one is gone.
+    """A copy of kombu's *message* with our header about its wait, which replaces an earlier one.
 
-    If it was *cancelled*, no worker may run it. Its delivery tag may change on the way: then it
-    needs a *delivery_id*.
+    A worker does not run a *cancelled* message. *delivery_id* is needed if the broker may change
+    the delivery tag.
     """
     headers = dict(message.get("headers") or {})
     header: dict[str, Any] = {"v": VERSION, "due": due_ms}
@@ -41,36 +41,36 @@ def due_then(message: Mapping[str, Any], due_us: int) -> dict[str, Any]:
 
 
 def id_of(message: Mapping[str, Any]) -> str:
-    """The id under which people look for *message*: a task's, if it is one."""
+    """The id by which people search for *message*: the task id, if it is a task."""
     headers, properties = message.get("headers") or {}, message["properties"]
     found = headers.get("id") or properties.get("correlation_id") or properties["delivery_tag"]
     return str(found)
 
 
 def encoded(message: Mapping[str, Any]) -> str:
-    """*message* as kombu would send it, but for the blanks: a tenth less to keep and to search."""
+    """*message* as JSON, as kombu encodes it, but without blanks: a tenth shorter."""
     text: str = dumps(message, separators=(",", ":"))
     return text
 
 
 def delivery_id_of(header: Mapping[str, Any], properties: Mapping[str, Any]) -> str:
-    """The id of a delivery: that in our *header*, else its delivery tag."""
+    """The delivery id: the one in our *header*, else the delivery tag."""
     return str(header.get("id") or properties.get("delivery_tag"))
 
 
 def unwrapped(
     headers: Mapping[str, Any] | None, properties: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Delayed | None]:
-    """Headers as of the undelayed message, and its wait.
+    """The headers without ours, and the wait of the message.
 
-    No wait for a header that was taken along: a plain worker sends unknown headers again with a
-    retry, whose ETA is another one and which did not wait.
+    The wait is None for a retry of a plain worker: it copies our header, but its ETA is another and
+    it did not wait.
     """
     opened = dict(headers or {})
     header = opened.pop(HEADER, None)
     if not is_own(header):
         return opened, None
-    # Task protocol 1 has its ETA in the body; only we give it the header.
+    # Task protocol 1 has its ETA in the body; this package adds the header.
     if "eta" in opened and header.get("eta", header.get("due")) != due_ms_of(opened):
         return opened, None
     info = properties.get("delivery_info") or {}

@@ -1,9 +1,3 @@
-CREATE TABLE native_delay_line (
-	name VARCHAR(32) NOT NULL, 
-	number BIGINT NOT NULL, 
-	used_us BIGINT NOT NULL, 
-	PRIMARY KEY (name)
-);
 CREATE TABLE native_delay_message (
 	id BIGINT NOT NULL AUTO_INCREMENT, 
 	namespace VARCHAR(64) NOT NULL, 
@@ -17,7 +11,3 @@ CREATE TABLE native_delay_message (
 );
 CREATE INDEX native_delay_message_due ON native_delay_message (namespace, due_us);
 CREATE INDEX native_delay_message_task ON native_delay_message (namespace, task_id);
-CREATE TABLE native_delay_schema (
-	version INTEGER NOT NULL, 
-	PRIMARY KEY (version)
-);

@@ -1,12 +1,10 @@
-"""What waiting tasks promise, whichever broker it is; run by test_redis_waiting and its twin.
-
-They define the fixture *app*: installed, on an empty broker, which hands over what is due.
-"""
+"""Waiting tasks are listed, searched, cancelled and moved: the same on every broker."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from time import time
 from typing import Any
 
@@ -20,20 +18,43 @@ from celery_native_delay import (
     InvalidQuery,
     Query,
     Verdict,
+    install,
 )
-from tests.traffic import Arrival, Inbox, inbox
+from celery_native_delay.bulk import bulk
+from tests.conformance.brokers import KEEPING_KEYS, keeps_no_records, options_of, settings_of
+from tests.conformance.traffic import SETTINGS, attended
+from tests.traffic import JOBS, Inbox, inbox, send_task
 from tests.waiting import wait_until
 
-#: What Celery's Redis backend calls.
-pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")
+BROKERS = KEEPING_KEYS
 
-QUEUE = "reminders"
+#: Enough levels for hours.
+LEVELS = 20
 
 
-def close_results(app: Celery) -> None:
-    """Close the Redis of *app* for results, which Celery leaves to the garbage collector."""
-    app.backend.result_consumer.stop()
-    app.backend.client.connection_pool.disconnect()
+@pytest.fixture
+def plain_app(url: str, tmp_path: Path) -> Iterator[Celery]:
+    """An app without the package, with results in a folder."""
+    app = Celery("shop", broker=url, backend=f"file://{tmp_path}", set_as_current=False)
+    app.conf.broker_transport_options = options_of(url)
+    with app:
+        yield app
+
+
+@pytest.fixture
+def app(url: str, tmp_path: Path) -> Iterator[Celery]:
+    """An installed app; a broker that keeps no records has them in SQLite beside it.
+
+    In Redis they are beside the brokers of test_keyed_conformance.
+    """
+    app = Celery("shop", broker=url, backend=f"file://{tmp_path}", set_as_current=False)
+    app.conf.broker_transport_options = options_of(url)
+    more: dict[str, Any] = settings_of(url)
+    if keeps_no_records(url):
+        more["records"] = f"sqlite:///{tmp_path}/records.db"
+    with attended(url):
+        yield install(app, **SETTINGS | {"levels": LEVELS}, **more)
+        app.close()
 
 
 @pytest.fixture
@@ -44,14 +65,8 @@ def delay(app: Celery) -> Delay:
 @pytest.fixture
 def arrivals(app: Celery) -> Iterator[Inbox]:
     """A plain consumer of the queue; what comes is not run."""
-    with app.connection_for_read() as connection, inbox(connection, QUEUE) as arriving:
+    with app.connection_for_read() as connection, inbox(connection, JOBS) as arriving:
         yield arriving
-
-
-def send(app: Celery, number: int, *, countdown: float, **options: Any) -> str:
-    options = {"queue": QUEUE, "task_id": f"order-{number}"} | options
-    kwargs = {"order": number, "text": "käse" if number % 2 else "wurst"}
-    return str(app.send_task("shop.remind", ("ada",), kwargs, countdown=countdown, **options).id)
 
 
 def test_what_waits_is_listed_by_due_time_with_all_that_is_known_of_it(
@@ -59,7 +74,7 @@ def test_what_waits_is_listed_by_due_time_with_all_that_is_known_of_it(
 ) -> None:
     before = time()
     for number in (3, 1, 2):
-        send(app, number, countdown=number * 1000)
+        send_task(app, number, countdown=number * 1000)
     with pytest.raises(InvalidQuery, match="limit to be a whole number from 0, got -1"):
         delay.ls(limit=-1)
     page = delay.ls(limit=2)
@@ -70,7 +85,7 @@ def test_what_waits_is_listed_by_due_time_with_all_that_is_known_of_it(
     assert (task.name, task.args, task.queue, task.retries) == (
         "shop.remind",
         "('ada',)",
-        QUEUE,
+        JOBS,
         0,
     )
     assert task.kwargs == "{'order': 1, 'text': 'käse'}"
@@ -83,7 +98,7 @@ def test_what_waits_is_listed_by_due_time_with_all_that_is_known_of_it(
 
 def test_searches_and_histograms_see_every_task(app: Celery, delay: Delay) -> None:
     for number in range(20):
-        send(app, number, countdown=100 + number * 100)
+        send_task(app, number, countdown=100 + number * 100)
     odd = [f"order-{number}" for number in range(1, 20, 2)]
     assert [task.id for task in delay.ls("käse name:remind").tasks] == odd
     assert delay.count("käse") == len(odd)
@@ -92,7 +107,7 @@ def test_searches_and_histograms_see_every_task(app: Celery, delay: Delay) -> No
     assert [task.id for task in delay.ls("KÄSE Order-13").tasks] == ["order-13"]
     assert [task.id for task in delay.ls("Shop.Remind \"'order': 3\"").tasks] == ["order-3"]
     assert delay.count("remind nothing") == 0
-    assert delay.count(Query(name="shop.remind", queue=QUEUE)) == 20
+    assert delay.count(Query(name="shop.remind", queue=JOBS)) == 20
     assert delay.count(Query(queue="other")) == 0
     now_us = round(time() * 1e6)
     soon = Query().due_within(None, now_us + 1_050_000_000)
@@ -112,7 +127,7 @@ def test_ids_are_read_a_few_at_a_time_and_all_of_them(
     eta = datetime.now(UTC) + timedelta(hours=1)
     for number in range(12):
         later = timedelta(seconds=max(0, number - 8))
-        app.send_task("shop.remind", eta=eta + later, task_id=f"order-{number:02}", queue=QUEUE)
+        app.send_task("shop.remind", eta=eta + later, task_id=f"order-{number:02}", queue=JOBS)
     every = [f"order-{number:02}" for number in range(12)]
     wait_until(lambda: delay.count() == 12)
     assert delay.ids() == every
@@ -127,7 +142,7 @@ def test_ids_are_read_a_few_at_a_time_and_all_of_them(
 def test_a_cancelled_task_leaves_at_once_marked_so_that_no_worker_runs_it(
     app: Celery, delay: Delay, arrivals: Inbox
 ) -> None:
-    send(app, 1, countdown=3600, expires=7200)
+    send_task(app, 1, countdown=3600, expires=7200)
     outcome = delay.cancel("order-1")
     assert outcome.verdict is Verdict.DONE
     assert [task.id for task in outcome.tasks] == ["order-1"]
@@ -144,9 +159,12 @@ def test_a_cancelled_task_leaves_at_once_marked_so_that_no_worker_runs_it(
 def test_a_worker_without_this_package_takes_a_cancelled_task_for_expired(
     app: Celery, delay: Delay, plain_app: Celery
 ) -> None:
-    send(app, 1, countdown=3600)
+    send_task(app, 1, countdown=3600)
     assert delay.cancel("order-1")
-    with plain_app.connection_for_read() as connection, inbox(connection, QUEUE) as arriving:
+    with (
+        plain_app.connection_for_read() as connection,
+        inbox(connection, JOBS) as arriving,
+    ):
         (arrival,) = arriving.wait_for(1)
     assert datetime.fromisoformat(arrival.message.headers["expires"]) < datetime.now(UTC)
 
@@ -155,7 +173,7 @@ def test_a_task_that_is_moved_is_due_at_the_new_time(
     app: Celery, delay: Delay, arrivals: Inbox
 ) -> None:
     """Later, then earlier; with the header that says so."""
-    send(app, 1, countdown=3600)
+    send_task(app, 1, countdown=3600)
     later = datetime.now(UTC) + timedelta(hours=2)
     moved = delay.reschedule("order-1", eta=later)
     assert moved
@@ -166,7 +184,6 @@ def test_a_task_that_is_moved_is_due_at_the_new_time(
     assert delay.reschedule("order-1", countdown=1.5)
     (task,) = delay.show("order-1")
     (arrival,) = arrivals.wait_for(1)
-    assert isinstance(arrival, Arrival)
     assert arrival.at >= before + 1.5 - 0.001
     assert datetime.fromisoformat(arrival.message.headers["eta"]) == task.due
     assert arrival.message.headers["id"] == "order-1"
@@ -174,7 +191,7 @@ def test_a_task_that_is_moved_is_due_at_the_new_time(
 
 
 def test_a_task_runs_now_if_asked_to(app: Celery, delay: Delay, arrivals: Inbox) -> None:
-    send(app, 1, countdown=3600)
+    send_task(app, 1, countdown=3600)
     assert delay.run_now("order-1")
     (arrival,) = arrivals.wait_for(1)
     assert not arrival.message.native_delay.cancelled
@@ -182,13 +199,13 @@ def test_a_task_runs_now_if_asked_to(app: Celery, delay: Delay, arrivals: Inbox)
 
 
 def test_a_countdown_that_is_over_is_now(app: Celery, delay: Delay, arrivals: Inbox) -> None:
-    send(app, 1, countdown=3600)
+    send_task(app, 1, countdown=3600)
     assert delay.reschedule("order-1", countdown=-1e20)
     assert arrivals.wait_for(1)
 
 
 def test_what_cannot_be_stays_as_it_is(app: Celery, delay: Delay) -> None:
-    send(app, 1, countdown=3600)
+    send_task(app, 1, countdown=3600)
     (task,) = delay.show("order-1")
     with pytest.raises(DelayTooLong):
         delay.reschedule("order-1", countdown=1e12)
@@ -206,7 +223,7 @@ def test_a_result_backend_that_is_away_keeps_nobody_from_cancelling(
     app: Celery, delay: Delay, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is asked once."""
-    ids = [send(app, number, countdown=3600) for number in range(3)]
+    ids = [send_task(app, number, countdown=3600) for number in range(3)]
     results = app.backend
     app.conf.result_backend = "file:///no/such/folder"
     app._local.backend = app._backend_cache = None
@@ -216,8 +233,8 @@ def test_a_result_backend_that_is_away_keeps_nobody_from_cancelling(
 
 
 def test_all_that_waits_under_one_id_is_cancelled(app: Celery, delay: Delay) -> None:
-    send(app, 1, countdown=3600)
-    send(app, 1, countdown=7200)
+    send_task(app, 1, countdown=3600)
+    send_task(app, 1, countdown=7200)
     assert len(delay.show("order-1")) == 2
     outcome = delay.cancel("order-1")
     assert outcome
@@ -228,7 +245,7 @@ def test_all_that_waits_under_one_id_is_cancelled(app: Celery, delay: Delay) -> 
 def test_celerys_own_revoke_reaches_what_waits(app: Celery, delay: Delay) -> None:
     """And what does not wait is broadcast as ever."""
     for number in range(4):
-        send(app, number, countdown=3600)
+        send_task(app, number, countdown=3600)
     app.control.revoke("order-0")
     app.control.revoke(["order-1", "unknown"])
     app.AsyncResult("order-2").revoke()
@@ -242,11 +259,9 @@ def test_celerys_own_revoke_reaches_what_waits(app: Celery, delay: Delay) -> Non
 
 
 def test_tasks_sent_in_bulk_are_there_too(app: Celery, delay: Delay) -> None:
-    from celery_native_delay.bulk import bulk
-
     with bulk(app) as batch:
         for number in range(30):
-            batch.send("shop.remind", ("ada",), {"order": number}, countdown=3600, queue=QUEUE)
+            batch.send("shop.remind", ("ada",), {"order": number}, countdown=3600, queue=JOBS)
 
     def all_there() -> bool:
         return delay.count() == 30

@@ -1,4 +1,4 @@
-"""Links that fail: each is left alone for a while, and one warning tells of it."""
+"""Failures of a connection to the records: pauses between attempts, and one warning."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .interface import LEFT_ALONE_SECONDS
 logger = logging.getLogger(__name__)
 
 
-class Away:
-    """The failures of one link to *what*, such as "the records at redis://…"."""
+class LinkFailures:
+    """The failures of one connection to *what*, such as "the records at redis://…"."""
 
     def __init__(
         self,
@@ -22,37 +22,40 @@ class Away:
         left_alone_seconds: tuple[float, float] = LEFT_ALONE_SECONDS,
         logs: bool = True,
     ) -> None:
-        """Unless it *logs*, its user tells of failures."""
+        """With *logs* False nothing is logged: the caller does that.
+
+        *left_alone_seconds* are the first and the longest pause after a failure.
+        """
         self._what = what
         self._backoff = Backoff(*left_alone_seconds)
         self._retry_at = 0.0
         self._logs = logs
         self._is_told = False
-        self._said = f"{what} are out of reach"
+        self._reason = f"{what} are unreachable"
 
     def check(self) -> None:
-        """Raise RecordsUnavailable while they are left alone."""
+        """Raise RecordsUnavailable during the pause after a failure."""
         if monotonic() < self._retry_at:
-            raise RecordsUnavailable(self._said)
+            raise RecordsUnavailable(self._reason)
 
-    def works(self) -> None:
-        """Note a success; the first one after a failure is logged."""
+    def succeeded(self) -> None:
+        """Note a success. The first success after a failure is logged."""
         if self._is_told:
             self._is_told = False
-            logger.info("native delay: %s are back", self._what)
+            logger.info("native delay: %s are reachable again", self._what)
         self._backoff.reset()
 
     def failed(self, error: BaseException) -> RecordsUnavailable:
-        """Note a failure; the first one is logged. Returns the error to raise."""
+        """Note a failure, and return the error to raise. The first failure is logged."""
         self._retry_at = monotonic() + self._backoff.failed()
         said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
         if self._logs and not self._is_told:
             self._is_told = True
             logger.warning(
-                "native delay: %s are away: tasks are delayed as ever, but cannot be listed, "
-                "cancelled or moved until they are back: %s",
+                "native delay: %s are unreachable: tasks are delayed as before, but cannot be "
+                "listed, cancelled or moved: %s",
                 self._what,
                 said,
             )
-        self._said = f"{self._what} are out of reach: {said}"
-        return RecordsUnavailable(self._said)
+        self._reason = f"{self._what} are unreachable: {said}"
+        return RecordsUnavailable(self._reason)
