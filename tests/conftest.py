@@ -85,7 +85,7 @@ def pytest_runtest_makereport(
 
 @signals.setup_logging.connect(weak=False)
 def leave_logging_to_pytest(**_: Any) -> None:
-    """A worker in this process configures no logging: its log level would outlive its test."""
+    """Keep workers in this process from setting a log level, which would outlive the test."""
 
 
 @pytest.fixture(autouse=True)

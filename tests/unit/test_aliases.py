@@ -111,7 +111,7 @@ def test_a_scheme_that_kombu_does_not_know_is_refused() -> None:
     assert "secret" not in str(refused.value)
 
 
-def test_other_errors_pass_unchanged() -> None:
+def test_other_errors_are_not_replaced() -> None:
     with pytest.raises(KeyError, match="another"), url_errors_explained():
         raise KeyError("another")
 

@@ -86,15 +86,15 @@ def test_a_task_of_the_winning_attempt_runs(fence: Fence) -> None:
     assert Runs.asked == 1, "it is remembered"
 
 
-def test_a_run_that_was_opened_again_drops_nothing(fence: Fence) -> None:
-    """Its new driver's messages may come a moment after those of the aborted attempt."""
+def test_tasks_of_a_reopened_run_are_not_dropped(fence: Fence) -> None:
+    """The messages of its new driver may come soon after messages of the aborted attempt."""
     Runs.record = Record(ABORTED, NOW, by="driver")
     assert isinstance(fence(arrival("run/0/a")), Drop)
     Runs.record = Record(OPEN, NOW, deadline=NOW + 60)
     assert isinstance(fence(arrival("run/0/a")), WaitUntil)
 
 
-def test_a_run_that_the_records_have_lost_is_sealed_by_policy(fence: Fence) -> None:
+def test_a_run_without_a_record_is_sealed_by_policy(fence: Fence) -> None:
     assert fence(arrival("run/0/a")) is None
     assert isinstance(Runs.record, Record)
     assert (Runs.record.state, Runs.record.by) == ("all", "worker-1")

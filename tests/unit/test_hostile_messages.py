@@ -127,7 +127,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> RecordLines:
 
 
 def looked_up(run: str) -> Record:
-    """The record of any fenced run, whose name must be one that a server can be sent."""
+    """The record of a fenced run; its name must be encodable, as a server needs it."""
     run.encode()
     return Record("committed", 0.0, winners={"0": "a"})
 

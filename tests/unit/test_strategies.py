@@ -338,7 +338,7 @@ class Asking:
 
 
 def ask_again(worker: Worker) -> None:
-    """Let the time pass after which *worker* asks again."""
+    """Let the pause end after which *worker* asks its gate again."""
     worker.consumer.timer.calls.pop()()
     worker.consumer.soon.pop()()
 
