@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from celery_native_delay import Delay, StoreUnavailable
+from celery_native_delay.bulk import bulk
 from tests.acceptance.worker import Fleet, Record, fleet_on
 from tests.brokers import in_ci
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
@@ -64,10 +65,11 @@ def test_all_of_5000_tasks_run_although_dispatchers_are_killed_repeatedly(
     app = fleet.app()
     consumer = fleet.worker(installed=False, queues="default", log_level="WARNING", wait=False)
     start = time() + 10
-    ids = [
-        app.send_task("note", (number,), countdown=start + number / 500 - time()).id
-        for number in range(TASKS)
-    ]
+    with bulk(app) as batch:
+        ids = [
+            batch.send("note", (number,), countdown=start + number / 500 - time())
+            for number in range(TASKS)
+        ]
     assert Delay(app).count() == TASKS
     for _ in range(KILLS):
         before = ran(fleet.record)

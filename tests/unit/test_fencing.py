@@ -90,7 +90,7 @@ def test_tasks_of_a_reopened_run_are_not_dropped(fence: Fence) -> None:
     """The messages of its new driver may come soon after messages of the aborted attempt."""
     Runs.record = Record(ABORTED, NOW, by="driver")
     assert isinstance(fence(arrival("run/0/a")), Drop)
-    Runs.record = Record(OPEN, NOW, deadline=NOW + 60)
+    Runs.record = Record(OPEN, NOW, deadline=NOW + 86_400)
     assert isinstance(fence(arrival("run/0/a")), WaitUntil)
 
 
@@ -115,7 +115,7 @@ def test_a_task_of_a_losing_attempt_is_dropped(fence: Fence, record: Record, rea
 
 
 @pytest.mark.parametrize(
-    "record", [RecordsUnavailable("away"), Record(OPEN, NOW, deadline=NOW + 60)]
+    "record", [RecordsUnavailable("away"), Record(OPEN, NOW, deadline=NOW + 86_400)]
 )
 def test_a_task_of_an_open_or_unreachable_run_waits_in_the_broker(
     fence: Fence, record: Record | Exception
@@ -132,7 +132,7 @@ def test_a_task_of_an_open_or_unreachable_run_waits_in_the_broker(
 
 def test_a_broadcast_of_an_open_run_runs_at_once(fence: Fence) -> None:
     """A broadcast has no queue that it could be put back into."""
-    Runs.record = Record(OPEN, NOW, deadline=NOW + 60)
+    Runs.record = Record(OPEN, NOW, deadline=NOW + 86_400)
     broadcast = arrival("run/0/a")
     broadcast.message.consumed_from = ""
     assert fence(broadcast) is None
