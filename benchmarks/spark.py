@@ -1,4 +1,4 @@
-"""A DataFrame's rows as delayed tasks: ``FanOut``, the sink, and what people write by hand."""
+"""Sending a DataFrame: ``FanOut``, the sink, and ``foreachPartition`` by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from celery_native_delay.testing import private_redis
 ROUNDS = 3
 ROWS = 100_000
 BY_HAND_ROWS = 20_000
-"""Of the way that takes a millisecond for each."""
+"""The rows of the slow way, which takes a millisecond per row."""
 ENCODED_ROWS = 1_000_000
 PARTITIONS = 4
 COUNTDOWN_SECONDS = 3600
@@ -33,7 +33,7 @@ COUNTDOWN_SECONDS = 3600
 
 @dataclass
 class Way:
-    """One way, and the rows per second of each round; *ready* gets ready, untimed."""
+    """One way to send, and its rows per second in each round; *ready* prepares it, untimed."""
 
     label: str
     rows: int
