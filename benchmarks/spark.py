@@ -33,10 +33,7 @@ COUNTDOWN_SECONDS = 3600
 
 @dataclass
 class Way:
-    """One way to send rows, with the rows per second of each round;
-
-    *ready* runs before, untimed.
-    """
+    """One way to send, and its rows per second in each round; *ready* prepares it, untimed."""
 
     label: str
     rows: int
