@@ -1,4 +1,4 @@
-"""``celery delay rates``: what is printed of lines; Redis stands for all brokers."""
+"""``celery delay rates``, on Redis; it is the same on every broker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def app_on(url: str) -> Celery:
 
 
 @on_redis
-def test_lines_are_listed_those_with_most_waiting_first(
+def test_rates_are_listed_with_the_longest_queue_first(
     tmp_path: Path, empty_redis: PrivateRedis
 ) -> None:
     shop = Project(tmp_path).write(APP, empty_redis.url, rates=RATES)
@@ -58,17 +58,15 @@ def test_lines_are_listed_those_with_most_waiting_first(
 
 
 @on_redis
-def test_an_app_without_rates_is_told_the_setting(
-    tmp_path: Path, empty_redis: PrivateRedis
-) -> None:
+def test_without_rates_the_setting_is_named(tmp_path: Path, empty_redis: PrivateRedis) -> None:
     shop = Project(tmp_path).write(APP, empty_redis.url)
     (said,) = shop.lines("rates")
     assert said == "no lines: no task of this app has a rate, see native_delay_rates"
 
 
 @on_redis
-def test_lines_are_looked_at_as_often_as_one_likes(empty_redis: PrivateRedis) -> None:
-    """On one connection of the app, whose pool has few."""
+def test_reading_rates_again_and_again_uses_one_connection(empty_redis: PrivateRedis) -> None:
+    """The app's pool has few connections."""
     with app_on(empty_redis.url) as app:
         fill(app, "shop.call_api", "ada", "10/h", waiting=7)
         with app.connection_for_write() as connection:
@@ -78,7 +76,7 @@ def test_lines_are_looked_at_as_often_as_one_likes(empty_redis: PrivateRedis) ->
                     assert [line.waiting for line in lines.look(9)] == [7]
 
 
-def test_watching_goes_on_over_an_outage_and_ends_well_with_ctrl_c(tmp_path: Path) -> None:
+def test_watch_survives_an_outage_and_ends_with_ctrl_c(tmp_path: Path) -> None:
     with private_redis() as redis, app_on(redis.url) as app:
         Project(tmp_path).write(APP, redis.url, rates=RATES)
         fill(app, "shop.call_api", "ada", "10/h", waiting=7)
@@ -86,7 +84,7 @@ def test_watching_goes_on_over_an_outage_and_ends_well_with_ctrl_c(tmp_path: Pat
             assert process.stdout is not None
 
             def line(beginning: str) -> str:
-                """The next line that begins so."""
+                """The next line with that beginning."""
                 assert process.stdout is not None
                 return next(each for each in process.stdout if each.startswith(beginning))
 
@@ -102,7 +100,7 @@ def test_watching_goes_on_over_an_outage_and_ends_well_with_ctrl_c(tmp_path: Pat
 
 @contextmanager
 def watching(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """``delay rates --watch`` for scripts; its errors are between its lines."""
+    """Run ``delay rates --watch --json``, with its errors on standard output."""
     command = [sys.executable, "-m", "celery", "-A", "shop", "delay", "rates"]
     process = subprocess.Popen(
         [*command, "--json", "--watch", "0.2"],
