@@ -142,7 +142,7 @@ def options_of(url: str) -> dict[str, Any]:
     if scheme == "pgmq":
         more = {"init_extension": False, "wait_time_seconds": 0, "polling_interval": 0.1}
         name, folder = database_of(url)
-        # It takes no URL of a socket.
+        # kombu's pgmq accepts no URL with a socket.
         return {"conn_string": f"user=postgres dbname={name} host={folder}", **more}
     if scheme != "filesystem":
         return {}
@@ -236,7 +236,7 @@ class Filesystem:
         self._numbers = count(1)
 
     def new_space(self) -> str:
-        # What is bound in one folder kombu takes to be bound in all of a process.
+        # kombu shares bindings between all folders of a process.
         filesystem.Transport.global_state.clear()
         space = self._folder / str(next(self._numbers))
         for name in ("queues", "control"):

@@ -310,7 +310,7 @@ def test_held_tasks_are_sent_on_the_next_connection(app: Celery, url: str) -> No
             with outbox.lock:
                 batch.send("shop.remind", countdown=1)
                 outbox._lose()
-        # On RabbitMQ it may be there twice.
+        # On RabbitMQ it may arrive twice.
         assert letters.receive_until(lambda: letters.arrivals)
     assert batch.result.confirmed == 1
 

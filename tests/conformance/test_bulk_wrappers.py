@@ -404,7 +404,7 @@ def test_after_a_reconnect_templates_are_checked_once_more(space: str) -> None:
                         outbox._lose()
                     batch.send("shop.remind", (8,), countdown=0.2, headers={})  # connects
                 batch.send("shop.remind", (number,), countdown=2)
-        # On RabbitMQ some may be there twice.
+        # On RabbitMQ some may arrive twice.
         letters.receive_until(lambda: len({str(each.body) for each in letters.arrivals}) == 9)
     app.close()
     assert batch._publisher.outbox.connects == 2

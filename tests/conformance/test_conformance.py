@@ -101,7 +101,7 @@ def test_a_delayed_message_arrives_where_and_as_an_undelayed_one(url: str) -> No
         receiver = boxes["default"]
 
         def heard() -> bool:
-            # Redis subscribes to broadcasts while it is drained.
+            # On Redis a consumer subscribes to broadcasts when it is drained.
             publish(connection, KNOCK, "", exchange=FANOUT)
             return receiver.receive_until(lambda: boxes["headlines"].arrivals, timeout_seconds=0.5)
 
@@ -170,7 +170,7 @@ def test_messages_of_one_task_id_wait_side_by_side(url: str) -> None:
         for attempt in range(3):
             publish(connection, attempt, "jobs", delay=0.5, headers={"id": "task-1"})
         arrivals = received.wait_for(3)
-        # As a worker sends it again: with the headers that it received.
+        # As a worker retries a task: with the headers that it received.
         headers = arrivals[0].message.headers
         publish(connection, 3, "jobs", headers=headers, delay=0.5)
         arrivals = received.wait_for(4)
@@ -293,7 +293,7 @@ def test_a_task_that_retries_comes_back_to_its_queue(fleet: Fleet) -> None:
         "direct": {"queue": "invoices"},
     }
     if not knows_bindings(fleet.broker_url):
-        # An undelayed retry goes nowhere either: the process that runs the task knows no binding.
+        # Retries, also undelayed ones, find no queue: a worker's process knows no bindings.
         del routes["topic"], routes["direct"]
     before = time()
     sent = {
@@ -393,7 +393,7 @@ def test_messages_wait_through_a_restart(broker: Broker, url: str) -> None:
         delaying(url) as connection,
         inbox(connection, "jobs") as received,
     ):
-        # A broker may double what it was moving: it is the same delivery then.
+        # A broker may duplicate messages that it was moving; both copies have one delivery id.
         assert received.receive_until(lambda: len(deliveries_of(received)) >= 40)
     deliveries = deliveries_of(received)
     assert sorted(deliveries.values()) == list(range(40))

@@ -117,7 +117,7 @@ def test_the_rate_holds_in_every_window_although_a_worker_is_killed(fleet: Fleet
     fleet.record.wait_for_ids(few)
     fleet.record.wait_for(15, name="call_api")
     workers[0].kill()
-    # What it had in its hands comes again when the broker has noticed, or on Redis in an hour.
+    # The killed worker's tasks are redelivered later, on Redis after an hour.
     fleet.record.wait_for(len(ids) + len(few) - 20, name="call_api")
     starts = by_tenant(fleet.record.runs(name="call_api"))
     assert most_in_a_window(starts["ada"], LOOKED_AT * RATE.period_us / 1_000_000) <= RATE.count
@@ -167,7 +167,7 @@ def test_malformed_messages_neither_end_a_worker_nor_hold_up_other_keys(fleet: F
     began = time()
     runs = fleet.record.wait_for_ids(ids)
     assert {len(runs[each]) for each in ids} == {1}
-    # A line that is out of reach is asked again after five seconds.
+    # A worker that cannot reach the records tries again after five seconds.
     assert max(run.started for (run,) in runs.values()) - began < 4.5 * SLOWNESS
     assert worker.process.poll() is None
     assert worker.log_lines("call_api", "cannot be told", "without lone surrogates")
@@ -220,7 +220,7 @@ def test_a_retry_after_holds_all_tasks_of_its_rate(fleet: Fleet) -> None:
     others = [app.send_task("turned_away", (2.0, 0)).id for _ in range(5)]
     fleet.record.wait_for(7)
     runs = fleet.record.runs(name="turned_away")
-    # Consumers look into folders now and then, and SQS delays whole seconds.
+    # Consumers poll folders, and SQS delays by whole seconds.
     if not fleet.broker_url.startswith(("filesystem:", "sqs:")):
         assert [run.id for run in runs[:2]] == [first, first]
     assert runs[1].started - runs[0].started >= 2.0 * LOOKED_AT

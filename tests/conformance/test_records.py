@@ -181,7 +181,7 @@ def test_a_process_that_dies_before_its_compare_and_set_changes_nothing(
     records.look(None, "delivery-2", 60_000)
     if dies_after == "the publish":
         assert records.received("order-1:delivery-2") is False
-        # Alive after all, and too late.
+        # The process is alive after all, but too late.
         assert not records.compare_and_set(CompareAndSet(new=listed(2), gone=[old]))
     assert records.received(old) is True
 

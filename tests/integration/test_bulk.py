@@ -55,7 +55,7 @@ def test_refused_tasks_are_in_the_result(mortal_url: str, monkeypatch: pytest.Mo
     assert "larger than" in message.reason
     assert message.headers["task"] == "shop.remind"
     assert batch.result.confirmed == 9
-    # As many as stop sending: with check=False leaving the block does not raise.
+    # Even with MOST_REFUSED refused tasks, leaving the block does not raise with check=False.
     monkeypatch.setattr("celery_native_delay.bulk.batch.MOST_REFUSED", 1)
     with bulk(app, check=False) as batch:
         batch.send("shop.remind", (1, too_large), countdown=4)

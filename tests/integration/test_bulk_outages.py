@@ -157,7 +157,7 @@ def test_an_outage_is_waited_for_once_per_batch(url: str, monkeypatch: pytest.Mo
             took.append(monotonic() - begun)
     assert batch.result.sent == 0
     assert took[0] > 10
-    # Each of the others is one attempt.
+    # Each further task is tried once.
     assert max(took[1:]) < 10
 
 
@@ -171,7 +171,7 @@ def test_a_changed_password_ends_the_wait_for_confirms(
     ctl("set_permissions", "-p", vhost_name(mortal_url), "bulk", ".*", ".*", ".*")
     app = make_app(with_user(mortal_url, "bulk"))
     longest_seconds = 2 * PATIENCE_SECONDS
-    # Some pass before the broker takes nothing more.
+    # The broker accepts some before it blocks publishers.
     text = "x" * 20_000
     try:
         with bulk(app, check=False, timeout_seconds=longest_seconds) as batch:

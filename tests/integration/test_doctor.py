@@ -468,7 +468,7 @@ def test_a_telemetry_folder_without_write_permission_is_found(
     folder.mkdir()
     assert examine(app) == []
     assert list(folder.iterdir()) == []
-    # Nobody may write there, not even root.
+    # Not even root may write there.
     app = app_on(empty_redis.url, telemetry="/proc/self")
     assert "takes nothing on this machine" in the_wrong(app, "telemetry").problem
 

@@ -256,7 +256,7 @@ def test_verify_finds_each_difference(
     assert begin_alike(found.differences, damage.by_amqp), found.differences
     [unchecked] = found.unchecked
     assert unchecked.startswith("bindings and policies: ")
-    # Looking has changed nothing.
+    # verify has changed nothing.
     assert verified(connection, rabbitmq.management_url).differences == damage.by_api
 
 
@@ -386,7 +386,7 @@ def test_verify_without_the_management_plugin_compares_queues_and_exchanges(
         delays_of(connection).prepare()
         connection.default_channel.queue_delete(missing[0])
         connection.default_channel.exchange_delete(missing[1])
-        # The second is the API of another broker, where none of it is to be looked for.
+        # The second URL is another broker's API, which must not be used.
         for url, reason in (
             (bare_rabbitmq.management_url, "does not answer"),
             (rabbitmq.management_url, "belongs to the broker"),
@@ -507,7 +507,7 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
     assert told["healthy"] is True
     assert {finding["level"] for finding in told["findings"]} <= {ADVICE}
 
-    # The app's queue is bound, so a message that nobody prepared for any further arrives.
+    # declare has bound the app's queue, so a delayed message arrives.
     with Connection(vhost_url) as stranger, delaying(vhost_url) as connection:
         publish(connection, "hello", "orders", delay=0.1)
         with inbox(vhost_url, "orders") as letters:
@@ -752,7 +752,7 @@ def test_plan_of_a_load_prints_the_rate_of_each_level_queue(project: Project) ->
     told = project.told(*load)
     assert (told["per_second"], told["waiting"], told["memory_bytes"]) == (100, 30, 69_000)
     by_queue = {each["queue"]: each for each in told["queues"]}
-    # Twenty units are 16 and 4; of 1 to 20 five are 16 or more, and nine have the 4.
+    # 20 units are 16 + 4; of 1 to 20 units five include 16, and nine include 4.
     assert by_queue[TOPOLOGY.level_queue(16)]["per_second"] == pytest.approx(62.5, abs=0.01)
     assert by_queue[TOPOLOGY.level_queue(4)]["per_second"] == pytest.approx(72.5, abs=0.01)
     assert by_queue[TOPOLOGY.level_queue(4)]["ttl_seconds"] == 0.08

@@ -222,7 +222,7 @@ def test_two_namespaces_on_one_virtual_host_are_separate(
             expected = [f"{side} {n}" for n in range(10)] + [f"{side} order {n}" for n in range(10)]
             assert Counter(bodies(each.arrivals)) == Counter([*expected, f"{other} to {side}"])
 
-        # What is thrown away or rescued on one side leaves the other as it is.
+        # A purge or rescue in one namespace changes nothing in the other.
         assert right.default_channel.queue_purge(topology_of(namespace="right").parking_queue) == 1
         assert parked_count(left, topology_of(namespace="left")) == 1
         declare_queue(left, "nowhere")

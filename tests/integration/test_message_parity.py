@@ -223,7 +223,7 @@ class Site:
         installed = self.producers["confirmed"]
         for name, kind in (("billing", "direct"), ("shop", "topic"), ("news", "fanout")):
             declare_exchange(installed, name, kind)
-        # Its consumers are known, all but one.
+        # All bindings to it but one are mirrored.
         declare_exchange(installed, "half-known", "direct")
         declare_queue(installed, "known")
         bind(installed, "known", "half-known", "known")
@@ -400,7 +400,7 @@ def test_on_every_path_a_message_arrives_as_without_its_delay(
             if consumer == "plain":
                 expected, came = as_plainly_seen(expected, way), as_plainly_seen(came, way)
                 if way == "cancelled":
-                    # By which a plain worker announces it as expired.
+                    # So that a plain worker announces it as expired.
                     assert came["headers"].pop("expires") == "2000-01-01T00:00:00+00:00"
                     expected["headers"].pop("expires", None)
             if came != expected:

@@ -60,7 +60,7 @@ def plain_app(url: str, **conf: Any) -> Celery:
     app = Celery("shop", broker=url, set_as_current=False)
     app.conf.update(task_queues=queues(), task_default_queue="reminders", **conf)
     if url.startswith("amqp"):
-        # Also without install() a message is there once it is sent, to be counted.
+        # Confirmed, so that a sent message can be counted at once.
         app.conf.broker_transport_options = {"confirm_publish": True}
     return app
 

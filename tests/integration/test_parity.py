@@ -186,7 +186,7 @@ keys = limited(
         st.lists(word, max_size=5).map(".".join),
         st.lists(word, max_size=5).map(".".join),
         any_text,
-        # About as many words as our own keys have, some of them read like a delay.
+        # About as many words as our own keys have; some look like our keys.
         st.lists(st.sampled_from(["a", "b", "0", "1", "%a", "*"]), min_size=7, max_size=11).map(
             ".".join
         ),
@@ -199,7 +199,7 @@ names = limited(
     st.one_of(
         st.lists(word, min_size=1, max_size=4).map(".".join),
         any_text,
-        # Not longer in unicode: RabbitMQ 4.3 crashes where it has to cut an error's text amid it.
+        # Not longer in unicode: RabbitMQ 4.3 crashes if it has to cut an error's text.
         st.sampled_from(["n" * 200, "%" * 80, "n.*" * 80, "é.*" * 25]),
     ),
     max_bytes=240,
@@ -442,8 +442,8 @@ def check(site: Site) -> None:
         for message in graph.messages
     }
 
-    # Behind a landing queue a message that nobody wants waits for somebody to bind; see
-    # test_isolation. Elsewhere it parks.
+    # A message without a queue stays in a landing queue, if it goes through one (see
+    # test_isolation), else it is parked.
     refused: dict[int, str] = {}
     sent: dict[int, str] = {}
     park: dict[int, bool] = {}  # True where the message was certainly sent before it was due
@@ -547,7 +547,7 @@ def test_behind_exchange_to_exchange_bindings(
             for key in ("order.new", "order.fine", "other"):
                 publish(producer, f"now {key}", key, exchange="orders")
                 publish(producer, f"later {key}", key, exchange="orders", delay=0.1)
-            # The exchanges behind are there on their own, too.
+            # Delayed messages to the exchanges behind the bindings.
             publish(producer, "later order.fine", "order.fine", exchange="by-key", delay=0.1)
             publish(producer, "later archived", "order.new", exchange="archive", delay=0.1)
         letters.receive_until(lambda: len(letters.arrivals) >= 24)

@@ -268,7 +268,7 @@ def test_one_rescue_runs_at_a_time(connection: Any, vhost_url: str) -> None:
         with pytest.raises(ResourceLocked):
             peek(delays_of(connection), limit=1)
         publish(connection, "x", "nobody")  # and the connection is none the worse for it
-    # The lock dies with its connection, however that ends.
+    # The lock ends with its connection.
     wait_until(lambda: rescue(delays_of(connection)) == Rescue(still_parked=1))
     wait_parked(connection, 1)
     assert rescued(connection) == Rescue(still_parked=1)

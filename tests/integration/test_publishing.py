@@ -221,7 +221,7 @@ def test_refused_publishes_leave_the_channel_open(connection: Any) -> None:
     refused(connection, CannotDelay, "CC or BCC", headers={"CC": ["other"]})
     refused(connection, CannotDelay, "CC or BCC", headers={"BCC": ["other"]})
     refused(connection, DelayTooLong, r"longest delay of 5\.1 s.*native_delay_levels", delay=10)
-    # CC is the user's own affair where nothing is delayed.
+    # Undelayed messages may have CC.
     publish(connection, "copied", "nobody", headers={"CC": ["orders"]})
     publish(connection, "later", "orders", delay=0.1)
     letters = Inbox(connection).consume(["orders"])

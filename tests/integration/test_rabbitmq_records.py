@@ -212,7 +212,7 @@ def test_publishing_goes_on_while_the_records_are_unreachable(
         else:
             server.client.execute_command("CLIENT", "PAUSE", 5000, "ALL")
         away_seconds = timed(app, 100)
-        # Not waiting for the records once for each.
+        # The publishes do not each wait for the records.
         assert away_seconds < usual_seconds + 100 * PATIENCE_SECONDS / 2
 
         def told() -> int:

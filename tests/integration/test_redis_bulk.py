@@ -132,7 +132,7 @@ def test_through_sentinel_and_a_failover(server_name: ServerName) -> None:
                 batch.send("shop.remind", (number,), countdown=600)
         app.close()
         assert batch.result.confirmed == 400
-        # Replication is asynchronous: what the old master alone has confirmed may be gone.
+        # Replication is asynchronous: tasks that only the old master has may be lost.
         assert 200 <= sentinel.master.client.zcard(KEYS.due) <= 400
 
 
@@ -171,7 +171,7 @@ def test_tasks_without_an_answer_are_reported_in_doubt(own_redis: PrivateRedis) 
         with batch:
             batch.send("shop.remind", (0,), countdown=600)
             wait_until(lambda: own_redis.client.zcard(KEYS.due) == 1)
-            # The server has told that it has it; the answer to the line itself may be under way.
+            # The message is stored; its confirm may still be on its way.
             wait_until(
                 lambda: not (batch._publisher.outbox._held or batch._publisher.outbox._unanswered)
             )

@@ -155,7 +155,7 @@ def test_messages_wait_through_a_failover(sentinel: PrivateSentinel) -> None:
             wait_until(lambda: promoter.promoted == 1)
             for number in range(20):
                 publish(connection, number, "jobs", delay=5)
-            # Replication is asynchronous: wait for it, as WAIT does.
+            # Replication is asynchronous: wait until the replica has all.
             assert store_of(connection).client.wait(1, 10_000) == 1
         sentinel.failover()
         wait_until(lambda: promoter.promoted == 21)

@@ -255,7 +255,7 @@ def test_a_full_server_refuses_new_messages_and_hands_over_waiting_ones(
             wait_until(lambda: promoter.promoted == 20)
             own_redis.client.config_set("maxmemory", 0)
             publish(connection, "again", "jobs", delay=0.1)
-            # kombu's own consumers write as well, and cannot before there is room.
+            # kombu's consumers write to Redis, too, so they need room.
             with inbox(connection, "jobs") as received:
                 received.wait_for(21)
 

@@ -75,7 +75,7 @@ def test_status_counts_by_queue_and_purge_empties_delay_queues_only(
         for _ in range(2):
             publish(connection, "far", "jobs", delay=3600)
         assert shop.told("status")["queues"][0]["on_the_way"] == 2
-        # A hop is a second here, and nobody relays.
+        # A hop takes a second here, and no relay runs.
         wait_until(lambda: shop.told("status")["overdue"] == 2, timeout_seconds=PATIENCE_SECONDS)
         told = shop.told("status")
         assert (told["name"], told["waiting"], told["parked"]) == (NAME, 2, 0)

@@ -325,7 +325,7 @@ def away(store: Path) -> Iterator[None]:
     hidden, nothing = (store.with_name(f"{name}-{store.name}") for name in ("hidden", "nothing"))
     nothing.mkdir()
     hidden.hardlink_to(store)
-    # In one: who opens it between its end and another's beginning would make it anew.
+    # Replaced in one step: else a process could create the file in between.
     symlink = store.with_name("symlink")
     symlink.symlink_to(nothing)
     symlink.replace(store)
