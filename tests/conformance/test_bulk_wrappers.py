@@ -36,7 +36,7 @@ BROKERS = at_home_on("rabbitmq-3.10")
 TRACE = "trace"
 SAID = "sending as apply_async does, not by template: "
 
-#: An app, and the traces that its messages were given so far, by task id.
+#: An app, and the traces of its messages by task id.
 Watched = tuple[Celery, dict[str, str]]
 Wrapper = Callable[[str], AbstractContextManager[Watched]]
 
@@ -271,7 +271,7 @@ def test_sentry_has_a_span_for_each_message(space: str) -> None:
     assert f"{SAID}sentry_sdk.integrations.celery._wrap_task_run.<locals>" in run.stderr
 
 
-# ---- what a proof cannot know --------------------------------------------------------------------
+# ---- templates that would change a message -------------------------------------------------------
 
 
 def adding(value: Callable[[Any], str]) -> Callable[[Any], Any]:

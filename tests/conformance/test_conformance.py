@@ -50,7 +50,7 @@ ROUTES: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 KNOCK = "Is anybody listening?"
 
-#: What differs from one message to the next, delayed or not.
+#: Properties that differ between any two messages.
 OWN = {"delivery_tag", "delivery_info"}
 
 
@@ -85,7 +85,7 @@ def overtaken_seconds(arrivals: list[Arrival]) -> float:
     return max(latest - each for latest, each in zip(accumulate(due, max), due, strict=True))
 
 
-# ---- where, as what, when ----------------------------------------------------------------------
+# ---- destination, content, time ----------------------------------------------------------------
 
 
 def test_a_delayed_message_arrives_where_and_as_an_undelayed_one(url: str) -> None:
@@ -157,7 +157,7 @@ def test_a_delayed_message_is_kept_until_its_queue_is_declared(url: str) -> None
             assert received.wait_for(1)[0].body == "hello"
 
 
-# ---- who is who --------------------------------------------------------------------------------
+# ---- delivery ids and limits -------------------------------------------------------------------
 
 
 def test_messages_of_one_task_id_wait_side_by_side(url: str) -> None:
@@ -250,7 +250,7 @@ def test_an_app_without_install_gets_kombus_own_transport(url: str) -> None:
         assert waiting_count(connection) == 1
 
 
-# ---- mixed fleets ------------------------------------------------------------------------------
+# ---- plain and installed apps ------------------------------------------------------------------
 
 
 def test_a_plain_consumer_receives_delayed_messages(url: str) -> None:
@@ -340,7 +340,7 @@ def test_an_installed_worker_puts_back_what_a_plain_producer_sent(
         run.assert_on_time(run.due)
 
 
-# ---- what happens to brokers -------------------------------------------------------------------
+# ---- outages -----------------------------------------------------------------------------------
 
 
 def test_a_producer_goes_on_after_its_broker_was_wiped(broker: Broker, url: str) -> None:

@@ -53,7 +53,7 @@ TASK = "shop.reindex"
 
 T = TypeVar("T")
 
-#: Longer than any test takes, and than the levels of these tests are too short for.
+#: Longer than any test takes, and within the longest delay.
 LONG = 100.0
 
 
@@ -490,7 +490,7 @@ def test_a_task_that_is_not_registered_can_have_a_key(key: str, app: Celery, del
     assert delay.show(result)[0].name == "elsewhere.task"
 
 
-# ---- what is refused ----------------------------------------------------------------------------
+# ---- errors -------------------------------------------------------------------------------------
 
 
 def test_wrong_arguments_of_keyed_calls_are_refused_with_the_reason(

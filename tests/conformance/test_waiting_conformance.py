@@ -28,7 +28,7 @@ from tests.waiting import wait_until
 
 BROKERS = KEEPING_KEYS
 
-#: Enough levels for hours.
+#: For delays of hours.
 LEVELS = 20
 
 

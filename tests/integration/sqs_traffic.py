@@ -17,7 +17,7 @@ from tests.traffic import beside
 #: Seconds of one hop; 900 outside of tests.
 HOP_SECONDS = 1
 
-#: The same in an app of another process.
+#: Source code that sets it in an app of another process.
 SHORT_HOPS = f"""
 from celery_native_delay.transports.sqs import hops
 hops.HOP_SECONDS = {HOP_SECONDS}

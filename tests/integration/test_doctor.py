@@ -238,7 +238,7 @@ def test_a_promoter_shows_that_it_runs_on_a_full_redis(
         wait_until(lambda: own_redis.client.ttl(key) > 12, timeout_seconds=PATIENCE_SECONDS)
 
 
-# ---- the records of RabbitMQ -------------------------------------------------------------------
+# ---- RabbitMQ ----------------------------------------------------------------------------------
 
 
 @pytest.mark.ci
@@ -473,7 +473,7 @@ def test_a_telemetry_folder_without_write_permission_is_found(
     assert "takes nothing on this machine" in the_wrong(app, "telemetry").problem
 
 
-# ---- what nobody can be asked ------------------------------------------------------------------
+# ---- apps without install() --------------------------------------------------------------------
 
 
 def test_a_missing_install_and_a_wrong_setting_are_found(project: Project) -> None:

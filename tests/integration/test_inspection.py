@@ -688,7 +688,7 @@ def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url
         assert parked_count(connection) == 0
 
 
-# ---- what can go wrong -------------------------------------------------------------------------
+# ---- plan, and errors --------------------------------------------------------------------------
 
 NEED_A_BROKER = [
     ("declare",),

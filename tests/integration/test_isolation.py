@@ -40,7 +40,7 @@ DELAY_SECONDS = 63 * SETTINGS["resolution"]
 """Through all levels but the two highest."""
 
 
-# ---- a flood beside others ---------------------------------------------------------------------
+# ---- sending to a destination that takes nothing -----------------------------------------------
 
 
 def assert_none_early(arrivals: list[Arrival]) -> None:
@@ -88,7 +88,7 @@ def assert_each_once(letters: Inbox) -> None:
     assert Counter(bodies(letters.arrivals)) == Counter(FLOOD)
 
 
-# ---- whoever cannot be delivered to ------------------------------------------------------------
+# ---- destinations that take nothing ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [in_ci("fanout"), "headers"])
@@ -173,7 +173,7 @@ def test_messages_for_a_deleted_queue_are_parked_while_others_are_on_time(
     assert_nothing_held(rabbitmq, vhost)
 
 
-# ---- neighbours --------------------------------------------------------------------------------
+# ---- namespaces and settings -------------------------------------------------------------------
 
 
 def topology_of(**settings: Any) -> Topology:

@@ -50,7 +50,7 @@ EXAMPLES = 10
 
 any_text = st.text(st.characters(codec="utf-8"), max_size=12)
 
-#: What AMQP knows in a table, as far as py-amqp writes it.
+#: The types of an AMQP table that py-amqp can write.
 leaves = st.one_of(
     st.none(),
     st.booleans(),
@@ -75,7 +75,7 @@ values = st.recursive(
     max_leaves=6,
 )
 
-#: None: absent.
+#: Optional properties.
 properties = st.fixed_dictionaries(
     {},
     optional={
@@ -126,7 +126,7 @@ def messages(draw: st.DrawFn) -> Sent:
     return Sent(body, drawn, draw(st.dictionaries(names, values, max_size=4)))
 
 
-# ---- what is seen of them --------------------------------------------------------------------
+# ---- a message as a consumer sees it ---------------------------------------------------------
 
 
 def as_received(raw: amqp.Message, channel: Any) -> dict[str, Any]:
@@ -176,13 +176,13 @@ def as_plainly_seen(came: dict[str, Any], way: str) -> dict[str, Any]:
     }
 
 
-# ---- the ways --------------------------------------------------------------------------------
+# ---- the paths -------------------------------------------------------------------------------
 
-#: Two levels, and time enough for what happens meanwhile.
+#: A delay through two levels, long enough for the tests' steps.
 DELAY_UNITS = 9
 DELAY_SECONDS = DELAY_UNITS * SETTINGS["resolution"]
 
-#: What each way sends to, exchange and routing key; its queue has its name.
+#: The exchange and routing key of each path; its queue has the path's name.
 WAYS = {
     "returned": ("", "returned"),  # the first: it takes a level away
     "confirmed": ("", "confirmed"),
@@ -198,7 +198,7 @@ WAYS = {
     "cancelled": ("", "cancelled"),
 }
 
-#: Those on which a worker sends it again: it cannot say for whom, to those who do not know us.
+#: The paths on which a worker publishes the message again, for plain consumers without user_id.
 SENT_AGAIN = {"adopted", "parked", "parked early", "moved", "cancelled"}
 
 

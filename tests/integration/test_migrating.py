@@ -224,7 +224,7 @@ def test_a_message_without_destination_stays_and_is_reported(app: Celery, vhost_
         assert depth(connection, "celery_delayed_8") == 1
 
 
-# ---- earlier sets of ours ----------------------------------------------------------------------
+# ---- earlier levels of ours --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -419,7 +419,7 @@ def test_wrong_sources_are_refused_with_the_reason(
         assert "about RabbitMQ" in done.output
 
 
-# ---- asking, counting, ending ------------------------------------------------------------------
+# ---- asking, counting, interrupting ------------------------------------------------------------
 
 
 @on_one_version
@@ -583,7 +583,7 @@ def test_a_cancelled_message_is_delivered_to_be_announced(app: Celery, vhost_url
     assert arrival.message.native_delay.cancelled
 
 
-# ---- keys and places ---------------------------------------------------------------------------
+# ---- keys, and places in the queues of rates ---------------------------------------------------
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ TOPOLOGY = Topology(DelaySettings.from_mapping(SETTINGS | {"fused_bits": 4}))
 MORE_EXAMPLES = int(os.environ.get("NATIVE_DELAY_PARITY_EXAMPLES", "0"))
 EXAMPLES = 40 if IN_CI else 15
 
-#: The default exchange and those that a vhost is born with.
+#: The exchanges that a new virtual host has.
 BUILT_IN = {
     "amq.direct": "direct",
     "amq.topic": "topic",
@@ -169,7 +169,7 @@ def is_not_asked_for(exchange: str) -> bool:
     return not is_built_in and not refusal_fits(exchange, "test-123456789012", "guest")
 
 
-# ---- drawing them ----------------------------------------------------------------------------
+# ---- random graphs ---------------------------------------------------------------------------
 
 WORDS = ["a", "b", "0", "1", "*", "#", "", "%", "%2A", "%2a", "%25", "é", "日本", "a b", "l" * 40]
 
@@ -194,7 +194,7 @@ keys = limited(
     )
 )
 
-#: Exchange names end in a number of their own, so they never meet those of another example.
+#: Names of exchanges; a number is added, so that no two examples share a name.
 names = limited(
     st.one_of(
         st.lists(word, min_size=1, max_size=4).map(".".join),

@@ -74,7 +74,7 @@ def park_early(connection: Any, body: Any, *, queue: str, delay: float) -> str:
     return eta
 
 
-# ---- the way back ----------------------------------------------------------------------------
+# ---- rescue ----------------------------------------------------------------------------------
 
 
 def test_rescue_without_parked_messages_does_nothing(vhost_url: str) -> None:
@@ -236,7 +236,7 @@ def test_messages_of_a_deleted_exchange_stay_parked(connection: Any, vhost_url: 
     assert bodies(Inbox(connection).consume(["orders"]).wait_for(1)) == ["lost"]
 
 
-# ---- who rescues, and how many ---------------------------------------------------------------
+# ---- one rescue at a time, and its limits ----------------------------------------------------
 
 
 def test_two_copies_of_one_delivery_are_both_kept(

@@ -62,7 +62,7 @@ def assert_on_time(arrival: Arrival) -> None:
     assert arrival.lateness_seconds >= 0
 
 
-# ---- declaring -------------------------------------------------------------------------------
+# ---- declarations ----------------------------------------------------------------------------
 
 
 def test_a_producer_declares_the_levels_on_an_empty_virtual_host(vhost_url: str) -> None:
@@ -269,7 +269,7 @@ def test_a_user_without_configure_permission(
         assert_on_time(came[1])
 
 
-# ---- where it goes ---------------------------------------------------------------------------
+# ---- destinations ----------------------------------------------------------------------------
 
 LONG_KEYS = {
     "200 bytes": "k" * 200,
@@ -392,7 +392,7 @@ def test_a_queue_declared_again_without_reject_publish_gets_each_message_once(
         assert bodies(letters.wait_for(3)) == ["two", "last", "the end"]
 
 
-# ---- as what it arrives ----------------------------------------------------------------------
+# ---- content ---------------------------------------------------------------------------------
 
 
 def test_priority_and_expiration_are_kept(connection: Any) -> None:

@@ -183,7 +183,7 @@ def test_failed_publishes_are_not_listed_and_a_purge_keeps_due_entries(
     assert delay.show("order-2") == []
 
 
-# ---- records that are away -------------------------------------------------------------------
+# ---- unreachable records ---------------------------------------------------------------------
 
 
 def timed(app: Celery, count: int, **options: Any) -> float:

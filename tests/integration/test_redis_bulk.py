@@ -55,10 +55,7 @@ def numbers(redis: PrivateRedis, queue: str = "plain") -> list[int]:
     return sorted(json.loads(body)[0][0] for body in bodies)
 
 
-# ---- the same as the long way --------------------------------------------------------------------
-
-
-# ---- each once -----------------------------------------------------------------------------------
+# ---- nothing lost, nothing twice -----------------------------------------------------------------
 
 
 @pytest.mark.ci

@@ -135,8 +135,6 @@ def test_many_promoters_share_what_is_due(empty_redis: PrivateRedis) -> None:
     assert looks < 4 * 300, "four that all come for each message would look 1200 times"
 
 
-# ---- many at once ------------------------------------------------------------------------------
-
 # ---- Sentinel and TLS --------------------------------------------------------------------------
 
 

@@ -61,7 +61,7 @@ def lists(server: PrivateRedis) -> dict[str, list[Any]]:
     return found
 
 
-# ---- parity ------------------------------------------------------------------------------------
+# ---- destination and content -------------------------------------------------------------------
 
 ROUTES: dict[str, dict[str, Any]] = {
     "default exchange": {"routing_key": "default"},
@@ -133,7 +133,7 @@ def test_our_header_on_a_users_message_is_ignored(empty_redis: PrivateRedis) -> 
         assert connection.default_channel.basic_get("jobs", no_ack=True).native_delay is not None
 
 
-# ---- never early -------------------------------------------------------------------------------
+# ---- ETAs --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("eta", [datetime(2020, 1, 1, tzinfo=UTC).isoformat(), None, "no date"])

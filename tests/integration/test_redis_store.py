@@ -253,7 +253,7 @@ def test_missing_permissions_are_named_in_the_error(
     client.execute_command("ACL", "DELUSER", "guest")
 
 
-# ---- looking and throwing away -----------------------------------------------------------------
+# ---- census and purge --------------------------------------------------------------------------
 
 
 def test_the_census_counts(store: Store) -> None:

@@ -130,7 +130,7 @@ def test_a_batch_of_ten_costs_three_requests(sqs: PrivateSqs) -> None:
     ]  # fmt: skip
 
 
-# ---- relays that die, or are many --------------------------------------------------------------
+# ---- relays that die, and several relays -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_a_message_that_cannot_be_relayed_does_not_hold_up_others(
     assert waiting_on(sqs) == 1
 
 
-# ---- delay queues that are not as they must be -------------------------------------------------
+# ---- wrong delay queues ------------------------------------------------------------------------
 
 
 def test_worker_and_producer_name_each_wrong_attribute(sqs: PrivateSqs) -> None:
@@ -383,7 +383,7 @@ def test_a_missing_predefined_queue_is_named(
     assert sorted(names(sqs)) == ["jobs", "jobs-delay.fifo"]
 
 
-# ---- mixed fleets: who relays, and who knows ---------------------------------------------------
+# ---- without a relay ---------------------------------------------------------------------------
 
 
 def test_a_short_delay_needs_no_relay(sqs: PrivateSqs) -> None:

@@ -78,7 +78,7 @@ def shop(postgresql: Broker) -> Iterator[Celery]:
     app.close()
 
 
-# ---- each once -----------------------------------------------------------------------------------
+# ---- nothing lost, nothing twice -----------------------------------------------------------------
 
 
 def test_a_batch_stored_twice_is_there_once(app: Celery) -> None:

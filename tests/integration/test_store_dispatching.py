@@ -312,7 +312,7 @@ BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END
 """
 
 
-# ---- a store that is away -----------------------------------------------------------------------
+# ---- outages ------------------------------------------------------------------------------------
 
 
 def space_of(url: str) -> Path:

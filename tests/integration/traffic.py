@@ -118,7 +118,7 @@ def delete_levels(rabbitmq: PrivateRabbitMQ, url: str) -> None:
                     delete(found["name"])
 
 
-# ---- what the broker holds -------------------------------------------------------------------
+# ---- the broker's queues ---------------------------------------------------------------------
 
 
 def depth(connection: Any, queue: str) -> int:
