@@ -141,4 +141,4 @@ def test_nobody_can_look_into_it_and_a_broker_that_is_not_there_is_one_sentence(
     done = shop.delay("status")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert re.search("the broker sqs://.* cannot be used", done.stderr)
+    assert re.search("cannot use the broker sqs://", done.stderr)
