@@ -73,17 +73,17 @@ class RedisLink:
         self._failures = LinkFailures(what, left_alone_seconds=left_alone_seconds, logs=logs)
         #: Open connections that no thread uses now.
         self._idle: list[Any] = []
-        self._posting: Any = None
-        self._posting_lock = Lock()
+        self._post_connection: Any = None
+        self._post_lock = Lock()
         #: The times at which posted commands were sent whose answers were not read yet.
-        self._sent: deque[float] = deque()
+        self._sent_at: deque[float] = deque()
 
     # --- asking --------------------------------------------------------------------------
 
     def run(self, script: str, keys: tuple[str, ...] | list[str], *arguments: Any) -> Any:
         """Run a Lua *script*, and return its answer. The server gets the script if it lacks it."""
         words = (len(keys), *keys, *arguments)
-        with self._lent() as connection:
+        with self._connection_in_use() as connection:
             try:
                 return _answer(connection, "EVALSHA", digest_of(script), *words)
             except NoScriptError:
@@ -91,20 +91,20 @@ class RedisLink:
 
     def ask(self, *command: Any) -> Any:
         """Send one Redis *command*, and return its answer."""
-        with self._lent() as connection:
+        with self._connection_in_use() as connection:
             return _answer(connection, *command)
 
     def connect(self) -> bool:
         """Open a connection before the first task needs one; False if that fails."""
-        with suppress(RecordsUnavailable), self._lent():
+        with suppress(RecordsUnavailable), self._connection_in_use():
             return True
         return False
 
     @contextmanager
-    def _lent(self) -> Iterator[Any]:
-        connection = self._idle_one()
+    def _connection_in_use(self) -> Iterator[Any]:
+        connection = self._idle_connection()
         if connection is None:
-            connection = self._connected()
+            connection = self._new_connection()
         try:
             yield connection
         except _ERRORS as exc:
@@ -113,7 +113,7 @@ class RedisLink:
         self._failures.succeeded()
         self._idle.append(connection)
 
-    def _idle_one(self) -> Any:
+    def _idle_connection(self) -> Any:
         """An open connection that no thread uses; None if there is none.
 
         Readable data on such a connection can only mean that the server has closed it.
@@ -128,7 +128,7 @@ class RedisLink:
                     return connection
             connection.disconnect()
 
-    def _connected(self) -> Any:
+    def _new_connection(self) -> Any:
         self._failures.check()
         try:
             connection = self._pool.connection_class(**self._pool.connection_kwargs)
@@ -145,19 +145,22 @@ class RedisLink:
 
     def post(self, script: str, keys: tuple[str, ...], *arguments: Any) -> bool:
         """Send a Lua *script* without waiting for its answer; False if it could not be sent."""
-        with self._posting_lock:
+        with self._post_lock:
             try:
-                if self._posting is None:
-                    self._posting = self._connected()
-                self._posting.send_command("EVAL", script, len(keys), *keys, *arguments)
+                if self._post_connection is None:
+                    self._post_connection = self._new_connection()
+                self._post_connection.send_command("EVAL", script, len(keys), *keys, *arguments)
                 now = monotonic()
-                self._sent.append(now)
-                if len(self._sent) >= _READ_EVERY or now - self._sent[0] > _READ_AFTER_SECONDS:
+                self._sent_at.append(now)
+                if (
+                    len(self._sent_at) >= _READ_EVERY
+                    or now - self._sent_at[0] > _READ_AFTER_SECONDS
+                ):
                     self._read_ready()
-                    if self._sent and now - self._sent[0] > PATIENCE_SECONDS:
+                    if self._sent_at and now - self._sent_at[0] > PATIENCE_SECONDS:
                         raise TimeoutError(f"no answer within {PATIENCE_SECONDS} s")
             except Exception as exc:  # an error here must not stop the publish
-                self._stop_posting()
+                self._close_post_connection()
                 if not isinstance(exc, RecordsUnavailable):
                     self._failures.failed(exc)
                 return False
@@ -168,18 +171,18 @@ class RedisLink:
 
         A socket that is closed with unread answers may lose the last commands.
         """
-        with self._posting_lock, suppress(Exception):
+        with self._post_lock, suppress(Exception):
             self._read_ready(min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS))
 
     def _read_ready(self, timeout_seconds: float = 0) -> None:
-        while self._sent and self._posting.can_read(timeout_seconds):
-            self._posting.read_response()
-            self._sent.popleft()
+        while self._sent_at and self._post_connection.can_read(timeout_seconds):
+            self._post_connection.read_response()
+            self._sent_at.popleft()
             self._failures.succeeded()
 
-    def _stop_posting(self) -> None:
-        connection, self._posting = self._posting, None
-        self._sent.clear()
+    def _close_post_connection(self) -> None:
+        connection, self._post_connection = self._post_connection, None
+        self._sent_at.clear()
         if connection is not None:
             with suppress(Exception):
                 connection.disconnect()
@@ -188,8 +191,8 @@ class RedisLink:
 
     def close(self) -> None:
         """Close the connections. The next call opens new ones."""
-        with self._posting_lock:
-            self._stop_posting()
+        with self._post_lock:
+            self._close_post_connection()
         while self._idle:
             self._idle.pop().disconnect()
 

@@ -118,15 +118,15 @@ class SqlThread:
             for are_notes, group in groupby(jobs, lambda job: isinstance(job, Mapping)):
                 together: list[Any] = list(group)
                 if are_notes:
-                    self._do(partial(self._write, rows=together), None, len(together))
+                    self._run_job(partial(self._write, rows=together), None, len(together))
                     continue
                 for job in together:
                     if job is None:
                         self._disconnect()
                         return
-                    self._do(*job)
+                    self._run_job(*job)
 
-    def _do(
+    def _run_job(
         self,
         work: Callable[[Connection], Any],
         future: Future[Any] | None,
@@ -134,7 +134,7 @@ class SqlThread:
     ) -> None:
         self._busy_since = monotonic()
         try:
-            answer = self._answer(work)
+            answer = self._try_twice(work)
             self._failures.succeeded()
             if future is not None:
                 future.set_result(answer)
@@ -149,14 +149,14 @@ class SqlThread:
         finally:
             self._busy_since = None
 
-    def _answer(self, work: Callable[[Connection], T]) -> T:
+    def _try_twice(self, work: Callable[[Connection], T]) -> T:
         for last_try in (False, True):
             try:
                 connection = self._connected()
                 with connection.begin():
                     return work(connection)
             except exc.SQLAlchemyError:
-                # The server may have closed the connection, or somebody dropped the tables.
+                # The server may have closed the connection, or the tables may have been dropped.
                 self._disconnect()
                 if last_try:
                     raise

@@ -49,7 +49,7 @@ class TaskTemplate(ABC):
 
     @abstractmethod
     def makes(self, message: Any, values: TaskValues) -> bool:
-        """True if the template makes *message* of *values*, byte for byte."""
+        """True if the template, filled with *values*, makes the same bytes as *message* has."""
 
     @abstractmethod
     def another(self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues) -> Any:
@@ -100,7 +100,7 @@ class BulkPublisher:
         return None if last is None else self._template.of(last, self.outbox.channel)
 
     def made_by(self, template: TaskTemplate, values: TaskValues) -> bool:
-        """True if *template* makes the last message by kombu of *values*, byte for byte."""
+        """True if *template*, filled with *values*, makes the same bytes as kombu did last."""
         last = self._one()
         return last is not None and template.makes(last, values)
 

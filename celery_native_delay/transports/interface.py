@@ -157,7 +157,7 @@ class ServesQueues(Protocol):
     """A worker or admin part of a broker that keeps something for every queue."""
 
     def serve(self, queues: Sequence[str]) -> None:
-        """Take care of the queues with these names."""
+        """Create or watch what the broker needs for the queues with these names."""
 
 
 class Answer(Enum):
@@ -305,7 +305,7 @@ def lines_of(channel: Any, settings: DelaySettings) -> Lines:
     """The queues of rate-limited tasks beside the broker of *channel*. Raises NoRecords."""
     if not hasattr(channel, "lines"):
         raise NoRecords(
-            "nothing beside this broker can count the tasks of native_delay_rates: use Redis or a "
+            "native_delay_rates has no place to count tasks beside this broker: use Redis or a "
             "database as the broker, or RabbitMQ, SQS or pgmq with native_delay_records"
         )
     lines: Lines = channel.lines(settings)
@@ -314,7 +314,7 @@ def lines_of(channel: Any, settings: DelaySettings) -> Lines:
 
 #: The way out on a broker without a place for the records of keys.
 WHERE_KEYS_ARE_KEPT = (
-    "debounce, throttle and unique need the records of their keys in one place with what waits: "
+    "debounce, throttle and unique keep records of their keys beside the waiting messages: "
     "use a Redis broker, RabbitMQ, SQS or pgmq with native_delay_records set, a sqla+… broker, or "
     "one whose messages wait in native_delay_store"
 )
@@ -323,6 +323,4 @@ WHERE_KEYS_ARE_KEPT = (
 def without_records(channel: Any) -> UnsupportedBroker:
     """The error for a broker without a place for the records of keys."""
     where = channel.connection.client.as_uri()
-    return UnsupportedBroker(
-        f"{where}, as it is set up, has no place for keys: {WHERE_KEYS_ARE_KEPT}"
-    )
+    return UnsupportedBroker(f"{where} has no place for the records of keys: {WHERE_KEYS_ARE_KEPT}")

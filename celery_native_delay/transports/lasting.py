@@ -34,7 +34,7 @@ _SQLITE = frozenset((3, 8, 14, 23, 26))
 
 
 def with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """*error* and its causes, outermost first; for TLS also the context, which redis-py leaves."""
+    """*error* and its causes, outermost first; also the context of a TLS error (redis-py)."""
     while error is not None:
         yield error
         context = error.__context__

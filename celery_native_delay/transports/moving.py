@@ -31,7 +31,7 @@ class Moving:
 
     @property
     def headers(self) -> Mapping[str, Any]:
-        """The headers of the message, without ours."""
+        """The headers of the message, as they were published."""
         return self.properties.get("application_headers") or {}
 
     @property

@@ -55,7 +55,7 @@ _BATCH_BYTES = 1_000_000
 
 
 class OutboxBatch(Generic[MessageT]):
-    """Messages that are sent together; the broker has confirmed none of those in it."""
+    """Messages that are sent together; confirmed ones are removed from it."""
 
     def __init__(self, puts: Sequence[MessageT]) -> None:
         self.puts = list(puts)

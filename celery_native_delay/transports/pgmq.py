@@ -1,7 +1,8 @@
-"""kombu's pgmq transport, whose broker can delay by itself: its messages are told for how long.
+"""A subclass of kombu's pgmq transport (kombu 5.7). pgmq itself delays messages.
 
-In kombu since 5.7. Delays are whole seconds there, so they are rounded up: never early. Beside
-records tasks carry our header, so that they can be listed, cancelled and moved.
+pgmq delays whole seconds, so delays are rounded up, and no message is early. With
+``native_delay_records`` the messages have our header, so that they can be listed, cancelled and
+moved.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ from .virtual.template import publisher
 
 
 class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
-    """A channel whose messages with an ETA ahead stay invisible until then."""
+    """A channel of kombu's pgmq transport, whose delayed messages stay invisible until due."""
 
     def _pgmq_send_kwargs(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Arguments that kombu hands to pgmq's ``send`` and ``send_topic``."""
+        """The arguments that kombu passes to pgmq's ``send`` and ``send_topic``."""
         due_us = self.due_of(message)
         return self.told(message, 0 if due_us is None else due_us - time_ns() // 1000)
 
     def told(self, message: dict[str, Any], wait_us: int) -> dict[str, Any]:
-        """Arguments with which *message* stays invisible for so long."""
+        """The arguments with which *message* stays invisible for *wait_us* microseconds."""
         if wait_us > 0:
             seconds = -(-wait_us // 1_000_000)
-            # In a copy: what is sent again, maybe when it is due, must not be delayed by this.
+            # In a copy: a second attempt, perhaps when the message is due, must not delay it again.
             message = {**message, "properties": {**message["properties"], "DelaySeconds": seconds}}
         found: dict[str, Any] = super()._pgmq_send_kwargs(message)
         return found
 
 
 class Delays(recorded.Delays):
-    """Delayed delivery on one channel, beside records."""
+    """Delayed publishing on one channel, with records."""
 
     def _put(self, queue: str, message: dict[str, Any], due_us: int) -> PlainMessage:
         return PlainMessage(queue, message, due_us)
@@ -62,7 +63,7 @@ class Delays(recorded.Delays):
 
 
 class RecordedChannel(recorded.Channel, Channel):
-    """A channel beside records; what pgmq routes, of topics and fanouts, is not among them."""
+    """A channel with records. They do not list messages to topic and fanout exchanges."""
 
     delays_class = Delays
 
@@ -86,8 +87,10 @@ class RecordedChannel(recorded.Channel, Channel):
 
 
 class PgmqWorkerPart(RecordedWorkerPart):
+    """The :class:`~celery_native_delay.transports.interface.WorkerPart` of pgmq."""
+
     comes_back_late_seconds = 2.0
-    """A second is rounded up, and kombu rests for one after a poll that found nothing."""
+    """Seconds: delays are rounded up to a second, and kombu pauses for one after an empty poll."""
 
     def prepare(self, where: str) -> str:
         return f"{where} delays by itself; {self.terms}"
@@ -97,7 +100,7 @@ class PgmqWorkerPart(RecordedWorkerPart):
         properties = dict(message["properties"])
         info = properties.get("delivery_info") or {}
         own = {name: info[name] for name in info if not name.startswith("pgmq_")}
-        # Its present tag is about to be acknowledged.
+        # A new tag, because the present one is about to be acknowledged.
         message["properties"] = properties | {"delivery_info": own, "delivery_tag": str(uuid4())}
         try:
             self._delays.publish(
@@ -112,7 +115,7 @@ class PgmqWorkerPart(RecordedWorkerPart):
 
 
 class PgmqAdminPart(NothingParked):
-    """An :class:`~celery_native_delay.transports.interface.AdminPart`, of the queues served."""
+    """The :class:`~celery_native_delay.transports.interface.AdminPart` of pgmq."""
 
     name = "the queues of this app"
     parking = "none: nothing is parked"
@@ -146,7 +149,7 @@ class PgmqAdminPart(NothingParked):
         return self._of_waiting("DELETE")
 
     def _of_waiting(self, verb: str) -> int:
-        """Do it to messages that are not due; their number."""
+        """Select or delete all messages that are not due; return their number."""
         count = 0
         for queue in self._queues:
             table = f"q_{self._channel._queue_name(queue)}"
@@ -160,7 +163,7 @@ class PgmqAdminPart(NothingParked):
 
 
 class PgmqCollecting(Collecting):
-    """A channel that collects messages; what pgmq itself routes goes its way one by one."""
+    """A channel that collects messages. Those to topic and fanout exchanges are sent at once."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> PlainMessage:
         due_us = self.due_of(message)
@@ -179,7 +182,7 @@ class PgmqCollecting(Collecting):
 
 
 class Outbox(recorded.Outbox[PlainMessage]):
-    """Many messages to pgmq: a hundred in a transaction, those together that wait as long."""
+    """Publishes many messages to pgmq, 100 in a transaction."""
 
     collecting = PgmqCollecting
 
@@ -214,7 +217,7 @@ class Outbox(recorded.Outbox[PlainMessage]):
 
 
 class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
-    """kombu's pgmq transport; with the ``native_delay`` option, messages wait in the broker."""
+    """kombu's pgmq transport. With the option ``native_delay`` delayed messages wait in pgmq."""
 
     @property
     def delaying_channel(self) -> type[Channel]:  # type: ignore[override]
@@ -224,7 +227,7 @@ class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
         return Channel
 
     def waits_in(self, settings: DelaySettings) -> str:
-        """The place where delayed messages wait; needs no connection."""
+        """The place of delayed messages, as text. Needs no connection."""
         return "their queue of pgmq, invisible"
 
     def bulk_publisher(self, *, window: int) -> BulkPublisher:

@@ -1,4 +1,4 @@
-"""One error tree: whoever catches its root catches all of ours."""
+"""One tree of errors, whose root is ``NativeDelayError``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALL = [
     if isinstance(kind, type)
     and issubclass(kind, Exception)
     and kind.__module__ == errors.__name__
-    and kind is not errors.ExtraMissing  # an ImportError of what an extra brings
+    and kind is not errors.ExtraMissing  # an ImportError of a package of an extra
 ]
 
 
@@ -31,7 +31,7 @@ def test_a_wrong_value_is_a_value_error(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_an_error_survives_the_way_to_another_process(kind: type) -> None:
+def test_an_error_survives_pickling(kind: type) -> None:
     error = pickle.loads(pickle.dumps(kind("value, limit, way out")))
     assert type(error) is kind
     assert str(error) == "value, limit, way out"

@@ -75,8 +75,8 @@ def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
     landing = {name for name in named if mirror.types[name] not in unlike}
     landing |= set(topology.settings.landing_exchanges)
     # Each with its marker exchange: a producer that may not ask for an exchange's type finds it.
-    marks = mirror.marks(bindings, sorted(landing.union(landings)), consuming=True)
-    changes = chain(*marks, *map(mirror.declarations, bindings))
+    markers = mirror.marker_declarations(bindings, sorted(landing.union(landings)), consuming=True)
+    changes = chain(*markers, *map(mirror.declarations, bindings))
     surroundings = [change for change in changes if not isinstance(change, Unbinding)]
     return Blueprint(topology, tuple(own), tuple(_once(surroundings)), tuple(left_out))
 

@@ -89,7 +89,7 @@ class Declarer:
             try:
                 self.look_for_exchange(name, unreadable=AccessRefused)
             except AccessRefused:
-                self._publish_nowhere(name)
+                self._publish_to_marker(name)
         except NotFound:
             return False
         except AccessRefused:
@@ -111,7 +111,7 @@ class Declarer:
         except NotFound:
             return None
 
-    def _publish_nowhere(self, exchange: str) -> None:
+    def _publish_to_marker(self, exchange: str) -> None:
         """Publish to an exchange without bindings; the broker returns the message.
 
         Raises:

@@ -68,7 +68,7 @@ class Delays:
         self._channels: dict[bool, OwnChannel] = {}
         self._in_batch = False
         #: Queues that are bound by their names, with the version of the mirror at that time.
-        self._seen_to: dict[str, int] = {}
+        self._declared_queues: dict[str, int] = {}
 
     @property
     def user(self) -> str:
@@ -161,26 +161,26 @@ class Delays:
             return publication
         message, exchange, routing_key, _ = publication
         message = _in_bytes(message)
-        is_seen_to = not exchange and self._seen_to.get(routing_key) == self.mirror.version
-        if not (is_seen_to and self.preparation.is_ready):
-            self._see_to(exchange, routing_key)
-        lands = exchange != "" and self.routes.lands(exchange, routing_key)
+        is_declared = not exchange and self._declared_queues.get(routing_key) == self.mirror.version
+        if not (is_declared and self.preparation.is_ready):
+            self._declare_for(exchange, routing_key)
+        landing = exchange != "" and self.routes.needs_landing(exchange, routing_key)
         # Computed after declaring, which may have taken a second.
         now_us = time_ns() // 1000
         units = self.units(due_us, now_us=now_us)
         if not units:
             return publication
         delayed = Delayed(delivery_id or token_hex(16), due_us, exchange, routing_key)
-        return self._entering(message, delayed, now_us=now_us, units=units, lands=lands)
+        return self._wrapped(message, delayed, now_us=now_us, units=units, landing=landing)
 
-    def _see_to(self, exchange: str, routing_key: str) -> None:
+    def _declare_for(self, exchange: str, routing_key: str) -> None:
         """Declare what a message to this destination needs."""
         if not exchange:  # the routing key is the name of a queue
             self.mirror.queue_bound_once(routing_key)
         if not self.preparation.is_ready or self.mirror.is_pending:
             self.preparation.prepare()
         if not exchange and not self.mirror.is_pending:
-            self._seen_to[routing_key] = self.mirror.version
+            self._declared_queues[routing_key] = self.mirror.version
 
     def publish_keyed(self, keyed: KeyedPublish, message: amqp.Message, like: Delayed) -> None:
         """Publish a message under a key, confirmed, to the destination of *like*.
@@ -226,7 +226,9 @@ class Delays:
         if queue is not None or not exchange:
             self.mirror.queue_bound_once(routing_key if queue is None else queue)
         self.preparation.prepare()
-        lands = queue is None and exchange != "" and self.routes.lands(exchange, routing_key)
+        landing = (
+            queue is None and exchange != "" and self.routes.needs_landing(exchange, routing_key)
+        )
         now_us = time_ns() // 1000 - clock_ahead_us
         units = units_until(
             delayed.due_us, now_us=now_us, resolution_ms=self.topology.resolution_ms
@@ -235,12 +237,12 @@ class Delays:
         headers = message.properties.get("application_headers") or {}
         own = {name: headers[name] for name in headers if name not in COUNTED_BY_THE_QUEUE}
         message = amqp.Message(message.body, **{**message.properties, "application_headers": own})
-        publication = self._entering(
+        publication = self._wrapped(
             message,
             delayed,
             now_us=now_us,
             units=units,
-            lands=lands,
+            landing=landing,
             user=self.user,
             recorded=recorded,
         )
@@ -263,20 +265,20 @@ class Delays:
         finally:
             self._in_batch = False
 
-    def _entering(
+    def _wrapped(
         self,
         message: amqp.Message,
         delayed: Delayed,
         *,
         now_us: int,
         units: int,
-        lands: bool,
+        landing: bool,
         user: str | None = None,
         recorded: bool = True,
     ) -> Publication:
         """*message* as it enters the levels: wrapped, and noted in the records if *recorded*.
 
-        With *lands* it goes through a landing queue: it keeps its own routing key, and ours is in
+        With *landing* it goes through a landing queue: it keeps its own routing key, and ours is in
         the header BCC.
         """
         topology = self.topology
@@ -292,7 +294,7 @@ class Delays:
         exchange, routing_key = delayed.exchange, delayed.routing_key
         if delayed.queue is not None:
             exchange, routing_key = "", delayed.queue
-        if lands:
+        if landing:
             if topology.collides(routing_key):
                 raise CannotDelay(
                     f"a delayed message to exchange {exchange!r}, which needs a landing queue, "

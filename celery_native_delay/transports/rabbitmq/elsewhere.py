@@ -128,8 +128,8 @@ def _nowhere(routing_key: str, exchanges: list[str]) -> str:
             f"task_queues, with its exchange"
         )
     return (
-        f"the routing key {routing_key!r} leads to the exchanges {', '.join(exchanges)}, and "
-        f"Celery would deliver to all of them: run this with an app that has one of them"
+        f"the routing key {routing_key!r} is bound in the exchanges {', '.join(exchanges)}, and "
+        f"Celery would deliver to all of them: run this with an app that has only one of them"
     )
 
 

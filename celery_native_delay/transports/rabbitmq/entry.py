@@ -43,7 +43,7 @@ class Entry:
 
     @property
     def headers(self) -> Mapping[str, Any]:
-        """The headers of the message, without ours."""
+        """The headers of the message, as they were published."""
         return self.properties.get("application_headers") or {}
 
     def encoded(self) -> str:
@@ -99,10 +99,9 @@ class Recorder:
         member = member_of(headers, delayed.delivery_id)
         if member is None:
             return
-        body = message.body
         entry = Entry(
             message.properties,
-            body.encode() if isinstance(body, str) else bytes(body),
+            bytes(message.body),
             delayed.exchange,
             delayed.routing_key,
             delayed.queue,

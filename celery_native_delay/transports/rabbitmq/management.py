@@ -50,7 +50,10 @@ _PAGE = 500
 
 
 class ManagementAPI:
-    """Reads about one virtual host. Every method raises ManagementUnavailable."""
+    """Reads queues, exchanges, bindings and policies of one virtual host.
+
+    Every method raises ManagementUnavailable.
+    """
 
     def __init__(self, url: str, user: str, password: str, vhost: str, cluster: str) -> None:
         self.url = url.rstrip("/").removesuffix("/api")

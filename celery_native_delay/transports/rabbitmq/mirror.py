@@ -26,7 +26,7 @@ BUILTIN_TYPES = {
 #: Types of exchanges whose bindings the delivery exchange, a topic, can copy.
 MIRRORED_TYPES = ("direct", "topic")
 
-#: Types that choose a queue by a hash of each routing key; a message that lands has two keys.
+#: Types that choose a queue by a hash of each routing key; a landing message has two keys.
 HASHING_TYPES = ("x-consistent-hash", "x-modulus-hash")
 
 #: Celery's and kombu's own queues: remote control, its replies, events. Never delayed.
@@ -73,7 +73,7 @@ class Mirror:
         self.types[exchange] = kind
         self.version += 1
         if arguments and "alternate-exchange" in arguments:
-            self._lands(exchange)
+            self._note_landing(exchange)
 
     def exchange_bound(self, source: str) -> None:
         """The user bound an exchange to *source*.
@@ -81,7 +81,7 @@ class Mirror:
         The bindings behind it cannot be copied: delayed messages go through a landing queue.
         """
         if not is_internal(source):
-            self._lands(source)
+            self._note_landing(source)
 
     def exchange_deleted(self, exchange: str) -> list[Binding]:
         """The user deleted *exchange*; return the copies of its bindings, to be removed."""
@@ -156,7 +156,7 @@ class Mirror:
         self.pending, self.pending_landings = {}, {}
         return pending
 
-    def not_mirrored(self, bindings: list[Mirrored]) -> None:
+    def keep_pending(self, bindings: list[Mirrored]) -> None:
         """Make *bindings* pending again: they could not be copied."""
         self.pending = dict.fromkeys(bindings) | self.pending
 
@@ -173,7 +173,7 @@ class Mirror:
             return
         binding = self.binding_of(mirrored)
         if binding is None:
-            yield from must_land_declarations(self._topology, mirrored.exchange)
+            yield from marked_landing(self._topology, mirrored.exchange)
             return
         topology, queue = self._topology, mirrored.queue
         if self.rejects.get(queue):
@@ -186,7 +186,7 @@ class Mirror:
             )
         yield binding
 
-    def marks(
+    def marker_declarations(
         self, bindings: list[Mirrored], landings: list[str], *, consuming: bool
     ) -> list[list[Declaration]]:
         """Landing queues and marker exchanges for *bindings* and *landings*, grouped by exchange.
@@ -194,10 +194,10 @@ class Mirror:
         Publishers look for the markers. With *consuming* there is a marker for each exchange whose
         consumers copy their bindings.
         """
-        groups = [list(must_land_declarations(self._topology, exchange)) for exchange in landings]
+        groups = [list(marked_landing(self._topology, exchange)) for exchange in landings]
         if consuming:
             named = sorted({binding.exchange for binding in bindings if binding.exchange})
-            groups += [[Exchange(self._topology.mirrored_marker(name), "fanout")] for name in named]
+            groups += [[Exchange(self._topology.copied_marker(name), "fanout")] for name in named]
         return groups
 
     def binding_of(self, mirrored: Mirrored) -> Binding | None:
@@ -218,7 +218,7 @@ class Mirror:
         destination = topology.queue_landing_queue(queue) if self.rejects.get(queue) else queue
         return Binding(topology.delivery_exchange, destination, topology.delivery_pattern(address))
 
-    def _lands(self, exchange: str) -> None:
+    def _note_landing(self, exchange: str) -> None:
         self._landings[exchange] = self.pending_landings[exchange] = None
 
 
@@ -230,7 +230,7 @@ def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declarat
     yield Binding(topology.delivery_exchange, landing.name, pattern)
 
 
-def must_land_declarations(topology: Topology, exchange: str) -> Iterator[Declaration]:
+def marked_landing(topology: Topology, exchange: str) -> Iterator[Declaration]:
     """The landing queue of *exchange*, and the marker exchange that tells publishers to use it."""
     yield from landing_declarations(topology, exchange)
-    yield Exchange(topology.lands_marker(exchange), "fanout")
+    yield Exchange(topology.landing_marker(exchange), "fanout")

@@ -80,7 +80,7 @@ class QueueSource(Source):
                 message = received(message)
                 own = message.body, message.properties, message.delivery_info
                 yield self._read(*own, now_us=time_ns() // 1000)
-            self._give_back()
+            self._return_last()
 
     def done(self) -> bool:
         assert self._channel is not None
@@ -88,9 +88,9 @@ class QueueSource(Source):
         return True
 
     def close(self) -> None:
-        self._give_back()
+        self._return_last()
 
-    def _give_back(self) -> None:
+    def _return_last(self) -> None:
         """Close the channel, which returns the message that was not acked to its queue."""
         channel, self._channel = self._channel, None
         if channel is not None and channel.connection is not None:
@@ -113,7 +113,6 @@ class SetSource(QueueSource):
         queues = [hop.queue for hop in reversed(topology.level_queues)]
         super().__init__(delays, topology.name, queues, self._read_set)
         self._topology = topology
-        self._settings = settings
         #: True if both sets have the same records: moved messages and keys stay as they are.
         self.keeps_keys = here and topology.settings.namespace == settings.namespace
         self._records: Any = None
@@ -149,8 +148,8 @@ class SetSource(QueueSource):
         may_run = self._records.received(member)
         if may_run is None:
             raise RecordsUnavailable(
-                f"the records of {self.name} do not say which of its tasks were cancelled or "
-                f"moved; run this again when they do"
+                f"the records of {self.name}, which tell its cancelled tasks, are unreachable: run "
+                f"this again when they answer"
             )
         return found if may_run else Void()
 
@@ -230,11 +229,8 @@ class RabbitMQMovingPart(MovingPart):
         if not prefix:
             with suppress(ManagementUnavailable):
                 found = celerys_levels(self._api.names("queues", containing="celery_delayed_"))
-        return [self._celerys_source(levels, reaches) for levels in found]
-
-    def _celerys_source(self, levels: CelerysLevels, reaches: Sequence[Reach]) -> Source:
         read = partial(read_celerys, reaches=reaches)
-        return QueueSource(self._delays, levels.name, levels.queues, read)
+        return [QueueSource(self._delays, levels.name, levels.queues, read) for levels in found]
 
     def _sets(self, name: str, *, here: bool) -> list[Source]:
         """Sets of levels in a namespace ("" for the app's), or the set with this full name.

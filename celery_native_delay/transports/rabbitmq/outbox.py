@@ -31,7 +31,7 @@ Message = FramedPublication | FramedTask
 NACKED = "the broker refused it (basic.nack)"
 
 
-class Alone(OutboxBatch[Message]):
+class SingleMessage(OutboxBatch[Message]):
     """A batch of one message, whose confirm is awaited before the next message is sent.
 
     The broker closed the channel for this message, or for one that was sent with it.
@@ -82,7 +82,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
 
     def give_up(self) -> list[RefusedMessage]:
         with self.lock:
-            self._recall()
+            self._take_back_unconfirmed()
             return super().give_up()
 
     # --- sending and confirms ------------------------------------------------------------
@@ -96,10 +96,10 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
     def _write(self) -> None:
         self._connect()
         while self._batches:
-            if isinstance(self._batches[0], Alone):
+            if isinstance(self._batches[0], SingleMessage):
                 self._send_alone()
             else:
-                self._heeding(self._write_next)
+                self._process_answers(self._write_next)
 
     def _write_next(self, channel: WindowChannel) -> None:
         channel.send_all(self._batches.popleft().puts)
@@ -109,16 +109,16 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
         most = self._window - self._batch_size
         while self._unanswered > most:
             self._write()
-            self._heeding(lambda channel: channel.read_down_to(most))
+            self._process_answers(lambda channel: channel.read_down_to(most))
 
     def _read_ready(self, *, timeout_seconds: float = 0) -> None:
         def read(channel: WindowChannel) -> None:
             if channel.is_readable(timeout_seconds):
                 channel.read_ready()
 
-        self._heeding(read)
+        self._process_answers(read)
 
-    def _heeding(self, attempt: Callable[[WindowChannel], None]) -> None:
+    def _process_answers(self, attempt: Callable[[WindowChannel], None]) -> None:
         """Call *attempt* with the channel, then process confirms, nacks and returns."""
         channel = self._confirming
         assert channel is not None
@@ -127,7 +127,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
         except ChannelError as exc:
             # The broker closed it for one of the messages: send each alone, to find out which.
             # The confirms of the channel are lost, so some messages may arrive twice.
-            self._recall(alone=True)
+            self._take_back_unconfirmed(alone=True)
             self._open_confirming()
             if isinstance(exc, NotFound):
                 self._declare_again()
@@ -138,7 +138,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
         others = [put for put in returned if not is_delay_name(put.exchange)]
         self._refuse("no queue is bound there (NO_ROUTE)", others, returned=True)
         # The level queues of these messages were deleted.
-        self._batches.extendleft(Alone([put]) for put in reversed(ours))
+        self._batches.extendleft(SingleMessage([put]) for put in reversed(ours))
         self._count()
         if ours:
             self._declare_again()
@@ -148,7 +148,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
         channel = self._confirming
         assert channel is not None
         if channel.unconfirmed_count:
-            self._heeding(lambda channel: channel.read_down_to(0))
+            self._process_answers(lambda channel: channel.read_down_to(0))
             return
         (put,) = self._batches.popleft().puts
         reason = ""
@@ -178,13 +178,13 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
             )
             self._refused += refused
 
-    def _recall(self, *, alone: bool = False) -> None:
+    def _take_back_unconfirmed(self, *, alone: bool = False) -> None:
         """Make batches again of the messages that are unconfirmed on the channel."""
         channel, self._confirming = self._confirming, None
         if channel is not None:
             self._refuse(NACKED, channel.take_nacked())
             puts = [*channel.take_returned(), *channel.unconfirmed]
-            kind, most = (Alone, 1) if alone else (OutboxBatch, BATCH)
+            kind, most = (SingleMessage, 1) if alone else (OutboxBatch, BATCH)
             starts = reversed(range(0, len(puts), most))
             self._batches.extendleft(kind(puts[at : at + most]) for at in starts)
         self._count()
@@ -219,7 +219,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
                 put.encode(*encoded_for)
 
     def _lose(self) -> None:
-        self._recall()
+        self._take_back_unconfirmed()
         if self._client is not None:
             with suppress(Exception):  # the connection may be lost
                 self._connection.collect()

@@ -60,7 +60,7 @@ class Parked:
 
 
 @dataclass
-class _Round:
+class _RescueState:
     """The state of one rescue: its channel, its numbers, and what it knows of destinations."""
 
     delays: Delays
@@ -88,10 +88,10 @@ def rescue(delays: Delays) -> Rescue | None:
         return Rescue()
     try:
         with _lock(connection, delays.topology), _arrivals(delays) as arrivals:
-            work = _Round(delays, WindowChannel(connection))
+            work = _RescueState(delays, WindowChannel(connection))
             while parked > 0 and (batch := arrivals.take(min(parked, BATCH))):
                 parked -= len(batch)
-                _send_on(work, [_parked(message) for message in batch])
+                _rescue_batch(work, [_parked(message) for message in batch])
                 arrivals.settle(batch)
             work.publisher.close()
             return work.outcome
@@ -146,7 +146,7 @@ def _parked(message: amqp.Message) -> Parked:
     return Parked(message, properties, delayed)
 
 
-def _send_on(work: _Round, batch: list[Parked]) -> None:
+def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
     now_ms = time_ns() // 1_000_000
     stay: list[Parked] = []
     # Several copies may have one delivery id: the broker may double a message, or a retry.
@@ -164,7 +164,7 @@ def _send_on(work: _Round, batch: list[Parked]) -> None:
                 stay.append(parked)
             elif delayed.due_us > now_ms * 1000:
                 if _is_in_reach(work, delayed):
-                    _back_to_levels(work, parked, delayed)
+                    _wait_again(work, parked, delayed)
                 else:
                     stay.append(parked)
             else:
@@ -201,7 +201,7 @@ def _as_parked(parked: Parked, user: str) -> amqp.Message:
     return amqp.Message(parked.message.body, **properties)
 
 
-def _is_in_reach(work: _Round, delayed: Delayed) -> bool:
+def _is_in_reach(work: _RescueState, delayed: Delayed) -> bool:
     """False if its delay is longer than the levels allow: a plain worker would run it early."""
     try:
         work.delays.check_reach(delayed.due_us)
@@ -210,7 +210,7 @@ def _is_in_reach(work: _Round, delayed: Delayed) -> bool:
     return True
 
 
-def _back_to_levels(work: _Round, parked: Parked, delayed: Delayed) -> None:
+def _wait_again(work: _RescueState, parked: Parked, delayed: Delayed) -> None:
     if not work.redeclared:
         # It may have parked because a level queue was missing.
         work.delays.prepare(redeclare=True)
@@ -224,7 +224,7 @@ def _back_to_levels(work: _Round, parked: Parked, delayed: Delayed) -> None:
 
 
 def _publish_original(
-    work: _Round, parked: Parked, delayed: Delayed, destination: tuple[str, str], now_ms: int
+    work: _RescueState, parked: Parked, delayed: Delayed, destination: tuple[str, str], now_ms: int
 ) -> None:
     """Publish to its own exchange and routing key; our header stays, for the delivery id."""
     properties = dict(parked.properties)
@@ -240,7 +240,7 @@ def _publish_original(
     work.publisher.send(Publication(message, *destination))
 
 
-def _exists(work: _Round, exchange: str) -> bool:
+def _exists(work: _RescueState, exchange: str) -> bool:
     """True if *exchange* exists: publishing to a missing one would close the channel."""
     if exchange and exchange not in work.exchanges:
         work.exchanges[exchange] = True
@@ -274,7 +274,7 @@ class Arrivals:
         return [self._messages.popleft() for _ in range(min(wanted, len(self._messages)))]
 
     def settle(self, batch: list[amqp.Message]) -> None:
-        """Ack *batch*, the messages of one :meth:`take`."""
+        """Ack the messages of *batch*, one result of :meth:`take`."""
         self._channel.basic_ack(batch[-1].delivery_tag, multiple=True)
 
     def close(self) -> None:

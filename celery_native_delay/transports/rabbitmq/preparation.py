@@ -121,7 +121,7 @@ class Preparation:
             # A process that knows the queue's arguments may have declared a landing queue for it.
             landing = self._topology.queue_landing_queue(queue)
             self._mirror.rejects[queue] = self._declarer.has_queue(landing, if_refused=False)
-        groups = self._mirror.marks(mirrored, landings, consuming=consuming)
+        groups = self._mirror.marker_declarations(mirrored, landings, consuming=consuming)
         bound = [declaration for b in mirrored for declaration in self._mirror.declarations(b)]
         try:
             self._declarer.apply([*chain.from_iterable(groups), *bound])
@@ -153,15 +153,15 @@ class Preparation:
             except ChannelError as exc:
                 logger.debug("not mirrored: %s: %s", binding, exc)
         if refused:
-            self._mirror.not_mirrored(list(refused))
+            self._mirror.keep_pending(list(refused))
             raise next(iter(refused.values()))
 
     def declare_again(self) -> None:
         """Declare all anew: the broker has lost levels or bindings."""
-        self.look_again()
+        self.forget_all()
         self.prepare(redeclare=True)
 
-    def look_again(self) -> None:
+    def forget_all(self) -> None:
         """Ask for everything again at the next publish: the broker may have lost it."""
         self.is_ready = False
         self._mirror.forget_mirrored()

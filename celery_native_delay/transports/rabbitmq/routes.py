@@ -25,14 +25,14 @@ ASKED_TYPES = ("direct", "topic", "fanout", "headers")
 
 
 @dataclass(frozen=True)
-class _Known:
+class _KnownExchange:
     """The knowledge of one exchange, valid until a time in seconds of the monotonic clock.
 
-    *lands*: all its messages go through the landing queue. *mirrored*: its consumers copy their
-    bindings.
+    *needs_landing*: all its messages go through its landing queue. *mirrored*: its consumers copy
+    their bindings.
     """
 
-    lands: bool
+    needs_landing: bool
     mirrored: bool
     until: float
 
@@ -44,12 +44,12 @@ class Routes:
         self._topology = declarer.topology
         self._mirror = mirror
         self._declarer = declarer
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _KnownExchange] = {}
         self._reached: set[tuple[str, str]] = set()
         self._landings: dict[str, bool] = {}
         self._version = mirror.version
 
-    def lands(self, exchange: str, routing_key: str) -> bool:
+    def needs_landing(self, exchange: str, routing_key: str) -> bool:
         """True if a message must go through the landing queue of *exchange*, which it declares.
 
         It must if bindings of the exchange cannot be copied, or if no consumer copies them: its
@@ -66,10 +66,10 @@ class Routes:
         if known is None or known.until < monotonic():
             if known is not None:
                 self._look_again(exchange)
-            known = self._known[exchange] = self._find_out(exchange)
+            known = self._known[exchange] = self._ask_about(exchange)
         if (exchange, routing_key) in self._reached:
             return False
-        if known.lands or self._is_too_long(exchange, routing_key):
+        if known.needs_landing or self._is_too_long(exchange, routing_key):
             self._require_landing(exchange)
             return True
         if self._mirror.reaches(exchange, routing_key):
@@ -110,23 +110,23 @@ class Routes:
             self._mirror.types[exchange] = self._ask_type(exchange, likely=kind)
         self._reached = {reached for reached in self._reached if reached[0] != exchange}
 
-    def _find_out(self, exchange: str) -> _Known:
+    def _ask_about(self, exchange: str) -> _KnownExchange:
         until = monotonic() + ROUTE_SECONDS
         kind = self.type_of(exchange)
         if kind in HASHING_TYPES:
             raise CannotDelay(
-                f"exchange {exchange!r} is of type {kind}, which cannot get a delayed message "
-                f"exactly; delay it to a queue or a topic exchange instead"
+                f"a delayed message cannot go to exchange {exchange!r} of type {kind}, which "
+                f"hashes its routing key: delay it to a queue, or to a topic exchange"
             )
         topology = self._topology
         listed = exchange in topology.settings.landing_exchanges
         if listed or kind not in MIRRORED_TYPES:
-            return _Known(lands=True, mirrored=False, until=until)
-        if self._declarer.has_exchange(topology.lands_marker(exchange), if_refused=False):
-            return _Known(lands=True, mirrored=False, until=until)
+            return _KnownExchange(needs_landing=True, mirrored=False, until=until)
+        if self._declarer.has_exchange(topology.landing_marker(exchange), if_refused=False):
+            return _KnownExchange(needs_landing=True, mirrored=False, until=until)
         # A user who may not ask may not declare a landing queue either.
-        mirrored = self._declarer.has_exchange(topology.mirrored_marker(exchange), if_refused=True)
-        return _Known(lands=False, mirrored=mirrored, until=until)
+        mirrored = self._declarer.has_exchange(topology.copied_marker(exchange), if_refused=True)
+        return _KnownExchange(needs_landing=False, mirrored=mirrored, until=until)
 
     def _is_too_long(self, exchange: str, routing_key: str) -> bool:
         """True for a topic key that is too long behind the bits: patterns cannot match a hash."""

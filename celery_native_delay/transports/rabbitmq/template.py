@@ -130,7 +130,7 @@ class Template:
         )
 
     def headers(self, fields: TaskFields) -> dict[str, Any]:
-        """The headers of a task, without ours."""
+        """The headers of a task, as Celery made them."""
         headers = self.user_headers | {
             "id": fields.task_id,
             "eta": fields.eta,
@@ -283,7 +283,7 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
         self._recorder = recorder
         self._address = topology.address(*to)
         #: Entry exchange and routing key for a delay in units, cached. Raises DelayTooLong.
-        self._way = lru_cache(maxsize=4096)(self._way_of)
+        self._entry = lru_cache(maxsize=4096)(self._entry_of)
 
     @classmethod
     def of(cls, message: FramedPublication, channel: Any) -> TaskTemplate | None:
@@ -327,7 +327,7 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
         units = units_until(due_us, now_us=now_us, resolution_ms=topology.resolution_ms)
         if not units:
             return None
-        exchange, key = self._way(units)  # or DelayTooLong
+        exchange, key = self._entry(units)  # or DelayTooLong
         expiration = str(topology.first_ttl_ms(units, remaining_us=due_us - now_us))
         fields = TaskFields(exchange, key, *values, ids.hex(), milliseconds_up(due_us), expiration)
         if self._recorder is not None:
@@ -338,7 +338,7 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
             self._recorder.note(f"{fields.task_id}:{fields.delivery_id}", due_us, entry)
         return FramedTask(self._template, fields, self._to)
 
-    def _way_of(self, units: int) -> tuple[str, str]:
+    def _entry_of(self, units: int) -> tuple[str, str]:
         topology = self._topology
         check_reach(units, max_units=topology.max_units, resolution_ms=topology.resolution_ms)
         return topology.entry_exchange(units), topology.routing_key(units, self._address)

@@ -156,11 +156,11 @@ class Topology:
         """True if *queue* is a landing queue, of an exchange or of a queue."""
         return queue.startswith(f"{self.name}.landing-")
 
-    def lands_marker(self, exchange: str) -> str:
+    def landing_marker(self, exchange: str) -> str:
         """The marker exchange: if it exists, messages to *exchange* use its landing queue."""
         return f"{self.name}.lands.{short_word(exchange)}"
 
-    def mirrored_marker(self, exchange: str) -> str:
+    def copied_marker(self, exchange: str) -> str:
         """The marker exchange: if it exists, consumers of *exchange* copy their bindings."""
         return f"{self.name}.mirrored.{short_word(exchange)}"
 

@@ -56,7 +56,7 @@ def wrap(
     kept: dict[str, Any] = {}
     headers.pop(HEADER, None)
     if not headers.keys().isdisjoint(DEATH_HEADERS):
-        if deaths := _other_deaths(headers):
+        if deaths := _users_deaths(headers):
             kept["deaths"] = deaths
         for name in DEATH_HEADERS:
             headers.pop(name, None)
@@ -110,10 +110,10 @@ def unwrap(
     # landing queue or was rescued.
     ours = is_delay_name(info.get("exchange", ""))
     if not ours and due_ms_of(headers) != header["due"]:
-        opened["application_headers"] = _without_ours(headers, {})
+        opened["application_headers"] = _without_our_deaths(headers, {})
         return opened, info, None
     uncover(headers, header)
-    opened["application_headers"] = _without_ours(headers, header.get("deaths") or {})
+    opened["application_headers"] = _without_our_deaths(headers, header.get("deaths") or {})
     opened.pop("expiration", None)
     for name in ("expiration", "priority", "user_id"):
         if name in header:
@@ -123,7 +123,7 @@ def unwrap(
     return opened, info, delayed
 
 
-def _without_ours(headers: dict[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
+def _without_our_deaths(headers: dict[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
     """*headers* without dead-lettering by our queues; *earlier* headers are appended."""
     if not earlier and headers.keys().isdisjoint(DEATH_HEADERS):
         return headers
@@ -140,10 +140,10 @@ def without_deaths(
 ) -> dict[str, Any]:
     """*headers* without those that RabbitMQ added when a queue of *ours* dead-lettered."""
     kept = {key: value for key, value in headers.items() if key not in DEATH_HEADERS}
-    return kept | _other_deaths(headers, ours)
+    return kept | _users_deaths(headers, ours)
 
 
-def _other_deaths(
+def _users_deaths(
     headers: Mapping[str, Any], ours: Callable[[str], bool] = is_delay_name
 ) -> dict[str, Any]:
     """The headers about dead-lettering by the user's queues."""

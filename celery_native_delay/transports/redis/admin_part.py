@@ -1,4 +1,4 @@
-"""The command line's part on Redis."""
+"""The work of the command line on a Redis broker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .worker_part import rescue
 
 
 class RedisAdminPart(AdminPart):
-    """An :class:`~celery_native_delay.transports.interface.AdminPart` on one channel."""
+    """The :class:`~celery_native_delay.transports.interface.AdminPart` of a Redis broker."""
 
     def __init__(self, channel: Any) -> None:
         self._delays = channel.delays

@@ -1,4 +1,4 @@
-"""Delayed publishing on one channel: check the server once, then one atomic script a message."""
+"""Delayed publishing on one Redis channel: one atomic script per message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .store import BrokerRecords, Store
 
 
 class Delays(delays.Delays):
-    """Delayed delivery on one Redis channel."""
+    """Delayed publishing on one Redis channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(settings)
@@ -36,7 +36,7 @@ class Delays(delays.Delays):
 
     @property
     def store(self) -> Store:
-        """The waiting messages, through the channel's own pool; kombu makes a new one on fork."""
+        """The waiting messages, on the channel's connection pool. kombu renews it after a fork."""
         pool = self._channel.pool
         if self._store is None or self._store.client.connection_pool is not pool:
             self._store = Store(redis.Redis(connection_pool=pool), self.keys)
@@ -44,11 +44,11 @@ class Delays(delays.Delays):
 
     @property
     def version(self) -> tuple[int, ...]:
-        """The server's version, () where it tells none."""
+        """The server's version; () if the server does not tell it."""
         return self.prepare().version
 
     def prepare(self) -> Server:
-        """The server, looked at once a channel; raises why it cannot hold delayed messages."""
+        """Check the server once per channel. Raises an error if it cannot hold delayed messages."""
         self.check_settings()
         if self._server is None:
             server = server_of(self.store.client)
@@ -57,17 +57,17 @@ class Delays(delays.Delays):
         return self._server
 
     def dangers(self) -> list[Finding]:
-        """Settings that may make the server lose messages that wait."""
+        """Find settings with which the server may lose waiting messages."""
         server = server_of(self.store.client, thoroughly=True)
         return list(keeping(server, check="server", kept="delayed messages"))
 
     def publish(
         self, message: dict[str, Any], destination: Destination, *, due_us: int, batch: Any = None
     ) -> None:
-        """Store kombu's *message* for *destination*, in kombu's publish *batch* if there is one.
+        """Store kombu's *message* for *destination*, in the *batch* of ``Producer.batch()`` if any.
 
-        DelayTooLong, UnsupportedBroker, SettingsError, BrokerFull, NotPermitted: nothing was
-        stored.
+        Raises DelayTooLong, UnsupportedBroker, SettingsError, BrokerFull or NotPermitted. Then
+        nothing was stored.
         """
         member, entry = self.stored(message, destination, due_us=due_us)
         if batch is None:
@@ -79,13 +79,16 @@ class Delays(delays.Delays):
 
     @property
     def records(self) -> BrokerRecords:
-        """The records beside what waits."""
+        """The records in the broker."""
         return BrokerRecords(self.store)
 
     def publish_keyed(
         self, keyed: KeyedPublish, message: dict[str, Any], destination: Destination
     ) -> None:
-        """Store kombu's *message* as its key has it; raises as :meth:`publish`, AnotherStands."""
+        """Store kombu's *message* as the rule of its key decides.
+
+        Raises the errors of :meth:`publish`, and AnotherStands if another task has the key.
+        """
 
         def put(due_us: int, *_: object) -> IndexEntry:
             member, entry = self.stored(due_then(message, due_us), destination, due_us=due_us)
@@ -95,7 +98,7 @@ class Delays(delays.Delays):
         self.watch()
 
     def watch(self) -> None:
-        """Look now and then, after publishing, whether anything promotes."""
+        """Once a minute, after a publish, warn if no worker promotes due messages."""
         warn_if_nothing_promotes(
             self._place, lambda: Status.of(self.keys.space, self.store.census())
         )
@@ -103,18 +106,18 @@ class Delays(delays.Delays):
     def stored(
         self, message: dict[str, Any], destination: Destination, *, due_us: int
     ) -> tuple[str, bytes]:
-        """The member under which *message* waits, and its entry; raises as :meth:`publish`."""
+        """The member and the entry of *message* in Redis. Raises the errors of :meth:`publish`."""
         self.prepare()
         self.check_reach(due_us)
         return member_of(message, destination.keys[0]), self._entry(message, destination, due_us)
 
     def put_back(self, message: dict[str, Any], destination: Destination, *, due_us: int) -> None:
-        """Let a received message, as it lay in its queue, wait (again) for *destination* alone.
+        """Store a message that a worker has received too early, for the queue it came from.
 
-        It gets a new delivery tag: its present one is about to be acknowledged. It waits under
-        the present one, so that a second attempt changes nothing. What is left of its wait is
-        counted from the server's present time: where the clocks differ, it may be here because
-        the server took it for due. It may be further away than a producer's limit.
+        It gets a new delivery tag, because its present one is about to be acknowledged. Its member
+        has the present tag, so that a second attempt changes nothing. The rest of its delay counts
+        from the server's time: if the clocks differ, the server may have taken it for due. The
+        longest delay does not apply.
         """
         member = member_of(message, destination.keys[0])
         properties = {**message["properties"], "delivery_tag": str(uuid4())}

@@ -1,4 +1,4 @@
-"""Entries of messages: where each goes, and what kombu pushes there. Pure."""
+"""The entry of a waiting message in Redis: its destination, and the message itself. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Destination:
-    """The place that a message goes to when it is due: the first of *keys* is a list to push to.
+    """The destination of a message when it is due: the list that is the first of *keys*.
 
-    With *ttl_ms* all of *keys* expire that much later, as kombu has it for a queue with
-    ``x-expires``. With *broadcast* they are channels to publish on instead.
+    With *ttl_ms* all *keys* get that TTL, as kombu does for a queue with ``x-expires``. With
+    *broadcast* the *keys* are pub/sub channels to publish on.
     """
 
     keys: tuple[str, ...]
@@ -19,16 +19,16 @@ class Destination:
 
 
 def entry_of(destination: Destination, envelope: str) -> bytes:
-    """Destination and envelope as one value of the hash."""
+    """Destination and envelope as one value for the hash of messages."""
     return front_of(destination) + envelope.encode()
 
 
 def front_of(destination: Destination) -> bytes:
-    """The beginning of the entries of all messages for *destination*.
+    """The first part of an entry, which is equal for all messages to *destination*.
 
-    ``<kind> <ttl ms> <bytes of each key>``, a newline, the keys; then comes the envelope. Lengths,
-    because a key may hold any byte; in front, because Lua must cut without reading the envelope:
-    what cjson reads and writes again has lost its empty lists and long numbers.
+    It is ``<kind> <ttl ms> <bytes of each key>``, a newline, and the keys. The envelope follows.
+    Lengths are given because a key may contain any byte. Lua cuts the entry without parsing the
+    envelope, because cjson would change empty lists and long numbers.
     """
     keys = [key.encode() for key in destination.keys]
     kind = "publish" if destination.broadcast else "push"
@@ -37,7 +37,7 @@ def front_of(destination: Destination) -> bytes:
 
 
 def opened_entry(entry: bytes) -> tuple[Destination, bytes]:
-    """The opposite of :func:`entry_of`."""
+    """Split an entry of :func:`entry_of` into destination and envelope."""
     head, _, rest = entry.partition(b"\n")
     kind, ttl_ms, *lengths = head.decode().split(" ")
     keys = []

@@ -1,7 +1,6 @@
-"""Every name that this package uses in Redis, and which entry is whose.
+"""The names of all keys of this package on a Redis broker, and the members of messages. Pure.
 
-Rule 1: all names are decided here. Rule 2: no I/O. Rule 3: a change in what the keys hold is a
-new VERSION beside the old one, never an edit: messages in production wait under the old names.
+A change in what the keys hold needs a new VERSION: messages in production wait under the old names.
 """
 
 from __future__ import annotations
@@ -15,20 +14,19 @@ from typing import Any
 from ...records.redis_listing import IndexKeys
 from ..virtual.wrapping import id_of
 
-#: 1 had its scores in milliseconds, and was never released.
+#: Version 1 had scores in milliseconds, and was never released.
 VERSION = 2
 
-#: Bytes of the digest that tells messages of one task id apart: collisions stay unreachable,
-#: and a member with a UUID stays within 52 characters, the memory class that Redis rounds it to.
+#: Bytes of the digest in a member. Collisions are practically impossible, and a member with a UUID
+#: has at most 52 characters, one of the sizes that Redis allocates.
 _DIGEST_BYTES = 9
 
 
 @dataclass(frozen=True)
 class Keys(IndexKeys):
-    """The keys of one namespace behind kombu's ``global_keyprefix``.
+    """The keys of one namespace, with kombu's ``global_keyprefix`` as *prefix*.
 
-    The prefix comes first, so that a hash tag in it (``{queue}:``) puts them into the slot of the
-    queues themselves.
+    With a hash tag in the prefix (``{queue}:``) they are in the same cluster slot as the queues.
     """
 
     prefix: str
@@ -41,39 +39,39 @@ class Keys(IndexKeys):
 
     @property
     def wake(self) -> str:
-        """Sorted set with one member at most: something came that is due before all others."""
+        """Sorted set that wakes a promoter: a message was stored that is due before all others."""
         return f"{self.space}.wake"
 
     @property
     def promoting(self) -> str:
-        """String with a TTL: there is a promoter."""
+        """String with a TTL: a promoter is running."""
         return f"{self.space}.promoting"
 
     @property
     def parked(self) -> str:
-        """Sorted set: member → when its destination refused it, in microseconds."""
+        """Sorted set: parked messages by the time in microseconds at which they were refused."""
         return f"{self.space}.parked"
 
     @property
     def moving(self) -> str:
-        """String: the member that is being moved to another broker."""
+        """String: the member of the message that is being moved to another broker."""
         return f"{self.space}.moving"
 
     def taken(self, outbox: str) -> str:
-        """Set: the numbers of what an outbox has sent and the server has taken."""
+        """Set: the numbers of the batches of an outbox that the server has stored."""
         return f"{self.space}.taken.{outbox}"
 
 
 def member_of(message: Mapping[str, Any], destination: str) -> str:
-    """The member under which *message* waits for *destination*: ``<task id>:<12 characters>``.
+    """The member of *message* for *destination*: ``<task id>:<digest of 12 characters>``.
 
-    Not the task id alone, which a retry shares with the attempt before it; nor with the delivery
-    tag alone, which copies for several queues share. The same message has the same one again.
+    The digest is of delivery tag and destination: a retry has the same task id as the attempt
+    before it, and copies for several queues have the same delivery tag.
     """
     return member(id_of(message), str(message["properties"]["delivery_tag"]), destination)
 
 
 def member(name: str, delivery_tag: str, destination: str) -> str:
-    """The member of :func:`member_of` for a task whose id is *name*."""
+    """The member of :func:`member_of`, for a task with the id *name*."""
     digest = blake2b(f"{delivery_tag}\n{destination}".encode(), digest_size=_DIGEST_BYTES).digest()
     return f"{name}:{urlsafe_b64encode(digest).decode()}"

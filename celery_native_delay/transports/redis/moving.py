@@ -1,4 +1,4 @@
-"""Moving what waits to and from Redis."""
+"""Migrating waiting messages to and from a Redis broker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .waiting import RedisWaitingTasks
 #: Members that are read at a time.
 _CHUNK = 100
 
-#: For so long it is known which message was being moved when a process died, in seconds.
+#: Seconds for which the key ``moving`` tells which message a killed migration was moving.
 _KNOWN_SECONDS = 30 * 86_400
 
 
@@ -38,10 +38,10 @@ class RedisMovingPart(moving.MovingPart):
         super().prepare(queues)
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """All that waits here, and the app's queues in which tasks with an ETA ahead lie.
+        """All waiting messages, and the app's queues that contain tasks with a future ETA.
 
         Raises:
-            UnsupportedBroker: another place is asked for.
+            UnsupportedBroker: *what* names another source.
         """
         return [*super().sources(what, reaches), *held_by_queues(self._channel, reaches)]
 
@@ -56,7 +56,7 @@ class RedisMovingPart(moving.MovingPart):
 
 
 class RedisSource(Source):
-    """All that waits in Redis, earliest first."""
+    """All waiting messages in a Redis broker, earliest due time first."""
 
     keeps_keys = False
 
@@ -89,7 +89,7 @@ class RedisSource(Source):
                     pipeline.zscore(keys.due, member)
                     _, entry, due_us = pipeline.execute()
                 if entry is None or due_us is None:
-                    stay += due_us is not None  # its entry is lost; else it was handed over
+                    stay += due_us is not None  # its entry is lost; else it was delivered
                     continue
                 if census.promoting and due_us < store.now_us() + moving.LEFT_US:
                     stay += 1
@@ -110,7 +110,7 @@ class RedisSource(Source):
 
 
 class PlainSource(Source):
-    """Tasks with an ETA ahead that do not wait in the broker: their workers hold them."""
+    """Plain tasks with a future ETA, in an ordinary queue or held by a worker. They stay there."""
 
     def __init__(self, name: str, count: int, why: str) -> None:
         self.name = name
@@ -121,7 +121,7 @@ class PlainSource(Source):
         return self._count
 
     def found(self) -> Iterator[Found]:
-        """One for each; none is taken."""
+        """One reason to stay for each task; no task is moved."""
         for _ in range(self._count):
             yield Stays(self._why)
 
@@ -130,7 +130,7 @@ class PlainSource(Source):
 
 
 def held_by_queues(channel: Any, reaches: Sequence[Reach]) -> Iterator[PlainSource]:
-    """The queues, and what workers hold, with tasks whose ETA is ahead."""
+    """The app's queues, and the unacknowledged messages, that contain tasks with a future ETA."""
     store: Store = channel.delays.store
     prefix, client = store.keys.prefix, store.client
     way_out = "let an installed worker consume its queue, which puts it into the store"
@@ -159,9 +159,9 @@ def _with_eta_ahead(envelopes: Iterable[bytes]) -> int:
     for envelope in envelopes:
         try:
             message = json.loads(envelope)
-            # Of a message that a worker holds kombu keeps where it came from, too.
+            # For unacknowledged messages kombu keeps a list: the message and its origin.
             headers = (message[0] if isinstance(message, list) else message).get("headers")
             count += (due_of(headers) or 0) > now_us
         except (AttributeError, IndexError, InvalidDueTime, TypeError, ValueError):
-            continue  # none that a worker could run
+            continue  # no valid task
     return count

@@ -1,8 +1,7 @@
-"""Messages that Redis has yet to answer for: a hundred in a script, sent again as a whole.
+"""Bulk publishing to Redis: 100 messages in a script, and no message twice.
 
-Each script carries a number that the server keeps with what it stores. One that is sent again,
-because its answer was lost with the connection, changes nothing: neither for a message that still
-waits, nor for one that has been handed over since, nor for an immediate one.
+Each script has a number, which the server stores with the messages. If the connection is lost
+before the answer, the script is sent again. If the server knows its number, it stores nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .promoter import CONNECTION_OPTIONS
 from .scripts import ADD_MANY, PUSH
 from .store import refusals_explained
 
-#: A user, password or right that will not do.
+#: Errors of a wrong user or password, or of a missing right.
 _NOT_LET_IN = (
     exceptions.AuthenticationError,
     exceptions.AuthenticationWrongNumberOfArgsError,
@@ -36,9 +35,9 @@ _NOT_LET_IN = (
 
 
 class RedisMessage(NamedTuple):
-    """A message on its way to *destination*: it waits as *member*, due then, or without one not.
+    """A message for *destination*. With *due_us* 0 it is immediate, and has no *member*.
 
-    *front* is what its entry begins with.
+    *front* is the first part of its entry, see :func:`.front_of`.
     """
 
     destination: Destination
@@ -58,7 +57,7 @@ class RedisMessage(NamedTuple):
 
 
 class RedisCollecting(Collecting):
-    """A channel that collects messages with the keys that they go to."""
+    """A channel that collects messages, with the Redis keys of their destinations."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> RedisMessage:
         destination = self.destination(queue, message)
@@ -80,7 +79,7 @@ class RedisCollecting(Collecting):
 
 
 class ScriptBatch(outbox.OutboxBatch[RedisMessage]):
-    """One script with its messages: sent, answered for, and sent again as a whole."""
+    """One script with its messages. It is sent, and sent again if need be, as a whole."""
 
     def __init__(
         self, script: str, keys: tuple[str, ...], arguments: list[Any], puts: list[RedisMessage]
@@ -89,19 +88,19 @@ class ScriptBatch(outbox.OutboxBatch[RedisMessage]):
         self.script, self.keys, self.arguments = script, keys, arguments
 
     def packed(self, connection: Any, *, whole: bool = False) -> Any:
-        """The command's bytes; *whole* with the script itself, for a server that forgot it."""
+        """The bytes of the command; with *whole* including the script, if the server lacks it."""
         name = ("EVAL", self.script) if whole else ("EVALSHA", digest_of(self.script))
         return connection.pack_command(*name, len(self.keys), *self.keys, *self.arguments)
 
 
 class Outbox(virtual.Outbox[RedisMessage, ScriptBatch]):
-    """Many messages to Redis: a hundred in a script."""
+    """Publishes many messages to Redis, 100 in a script."""
 
     lost = (
         *outbox.Outbox.lost,
         exceptions.ConnectionError,
         exceptions.TimeoutError,
-        # It is no master any more.
+        # The server is no longer the master.
         exceptions.ReadOnlyError,
     )
     connection_options = CONNECTION_OPTIONS
@@ -111,7 +110,7 @@ class Outbox(virtual.Outbox[RedisMessage, ScriptBatch]):
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
         self._name = uuid4().hex
-        #: redis-py's; None while there is none.
+        #: A connection of redis-py, or None.
         self._connection: Any = None
         self._number = 0
 
@@ -167,7 +166,7 @@ class Outbox(virtual.Outbox[RedisMessage, ScriptBatch]):
         except self.lost:
             raise
         except exceptions.NoScriptError:
-            # This answer comes after those that are on their way.
+            # This batch is answered after the batches that are sent already.
             self._batches.insert(self._written - 1, self._batches.popleft())
             command = batch.packed(self._connection, whole=True)
             self._connection.send_packed_command(command, check_health=False)
@@ -192,6 +191,6 @@ class Outbox(virtual.Outbox[RedisMessage, ScriptBatch]):
     def _lose(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            with suppress(Exception):  # it is gone, whatever it says to that
+            with suppress(Exception):  # the connection is given up anyway
                 connection.disconnect()
         super()._lose()

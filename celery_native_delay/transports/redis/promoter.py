@@ -1,10 +1,11 @@
-"""Promoting what is due: in every worker, or in a process of its own. No leader, no lock.
+"""Promoting due messages to their queues, in every worker or in ``delay promote``. No leader.
 
-A timer here leads to the next due time, because Redis itself looks for blocked clients that time
-out only every 100 ms. It runs from when the last round was asked for: the next one takes as long
-to the server as that one did, and arrives when the message is due. What comes meanwhile and is due
-sooner wakes one promoter up through an outstanding BZPOPMIN. If that one dies with its knowledge,
-the others look in time: none sleeps longer than :data:`LONGEST_SLEEP_SECONDS`.
+The promoter sleeps until the next due time by its own timer, because Redis checks the timeouts of
+blocked clients only every 100 ms. The sleep counts from the moment at which the last round was
+sent: the next round takes as long to the server, and so arrives when the message is due.
+
+A message that is stored meanwhile and due sooner wakes one promoter, which waits in a BZPOPMIN. If
+that promoter dies, others look in time: none sleeps longer than :data:`LONGEST_SLEEP_SECONDS`.
 """
 
 from __future__ import annotations
@@ -31,37 +32,37 @@ logger = logging.getLogger(__name__)
 
 LONGEST_SLEEP_SECONDS = SHOW_SECONDS
 
-#: A promoter that came too late to find anything comes this much later next time, doubled up to
-#: the longest, so that of many one does the work and the others stand by.
+#: A promoter that finds a message promoted already comes later next time, by these seconds, doubled
+#: up to the longest. So of many promoters one does the work.
 FIRST_LAG_SECONDS = 0.001
 LONGEST_LAG_SECONDS = 0.05
 
 #: Seconds between attempts to reach the server: the first, and at most.
 RETRY_SECONDS = (0.1, 5.0)
 
-#: Of rounds that are asked for while full ones come back. More are no faster.
+#: Rounds that are sent ahead while rounds come back full. More are no faster.
 _ROUNDS_AT_ONCE = 2
 
-#: The promoter's own connection gives up on a server that answers nothing; kombu's never does.
+#: Timeouts of the promoter's connection. kombu's own connections have none.
 CONNECTION_OPTIONS = {
     "socket_timeout": 10.0,
     "socket_connect_timeout": 10.0,
     "socket_keepalive": True,
 }
 
-#: Seconds that the server holds a BZPOPMIN; a later reply means that the connection is dead.
+#: Seconds that the server holds a BZPOPMIN. Without an answer by then the connection is dead.
 _BLOCK_SECONDS = 30
 _GRACE_SECONDS = 15.0
 
-#: FD_SETSIZE of Linux and macOS.
+#: FD_SETSIZE on Linux and macOS.
 _SELECTABLE = 1024
 
 
 class Promoter:
-    """A loop that promotes what is due. *promoted* and *parked* count messages so far."""
+    """A loop that promotes due messages. *promoted* and *parked* count messages so far."""
 
     def __init__(self, connect: Callable[..., Any]) -> None:
-        """*connect* makes a kombu connection, given its ``transport_options``."""
+        """*connect* opens a kombu connection with the given ``transport_options``."""
         self.promoted = 0
         self.parked = 0
         self._connect = connect
@@ -72,12 +73,12 @@ class Promoter:
         self._sign = Sign(lambda: None)
 
     def run(self) -> None:
-        """Promote until :meth:`stop`; a lost connection is made again, however long it takes."""
+        """Promote until :meth:`stop`. After a lost connection, keep trying to connect."""
         while not self._stopping.is_set():
             try:
                 with self._connected() as (rounds, alarm):
                     self._promote(rounds, alarm)
-            except Exception as exc:  # the loop must outlive whatever the network brings
+            except Exception as exc:  # the loop must survive any error of the network
                 if self._stopping.is_set():
                     break
                 expected = isinstance(exc, NativeDelayError | RedisError | KombuError | OSError)
@@ -100,7 +101,7 @@ class Promoter:
     @contextmanager
     def _connected(self) -> Iterator[tuple[Rounds, _Alarm]]:
         with self._connect(transport_options=CONNECTION_OPTIONS) as connection:
-            # Once for each URL; the pauses between attempts are ours.
+            # One attempt for each URL: the pauses between attempts are made here.
             tries = len(connection.alt) or 1
             connection.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
             channel = connection.default_channel
@@ -126,7 +127,7 @@ class Promoter:
                 lag.reset()
                 lag_seconds = 0.0
             elif expected_us is not None and handed.next_us != expected_us:
-                # Another promoter took it. If it is still there, this was too early by a hair.
+                # Another promoter took the message. If it is still there, we came too early.
                 lag_seconds = lag.failed()
             expected_us = None
             sleep_seconds = LONGEST_SLEEP_SECONDS
@@ -136,15 +137,15 @@ class Promoter:
                 if until_due_seconds < sleep_seconds:
                     sleep_seconds, expected_us = until_due_seconds, handed.next_us
             if alarm.wait(sleep_seconds):
-                # No other promoter knows of what has come.
+                # No other promoter knows of the new message.
                 lag.reset()
                 lag_seconds = 0.0
                 expected_us = None
 
     def _promote_due(self, rounds: Rounds) -> tuple[int, HandedOver]:
-        """Promote until nothing is due; how many were, and what the last round said.
+        """Promote until no message is due. Returns the number, and the answer of the last round.
 
-        While there is more, the server works on one round when the answer to another is read.
+        While rounds come back full, the server works on the next round during the reading of one.
         """
         taken = 0
         self._sign.keep_up()
@@ -167,7 +168,7 @@ class Promoter:
         self.parked += handed.parked
         if handed.parked:
             logger.error(
-                "native delay: parked %d message(s), their destination refused them: %s; see "
+                "native delay: parked %d message(s) that their queue has refused: %s; see "
                 "`celery -A PROJ delay parked list`",
                 handed.parked,
                 handed.refusal,
@@ -175,7 +176,7 @@ class Promoter:
 
 
 class _Alarm:
-    """A connection with an outstanding BZPOPMIN on the wake-up marker."""
+    """A connection that waits in a BZPOPMIN on the key ``wake``."""
 
     def __init__(self, connection: Any, key: str) -> None:
         self._connection = connection
@@ -185,7 +186,7 @@ class _Alarm:
         self._selector = selectors.DefaultSelector()
 
     def arm(self, stop_reader: Any) -> None:
-        """Connect and ask; *stop_reader* ends a wait as well."""
+        """Connect and send the BZPOPMIN. A byte in *stop_reader* ends a wait as well."""
         self._connection.connect()
         self._watched = [self._connection._sock, stop_reader]
         for readable in self._watched:
@@ -193,8 +194,8 @@ class _Alarm:
         self._ask()
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most *seconds*; True if something came that may be due sooner."""
-        # TLS may have had something to read that is no reply.
+        """Wait at most *seconds*. True if a message was stored that may be due sooner."""
+        # With TLS there may be something to read that is no answer.
         if self._connection._sock in self._readable(seconds) and self._connection.can_read(
             timeout=0
         ):
@@ -206,7 +207,7 @@ class _Alarm:
         return False
 
     def _readable(self, seconds: float) -> list[Any]:
-        # select() is exact, and takes low descriptors only; epoll rounds up to a millisecond.
+        # select() is exact, but takes low descriptors only. epoll rounds up to a millisecond.
         if max(each.fileno() for each in self._watched) < _SELECTABLE:
             return select.select(self._watched, [], [], seconds)[0]
         return [key.fileobj for key, _ in self._selector.select(seconds)]
@@ -216,6 +217,6 @@ class _Alarm:
         self._connection.disconnect()
 
     def _ask(self) -> None:
-        # A health check could connect anew, to a socket that is not watched.
+        # A health check could open another socket, which is not watched.
         self._connection.send_command("BZPOPMIN", self._key, _BLOCK_SECONDS, check_health=False)
         self._asked_at = monotonic()

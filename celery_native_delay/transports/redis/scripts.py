@@ -1,14 +1,14 @@
-"""The Lua that makes each step atomic. Times are microseconds by the server's own clock.
+"""The Lua scripts of a Redis broker. Times are in microseconds by the server's clock.
 
-An entry of the hash reads ``<kind> <ttl ms> <bytes of each key>\\n<keys><envelope>``; see
-:func:`~.entry.entry_of`. Destination keys come from the data, so they are not declared in KEYS:
-a server that insists on it (cluster mode) needs them in one slot.
+An entry of the hash is ``<kind> <ttl ms> <bytes of each key>\\n<keys><envelope>``; see
+:func:`~.entry.entry_of`. The keys of destinations come from entries, so KEYS does not declare them:
+a server in cluster mode needs them in one slot.
 """
 
 from __future__ import annotations
 
-#: KEYS due, messages, wake, ids. ARGV member, due µs, entry.
-#: The marker is touched only by what comes first of all, so it costs nothing in the usual case.
+#: KEYS due, messages, wake, ids. ARGV member, due µs, entry. Only a message that is due before all
+#: others writes to ``wake``.
 ADD = """
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[3])
 redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
@@ -18,18 +18,18 @@ if redis.call('ZRANGE', KEYS[1], 0, 0)[1] == ARGV[1] then
 end
 """
 
-#: How long the server remembers what it has taken of an outbox that went away, in seconds. That
-#: comes back sooner, or gives up, unless its batch is to wait for the broker for ever.
+#: Seconds for which the server keeps the numbers of an outbox's batches after the last one. An
+#: outbox that lost its connection comes back sooner, or gives up.
 TAKEN_SECONDS = 3600
 
-#: In front of what an outbox sends. KEYS taken. ARGV number.
+#: The beginning of each script of an outbox. KEYS taken. ARGV number of the batch.
 _ONCE = f"""
 if redis.call('SADD', KEYS[1], ARGV[1]) == 0 then return end
 redis.call('EXPIRE', KEYS[1], {TAKEN_SECONDS})
 """
 
-#: Many messages in. KEYS taken, due, messages, wake, ids. ARGV number, then of each message
-#: member, due µs, entry.
+#: Stores many messages. KEYS taken, due, messages, wake, ids. ARGV number of the batch, then
+#: member, due µs and entry of each message.
 ADD_MANY = (
     _ONCE
     + """
@@ -50,8 +50,8 @@ end
 """
 )
 
-#: A message that does not wait. KEYS taken, its list, what else to prolong. ARGV number, TTL in ms
-#: or 0, envelope.
+#: Sends an immediate message. KEYS taken, the list of its queue, further keys to give the TTL. ARGV
+#: number of the batch, TTL in ms or 0, envelope.
 PUSH = (
     _ONCE
     + """
@@ -62,15 +62,15 @@ end
 """
 )
 
-#: KEYS source (due, or parked), messages, parked, ids. ARGV limit, highest score or '' for now.
-#: Returns taken, delivered, parked, now in µs, the score of the source's next one (-1: none), the
-#: last refusal.
+#: Delivers due messages, or tries parked ones again. KEYS source (due, or parked), messages,
+#: parked, ids. ARGV limit, highest score or '' for now. Returns numbers of messages taken,
+#: delivered and parked, the time in µs, the score of the next message (-1: none), and the last
+#: error.
 #:
-#: ZREMRANGEBYRANK is the first write because it needs no memory: a script that has written once may
-#: go on writing although maxmemory is reached, on servers that do not know allow-oom, too.
+#: ZREMRANGEBYRANK is the first write because it needs no memory: after its first write a script may
+#: write on although maxmemory is reached, also on servers without allow-oom.
 #:
-#: Messages are gathered by what their entries begin with, which says all about where they go; most
-#: often it is the same as that of the message before.
+#: Messages are grouped by destination, which is the first part of their entries.
 HAND_OVER = """
 local source, messages, parking, ids = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local time = redis.call('TIME')
@@ -170,13 +170,13 @@ local first = redis.call('ZRANGE', source, 0, 0, 'WITHSCORES')
 return {#members, #done, parked, now, first[2] and tonumber(first[2]) or -1, refusal}
 """
 
-#: In front of HAND_OVER where the server knows script flags (Redis 7): what waits must drain while
-#: maxmemory keeps other clients from writing.
+#: The first line of HAND_OVER on servers with script flags (Redis 7): due messages are delivered
+#: even while maxmemory is reached.
 ALLOW_OOM = "#!lua flags=allow-oom\n"
 
-#: KEYS due, messages, parked, promoting. Returns waiting, parked, entries, overdue, µs until the
-#: next is due (below 0: since it was; '' if nothing waits), whether there is a promoter. A script,
-#: because a transaction is refused while maxmemory is reached, reading ones too.
+#: KEYS due, messages, parked, promoting. Returns numbers of messages: waiting, parked, entries and
+#: overdue; then µs until the next one is due (negative: since; '' for none), and 1 if a promoter
+#: runs. It is a script because Redis refuses even reading transactions while maxmemory is reached.
 CENSUS = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
@@ -191,9 +191,9 @@ return {
 }
 """
 
-#: Another due time and entry for a message that is still there, parked or not. KEYS due, messages,
-#: wake, parked. ARGV member, the entry it had, due µs or '' for now, the new entry. Returns when
-#: it is due, or -1 if it is not there as it was.
+#: Gives a waiting or parked message a new due time and entry. KEYS due, messages, wake, parked.
+#: ARGV member, its present entry, due µs or '' for now, the new entry. Returns the due time, or -1
+#: if the entry has changed.
 REPLACE = """
 if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return -1 end
 local due = ARGV[3]
@@ -210,7 +210,8 @@ end
 return tonumber(due)
 """
 
-#: KEYS due, messages, ids, parked. ARGV member, the entry it had. Returns whether it was there.
+#: Removes a message. KEYS due, messages, ids, parked. ARGV member, its present entry. Returns 0 if
+#: the entry has changed.
 REMOVE = """
 if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return 0 end
 redis.call('HDEL', KEYS[2], ARGV[1])

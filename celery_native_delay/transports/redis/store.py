@@ -1,7 +1,7 @@
-"""Messages that wait in one Redis database: add, promote, rescue, look, throw away.
+"""The waiting messages in one Redis database: store, promote, retry, count, remove.
 
-A thin layer over the scripts, on a plain client: kombu's own adds ``global_keyprefix`` to some
-commands and to the first key of a script, and to none of the others.
+It runs the scripts on a plain redis-py client. kombu's own client adds ``global_keyprefix`` to some
+commands and to the first key of a script only.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from ..virtual.watching import SHOWN_SECONDS
 from .keys import Keys
 from .scripts import ADD, ALLOW_OOM, CENSUS, HAND_OVER, REMOVE, REPLACE
 
-#: Messages that one script promotes. More are hardly faster and keep Redis from other clients
-#: for longer: 0.45 ms for 100, 4.7 ms for 1000.
+#: Messages that one script promotes. More are hardly faster, and block other clients of Redis for
+#: longer: 0.45 ms for 100, 4.7 ms for 1000.
 BATCH = 100
 
-#: Scripts know their flags from here on. https://redis.io/docs/latest/develop/programmability/
+#: Scripts may have flags since this version.
+#: https://redis.io/docs/latest/develop/programmability/
 _FLAGS_SINCE = (7,)
 
 
 @dataclass(frozen=True)
 class HandedOver:
-    """The result of one script run, as numbers of messages.
+    """The result of one run of the promoting script.
 
-    *taken* left the sorted set: *delivered*, *parked* with *refusal* as Redis' last word, or they
-    had lost their entry. *now_us* and *next_us*, when the next one is due or None if there is none,
-    are microseconds since the epoch by the server's clock.
+    *taken* messages left the sorted set. Of these *delivered* went to their queues, and *parked*
+    were refused, with *refusal* as the last error; the others had lost their entry. *now_us* is the
+    server's time, and *next_us* the next due time or None, both in microseconds since the epoch.
     """
 
     taken: int
@@ -51,30 +52,30 @@ class HandedOver:
 
     @property
     def wait_us(self) -> int | None:
-        """Microseconds until the next one is due, None if there is none."""
+        """Microseconds until the next message is due; None if there is none."""
         return None if self.next_us is None else max(self.next_us - self.now_us, 0)
 
 
 @dataclass(frozen=True)
 class Census(status.Census):
-    """Numbers of messages, and of *entries* in the hash of both those that wait and are parked."""
+    """Numbers of messages. *entries* counts the hash, so waiting and parked messages together."""
 
     entries: int
 
 
 class Store:
-    """The waiting messages under *keys*, through *client*."""
+    """The waiting messages of one namespace in a Redis broker."""
 
     def __init__(self, client: Any, keys: Keys) -> None:
-        """*client* is a plain redis.Redis that returns bytes."""
+        """*client* is a plain ``redis.Redis`` that returns bytes."""
         self.client = client
         self.keys = keys
         self._scripts: dict[str, Any] = {}
 
     def run(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
-        """The answer of *script*, which is loaded if the server does not know it.
+        """Run a Lua *script*, and return its answer. The server gets the script if it lacks it.
 
-        BrokerFull, NotPermitted: it changed nothing.
+        Raises BrokerFull or NotPermitted. Then nothing was changed.
         """
         if script not in self._scripts:
             self._scripts[script] = self.client.register_script(script)
@@ -84,13 +85,13 @@ class Store:
     # --- one message in ------------------------------------------------------------------
 
     def add(self, member: str, due_us: int, entry: bytes) -> None:
-        """Store *entry* until *due_us*, microseconds since the epoch. Again is the same as once."""
+        """Store a message until *due_us*. Storing it twice is the same as once."""
         self.run(ADD, self._add_keys, member, due_us, entry)
 
     def add_command(self, member: str, due_us: int, entry: bytes) -> tuple[str, list[Any]]:
-        """:meth:`add` as the name and arguments of a pipeline's method.
+        """:meth:`add` for a pipeline: the name of a method and its arguments.
 
-        ``eval``, because a pipeline cannot answer an unknown script with loading it.
+        The method is ``eval``, because a pipeline cannot load a script that the server lacks.
         """
         return "eval", [ADD, len(self._add_keys), *self._add_keys, member, due_us, entry]
 
@@ -101,29 +102,29 @@ class Store:
     # --- one message changed -------------------------------------------------------------
 
     def replace(self, member: str, old: bytes, due_us: int | None, new: bytes) -> int | None:
-        """Let *member*, whose entry is *old*, wait with another one until *due_us*, None for now.
+        """Give a message a new entry and due time; *due_us* None means now.
 
-        Returns when it is due by the server's clock; None if it is not there any more as it was.
+        Returns the due time by the server's clock. None if the entry is no longer *old*.
         """
         keys = [self.keys.due, self.keys.messages, self.keys.wake, self.keys.parked]
         due = int(self.run(REPLACE, keys, member, old, "" if due_us is None else due_us, new))
         return None if due < 0 else due
 
     def remove(self, member: str, old: bytes) -> bool:
-        """Throw away *member* if its entry is *old*; False if it is not there as it was."""
+        """Remove a message. False if its entry is no longer *old*."""
         keys = [self.keys.due, self.keys.messages, self.keys.ids, self.keys.parked]
         return bool(self.run(REMOVE, keys, member, old))
 
     # --- many out ------------------------------------------------------------------------
 
     def promote(self, *, version: tuple[int, ...]) -> HandedOver:
-        """Promote what is due by the server's clock, at most :data:`BATCH` messages."""
+        """Promote messages that are due by the server's clock, at most :data:`BATCH`."""
         return self._hand_over(self.keys.due, "", version)
 
     def rescue(self, *, version: tuple[int, ...], before_us: int) -> HandedOver:
-        """Try parked messages again, at most :data:`BATCH` of those parked before *before_us*.
+        """Try messages that were parked before *before_us* again, at most :data:`BATCH`.
 
-        What is refused again is parked with the present time, so it is not met twice in a round.
+        A message that is refused again is parked with the present time, so it is tried only once.
         """
         return self._hand_over(self.keys.parked, f"({before_us}", version)
 
@@ -134,9 +135,9 @@ class Store:
     # --- the sign of a promoter --------------------------------------------------------
 
     def show_promoting(self) -> None:
-        """Let others know for :data:`SHOWN_SECONDS` that there is a promoter.
+        """Show for :data:`SHOWN_SECONDS` that a promoter is running.
 
-        Prolonging needs no memory, so it works while ``maxmemory`` is reached.
+        EXPIRE needs no memory, so it works while ``maxmemory`` is reached.
         """
         key = self.keys.promoting
         if not self.client.expire(key, SHOWN_SECONDS):
@@ -154,7 +155,7 @@ class Store:
         return Census(waiting, parked, overdue, until_first_us, bool(promoting), entries)
 
     def peek_parked(self, *, limit: int) -> list[bytes]:
-        """Entries of the first *limit* parked messages; they stay."""
+        """Entries of the first *limit* parked messages. The messages stay parked."""
         members = self.client.zrange(self.keys.parked, 0, limit - 1)
         entries = self.client.hmget(self.keys.messages, members) if members else []
         return [entry for entry in entries if entry is not None]
@@ -162,15 +163,15 @@ class Store:
     # --- throwing away -------------------------------------------------------------------
 
     def purge(self, *, parked: bool) -> int:
-        """Throw away all that waits, or all that is parked; how many."""
+        """Remove all waiting messages, or all parked ones; return their number."""
         source = self.keys.parked if parked else self.keys.due
         return throw_away(self, [source, self.keys.messages, self.keys.ids], "-inf", "+inf")
 
 
 class BrokerRecords(RedisRecords):
-    """Records beside the messages of one *store*.
+    """The records in a Redis broker, which change in one step with its waiting messages.
 
-    They raise redis-py's errors, BrokerFull and NotPermitted.
+    Methods raise redis-py's errors, BrokerFull and NotPermitted.
     """
 
     needs_connection = True
@@ -183,27 +184,26 @@ class BrokerRecords(RedisRecords):
 
 
 class Rounds:
-    """Rounds of promoting on a connection of their own, asked for before the last was answered.
+    """Runs of the promoting script on a connection of their own, sent ahead of their answers.
 
-    A round through a pool costs the client twice as much: taking a connection, looking whether it
-    is alive, preparing to try again.
+    Through a connection pool a run would cost the client twice as much.
     """
 
     def __init__(self, connection: Any, keys: Keys, *, version: tuple[int, ...]) -> None:
-        """*connection* is one of redis-py's, *version* the server's."""
+        """*connection* is a redis-py connection. *version* is the server's version."""
         self._connection = connection
         self._keys = keys
         script = _hand_over_on(version)
         words = (4, keys.due, keys.messages, keys.parked, keys.ids, BATCH, "")
         self._evalsha = connection.pack_command("EVALSHA", digest_of(script), *words)
         self._eval = connection.pack_command("EVAL", script, *words)
-        #: When each round that waits for its answer was asked for.
+        #: The times at which rounds were sent that are not answered yet.
         self._asked: deque[float] = deque()
         self.last_asked_at = 0.0
-        """Monotonic time at which the round that was answered last had been asked for."""
+        """The monotonic time at which the round was sent that was answered last."""
 
     def connect(self) -> None:
-        """Connect; with Sentinel, to the master of now, which sending alone would not ask for."""
+        """Connect. With Sentinel this asks for the present master."""
         self._connection.connect()
 
     @property
@@ -215,13 +215,13 @@ class Rounds:
         self._connection.send_packed_command(self._evalsha, check_health=False)
 
     def answer(self) -> HandedOver:
-        """The result of the round that was asked for first; a missing script is loaded."""
+        """Read the result of the oldest round. The server gets the script if it lacks it."""
         while True:
             try:
                 with refusals_explained(self._keys):
                     reply = self._connection.read_response()
             except NoScriptError:
-                # One round is like the other: this one comes after those that were asked for.
+                # All rounds are equal, so this one may run after the rounds sent already.
                 self._connection.send_packed_command(self._eval, check_health=False)
                 continue
             self.last_asked_at = self._asked.popleft()
@@ -243,7 +243,7 @@ def _handed_over(reply: Any) -> HandedOver:
 
 @contextmanager
 def refusals_explained(keys: Keys) -> Iterator[None]:
-    """Turn Redis' refusals into our errors, with the way out."""
+    """Turn errors of Redis about permissions and memory into NotPermitted and BrokerFull."""
     try:
         yield
     except NoPermissionError as exc:
@@ -256,6 +256,6 @@ def refusals_explained(keys: Keys) -> Iterator[None]:
         if isinstance(exc, OutOfMemoryError) or "OOM command not allowed" in str(exc):
             raise BrokerFull(
                 f"Redis has reached maxmemory and takes no more delayed messages; nothing was "
-                f"sent, what waits is still delivered: {exc}"
+                f"sent, and waiting messages are still delivered: {exc}"
             ) from exc
         raise

@@ -1,7 +1,7 @@
-"""kombu's Redis transports, taught to let messages wait in the broker.
+"""Subclasses of kombu's Redis transports, whose delayed messages wait in the broker.
 
-Without ``transport_options["native_delay"]`` they are kombu's own in every respect. What comes
-back unacknowledged is pushed to its queue by kombu without passing here.
+Without ``transport_options["native_delay"]`` they behave exactly as kombu's. kombu itself returns
+unacknowledged messages to their queues.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class QoS(redis.QoS):  # type: ignore[misc]
     """kombu's account of unacknowledged messages, which outlives the connection."""
 
     def restore_unacked(self, client: Any = None) -> None:
-        """Push unacknowledged messages back to their queues.
+        """Return unacknowledged messages to their queues.
 
-        After an outage Celery may have taken the connection's parameters away before it closes the
-        channel. kombu then fails with an AttributeError, which ends the worker. The messages stay
-        in Redis instead, whose other consumers restore them after the visibility timeout.
+        After an outage Celery may have removed the connection's parameters before it closes the
+        channel. kombu would then raise AttributeError, which ends the worker. Here the messages
+        stay in Redis, and other consumers restore them after the visibility timeout.
         """
         transport = self.channel.connection
         if transport is not None and transport.client is not None:
@@ -53,7 +53,7 @@ class QoS(redis.QoS):  # type: ignore[misc]
 
 
 class RedisDelayingChannel(DelayingChannel):
-    """A channel of kombu's redis transports whose messages can wait; mixed in before kombu's."""
+    """A channel whose delayed messages wait in Redis. A mixin before kombu's channel."""
 
     QoS = QoS
     delays_class = Delays
@@ -102,7 +102,7 @@ class RedisDelayingChannel(DelayingChannel):
     def _put_fanout(
         self: Any, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
     ) -> Any:
-        """Broadcast; when it is due, to all consumers that listen then, as without the delay."""
+        """Publish to a fanout exchange; a delayed message goes to those who listen when due."""
         self.check_unkeyed(message, exchange)
         due_us = self.due_of(message)
         if due_us is None:
@@ -115,7 +115,7 @@ class RedisDelayingChannel(DelayingChannel):
         )
 
     def destination(self: Any, queue: str, message: dict[str, Any]) -> Destination:
-        """The keys that kombu would push *message* to, and prolong, for *queue*."""
+        """The Redis list that kombu would push *message* to for *queue*, and keys to give a TTL."""
         prefix = self.delays.keys.prefix
         priority = self._get_message_priority(message, reverse=False)
         key = f"{prefix}{self._q_for_pri(queue, priority)}"
@@ -126,7 +126,7 @@ class RedisDelayingChannel(DelayingChannel):
         return Destination((key, *(other for other in every if other != key)), ttl_ms)
 
     def broadcast(self: Any, exchange: str, routing_key: str) -> Destination:
-        """The channels that kombu would publish on."""
+        """The pub/sub channels on which kombu would publish."""
         if hasattr(self, "_get_publish_topics"):
             topics = self._get_publish_topics(exchange, routing_key)
         else:  # before kombu 5.7
@@ -136,25 +136,25 @@ class RedisDelayingChannel(DelayingChannel):
 
 
 class Channel(RedisDelayingChannel, redis.Channel):  # type: ignore[misc]
-    """A channel whose messages with an ETA ahead wait in Redis."""
+    """A channel of kombu's redis transport, whose delayed messages wait in Redis."""
 
 
 class SentinelChannel(RedisDelayingChannel, redis.SentinelChannel):  # type: ignore[misc]
-    """A channel on the master that Sentinel names, whose messages can wait."""
+    """A channel of kombu's sentinel transport, whose delayed messages wait in Redis."""
 
 
 class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
-    """kombu's redis transport; with the ``native_delay`` option, messages wait in the broker."""
+    """kombu's redis transport. With the option ``native_delay`` delayed messages wait in Redis."""
 
     delaying_channel = Channel
 
     def waits_in(self, settings: DelaySettings) -> str:
-        """The key under which delayed messages wait; needs no connection."""
+        """The Redis key of delayed messages. Needs no connection."""
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         return Keys(prefix, settings.namespace).due
 
     def own_records(self, settings: DelaySettings) -> Place | None:
-        """The place of records on the broker itself; None if no URL leads to it."""
+        """The records in the broker itself; None if no URL leads to it."""
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         url = self.client.as_uri(include_password=True)
         if isinstance(self.client.ssl, dict):
@@ -176,10 +176,10 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
 
 
 class SentinelTransport(Transport, redis.SentinelTransport):  # type: ignore[misc]
-    """kombu's sentinel transport; with the ``native_delay`` option, messages wait in the broker."""
+    """kombu's sentinel transport. With the option ``native_delay`` its delayed messages wait."""
 
     Channel = redis.SentinelChannel
     delaying_channel = SentinelChannel
 
     def own_records(self, settings: DelaySettings) -> None:
-        """None: the master that Sentinel names has no URL that stays."""
+        """None, because the master that Sentinel names may change, and has no lasting URL."""

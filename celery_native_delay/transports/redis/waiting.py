@@ -1,6 +1,6 @@
-"""The waiting tasks of a Redis broker, seen and changed in place.
+"""Lists, cancels and moves the waiting tasks of a Redis broker.
 
-A change replaces a message by another one only if it is still there as it was read.
+A change replaces a message only if it is unchanged since it was read.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .store import Store
 
 
 class RedisWaitingTasks(RedisListing):
-    """A :class:`~celery_native_delay.records.waiting.WaitingTasks` on one channel."""
+    """The :class:`~celery_native_delay.records.waiting.WaitingTasks` of a Redis broker."""
 
     def __init__(self, channel: Any) -> None:
         self._delays = channel.delays
         self._delays.prepare()
-        #: What kombu puts between the name of a queue and its priority.
+        #: kombu's separator between the name of a queue and its priority.
         self._separator: str = channel.sep
         keys = self._delays.keys
         client = self._delays.store.client
@@ -36,7 +36,7 @@ class RedisWaitingTasks(RedisListing):
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
         outcome = super()._change(task_id, due_us, cancelled=cancelled)
         if outcome and due_us is None:
-            # Where no worker promotes now, it would still be counted among what waits.
+            # Promote now, so that the message is not listed as waiting until a worker does it.
             with self._explained():
                 self._delays.store.promote(version=self._delays.version)
         return outcome
@@ -59,7 +59,7 @@ class RedisWaitingTasks(RedisListing):
         return waiting_of(envelope, queue=self.queue_of(destination), due_us=due_us)
 
     def queue_of(self, destination: Destination) -> str:
-        """The name of the queue that *destination* is a list of, "" for a broadcast."""
+        """The name of the queue of *destination*; "" for a fanout exchange."""
         if destination.broadcast:
             return ""
         key = destination.keys[0].removeprefix(self._prefix)
@@ -70,4 +70,4 @@ class RedisWaitingTasks(RedisListing):
         try:
             yield
         except RedisError as exc:
-            raise RecordsUnavailable(f"Redis does not say what waits: {exc}") from exc
+            raise RecordsUnavailable(f"waiting tasks cannot be listed: {exc}") from exc

@@ -1,4 +1,4 @@
-"""A worker's work for Redis: promote, take in what came too early, try what is parked."""
+"""A worker's work on Redis: promote, store early messages again, retry parked messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..interface import Rescue, Wait, WorkerPart
 from .promoter import Promoter
 from .store import BATCH
 
-#: At most this many scripts per round, so that a dead destination costs little.
+#: Scripts per round at most, so that a destination that always refuses costs little.
 _ROUND = 100
 
 
@@ -26,7 +26,7 @@ class RedisWorkerPart(WorkerPart):
         )
 
     def dangers(self) -> list[Finding]:
-        """An eviction policy that may drop keys; no append-only file; a clock that is off."""
+        """Find an eviction policy that may drop keys, a missing append-only file, a wrong clock."""
         return [*self._delays.dangers(), *clocks(self._delays.clock_ahead_seconds())]
 
     def put_one_back(self, wait: Wait) -> None:
@@ -35,7 +35,7 @@ class RedisWorkerPart(WorkerPart):
         self._delays.put_back(message, destination, due_us=wait.due_us)
 
     def rescue(self) -> Rescue:
-        """Push every parked message once more; several processes may be at it."""
+        """Try to deliver every parked message once more. Several processes may do so at once."""
         return rescue(self._delays)
 
     def promoter(self, connect: Callable[..., Any]) -> Promoter:
@@ -43,7 +43,7 @@ class RedisWorkerPart(WorkerPart):
 
 
 def rescue(delays: Any) -> Rescue:
-    """Try what is parked now; what is refused again stays parked."""
+    """Try to deliver all parked messages. Messages that are refused again stay parked."""
     store, version = delays.store, delays.version
     outcome = Rescue()
     before_us = store.now_us()

@@ -137,7 +137,7 @@ class Dispatcher:
         if self._store.is_file:
             self._stopping.wait((monotonic() - began) * _LEFT_TO_OTHERS)
         self.promoted += len(batch.delivered)
-        if batch.put_off:
+        if batch.refused:
             self._tell_of(batch)
         if not batch.messages and away is None:
             # Other dispatchers have locked the due messages, and may release them.
@@ -145,9 +145,9 @@ class Dispatcher:
         return away
 
     def _tell_of(self, batch: DispatchBatch) -> None:
-        parked = sum(each["due"] is None for each in batch.put_off)
+        parked = sum(each["due"] is None for each in batch.refused)
         self.parked += parked
-        reason = batch.put_off[-1]["why"]
+        reason = batch.refused[-1]["why"]
         if parked:
             logger.error(
                 "native delay: parked %d message(s) that their queue has refused 8 times: %s; see "
@@ -155,7 +155,7 @@ class Dispatcher:
                 parked,
                 reason,
             )
-        if later := len(batch.put_off) - parked:
+        if later := len(batch.refused) - parked:
             logger.warning(
                 "native delay: %d message(s) were refused by their queue and are tried again: %s",
                 later,

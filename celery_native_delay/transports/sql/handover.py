@@ -37,7 +37,7 @@ HandOver: TypeAlias = Callable[..., Exception | None]
 
 
 def hand_over_on(channel: Any, store: Store) -> HandOver:
-    """How messages of *store* are delivered on *channel*, a channel of kombu without our mixin."""
+    """The way to deliver messages of *store* on *channel*, a channel of kombu without our mixin."""
     client = channel.connection.client
     if hasattr(channel, "message_cls") and same_database(client.hostname, store.url):
         return IntoTheSameDatabase(channel)
@@ -46,7 +46,7 @@ def hand_over_on(channel: Any, store: Store) -> HandOver:
 
 @contextmanager
 def handing_over(channel: Any, store: Store) -> Iterator[HandOver]:
-    """How messages of *store* are delivered, on a new connection like that of *channel*."""
+    """The way to deliver messages of *store*, on a new connection like that of *channel*."""
     # Not clone(): kombu 5.7 cannot clone a connection of a pool.
     information = dict(channel.connection.client._info(resolve=False))
     # kombu's own channel, because ours would delay the messages once more.
@@ -64,8 +64,8 @@ class ThroughKombu:
 
     def __init__(self, channel: Any, store: Store) -> None:
         self._channel = channel
-        self._put_already = store.put_already
-        self._lost: tuple[type[Exception], ...] = (
+        self._delivered_but_kept = store.delivered_but_kept
+        self._connection_errors: tuple[type[Exception], ...] = (
             OSError,
             *channel.connection.client.connection_errors,
             *getattr(channel.connection, "recoverable_connection_errors", ()),
@@ -76,18 +76,18 @@ class ThroughKombu:
         for message in batch.messages:
             # The envelope is compared as well, because SQLite reuses ids.
             known = hash(message.envelope)
-            if self._put_already.get(message.id) == known:
+            if self._delivered_but_kept.get(message.id) == known:
                 batch.delivered.append(message.id)
                 continue
             try:
                 self._put(message)
-            except self._lost as error:
+            except self._connection_errors as error:
                 gone: Exception = error
                 return gone
             except Exception as error:  # a transport may raise anything
                 refuse(batch, message, error, park=park)
             else:
-                self._put_already[message.id] = known
+                self._delivered_but_kept[message.id] = known
                 batch.delivered.append(message.id)
             if monotonic() > end:
                 break
@@ -168,4 +168,4 @@ def refuse(batch: DispatchBatch, message: Any, error: Exception, *, park: bool) 
     due_us = None if parked else time_ns() // 1000 + (1_000_000 << (tries - 1))
     why = f"{type(error).__name__}: {reason_of(error)}"[:1000]
     tries = min(tries, _MOST_ATTEMPTS)
-    batch.put_off.append({"one": message.id, "due": due_us, "tries": tries, "why": why})
+    batch.refused.append({"one": message.id, "due": due_us, "tries": tries, "why": why})

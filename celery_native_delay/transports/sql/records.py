@@ -32,14 +32,14 @@ class StoreRecords(SqlRecords):
             return super().change(name, decide)
         due_us: int | None = None
 
-        def noting(snapshot: Snapshot) -> Change[T]:
+        def decide_and_note(snapshot: Snapshot) -> Change[T]:
             nonlocal due_us
             change = decide(snapshot)
             due_us = change.due_us
             return change
 
         try:
-            answer = super().change(name, noting, publish)
+            answer = super().change(name, decide_and_note, publish)
         except RecordsUnavailable as error:  # for the caller it is a publish that failed
             raise StoreUnavailable(str(error)) from error
         if due_us is not None:

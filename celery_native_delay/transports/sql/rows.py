@@ -57,7 +57,7 @@ DUE = _MINE.where(_ROW.due_us <= bindparam("until")).order_by(_ROW.due_us)
 PARKED = _MINE.where(_ROW.due_us.is_(None), _ROW.id > bindparam("after")).order_by(_ROW.id)
 
 _REMOVE = delete(MESSAGES).where(_ROW.id.in_(bindparam("ids", expanding=True)))
-_PUT_OFF = (
+_REFUSED = (
     update(MESSAGES)
     .where(_ROW.id == bindparam("one"))
     .values(due_us=bindparam("due"), attempts=bindparam("tries"), reason=bindparam("why"))
@@ -68,19 +68,19 @@ _PUT_OFF = (
 class DispatchBatch:
     """Messages that one transaction has locked, and what was done with them.
 
-    Messages that are neither :attr:`delivered` nor :attr:`put_off` stay unchanged.
+    Messages that are neither :attr:`delivered` nor :attr:`refused` stay unchanged.
     """
 
     connection: Connection
     messages: list[Any]
     """Rows with an *id*, a *queue*, an *envelope*, and *attempts* so far."""
     delivered: list[int] = field(default_factory=list)
-    put_off: list[dict[str, Any]] = field(default_factory=list)
+    refused: list[dict[str, Any]] = field(default_factory=list)
     """Refused messages: the new values of each. One without a due time is parked."""
 
     def settle(self) -> None:
         """Remove delivered messages and update refused messages, in this transaction."""
         if self.delivered:
             self.connection.execute(_REMOVE, {"ids": self.delivered})
-        if self.put_off:
-            self.connection.execute(_PUT_OFF, self.put_off)
+        if self.refused:
+            self.connection.execute(_REFUSED, self.refused)

@@ -56,7 +56,7 @@ class Store(Database):
         #: Called with the due time of each message that this process stores.
         self.on_add: Callable[[int], object] = lambda due_us: None
         #: Messages that were delivered and could not be removed: hashes of envelopes, by id.
-        self.put_already: dict[int, int] = {}
+        self.delivered_but_kept: dict[int, int] = {}
 
     @classmethod
     def of(cls, url: str, namespace: str) -> Store:
@@ -151,7 +151,7 @@ class Store(Database):
             yield batch
             batch.settle()
         for one in batch.delivered:
-            self.put_already.pop(one, None)
+            self.delivered_but_kept.pop(one, None)
 
     # --- the sign of a dispatcher --------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What a worker does for a store: dispatch, store early messages again, retry parked messages."""
+"""A worker's work for a store: dispatch, store early messages again, retry parked messages."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def rescue(channel: Any, store: Store) -> Rescue:
             with store.taking_parked(after_id=after_id) as batch:
                 error = hand_over(batch, park=True)
             outcome.delivered += len(batch.delivered)
-            outcome.still_parked += len(batch.put_off)
-            settled = [*batch.delivered, *(each["one"] for each in batch.put_off)]
+            outcome.still_parked += len(batch.refused)
+            settled = [*batch.delivered, *(each["one"] for each in batch.refused)]
             if error is not None:
                 raise error
             if not settled:

@@ -1,7 +1,8 @@
-"""Amazon SQS: up to 15 minutes a message waits in its own queue, longer in a FIFO queue beside it.
+"""Amazon SQS: up to 15 minutes a message waits in its own queue, longer in a delay queue.
 
-What comes out of ``<queue>-delay.fifo`` a relay sends on: back there, or with the last
-``DelaySeconds`` to its destination. Needs ``pip install 'celery_native_delay[sqs]'``.
+The delay queue is ``<queue>-delay.fifo``. A relay receives messages from it, and sends them back
+there or, with the last ``DelaySeconds``, to their queue. Needs ``pip install
+'celery_native_delay[sqs]'``.
 """
 
 from .transport import Channel, Transport

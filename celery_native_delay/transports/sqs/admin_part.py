@@ -1,4 +1,4 @@
-"""The command line's part on SQS."""
+"""The work of the command line on SQS."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ _DELAYED = "ApproximateNumberOfMessagesDelayed"
 
 
 class Status:
-    """About how many messages wait in SQS, which tells no due time; nothing is parked.
+    """Approximate numbers of waiting messages. SQS does not tell due times, and none is parked.
 
-    Of each queue: *here* in itself, for less than a hop; *on_the_way* in its delay queue, None
-    where there is none; *overdue* there, without a relay that takes them.
+    For each queue: *here* is the number in the queue itself, for less than 15 minutes. *on_the_way*
+    is the number in its delay queue, None if there is none. *overdue* messages have finished their
+    wait in the delay queue, and no relay receives them.
     """
 
     def __init__(self, name: str, queues: list[dict[str, Any]]) -> None:
@@ -52,7 +53,7 @@ class Status:
         ]
         overdue = [
             f"{each['queue']}: about {each['overdue']} message(s) have done their wait and no "
-            f"relay takes them from its delay queue: {_RELAY}"
+            f"relay receives them from its delay queue: {_RELAY}"
             for each in self.queues
             if each["overdue"]
         ]
@@ -66,12 +67,9 @@ class Status:
 
 
 class SqsAdminPart(NothingParked):
-    """An :class:`~celery_native_delay.transports.interface.AdminPart` on one channel.
+    """The :class:`~celery_native_delay.transports.interface.AdminPart` of SQS."""
 
-    Only of the queues that are served: others of the same account belong to other apps.
-    """
-
-    parking = "none: what cannot be delivered is tried again from its delay queue"
+    parking = "none: a message that cannot be delivered is tried again from its delay queue"
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -128,7 +126,7 @@ class SqsAdminPart(NothingParked):
         return [*found, *(() if records is None else records.findings())]
 
     def status(self) -> Status:
-        """Count what waits, as far as SQS tells: its numbers are some seconds old."""
+        """Count waiting messages. SQS' numbers are approximate and some seconds old."""
         return Status(self.name, [self._status(queue) for queue in self._queues])
 
     def backlog(self) -> Backlog:
@@ -136,9 +134,10 @@ class SqsAdminPart(NothingParked):
         return with_records(backlog, self._channel, self._delays.settings)
 
     def purge(self) -> int:
-        """Empty the delay queues, and the records.
+        """Empty the delay queues and the records. Returns the number of messages.
 
-        What waits in its own queue stays, for SQS cannot tell it apart, and is listed no more.
+        Messages that wait in their own queue stay, because SQS cannot purge them separately. They
+        are no longer listed.
         """
         if self._delays.records is not None:
             self._delays.records.purge()

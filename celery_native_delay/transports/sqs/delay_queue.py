@@ -1,4 +1,4 @@
-"""Delay queues: their name, what they must be, and what is wrong with one. Pure."""
+"""Delay queues: their names, their attributes, and what is wrong with one. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .entry import MOST_BYTES
 FIFO = ".fifo"
 _SUFFIX = f"-delay{FIFO}"
 
-#: Characters of a queue's name that SQS takes.
+#: The longest name of a queue that SQS accepts, in characters.
 LONGEST_NAME = 80
 
-#: 14 days in seconds, the longest that SQS keeps a message. It is counted anew with every hop.
+#: 14 days in seconds, the longest retention of SQS. Each hop is a new message, and counts anew.
 RETENTION_SECONDS = 1_209_600
 
 _CHECK = "delay queues"
@@ -29,17 +29,17 @@ _COUNTS = [
 _SIZE = "MaximumMessageSize"
 _FIFO_ONLY = ["DeduplicationScope", "FifoQueue", "FifoThroughputLimit"]
 
-#: What a delay queue is asked: what is in it, and what decides how it behaves.
+#: The attributes of a delay queue that are read: numbers of messages, and settings.
 ASKED = [*_COUNTS, _SIZE, *_FIFO_ONLY, "DelaySeconds", "MessageRetentionPeriod", "RedrivePolicy"]
 
 
 def asked_of(name: str) -> list[str]:
-    """Attributes that any queue is asked for; SQS refuses those that only FIFO queues have."""
+    """The attributes to read of a queue. SQS refuses those of FIFO queues for other queues."""
     return ASKED if name.endswith(FIFO) else [*_COUNTS, _SIZE]
 
 
 def delay_queue_of(queue: str) -> str:
-    """The queue in which messages for *queue* wait for longer than a hop; its name in kombu."""
+    """The kombu name of the delay queue of *queue*, for messages that wait over 15 minutes."""
     return f"{queue}{_SUFFIX}"
 
 
@@ -49,7 +49,7 @@ def can_delay(queue: str) -> bool:
 
 
 def why_not_made(name: str) -> str:
-    """The reason why the delay queue *name* is not made, and the way out."""
+    """The reason why the delay queue *name* is not created, and what to do."""
     if len(name) > LONGEST_NAME:
         return (
             f"has {len(name)} characters and SQS takes {LONGEST_NAME}: shorten the name of its "
@@ -59,20 +59,20 @@ def why_not_made(name: str) -> str:
 
 
 def attributes_of(user: Mapping[str, Any]) -> dict[str, str]:
-    """Attributes to create a delay queue with; *user* are kombu's ``sqs-creation-attributes``."""
+    """The attributes of a new delay queue. *user* are kombu's ``sqs-creation-attributes``."""
     others = {name: value for name, value in user.items() if name != "RedrivePolicy"}
     return others | {
         "FifoQueue": "true",
         "DelaySeconds": str(hops.HOP_SECONDS),
         "MessageRetentionPeriod": str(RETENTION_SECONDS),
-        # Without these two a FIFO queue takes 300 requests a second.
+        # Without these two a FIFO queue takes 300 requests per second only.
         "DeduplicationScope": "messageGroup",
         "FifoThroughputLimit": "perMessageGroupId",
     }
 
 
 def mismatches(name: str, attributes: Mapping[str, str]) -> list[Finding]:
-    """Faults of a delay queue."""
+    """Find attributes of a delay queue that are wrong."""
     expected = {"DelaySeconds": hops.HOP_SECONDS, "MessageRetentionPeriod": RETENTION_SECONDS}
     found = []
     for attribute, value in expected.items():
@@ -93,6 +93,7 @@ def mismatches(name: str, attributes: Mapping[str, str]) -> list[Finding]:
 
 
 def advice(name: str, attributes: Mapping[str, str]) -> list[Finding]:
+    """Find attributes of a delay queue that could be better."""
     if attributes.get("FifoThroughputLimit") == "perMessageGroupId":
         return []
     way = "DeduplicationScope=messageGroup,FifoThroughputLimit=perMessageGroupId"
@@ -100,19 +101,19 @@ def advice(name: str, attributes: Mapping[str, str]) -> list[Finding]:
 
 
 def most_bytes_of(attributes: Mapping[str, str]) -> int:
-    """Bytes of the largest message that a queue takes."""
+    """The size in bytes of the largest message that a queue accepts."""
     return int(attributes.get(_SIZE) or MOST_BYTES)
 
 
 def waiting_in(attributes: Mapping[str, str]) -> int:
-    """The number of messages in a delay queue, about."""
+    """The approximate number of messages in a delay queue."""
     return sum(int(attributes.get(name) or 0) for name in _COUNTS)
 
 
 def overdue_in(attributes: Mapping[str, str]) -> int:
-    """Number of messages that a relay should have taken, if none seems to run.
+    """The number of messages that a relay should have received, if no relay seems to run.
 
-    A relay that runs holds what it has taken for a moment, and leaves nothing lying.
+    A running relay leaves no messages in the queue, and has some in flight.
     """
     lying = int(attributes.get("ApproximateNumberOfMessages") or 0)
     in_flight = int(attributes.get("ApproximateNumberOfMessagesNotVisible") or 0)

@@ -1,4 +1,4 @@
-"""Delayed publishing on one channel: straight to its queue, or into the delay queue beside it."""
+"""Delayed publishing on one SQS channel: to the message's queue, or to its delay queue."""
 
 from __future__ import annotations
 
@@ -27,14 +27,18 @@ from .queues import Queues, explained, is_gone
 
 logger = logging.getLogger(__name__)
 
-#: Seconds until a delay queue is looked at again: one request of each producer.
+#: Seconds until a producer reads the attributes of a delay queue again.
 LOOK_SECONDS = 600.0
-#: Seconds until it is looked for again while there is none.
+#: The same while the delay queue does not exist.
 LOOK_FOR_SECONDS = 60.0
 
 
-class Look(NamedTuple):
-    """A look at a delay queue: its *url*, None without one; *most_bytes* its destination takes."""
+class KnownDelayQueue(NamedTuple):
+    """A producer's knowledge of a delay queue, read *at* a monotonic time.
+
+    *url* is None if the delay queue does not exist. *most_bytes* is the largest message that the
+    destination accepts.
+    """
 
     at: float
     url: str | None
@@ -42,18 +46,17 @@ class Look(NamedTuple):
 
 
 class Delays(recorded.Delays):
-    """Delayed delivery on one SQS channel."""
+    """Delayed publishing on one SQS channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(channel, settings)
         self.queues = Queues(channel)
-        self._looks: dict[str, Look] = {}
+        self._known: dict[str, KnownDelayQueue] = {}
 
     def send(self, put: SqsMessage, *, now_us: int) -> None:
-        """Send a message, to wait.
+        """Send a message to its queue with a delay, or to its delay queue.
 
-        In the delay queue its delivery tag tells this wait from every other: a second attempt
-        changes nothing.
+        The delay queue recognises a second attempt by the delivery tag.
 
         Raises:
             CannotDelay: it is too large.
@@ -79,17 +82,17 @@ class Delays(recorded.Delays):
         )
 
     def check_size(self, put: SqsMessage, *, now_us: int) -> None:
-        """Refuse what is too large for SQS, or for its destination if that is known."""
+        """Raise CannotDelay if a message is too large for SQS, or for its destination."""
         if not put.is_far(now_us=now_us):
             check_size(put.payload.size_bytes, queue=put.queue)
             return
         check_size(put.entry(now_us=now_us).size_bytes, queue=put.queue)
-        # At the end of its wait no producer could be told.
-        most_bytes = self.usable(put.queue).most_bytes
+        # At the end of the wait it would be too late to raise an error.
+        most_bytes = self.known_delay_queue(put.queue).most_bytes
         check_size(put.payload.size_bytes, queue=put.queue, most_bytes=most_bytes)
 
     def _send(self, queue: str, payload: Payload, delay_seconds: int) -> None:
-        """Send to *queue* itself; once more if it was deleted under us: kombu creates it then."""
+        """Send to *queue* itself. If the queue was deleted, kombu creates it, and we send again."""
         arguments = {"DelaySeconds": delay_seconds, **payload.arguments()}
         for is_last_try in (False, True):
             try:
@@ -101,10 +104,10 @@ class Delays(recorded.Delays):
                 self.queues.forget(queue)
 
     def _send_into_delay_queue(self, queue: str, entry: Entry) -> bool:
-        """Send into the delay queue; False if there is none, or none any more."""
+        """Send to the delay queue of *queue*. False if it does not exist (any more)."""
         name = delay_queue_of(queue)
         for _ in range(2):
-            url = self.usable(queue).url
+            url = self.known_delay_queue(queue).url
             if url is None:
                 return False
             try:
@@ -114,28 +117,27 @@ class Delays(recorded.Delays):
                 if not is_gone(exc):
                     raise
                 self.queues.forget(name)
-                self._looks.pop(queue, None)
+                self._known.pop(queue, None)
         return False
 
     def _send_to(self, queue: str, url: str, arguments: dict[str, Any]) -> None:
         with explained(self.queues.name(queue), "sqs:SendMessage"):
             self.queues.client(queue).send_message(QueueUrl=url, **arguments)
 
-    def usable(self, queue: str) -> Look:
-        """A look at the delay queue of *queue*, which is renewed now and then.
+    def known_delay_queue(self, queue: str) -> KnownDelayQueue:
+        """This producer's knowledge of the delay queue of *queue*, renewed after some minutes.
 
-        It tells what can be known of the receiver: whether a worker has set up its delay queue, and
-        whether messages lie there that a relay would have taken. TopologyMismatch: messages would
-        not wait there as they should.
+        It warns if the delay queue does not exist, or if no relay seems to receive from it. Raises
+        TopologyMismatch if its attributes are wrong.
         """
-        look = self._looks.get(queue)
-        if look is None or monotonic() - look.at > (
-            LOOK_SECONDS if look.url is not None else LOOK_FOR_SECONDS
+        known = self._known.get(queue)
+        if known is None or monotonic() - known.at > (
+            LOOK_SECONDS if known.url is not None else LOOK_FOR_SECONDS
         ):
-            look = self._looks[queue] = self._look_at(queue)
-        return look
+            known = self._known[queue] = self._look_at(queue)
+        return known
 
-    def _look_at(self, queue: str) -> Look:
+    def _look_at(self, queue: str) -> KnownDelayQueue:
         name = self.queues.name(delay_queue_of(queue))
         url = self.queues.find(delay_queue_of(queue))
         attributes = None if url is None else self.queues.attributes(delay_queue_of(queue), url)
@@ -149,21 +151,21 @@ class Delays(recorded.Delays):
                 f"than {duration(hops.HOP_SECONDS)} wait for so long in SQS, and then in the "
                 f"memory of a plain worker, where visibility_timeout may run them twice: {way_out}"
             )
-            return Look(monotonic(), None)
+            return KnownDelayQueue(monotonic(), None)
         found = mismatches(name, attributes)
         if found:
             raise TopologyMismatch("; ".join(map(str, found)))
         overdue = overdue_in(attributes)
         if overdue:
             logger.warning(
-                "native delay: %s: about %d message(s) have done their wait and no relay takes "
+                "native delay: %s: about %d message(s) have done their wait and no relay receives "
                 "them: start an installed worker for %r or `celery -A PROJ delay relay`. "
                 "SQS keeps them for 14 days",
                 name,
                 overdue,
                 queue,
             )
-        return Look(monotonic(), url, self._most_bytes(queue))
+        return KnownDelayQueue(monotonic(), url, self._most_bytes(queue))
 
     def _most_bytes(self, queue: str) -> int:
         url = self.queues.find(queue)
@@ -174,7 +176,7 @@ class Delays(recorded.Delays):
         return most_bytes_of(told or {})
 
 
-#: What this process has said already.
+#: Warnings that this process has logged.
 _said: set[str] = set()
 
 
@@ -185,7 +187,7 @@ def _say_once(sentence: str) -> None:
 
 
 def leave_to_celery(queue: str) -> None:
-    """Say once that tasks of a FIFO queue of the user's are not delayed."""
+    """Warn once that tasks for a user's FIFO queue are not delayed in SQS."""
     _say_once(
         f"{queue!r} is a FIFO queue, where SQS takes no delay for a single message: its tasks with "
         f"an ETA stay with Celery, in the memory of its workers"

@@ -1,7 +1,7 @@
-"""Messages as SQS is given them: as kombu would send one, and the entry of one that waits. Pure.
+"""The form of messages in SQS: as kombu sends them, and as entries of a delay queue. Pure.
 
-A delay queue is read by relays alone. An entry is one line of JSON that says where the message is
-on its way, a newline, and the body that the destination will get: no hop reads or writes it anew.
+Only relays read a delay queue. An entry is a line of JSON with the remaining delay, a newline, and
+the body for the destination, which stays unchanged on the way.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ T = TypeVar("T")
 
 VERSION = 1
 
-#: Bytes of a body with its attributes that SQS takes, for one message or all of a batch: 1 MiB
-#: since 2025; a queue may be set to less.
+#: The largest message, or batch of messages, in bytes: 1 MiB since 2025. A queue may accept less.
 MOST_BYTES = 1_048_576
 
-#: By so much the numbers of an entry may grow until its last hop.
+#: Bytes by which the numbers in an entry may grow until its last hop.
 _GROWTH_BYTES = 16
 
-#: kombu keeps these out of the body: ``kombu.transport.SQS.Channel._put``.
+#: A property that kombu sends outside the body: ``kombu.transport.SQS.Channel._put``.
 _ATTRIBUTES = "message_attributes"
 
 
 @dataclass(frozen=True)
 class Payload:
-    """A message as ``send_message`` takes it; *group_id* is for fair queues."""
+    """The body and attributes of a message to its destination. *group_id* is for fair queues."""
 
     body: str
     attributes: Mapping[str, Any] = field(default_factory=dict)
@@ -43,26 +42,26 @@ class Payload:
 
     @classmethod
     def of(cls, message: Mapping[str, Any], *, base64: bool) -> Self:
-        """kombu's *message*, as :func:`encoded` has it; *base64* is its ``sqs_base64_encoding``."""
+        """The payload of kombu's *message*. *base64* is kombu's ``sqs_base64_encoding``."""
         properties = dict(message["properties"])
         attributes = properties.pop(_ATTRIBUTES, None) or {}
         text = encoded({**message, "properties": properties})
         return cls("", attributes, properties.get("MessageGroupId")).holding(text, base64=base64)
 
     def holding(self, text: str, *, base64: bool) -> Self:
-        """This payload with another message's JSON."""
+        """This payload with the JSON *text* of another message."""
         return replace(self, body=b64encode(text.encode()).decode() if base64 else text)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes as SQS counts them."""
+        """The size in bytes, as SQS counts it."""
         return len(self.body.encode()) + sum(
             len(name.encode()) + sum(len(_bytes(part)) for part in value.values())
             for name, value in self.attributes.items()
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of ``send_message`` to a queue that is no FIFO queue."""
+        """Arguments of boto's ``send_message`` to a standard queue."""
         found: dict[str, Any] = {"MessageBody": self.body}
         if self.attributes:
             found["MessageAttributes"] = self.attributes
@@ -75,8 +74,8 @@ class Payload:
 class Entry:
     """A message in a delay queue.
 
-    *left_ms* is what was left of its delay, in milliseconds, when it was sent to its *hop*, which
-    are counted from 0; *due_ms* is Unix time in milliseconds and only tells people.
+    *hop* counts its waits there, from 0. *left_ms* is the rest of its delay in milliseconds at the
+    beginning of this hop. *due_ms* is its due time in milliseconds since the epoch, for people.
     """
 
     id: str
@@ -86,11 +85,11 @@ class Entry:
     hop: int = 0
 
     def again(self, left_ms: int) -> Entry:
-        """This entry on its next hop."""
+        """The entry for the next hop."""
         return replace(self, left_ms=left_ms, hop=self.hop + 1)
 
     def text(self) -> str:
-        """The body in the delay queue."""
+        """The body of the message in the delay queue."""
         payload = asdict(self.payload)
         body = payload.pop("body")
         head = {"v": VERSION, "id": self.id, "left": self.left_ms, "due": self.due_ms}
@@ -99,14 +98,14 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """The most that SQS counts on any hop and at the destination."""
+        """The largest size in bytes that SQS counts, on any hop and at the destination."""
         return max(len(self.text().encode()) + _GROWTH_BYTES, self.payload.size_bytes)
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of ``send_message`` to the delay queue.
+        """Arguments of boto's ``send_message`` to the delay queue.
 
-        A group of its own: no message waits for another. The deduplication id names the hop: a
-        relay that repeats a send within five minutes, because another died, changes nothing.
+        Each message has its own group, so none blocks another. The deduplication id contains the
+        hop: if a relay dies, and another repeats its send within five minutes, SQS ignores it.
         """
         return {
             "MessageBody": self.text(),
@@ -116,7 +115,7 @@ class Entry:
 
 
 class SqsMessage(NamedTuple):
-    """A message that is to wait for *queue*; *id* is that of its wait, *base64* kombu's setting."""
+    """A delayed message for *queue*. *id* is its id in a delay queue, *base64* kombu's setting."""
 
     queue: str
     due_us: int
@@ -150,11 +149,11 @@ class SqsMessage(NamedTuple):
         return milliseconds_up(self.due_us - now_us)
 
     def is_far(self, *, now_us: int) -> bool:
-        """True if it is due later than a single wait ends."""
+        """True if the delay is longer than 15 minutes."""
         return hops.seconds_up(self.wait_ms(now_us=now_us)) > hops.HOP_SECONDS
 
     def seconds_here(self, *, now_us: int) -> int:
-        """Seconds that it is to wait in its own queue."""
+        """The ``DelaySeconds`` with which it waits in its own queue."""
         return min(hops.seconds_up(self.wait_ms(now_us=now_us)), hops.HOP_SECONDS)
 
     def entry(self, *, now_us: int) -> Entry:
@@ -163,7 +162,7 @@ class SqsMessage(NamedTuple):
 
 
 def opened(text: str) -> Entry:
-    """The opposite of :meth:`Entry.text`; ValueError for what is none of ours."""
+    """Read the text of :meth:`Entry.text`. Raises ValueError for any other text."""
     head, newline, body = text.partition("\n")
     found = loads(head) if newline else None
     if not isinstance(found, dict) or found.get("v") != VERSION:
@@ -176,7 +175,7 @@ def opened(text: str) -> Entry:
 
 
 def check_size(size_bytes: int, *, queue: str, most_bytes: int = MOST_BYTES) -> None:
-    """Raise CannotDelay, naming size and limit, for what SQS would refuse."""
+    """Raise CannotDelay, with size and limit, if SQS would refuse a message of this size."""
     if size_bytes > most_bytes:
         raise CannotDelay(
             f"expected a message of at most {most_bytes:,} bytes, all that SQS takes there, "
@@ -185,7 +184,7 @@ def check_size(size_bytes: int, *, queue: str, most_bytes: int = MOST_BYTES) -> 
 
 
 def in_requests(items: Iterable[T], size_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """*items* by ten, or fewer if they are large: a request may be no larger than a message."""
+    """Split *items* into requests of up to ten. A request may be no larger than one message."""
     batch: list[T] = []
     batch_bytes = 0
     for each in items:

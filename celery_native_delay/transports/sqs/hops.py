@@ -1,34 +1,33 @@
-"""The arithmetic of SQS: no wait there is longer than 15 minutes, so a long one is many. Pure.
+"""The arithmetic of long delays in SQS, which delays a message for at most 15 minutes. Pure.
 
-A message waits in the delay queue for one hop at a time; the relay that receives it there sends it
-on with what is left of its delay, at the end to its destination.
+A longer delay is split into hops. For each hop the message waits in the delay queue. The relay that
+receives it sends it back there, or to its destination if the rest is short enough.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Seconds of one hop, the longest ``DelaySeconds`` that SQS takes for a message or a queue. Tests
-#: hop faster: it is read when it is needed.
+#: Seconds of one hop: the longest ``DelaySeconds`` of SQS. Tests set a shorter one.
 HOP_SECONDS = 900
 
-#: For so long SQS recognises a deduplication id, in seconds.
+#: Seconds for which SQS recognises a deduplication id.
 RECOGNISED_SECONDS = 300
 
-#: Messages that one request sends, receives or deletes at most.
+#: Messages per request, to send, receive or delete them.
 BATCH = 10
 
-#: What each hop takes: one request to receive, one to send on, one to delete.
+#: Requests per hop: one to receive, one to send, one to delete.
 REQUESTS_PER_HOP = 3
 
 
 def seconds_up(milliseconds: int) -> int:
-    """Milliseconds in whole seconds, the resolution of SQS, rounded up: never early."""
+    """Milliseconds as whole seconds, rounded up: SQS delays whole seconds, and never early."""
     return max(0, -(-milliseconds // 1000))
 
 
 def remainders(delay_ms: int) -> list[int]:
-    """Seconds that are left of a delay at each send; the last one is to the destination.
+    """The remaining seconds of a delay at each send. The last send is to the destination.
 
     32 min 5 s are sent with 1,925 s left, again with 1,025 s, and with the last 125 s.
     """
@@ -39,11 +38,11 @@ def remainders(delay_ms: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Reception:
-    """The times of a message that comes out of a delay queue, all by the broker's clock.
+    """The times at which SQS delivered a message from a delay queue, by the clock of SQS.
 
-    *sent_ms*, *first_received_ms* and *now_ms* are Unix times in milliseconds. If a relay received
-    it before and died, *now_ms* says how late it is: the date of the broker's answer, in whole
-    seconds, so that at most a second of its wait is counted too little.
+    *sent_ms*, *first_received_ms* and *now_ms* are in milliseconds since the epoch. *now_ms* is the
+    date of SQS' answer, in whole seconds. It counts if another relay received the message before
+    and died.
     """
 
     sent_ms: int
@@ -52,14 +51,14 @@ class Reception:
     now_ms: int
 
     def left_ms(self, delay_ms: int) -> int:
-        """Milliseconds that are left of a delay; below 0 if it is late."""
+        """The remaining milliseconds of a delay; negative if it is over."""
         return delay_ms - max(0, self._received_ms - self.sent_ms)
 
     def is_last_hop(self, delay_ms: int) -> bool:
-        """True if it goes to its destination now.
+        """True if the message goes to its destination now.
 
-        As the relay that received it first decided, as long as a second send of it is recognised:
-        else the one would send it to the destination, and the other back.
+        While SQS recognises a repeated send, this is what the first relay has decided. Otherwise
+        one relay could send the message to its destination, and another back to the delay queue.
         """
         if self._received_ms - self.first_received_ms < RECOGNISED_SECONDS * 1000:
             left = delay_ms - max(0, self.first_received_ms - self.sent_ms)
@@ -74,5 +73,5 @@ class Reception:
 
 
 def retry_seconds(receive_count: int) -> int:
-    """Seconds that a message which could not be sent on rests, by how often it was received."""
+    """Seconds until a message that could not be sent is tried again, by its receive count."""
     return min(1 << min(receive_count, 20), 900)

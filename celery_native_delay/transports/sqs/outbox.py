@@ -1,7 +1,7 @@
-"""Many messages to SQS: ten in a request, what it does not take is sent again or named.
+"""Bulk publishing to SQS: ten messages in a request. Refused messages are reported.
 
-A request whose answer was lost is sent again. SQS recognises that in a delay queue, for five
-minutes; in a queue that is no FIFO queue it does not, nor does it for other senders.
+A request whose answer was lost is sent again. For a delay queue, which is a FIFO queue, SQS ignores
+the repetition within five minutes. In a standard queue the messages may come twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .delays import Delays
 from .entry import SqsMessage, in_requests
 from .queues import explained
 
-#: What SQS answers to credentials that it does not know; those it knows may be denied an action.
+#: Error codes of SQS for unknown credentials and missing rights.
 _NOT_LET_IN = frozenset(
     ("InvalidClientTokenId", "SignatureDoesNotMatch", "UnrecognizedClientException",
      "InvalidAccessKeyId", "AuthFailure", "OptInRequired", "AccessDenied", "AccessDeniedException")
@@ -36,11 +36,11 @@ _NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError, NoRegionError)
 
 
 class NotYet(Exception):
-    """SQS did not take some messages now; it may in a moment."""
+    """SQS did not accept some messages now. They are sent again."""
 
 
 class SqsCollecting(Collecting):
-    """A channel that collects messages that SQS will take."""
+    """A channel that collects messages in the form in which SQS accepts them."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> SqsMessage | PlainMessage:
         due_us = self.due_of(message)
@@ -56,7 +56,7 @@ class SqsCollecting(Collecting):
             super().put_plainly(put)
 
     def check(self: Any, put: SqsMessage) -> None:
-        """Raise an error that stands against sending, before it is among those that are sent."""
+        """Raise an error if SQS cannot accept a message, before it is added to a batch."""
         delays: Delays = self.delays
         now_us = time_ns() // 1000
         delays.check_size(put, now_us=now_us)
@@ -65,7 +65,7 @@ class SqsCollecting(Collecting):
 
 
 class Outbox(RecordedOutbox[SqsMessage | PlainMessage]):
-    """Many messages to SQS, ten in a request; what does not wait is sent as ever, one by one."""
+    """Sends delayed messages, ten in a request. Immediate messages are sent one by one."""
 
     lost = (*RecordedOutbox.lost, BotoCoreError, ClientError, NotYet)
     collecting = SqsCollecting
@@ -87,7 +87,7 @@ class Outbox(RecordedOutbox[SqsMessage | PlainMessage]):
     def _packed(
         self, puts: list[SqsMessage | PlainMessage]
     ) -> Iterable[OutboxBatch[SqsMessage | PlainMessage]]:
-        """Batches of those that go to the same queue."""
+        """Batches of messages to the same queue."""
         now_us = time_ns() // 1000
         ways: dict[tuple[str, bool], list[SqsMessage | PlainMessage]] = {}
         for put in puts:
@@ -97,7 +97,7 @@ class Outbox(RecordedOutbox[SqsMessage | PlainMessage]):
                 way = put.queue, put.is_far(now_us=now_us)
                 ways.setdefault(way, []).append(put)
         for together in ways.values():
-            # By the size of an entry, which is some 200 bytes more than the message.
+            # An entry has some 200 bytes more than its message.
             yield from map(OutboxBatch, in_requests(together, lambda put: put.size_bytes + 1000))
 
     def _deliver(self, batch: OutboxBatch[SqsMessage | PlainMessage]) -> None:
@@ -105,11 +105,11 @@ class Outbox(RecordedOutbox[SqsMessage | PlainMessage]):
         if isinstance(plain := batch.puts[0], PlainMessage):  # the only one
             self._put_plainly(plain)
             return
-        # Since it was packed, some may have become due sooner than a wait in the delay queue ends.
+        # Since the batch was made, the delay of some messages may have fallen below 15 minutes.
         delays, now_us = self._delays, time_ns() // 1000
         queue = waiting[0].queue
         far = [put for put in waiting if put.is_far(now_us=now_us)]
-        url = delays.usable(queue).url if far else None
+        url = delays.known_delay_queue(queue).url if far else None
         far = far if url else []
         near = [put for put in waiting if put not in far]
         if far:
@@ -142,7 +142,7 @@ class Outbox(RecordedOutbox[SqsMessage | PlainMessage]):
             raise NotYet(again[0])
 
     def _lose(self) -> None:
-        """Only at the end: what a request needs of a connection it makes by itself."""
+        """Close the connection only at the end: each request connects by itself."""
         if self._closed.is_set():
             super()._lose()
 

@@ -1,4 +1,4 @@
-"""Finding, creating and asking SQS queues, by way of a channel of kombu's."""
+"""Finds, creates and reads SQS queues through a channel of kombu."""
 
 from __future__ import annotations
 
@@ -24,35 +24,36 @@ _DENIED = ("AccessDenied", "AccessDeniedException")
 
 
 class Failure(NamedTuple):
-    """The reason why SQS did not take a message; *is_final* if it would not the next time."""
+    """The reason why SQS did not accept a message. *is_final*: another attempt would fail, too."""
 
     reason: str
     is_final: bool
 
 
 class Queues:
-    """The queues of one channel, by the names that kombu's users give them."""
+    """The queues of one channel, by their names in kombu."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
 
     def client(self, queue: str) -> Any:
-        """The boto client for *queue*; predefined queues have each their own."""
+        """The boto client for *queue*. Each predefined queue has its own."""
         return self._channel.sqs(queue=self.name(queue))
 
     def name(self, queue: str) -> str:
+        """The name of *queue* in SQS."""
         return str(self._channel.canonical_queue_name(queue))
 
     def url(self, queue: str) -> str:
-        """The URL of *queue*, which is created if need be, as kombu does when it publishes."""
+        """The URL of *queue*. A missing queue is created, as kombu does when it publishes."""
         return str(self._channel._new_queue(queue))
 
     def forget(self, queue: str) -> None:
-        """Look for *queue* anew: it is not where it was."""
+        """Forget the URL of *queue*, because the queue was deleted."""
         self._channel._queue_cache.pop(self.name(queue), None)
 
     def find(self, queue: str) -> str | None:
-        """The URL of *queue*; None if there is none, or can be."""
+        """The URL of *queue*; None if it does not exist, or its name is too long."""
         if len(self.name(queue)) > LONGEST_NAME:
             return None
         try:
@@ -61,10 +62,10 @@ class Queues:
             return None
 
     def make_delay_queue(self, queue: str) -> str | None:
-        """The URL of the delay queue of *queue*, which is created if need be.
+        """The URL of the delay queue of *queue*. A missing delay queue is created.
 
-        None if it should have been predefined, or its name is too long. Raises NotPermitted or
-        UnsupportedBroker if SQS does not let us.
+        None if it would have to be predefined, or its name is too long. Raises NotPermitted or
+        UnsupportedBroker if SQS refuses.
         """
         name = self.name(delay_queue_of(queue))
         found = self.find(delay_queue_of(queue))
@@ -84,9 +85,10 @@ class Queues:
     def send_many(
         self, queue: str, messages: Sequence[Mapping[str, Any]], *, url: Callable[[], str]
     ) -> dict[int, Failure]:
-        """Send up to ten at once; which of *messages* SQS did not take, and why.
+        """Send up to ten messages. Returns the failures by index in *messages*.
 
-        These are arguments of ``send_message`` without the *url*, which creates *queue* if need be.
+        A message is the arguments of boto's ``send_message`` without the queue's URL, which *url*
+        returns.
         """
         entries = [{"Id": str(at), **message} for at, message in enumerate(messages)]
 
@@ -101,12 +103,12 @@ class Queues:
         except ClientError as exc:
             if is_gone(exc):
                 self.forget(queue)
-                answer = send()  # into a new one, as kombu does
+                answer = send()  # to a new queue, which kombu creates
             elif not is_about_a_message(exc):
                 raise
             elif len(messages) == 1:
                 return {0: Failure(str(exc), is_final=True)}
-            else:  # not the whole batch for one
+            else:  # one message must not keep the others from being sent
                 alone = (self.send_many(queue, [message], url=url) for message in messages)
                 return {at: failed[0] for at, failed in enumerate(alone) if failed}
         return {
@@ -117,7 +119,10 @@ class Queues:
         }
 
     def attributes(self, queue: str, url: str) -> dict[str, str] | None:
-        """Attributes of *queue* at *url*; None if it is gone. Raises if SQS does not let us ask."""
+        """Read the attributes of *queue*; None if it was deleted.
+
+        Raises NotPermitted or UnsupportedBroker if SQS refuses.
+        """
         name = self.name(queue)
         with administered(name, "sqs:GetQueueAttributes"):
             try:
@@ -133,24 +138,24 @@ class Queues:
 
 
 def is_gone(exc: ClientError) -> bool:
-    """True if the queue that was asked for does not exist any more."""
+    """True if the error says that the queue does not exist."""
     return exc.response.get("Error", {}).get("Code") in _GONE
 
 
 def is_about_a_message(exc: ClientError) -> bool:
-    """True if SQS refuses a message, or a batch for one of its messages, and not everything."""
+    """True if the error is about one message, and not about the queue or the connection."""
     return exc.response.get("Error", {}).get("Code") in _MESSAGE_REFUSED
 
 
 def dated_ms(answer: dict[str, Any]) -> int:
-    """The time of SQS' answer by its own clock; Unix time in milliseconds, in whole seconds."""
+    """The date of an answer of SQS, in milliseconds since the epoch, exact to a second."""
     dated = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
     return int(parsedate_to_datetime(dated).timestamp()) * 1000 if dated else 0
 
 
 @contextmanager
 def explained(name: str, action: str) -> Iterator[None]:
-    """Errors of SQS that a person can do something about, in plain words."""
+    """Turn errors of SQS about rights and sizes into NotPermitted and CannotDelay."""
     try:
         yield
     except ClientError as exc:
@@ -165,7 +170,7 @@ def explained(name: str, action: str) -> Iterator[None]:
 
 @contextmanager
 def administered(name: str, action: str) -> Iterator[None]:
-    """Errors of SQS about what is no message, all of them for a person to see to."""
+    """Turn all errors of SQS into NotPermitted, CannotDelay or UnsupportedBroker."""
     try:
         with explained(name, action):
             yield

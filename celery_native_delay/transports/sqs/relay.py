@@ -1,8 +1,8 @@
-"""Relaying what comes out of delay queues: in every worker, or in a process of its own.
+"""The relay from delay queues, in every worker or in ``delay relay``. Any number may run at once.
 
-A thread for each queue, because a long poll takes its time. A message is deleted once SQS has it
-on its next way, so that nothing is lost when a relay dies; the next to receive it repeats a send
-that SQS recognises, as long as it goes back into the delay queue. Any number may run at once.
+It has a thread for each queue, because a long poll takes up to 20 s. It sends a message on and then
+deletes the received one, so no message is lost if a relay dies. Another relay then receives the
+message and sends it again. SQS ignores the repetition if it goes to the delay queue.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .queues import Queues, dated_ms, is_gone
 
 logger = logging.getLogger(__name__)
 
-#: The longest that SQS waits for messages before it answers that there are none.
+#: Seconds that SQS waits for messages before it answers that there are none.
 LONG_POLL_SECONDS = 20
 
-#: After so many seconds another relay is given what this one has received and not sent on; short
-#: of the five minutes for which SQS recognises a repeated send.
+#: Visibility timeout: after so many seconds another relay receives a message that this one did not
+#: delete. It is shorter than the five minutes in which SQS recognises a repeated send.
 VISIBILITY_SECONDS = 30
 
-#: Seconds between attempts after a failure: first, and at most.
+#: Seconds between attempts after a failure: the first pause, and the longest.
 PAUSE_SECONDS = (0.5, 60.0)
 
-#: Seconds that the end of a relay is put off for what is in its hands.
+#: Seconds that a stopping relay waits for its threads.
 PATIENCE_SECONDS = 3.0
 
 _ASKED = ["ApproximateFirstReceiveTimestamp", "ApproximateReceiveCount", "SentTimestamp"]
@@ -47,7 +47,10 @@ _EXPECTED = (NativeDelayError, ClientError, BotoCoreError, KombuError, OSError)
 
 @dataclass(frozen=True)
 class _Received:
-    """An entry, when it was received (monotonic, seconds), what SQS calls it, how to delete it."""
+    """A received message of a delay queue: its entry and times, and its ids in SQS.
+
+    *at* is the monotonic time at which it was received.
+    """
 
     entry: Entry
     reception: Reception
@@ -57,7 +60,7 @@ class _Received:
 
     @property
     def left_ms(self) -> int:
-        """Milliseconds that are left of its delay now."""
+        """The remaining milliseconds of its delay now."""
         waited_ms = int((monotonic() - self.at) * 1000)
         return self.reception.left_ms(self.entry.left_ms) - waited_ms
 
@@ -67,17 +70,17 @@ class _Received:
 
 
 class Relay:
-    """A loop that relays for some queues, one thread each.
+    """The relay for some queues, with a thread for each.
 
-    *promoted* counts messages that were sent to their destination, *relayed* those that were sent
-    back to wait on, *failed* attempts at either that SQS refused.
+    *promoted* counts messages sent to their destination, *relayed* messages sent back to a delay
+    queue, and *failed* sends that SQS refused.
     """
 
     parked = 0
-    """Nothing is: what cannot be sent on waits in its delay queue."""
+    """No message is parked: one that cannot be sent on stays in its delay queue."""
 
     def __init__(self, connect: Callable[..., Any], queues: Sequence[str]) -> None:
-        """*connect* makes a kombu connection; *queues* are destinations."""
+        """*connect* opens a kombu connection. *queues* are the destinations."""
         self.promoted = 0
         self.relayed = 0
         self.failed = 0
@@ -87,19 +90,19 @@ class Relay:
         self._counting = Lock()
 
     def run(self) -> None:
-        """Relay until :meth:`stop`, however often SQS cannot be reached."""
+        """Relay until :meth:`stop`. While SQS cannot be reached, keep trying."""
         backoff = Backoff(*PAUSE_SECONDS)
         while not self._stopping.is_set():
             try:
                 with self._connect() as connection:
                     _leave_room(connection, len(self._queues))
                     self._run_on(connection.default_channel)
-            except Exception as exc:  # the loop must outlive whatever the network brings
+            except Exception as exc:  # the loop must survive any error of the network
                 _complain("relaying", exc, backoff.seconds)
                 self._stopping.wait(backoff.failed())
 
     def count(self, *, promoted: int = 0, relayed: int = 0, failed: int = 0) -> None:
-        """Add to the counters; from any of the threads."""
+        """Add to the counters, from any thread."""
         with self._counting:
             self.promoted += promoted
             self.relayed += relayed
@@ -108,8 +111,9 @@ class Relay:
     def stop(self) -> None:
         """End :meth:`run` soon.
 
-        A long poll cannot be interrupted: what it still brings is sent on as long as this process
-        lives, and else received by another relay when :data:`VISIBILITY_SECONDS` are over.
+        A long poll cannot be interrupted. Messages that it still receives are sent on if the
+        process lives long enough. Otherwise another relay receives them after
+        :data:`VISIBILITY_SECONDS`.
         """
         self._stopping.set()
 
@@ -138,7 +142,7 @@ class Relay:
                 relay.step()
                 backoff.reset()
             except _NoDelayQueue:
-                return  # the part that prepared us has said so
+                return  # preparing the worker has logged this
             except Exception as exc:  # as above
                 if self._stopping.is_set():
                     return
@@ -147,22 +151,22 @@ class Relay:
 
 
 class _NoDelayQueue(NativeDelayError):
-    """A delay queue that should have been among the predefined queues."""
+    """A delay queue is missing among the predefined queues."""
 
 
 class QueueRelay:
-    """Relaying for one destination, which is what one thread does."""
+    """The relay of one thread: from one delay queue to its destination."""
 
     def __init__(self, relay: Relay, channel: Any, queue: str) -> None:
         self._relay = relay
         self._queues: Queues = channel.delays.queues
         self._destination = queue
         self._source = delay_queue_of(queue)
-        #: Ids of messages that were sent on and could not be deleted: not to be sent again.
+        #: Ids of messages that were sent on and could not be deleted. They are not sent again.
         self._sent: set[str] = set()
 
     def step(self) -> None:
-        """Receive up to ten messages and send them on; what SQS does not take rests by itself."""
+        """Receive up to ten messages and send them on. Refused messages are tried again later."""
         url = self._url(self._source)
         try:
             answer = self._client().receive_message(
@@ -183,14 +187,14 @@ class QueueRelay:
         onward = [each for each in new if each not in home]
         if sent_before := [each for each in received if each.message_id in self._sent]:
             self._delete(sent_before)
-        # In this order: a repeated send is recognised by the message that it repeats, which may
-        # be among those that go home.
+        # In this order: SQS recognises a repeated send to the delay queue only while the message
+        # that it repeats is there, and that may be one of those that go to the destination.
         try:
-            self._relay.count(relayed=self._send_all(self._source, onward, self._onward))
+            self._relay.count(relayed=self._send_all(self._source, onward, self._to_delay_queue))
         except BaseException:
             self._let_rest([(each.receipt, 0) for each in home])
             raise
-        self._relay.count(promoted=self._send_all(self._destination, home, self._home))
+        self._relay.count(promoted=self._send_all(self._destination, home, self._to_destination))
 
     def _read(self, messages: Sequence[dict[str, Any]], *, now_ms: int) -> Iterator[_Received]:
         at = monotonic()
@@ -200,7 +204,7 @@ class QueueRelay:
             try:
                 entry = opened(message["Body"])
             except ValueError as exc:
-                logger.error("native delay: %s: message left alone: %s", self._source, exc)
+                logger.error("native delay: %s: unknown message left alone: %s", self._source, exc)
                 self._let_rest([(message["ReceiptHandle"], retry_seconds(count))])
                 continue
             reception = Reception(
@@ -213,10 +217,10 @@ class QueueRelay:
 
     # --- sending on ----------------------------------------------------------------------
 
-    def _home(self, each: _Received) -> dict[str, Any]:
+    def _to_destination(self, each: _Received) -> dict[str, Any]:
         return each.entry.payload.arguments() | {"DelaySeconds": seconds_up(each.left_ms)}
 
-    def _onward(self, each: _Received) -> dict[str, Any]:
+    def _to_delay_queue(self, each: _Received) -> dict[str, Any]:
         return each.entry.again(each.left_ms).arguments()
 
     def _send_all(
@@ -225,7 +229,7 @@ class QueueRelay:
         received: Sequence[_Received],
         arguments: Callable[[_Received], dict[str, Any]],
     ) -> int:
-        """Send *received* to *queue* and delete what SQS has taken; how many."""
+        """Send messages to *queue*, and delete those that SQS has accepted; return their number."""
         taken = 0
         batches = list(in_requests(received, lambda each: each.entry.size_bytes))
         for number, batch in enumerate(batches):
@@ -234,7 +238,7 @@ class QueueRelay:
                     queue, [arguments(each) for each in batch], url=lambda: self._url(queue)
                 )
             except BaseException:
-                # Another relay may reach what this one does not.
+                # Another relay may be able to reach SQS.
                 unsent = [each for batch in batches[number:] for each in batch]
                 self._let_rest([(each.receipt, 0) for each in unsent])
                 raise
@@ -243,7 +247,7 @@ class QueueRelay:
             if refused:
                 self._relay.count(failed=len(refused))
                 logger.error(
-                    "native delay: %s did not take %d of %d message(s), they are tried again: %s",
+                    "native delay: %s refused %d of %d message(s), they are tried again: %s",
                     queue,
                     len(refused),
                     len(batch),
@@ -270,14 +274,15 @@ class QueueRelay:
         )
         if failed:
             logger.warning(
-                "native delay: %s: %d message(s) sent on and not deleted, they may come twice: %s",
+                "native delay: %s: %d message(s) were sent on but not deleted, so they may come "
+                "twice: %s",
                 self._source,
                 len(failed),
                 failed[0].get("Message"),
             )
 
     def _let_rest(self, receipts: Sequence[tuple[str, int]]) -> None:
-        """Give messages back to SQS, to be delivered after seconds each; else it does by itself."""
+        """Return messages to SQS, each with a number of seconds until it is delivered again."""
         if not receipts:
             return
         entries = [
@@ -290,7 +295,7 @@ class QueueRelay:
             )
 
     def _url(self, queue: str) -> str:
-        """The URL of the destination or the delay queue; created if it is gone."""
+        """The URL of the destination or the delay queue. A missing queue is created."""
         if queue == self._destination:
             return self._queues.url(queue)
         url = self._queues.make_delay_queue(self._destination)
@@ -299,12 +304,12 @@ class QueueRelay:
         return url
 
     def _client(self) -> Any:
-        """Asked for each time: the tokens of predefined queues expire."""
+        """The boto client of the delay queue. It is renewed, because tokens may expire."""
         return self._queues.client(self._source)
 
 
 def _leave_room(connection: Any, threads: int) -> None:
-    """Let boto3 keep a socket for each thread; of more than ten it throws some away."""
+    """Let boto3 keep a socket for each thread. By default it keeps ten."""
     options = connection.transport_options or {}
     room = {"max_pool_connections": max(threads, 10)}
     config = {"client-config": room | (options.get("client-config") or {})}

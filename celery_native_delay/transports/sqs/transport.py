@@ -1,6 +1,6 @@
-"""kombu's SQS transport, taught to let messages wait in the broker.
+"""A subclass of kombu's SQS transport, whose delayed messages wait in SQS.
 
-Without ``transport_options["native_delay"]`` it is kombu's own in every respect.
+Without ``transport_options["native_delay"]`` it behaves exactly as kombu's.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .delays import Delays, leave_to_celery
 
 
 class Channel(recorded.Channel, SQS.Channel):  # type: ignore[misc]
-    """A channel whose messages with an ETA ahead wait in SQS."""
+    """A channel of kombu's SQS transport, whose delayed messages wait in SQS."""
 
     delays_class = Delays
 
     @property
     def _queue_cache(self) -> dict[str, str]:
-        """URLs by queue, of this connection alone; before kombu 5.7 of all in the process."""
+        """URLs of queues, per connection. Before kombu 5.7 all connections share one cache."""
         cache: dict[str, str] = self.connection.urls_by_queue
         return cache
 
@@ -47,7 +47,7 @@ class Channel(recorded.Channel, SQS.Channel):  # type: ignore[misc]
 
 
 class Transport(DelayingTransport, SQS.Transport):  # type: ignore[misc]
-    """kombu's SQS transport; with the ``native_delay`` option, messages wait in the broker."""
+    """kombu's SQS transport. With the option ``native_delay`` delayed messages wait in SQS."""
 
     delaying_channel = Channel
 

@@ -1,4 +1,4 @@
-"""A worker's work for SQS: set up delay queues, relay, take in what came too early."""
+"""A worker's work on SQS: create delay queues, relay, delay early messages again."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class SqsWorkerPart(RecordedWorkerPart):
+    """The :class:`~celery_native_delay.transports.interface.WorkerPart` of SQS."""
+
     comes_back_late_seconds = 2.0
-    """A second is rounded up, and kombu rests for one after a poll that found nothing."""
+    """Seconds: delays are rounded up to a second, and kombu pauses for one after an empty poll."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(channel, settings)
@@ -35,7 +37,7 @@ class SqsWorkerPart(RecordedWorkerPart):
         self._queues = [queue for queue in queues if can_delay(queue)]
 
     def prepare(self, where: str) -> str:
-        """Set up the delay queues of what is consumed; a wrong one leaves the others alone."""
+        """Create the delay queues of the worker's queues. A wrong one does not stop the others."""
         self._delays.check_settings()
         found, lacking, wrong = set_up(self._delays, self._queues)
         if not found:
@@ -77,7 +79,11 @@ class SqsWorkerPart(RecordedWorkerPart):
 def set_up(
     delays: Any, queues: Sequence[str]
 ) -> tuple[list[str], list[str], dict[str, list[Finding]]]:
-    """Names of the delay queues of *queues*, and of those not made; what is wrong, by queue."""
+    """Create the delay queues of *queues*.
+
+    Returns the names of those that are right, the names of those that cannot be created, and the
+    findings for each queue whose delay queue is wrong.
+    """
     found, lacking, wrong = [], [], {}
     for queue in queues:
         name = delays.queues.name(delay_queue_of(queue))
@@ -95,7 +101,7 @@ def set_up(
 
 
 def refuse(wrong: Mapping[str, Sequence[Finding]]) -> None:
-    """Raise TopologyMismatch with all that is *wrong*, if anything is."""
+    """Raise TopologyMismatch if there are findings in *wrong*."""
     if wrong:
         raise TopologyMismatch(
             "; ".join(str(finding) for each in wrong.values() for finding in each)
@@ -103,7 +109,7 @@ def refuse(wrong: Mapping[str, Sequence[Finding]]) -> None:
 
 
 def _as_sent(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """A received message as its producer sent it, and the id that SQS knows it by."""
+    """A received message as its producer sent it, and its message id in SQS."""
     properties = dict(raw["properties"])
     info = dict(properties.get("delivery_info") or {})
     received = info.pop("sqs_message", None) or {}

@@ -24,7 +24,7 @@ from .wrapping import due_then, unwrapped
 
 
 class Message(virtual.Message):  # type: ignore[misc]
-    """A received message, without our header.
+    """A received message, without the header of this package.
 
     *native_delay* describes its wait, None if it did not wait. *consumed_from* is the queue that it
     came from, "" for a broadcast.
@@ -76,7 +76,7 @@ class DelayingChannel(PublishingChannel):
     """The broker's own :class:`~.delays.Delays`, made of a channel and its settings."""
 
     def make_delays(self, settings: DelaySettings) -> Any:
-        """A new :attr:`delays` for this channel."""
+        """A new object for delayed publishing on this channel (:attr:`delays`)."""
         return type(self).delays_class(self, settings)
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:

@@ -60,7 +60,7 @@ class Outbox(outbox.Outbox[MessageT, BatchT]):
 
 
 class NotTaken(Exception):
-    """The broker rejected a batch, for one of its messages; it has none of them."""
+    """The broker rejected a whole batch, perhaps because of one message in it."""
 
 
 class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
