@@ -70,12 +70,13 @@ test-fast: venv ## run the unit tests, and the conformance suite on a folder: no
 	$(PYTHON) -m pytest --numprocesses=$(TEST_PROCESSES) \
 		-m 'not (ci or redis or rabbitmq310 or rabbitmq43)' tests/unit tests/conformance
 
-check: venv ## lint, format, types and the direction of imports
+check: venv ## lint, format, types, the direction of imports, and plain words
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy --strict celery_native_delay pytest_celery_native_delay.py \
 		pyspark_celery_native_delay.py
 	$(VENV)/bin/lint-imports
+	$(PYTHON) -m pytest --quiet tests/unit/test_words.py
 
 docs: venv ## build the site into docs/_build/html, every warning an error
 	@$(PYTHON) -c 'import furo, myst_parser, sphinx_click, sphinx_copybutton' 2>/dev/null || \

@@ -1,1 +1,1 @@
-"""What delayed delivery costs, side by side with what Celery does without it: ``make bench``."""
+"""Measure delayed delivery beside Celery without it: ``make bench``."""

@@ -1,4 +1,4 @@
-"""The three ways to delay a task, as Celery apps that differ in nothing else; and their worker.
+"""Three Celery apps that differ only in how they delay a task, and their worker.
 
 =========  ==================================================================================
 ``ours``   celery_native_delay with its defaults
@@ -42,7 +42,7 @@ TASK = "bench.record_start"
 OTHER_TASK = "bench.record_start_too"
 
 RECORD = Struct("<Id")
-"""One start of a task: its index and the unix time."""
+"""The start of a task: its index and the Unix time."""
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BOOT_SECONDS = 60
@@ -50,9 +50,9 @@ STOP_SECONDS = 20
 
 
 def make_app(method: str, url: str, *, confirm: bool = False, **settings: Any) -> Celery:
-    """An app that delays by *method*; *confirm* is kombu's ``confirm_publish``.
+    """Create an app that delays by *method*; *confirm* is kombu's ``confirm_publish``.
 
-    *settings* are ours.
+    *settings* are the settings of this package.
     """
     app = Celery("bench", broker=url, set_as_current=False)
     held = method == "held"
@@ -80,7 +80,7 @@ def make_app(method: str, url: str, *, confirm: bool = False, **settings: Any) -
 
 
 def record_start(index: int) -> None:
-    """The task: write down that it started, in one write that no other process can split."""
+    """The body of the task: note its start in a single write, which processes cannot mix."""
     now = time()
     os.write(_record_file(), RECORD.pack(index, now))
 
@@ -96,7 +96,7 @@ def _record_file() -> int:
 
 
 def declare_for(method: str, app: Celery) -> None:
-    """What a worker of *app* declares when it boots, for runs that have none."""
+    """Declare the queues that a worker of *app* declares at boot, for runs without a worker."""
     with app.connection_for_write() as connection:
         channel = connection.default_channel
         for queue in app.amqp.queues.values():
@@ -110,7 +110,7 @@ def declare_for(method: str, app: Celery) -> None:
 
 
 def waiting_in(url: str) -> int:
-    """Messages that are ready in the task queue."""
+    """The number of ready messages in the task queue."""
     with kombu.Connection(url) as connection:
         return int(connection.default_channel.queue_declare(QUEUE, passive=True).message_count)
 
@@ -119,13 +119,13 @@ def waiting_in(url: str) -> int:
 
 
 class Worker:
-    """What the tasks of a running worker recorded."""
+    """A running worker, with the starts that its tasks noted."""
 
     def __init__(self, record: Path) -> None:
         self._record = record
 
     def starts(self) -> list[tuple[int, float]]:
-        """Every start so far: the task's index and the unix time."""
+        """All starts so far: index and Unix time."""
         return list(RECORD.iter_unpack(self._record.read_bytes()))
 
     def start_count(self) -> int:
@@ -136,9 +136,9 @@ class Worker:
 def running_worker(
     method: str, url: str, folder: Path, *options: str, conf: Mapping[str, Any] | None = None
 ) -> Iterator[Worker]:
-    """A worker for :func:`make_app`; yields when it is ready, ends it with all its children.
+    """Run a worker of :func:`make_app`; yields when it is ready, and ends it with all its children.
 
-    *options* are those of ``celery worker``, *conf* is what JSON can tell of its configuration.
+    *options* are options of ``celery worker``; *conf* is configuration that fits into JSON.
     """
     record = folder / f"{method}-{monotonic():.6f}"
     record.touch()

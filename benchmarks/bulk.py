@@ -1,4 +1,4 @@
-"""Many delayed tasks at once: a plain loop, with confirms and without, and ``bulk(app)``."""
+"""Send many delayed tasks: in a loop, with and without confirms, and with ``bulk(app)``."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from example_project.folder_broker import SCHEME
 
 ROUNDS = 10
 LOOP = 1_000
-"""Tasks of one variant in a row, in a loop of apply_async()."""
+"""Consecutive tasks of one variant in a loop of apply_async()."""
 MANY = 10_000
-"""The same for the variants that are made for many."""
+"""Consecutive tasks of one variant that sends in bulk."""
 WINDOW = 1_000
 COUNTDOWN_SECONDS = 600
 
 
 @dataclass
 class Variant:
-    """One way to send many tasks, and what a task took in each round, in seconds."""
+    """One way to send many tasks, with the seconds per task of each round."""
 
     label: str
     count: int
@@ -117,7 +117,7 @@ def _bulk(app: Any) -> Callable[[int], None]:
 
 
 def _seen(app: Any) -> Callable[[int], None]:
-    """Each task the way apply_async takes it, as with Sentry: what bulk() is without templates."""
+    """bulk() with a signal receiver, as Sentry has one: each task goes through apply_async."""
     send = _bulk(app)
 
     def watch(**_: Any) -> None:
@@ -134,7 +134,7 @@ def _seen(app: Any) -> Callable[[int], None]:
 
 
 def _template(app: Any) -> Callable[[int], None]:
-    """What bulk() does for a message whose body and ids are there already."""
+    """bulk()'s template path alone: body and ids are made before."""
     publisher = app.connection_for_write().transport.bulk_publisher(window=WINDOW)
     task_id, body = "0" * 36, b"[[0], {}, {}]"
 
@@ -157,7 +157,7 @@ def _template(app: Any) -> Callable[[int], None]:
 
 
 def _bare(app: Any, stack: ExitStack) -> Callable[[int], None]:
-    """A task's message, wrapped already, again and again: what py-amqp and the broker take."""
+    """Publish one prepared message repeatedly: the time of py-amqp and the broker alone."""
     delays = stack.enter_context(app.connection_for_write()).default_channel.delays
     connection = stack.enter_context(kombu.Connection(app.conf.broker_url))
     connection.connect()
@@ -192,12 +192,12 @@ def _bare(app: Any, stack: ExitStack) -> Callable[[int], None]:
 def conclude(ways: dict[str, Variant], rounds: int) -> Result:
     result = Result(
         "Many delayed tasks at once",
-        f"{rounds} rounds; in each every variant sends its tasks, in random order, and all but "
-        f"the unconfirmed loop end when the broker has confirmed the last one. Window of "
-        f"{WINDOW:,}. CPU is the client's; bulk(app) also makes ids, reprs and the body, which its "
-        f"template path alone gets ready-made; bare py-amqp sends one task's message again and "
-        f"again. The brokers share the machine's processors; Redis has an append-only file, the "
-        f"store of a filesystem broker is SQLite.",
+        f"{rounds} rounds; in each round every variant sends its tasks, in random order. A variant "
+        f"ends when the broker has confirmed its last task, except the unconfirmed loop. The "
+        f"window is {WINDOW:,} publishes. CPU is the client's. The template path alone gets ids, "
+        f"reprs and body ready-made; bulk(app) makes them. Bare py-amqp sends one task's message "
+        f"repeatedly. Brokers and client share the machine's processors. Redis has an append-only "
+        f"file; the filesystem broker has a store in SQLite.",
     )
     for way in ways.values():
         rates = quartiles(1 / seconds for seconds in way.seconds)

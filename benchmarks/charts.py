@@ -1,4 +1,4 @@
-"""The pictures: few colours, direct labels, a white background that dark pages can show too."""
+"""Draw charts: few colours, direct labels, and a white background also on dark pages."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ matplotlib.rcParams.update(
 )
 
 Bar = tuple[str, float, tuple[float, float] | None, bool]
-"""Label, length, the span that shows its spread, and whether it is ours."""
+"""Label, length, spread, and True for this package's bars."""
 
 
 def short(value: float) -> str:
-    """A number with three significant digits, never in scientific notation."""
+    """Format a number with three significant digits, never in scientific notation."""
     if value != value:
         return "-"
     if abs(value) >= 100:
@@ -54,7 +54,7 @@ def figure(
 
 
 def bars(title: str, unit: str, rows: Sequence[Bar], *, limit: float | None = None) -> Figure:
-    """Horizontal bars, each with its figure at the end; *limit* is drawn as the target."""
+    """Draw horizontal bars, each with its figure at the end, and *limit* as the target."""
     picture, (axes,) = figure(title, height=1.2 + 0.38 * len(rows))
     bars_on(axes, unit, rows, limit=limit)
     return picture
@@ -66,7 +66,7 @@ def quartile_bars(
     series: Mapping[str, Sequence[float]],
     is_ours: Callable[[str], bool] = lambda label: True,
 ) -> Figure:
-    """A bar for each three quartiles of *series*: the median, with the middle half."""
+    """Draw a bar per series: its length is the median, its spread the middle half."""
     rows = [(label, p50, (p25, p75), is_ours(label)) for label, (p25, p50, p75) in series.items()]
     return bars(f"{title}: median, with the middle half", unit, rows)
 
@@ -98,7 +98,7 @@ def bars_on(axes: Axes, unit: str, rows: Sequence[Bar], *, limit: float | None =
 def curves_on(
     axes: Axes, title: str, lines: Sequence[tuple[str, Sequence[float], str]], *, floor: float = 0.5
 ) -> None:
-    """Lateness over percentiles on a logarithmic scale, each line labelled at its end."""
+    """Draw lateness over percentiles on a logarithmic scale, with a label at each line's end."""
     axes.set_title(title, fontsize=10, loc="left")
     marks = (50, 90, 99, 99.9)
     shown = [index for index, percent in enumerate(PERCENTILES) if percent <= 99.9]
@@ -127,5 +127,5 @@ def curves_on(
 
 
 def _stretched(percent: float) -> float:
-    """Room for the tail: p90, p99 and p99.9 are equally far apart."""
+    """Scale percentiles for the tail: p90, p99 and p99.9 have equal distances."""
     return -log10(1 - percent / 100)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: run the scenarios on private brokers and write down the figures."""
+"""``python -m benchmarks``: run the scenarios on private brokers and write the results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from celery_native_delay.testing import (
 
 
 class Scenario(Protocol):
-    """A question, and the picture of its answer: a module, or an object like one."""
+    """A benchmark with its chart: a module, or an object with the same functions."""
 
     def run(self, bench: Bench) -> Result: ...
 
@@ -68,16 +68,16 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 ONLY_BY_NAME = frozenset(("scale-10m",))
-"""Scenarios that take an hour, or all the memory of a machine."""
+"""Scenarios that take an hour, or the whole memory of a machine; they run only by name."""
 
 REFERENCE = "4.3"
-"""The RabbitMQ that figures are told of; `make bench` installs it."""
+"""The RabbitMQ version of published results; `make bench` installs it."""
 
 FOLDER = Path(__file__).resolve().parent
 
 
 def main() -> int:
-    """Exit status 0 if every scenario ran to its end, whether its targets were met or not."""
+    """Run the command; exit status 0 if every scenario ended, with or without met targets."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
         "--only",
@@ -132,7 +132,7 @@ def main() -> int:
                 results[name] = _run(name, bench)
                 results = {one: results[one] for one in SCENARIOS if one in results}
                 log(f"{name}: {results[name].seconds:.0f} s")
-                # What took half an hour must not be lost to what comes after it.
+                # Write now: an error in the next scenario must not lose this result.
                 report.write(folder, about, results)
                 SCENARIOS[name].draw(results[name]).savefig(folder / f"{name}.png")
     except (BrokerMissing, BrokerFailed) as exc:
@@ -145,10 +145,10 @@ def main() -> int:
 
 
 def _broker(version: str | None) -> AbstractContextManager[PrivateRabbitMQ]:
-    """The broker that all scenarios share.
+    """Start the RabbitMQ that all scenarios share.
 
     Raises:
-        BrokerMissing: *version*, or without one any at all, is not installed.
+        BrokerMissing: RabbitMQ, or its version *version*, is not installed.
     """
     if version is None and find_rabbitmq(REFERENCE):
         version = REFERENCE

@@ -1,4 +1,4 @@
-"""What a set of delay levels costs a broker: declaring it, finding it declared, holding it idle."""
+"""Measure a set of delay levels: declaring it, finding it declared, and keeping it idle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from celery_native_delay.transports.rabbitmq.topology import Topology
 ROUNDS = 5
 RECONNECTS = 5
 FUSED_BITS = (DelaySettings().fused_bits, 0, 7, 11, 31)
-"""The default first."""
+"""Sets of levels, the default first."""
 IDLE_SETS = 5
 IDLE_SECONDS = 20
 SETTLE_SECONDS = 10
@@ -39,10 +39,10 @@ def run(bench: Bench) -> Result:
     rounds = bench.count(ROUNDS, at_least=1)
     result = Result(
         "Declaring",
-        f"Cold: the whole set in an empty virtual host. Connected again: the first use on a new "
-        f"connection when the set is there. {rounds} virtual hosts each, {RECONNECTS} further "
-        f"connections to each; quorum levels. Idle: {IDLE_SETS} sets on a broker of their own, "
-        f"what it takes more than before, per set.",
+        f"Cold: declare the whole set in an empty virtual host. Connected again: the first use on "
+        f"a new connection if the set exists. {rounds} virtual hosts, and {RECONNECTS} further "
+        f"connections to each; quorum levels. Idle: the additional memory and CPU of a broker with "
+        f"{IDLE_SETS} empty sets, per set.",
     )
     settings: dict[str, DelaySettings | None] = {
         f"ours, {bits} bits fused": DelaySettings(fused_bits=bits) for bits in FUSED_BITS
@@ -82,14 +82,14 @@ def run(bench: Bench) -> Result:
         Target("connected again, defaults", median(warm[ours[0]]), "<", 1, "ms"),
     ]
     result.notes.append(
-        "(b) is declared by workers only and again at every connection; its time includes the "
-        "binding of one queue. (a) declares nothing. CPU is of one core."
+        "Only workers declare (b), again at every connection; its time includes the binding of "
+        "one queue. (a) declares nothing. CPU is in percent of one core."
     )
     return result
 
 
 def idle_cost(bench: Bench, settings: DelaySettings | None) -> tuple[float, float]:
-    """Megabytes and percent of a core that a broker takes for each set which nothing waits in."""
+    """Megabytes and percent of a core that a broker needs per empty set of levels."""
     if bench.scale < 0.1:
         return float("nan"), float("nan")
     version = bench.broker.version.rpartition(".")[0]
@@ -106,7 +106,7 @@ def idle_cost(bench: Bench, settings: DelaySettings | None) -> tuple[float, floa
 
 
 def _idle(pid: int | None) -> tuple[float, float]:
-    """Resident megabytes, and percent of a core while nothing is asked of it."""
+    """The resident megabytes of an idle broker, and its percent of a core."""
     assert pid is not None
     sleep(SETTLE_SECONDS)
     started, cpu = perf_counter(), cpu_seconds(pid)
@@ -116,7 +116,7 @@ def _idle(pid: int | None) -> tuple[float, float]:
 
 
 def declared_ms(url: str, settings: DelaySettings | None, *, cold: bool) -> float:
-    """Milliseconds until the set is known to be there; None for Celery's own."""
+    """Milliseconds to declare a set or find it declared; None stands for Celery's own levels."""
     if settings is None:
         app = make_app("celery", url)
         started = perf_counter()

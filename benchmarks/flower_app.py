@@ -1,7 +1,7 @@
-"""Flower in a process of its own that tells how late its IO loop was: ``URL``.
+"""Run Flower with a page that reports the lateness of its IO loop: ``URL``.
 
-Its address is the first line that it prints; ``GET /late`` answers with how many milliseconds late
-each turn of the loop came since it was last asked.
+The first printed line is Flower's address. ``GET /late`` returns how many milliseconds late each
+iteration of the IO loop was since the last such request.
 """
 
 from __future__ import annotations

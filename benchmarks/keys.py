@@ -1,4 +1,4 @@
-"""What ``Delay(app).debounce()`` and ``unique()`` cost the client, beside a delayed publish."""
+"""Measure the client's time in ``debounce()`` and ``unique()``, beside a delayed publish."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from example_project.folder_broker import SCHEME
 
 ROUNDS = 60
 BLOCK = 40
-"""Calls of one variant in a row; then comes the next variant."""
+"""Consecutive calls of one variant."""
 KEYS = 10
 WAIT_SECONDS = 600.0
 
@@ -51,8 +51,9 @@ def run(bench: Bench) -> Result:
             found[place] = measured(bench, place, app, rounds)
     result = Result(
         "One task for a key",
-        f"Calls in one process and thread, {BLOCK} in a row, in turn, {rounds} rounds, of {KEYS} "
-        f"keys; RabbitMQ with records in Redis, and each publish waits for its confirm. Medians.",
+        f"Calls in one process and thread with {KEYS} keys: {BLOCK} in a row, alternating, "
+        f"{rounds} rounds, medians. RabbitMQ has its records in Redis, and each publish waits for "
+        f"its confirm.",
     )
     for place, ways in found.items():
         base = median(ways[DELAYED])
@@ -73,7 +74,7 @@ def run(bench: Bench) -> Result:
 
 @contextmanager
 def places(bench: Bench) -> Iterator[dict[str, Celery]]:
-    """Apps by the place where their tasks and records are."""
+    """Apps by the name of their broker and records."""
     with ExitStack() as stack:
         redis = stack.enter_context(private_redis(config=REDIS_CONFIG))
         records = stack.enter_context(private_redis(config=REDIS_CONFIG))
@@ -85,13 +86,13 @@ def places(bench: Bench) -> Iterator[dict[str, Celery]]:
         }
         for place, app in apps.items():
             stack.callback(app.close)
-            if place != "SQLite":  # a publish declares all there is
+            if place != "SQLite":  # there the first publish declares everything
                 declare_for("ours", app)
         yield apps
 
 
 def measured(bench: Bench, place: str, app: Celery, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, by its variant."""
+    """The seconds of each call, by variant."""
     task, delay, numbers = app.tasks[TASK], Delay(app), count()
 
     def call(make: Callable[[int], object]) -> float:

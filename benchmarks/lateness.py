@@ -1,4 +1,4 @@
-"""How late a worker starts delayed tasks."""
+"""Measure how late a worker starts delayed tasks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from celery_native_delay.testing import private_redis
 
 TASKS = 2_000
 PER_SECOND = 200
-"""Of publishes: a confirmed one takes 2 ms."""
+"""The publish rate: a confirmed publish takes 2 ms."""
 LONGEST_SECONDS = 30
 WARM_UP = 20
 GRACE_SECONDS = 10
-"""How much later than the last due time we stop waiting."""
+"""How many seconds after the last due time a run ends."""
 
 WHOLE, FRACTIONAL = "whole seconds", "fractional"
 
@@ -47,9 +47,9 @@ def run(bench: Bench) -> Result:
     result = Result(
         "Lateness",
         f"{counts[WHOLE]:,} tasks with random countdowns of 1-{longest} whole seconds, and "
-        f"{counts[FRACTIONAL]:,} with fractional ones, seeded, the same for every method, "
-        f"published at {PER_SECOND} a second. A prefork worker with two processes notes when the "
-        f"task starts, against the time of the call plus the countdown. Below zero is early.",
+        f"{counts[FRACTIONAL]:,} with fractional countdowns, the same for every method, published "
+        f"at {PER_SECOND} per second. A prefork worker with two processes notes the start of each "
+        f"task. Lateness is the start minus the due time; negative values are early.",
     )
     late: dict[tuple[str, str, str], list[float]] = {}
     for broker, countdowns, method in RUNS:
@@ -79,10 +79,10 @@ def run(bench: Bench) -> Result:
     ):
         result.targets.append(Target(what, measured, "≤", limit, "ms"))
     result.notes.append(
-        "Fractional countdowns show the resolution of 125 ms: the delay is rounded up to it, so "
-        "they are late by half of it on average and never early. (b) cuts a countdown to whole "
-        "seconds: its messages reach the worker up to a second early and are held there, in "
-        "prefetch slots."
+        "Fractional countdowns are rounded up to the resolution of 125 ms, so tasks are late by "
+        "half of it on average, and never early. (b) cuts a countdown to whole seconds: its "
+        "messages reach the worker up to a second early, and the worker holds them in prefetch "
+        "slots."
     )
     return result
 
@@ -103,7 +103,7 @@ def _countdowns(kind: str, count: int, longest: int) -> list[float]:
 def starts_on(
     url: str, bench: Bench, method: str, countdowns: list[float], what: str
 ) -> list[float]:
-    """How late each task starts in a worker on that broker, in milliseconds."""
+    """The lateness in milliseconds of each task's start in a worker on that broker."""
     with running_worker(method, url, bench.folder) as worker:
         app = make_app(method, url, confirm=True)
         warm = len(countdowns)
@@ -122,7 +122,7 @@ def starts_on(
 
 
 def publish(bench: Bench, app: Any, countdowns: list[float], what: str) -> list[float]:
-    """Send a task for each countdown at a steady pace; returns the due times, unix seconds."""
+    """Send a task for each countdown at a steady pace; returns the due times as Unix times."""
     send = app.tasks[TASK].apply_async
     due = []
     started = monotonic()

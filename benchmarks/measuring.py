@@ -1,4 +1,4 @@
-"""What every scenario is made of: a broker, a scale, progress, figures and targets."""
+"""The parts of every scenario: broker, scale, progress, percentiles, targets and results."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ BROKER_OPTIONS = {
     "config": "collect_statistics_interval = 5000",
     "erlang_arguments": "-rabbit quorum_tick_interval 5000",
 }
-"""Figures as rarely as RabbitMQ gathers them by default, not as often as tests want them."""
+"""RabbitMQ gathers statistics as rarely as by default, not as often as in tests."""
 
 REDIS_CONFIG = "appendfsync everysec\n"
-"""Redis writes as safely as it does by default, not as a test that ends with its block wants it."""
+"""Redis saves data as it does by default, not as in tests."""
 
 PERCENTILES = (*range(100), 99.5, 99.9, 100)
-"""Enough of a distribution to draw it."""
+"""The percentiles of a drawn curve."""
 
 
 # ---- figures -------------------------------------------------------------------------------
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """The value below which *percent* of *values* lie, interpolated; NaN for none."""
+    """The interpolated percentile of *values*; NaN if there are no values."""
     ordered = sorted(values)
     if not ordered:
         return float("nan")
@@ -55,13 +55,13 @@ def median(values: Iterable[float]) -> float:
 
 
 def quartiles(values: Iterable[float]) -> list[float]:
-    """The first quartile, the median and the third, as a bar of a picture shows them."""
+    """First quartile, median and third quartile, for a bar of a chart."""
     ordered = sorted(values)
     return [percentile(ordered, percent) for percent in (25, 50, 75)]
 
 
 def percentile_columns(seconds: Iterable[float], unit: Literal["µs", "ms"]) -> dict[str, float]:
-    """The columns p50, p95 and p99 of a table, in *unit*."""
+    """Table columns p50, p95 and p99, in *unit*."""
     ordered, factor = sorted(seconds), {"µs": 1e6, "ms": 1e3}[unit]
     return {f"p{p} {unit}": percentile(ordered, p) * factor for p in (50, 95, 99)}
 
@@ -73,7 +73,7 @@ def curve(values: Iterable[float]) -> list[float]:
 
 
 def lateness_columns(late_ms: list[float]) -> dict[str, float]:
-    """The columns of every table about lateness, in milliseconds; below zero is early."""
+    """Table columns for lateness in milliseconds; negative values are early."""
     return {
         "p50 ms": percentile(late_ms, 50),
         "p95 ms": percentile(late_ms, 95),
@@ -84,7 +84,7 @@ def lateness_columns(late_ms: list[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Target:
-    """A figure that was promised, beside the one that was measured."""
+    """A promised bound and the measured value."""
 
     what: str
     measured: float
@@ -94,7 +94,7 @@ class Target:
 
     @property
     def met(self) -> bool:
-        """False also for NaN, which is what a run without results measures."""
+        """True if the measured value is within the bound; False for NaN, a run without results."""
         match self.sign:
             case "≤":
                 return self.measured <= self.limit
@@ -105,36 +105,36 @@ class Target:
 
 @dataclass
 class Result:
-    """What one scenario found out."""
+    """The result of one scenario."""
 
     title: str
     setup: str
-    """What was done, so that others can do it again."""
+    """The method of the measurement, so that others can repeat it."""
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """The table: column to text or number; all rows have the columns of the first."""
+    """The table: each row maps columns to text or numbers; all rows have the same columns."""
     targets: list[Target] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     series: dict[str, Any] = field(default_factory=dict)
-    """What the picture is drawn from."""
+    """The data of the chart."""
     date: str = ""
     seconds: float = 0.0
     load_before: float = 0.0
-    """Load average of the last minute before it began: what else the machine was doing."""
+    """The machine's load average in the last minute before the scenario."""
 
 
 # ---- a run ---------------------------------------------------------------------------------
 
 
 class Bench:
-    """One run: the broker all scenarios share, how much of each to do, and what to show."""
+    """One run of scenarios: the shared broker, the scale and the folder for files."""
 
     def __init__(self, broker: PrivateRabbitMQ, scale: float, folder: Path) -> None:
         self.broker = broker
         self.scale = scale
         self.folder = folder
-        """For files that live as long as the run."""
+        """A folder that exists until the run ends."""
         self.console = Console(stderr=True)
-        # Refreshed by hand: a thread that draws would take its time out of what is measured.
+        # Refreshed by hand: a drawing thread would distort the measurement.
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -146,12 +146,12 @@ class Bench:
         self._refreshed = 0.0
 
     def count(self, full: int, *, at_least: int = 1) -> int:
-        """How many of something to do at this scale."""
+        """Scale a number of tasks or rounds."""
         return max(at_least, round(full * self.scale))
 
     @contextmanager
     def vhost(self) -> Iterator[str]:
-        """The url of an empty virtual host, deleted afterwards with all that waits in it."""
+        """The URL of an empty virtual host, deleted after the block with its messages."""
         url = self.broker.new_vhost()
         try:
             yield url
@@ -160,7 +160,7 @@ class Bench:
 
     @contextmanager
     def progress(self, description: str, total: float) -> Iterator[Callable[[float], None]]:
-        """A bar for *total* of something; yields what to call with how many are done."""
+        """Show progress up to *total*; yields a function that takes the number done."""
         task = self._progress.add_task(description, total=round(total))
         self._progress.start()
 
@@ -186,7 +186,7 @@ class Bench:
         timeout_seconds: float,
         every_seconds: float = 0.25,
     ) -> int:
-        """Wait until *count* has reached *total*, or as long as it may; returns the last count."""
+        """Wait until *count* returns *total* or the time is over; returns the last count."""
         deadline = monotonic() + timeout_seconds
         with self.progress(description, total) as done:
             while (reached := count()) < total and monotonic() < deadline:
@@ -199,7 +199,7 @@ class Bench:
 
 
 def machine(broker: PrivateRabbitMQ) -> dict[str, str]:
-    """What the figures depend on: hardware, system and versions."""
+    """The hardware, system and versions of a measurement."""
     packages = ("celery", "kombu", "amqp", "celery_native_delay")
     return {
         "processor": f"{os.cpu_count()} x {_processor()}",
@@ -233,12 +233,12 @@ def load_average() -> float:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process and of all its children."""
+    """The resident memory of a process and all its children."""
     return 1024 * sum(kilobytes for _, kilobytes in _family(pid))
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU seconds, user and system, of a process and of all its children that live; on Linux."""
+    """The CPU seconds, user and system, of a process and its living children; on Linux."""
     ticks = 0
     for member, _ in _family(pid):
         with suppress(OSError):  # it has just ended
@@ -248,7 +248,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def _family(pid: int) -> list[tuple[int, int]]:
-    """A process and all its children: process id and resident kilobytes."""
+    """The process ids and resident kilobytes of a process and all its children."""
     listing = subprocess.run(
         ["ps", "-A", "-o", "pid=,ppid=,rss="], capture_output=True, text=True, check=True
     ).stdout
@@ -265,7 +265,7 @@ def log(text: str) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No garbage collection but by hand."""
+    """Disable automatic garbage collection in the block."""
     gc.disable()
     try:
         yield

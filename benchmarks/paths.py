@@ -1,7 +1,7 @@
-"""Functions and files of ours that a delayed task passes: ``python -m benchmarks.paths``.
+"""Show this package's functions and files on the path of a delayed task.
 
-All that a newcomer has to read who wants to know what happens; the first publish also declares the
-levels, and a receipt includes what the worker asks before it runs the task.
+``python -m benchmarks.paths`` prints them. The first publish also declares the levels; a receipt
+includes the worker's checks before it runs the task.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Seen = dict[CodeType, None]
 
 
 class Trace:
-    """The functions of ours that a thread enters while :meth:`recording`."""
+    """Records this package's functions that threads enter while :meth:`recording`."""
 
     def __init__(self) -> None:
         self._by_thread: dict[int, Seen] = {}
@@ -50,7 +50,7 @@ class Trace:
             self._records = False
 
     def of(self, thread: int) -> Seen:
-        """Functions that *thread* entered, in order; a comprehension is part of its function."""
+        """The functions that *thread* entered, in order, without comprehensions."""
         return {
             code: None
             for code in self._by_thread.get(thread, {})
@@ -60,7 +60,7 @@ class Trace:
 
 
 def measure(url: str) -> dict[str, Seen]:
-    """The functions of each path, on a broker at *url* that was never used."""
+    """The functions of each path, on an unused broker at *url*."""
     app = install(Celery("paths", broker=url, set_as_current=False))
     ran, ran_in = Event(), [0]
 
@@ -94,7 +94,7 @@ def measure(url: str) -> dict[str, Seen]:
 
 
 def main() -> None:
-    """Print a table, and with ``-v`` every function in the order in which it was entered."""
+    """Print a table, and with ``-v`` also every function in order of its first call."""
     with private_rabbitmq() as broker:
         found = measure(broker.url)
     print(f"{'path':<16} functions  files")

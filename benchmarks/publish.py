@@ -1,4 +1,4 @@
-"""What ``apply_async(countdown=60)`` costs the client."""
+"""Measure the client's time in ``apply_async(countdown=60)``."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from benchmarks.measuring import Bench, Result, Target, median, percentile_colum
 
 ROUNDS = 60
 BLOCK = 50
-"""Publishes of one variant in a row; then comes the next variant."""
+"""Consecutive publishes of one variant."""
 WARM_UP = 100
 COUNTDOWN_SECONDS = 60
 CATCH_UP_SECONDS = 0.05
-"""For the broker, which an unconfirmed block leaves with its work undone."""
+"""Seconds for the broker to finish its work after a block without confirms."""
 
 
 @dataclass
 class Variant:
-    """One way to publish, and what each publish took."""
+    """One way to publish, with the time of each publish."""
 
     key: str
     label: str
@@ -35,13 +35,13 @@ class Variant:
     countdown: float | None = COUNTDOWN_SECONDS
     settings: dict[str, str] = field(default_factory=dict)
     blocks: list[list[float]] = field(default_factory=list)
-    """Seconds of each publish, block by block."""
+    """The seconds of each publish, by block."""
     cpu_seconds: list[float] = field(default_factory=list)
-    """Of this process, for each block, per publish."""
+    """This process's CPU seconds per publish, by block."""
 
     @property
     def waits(self) -> bool:
-        """Whether each publish waits for the broker's confirm."""
+        """True if each publish waits for the broker's confirm."""
         return self.confirm or (self.method == "ours" and not self.settings)
 
     @property
@@ -76,7 +76,7 @@ def run(bench: Bench) -> Result:
             app = make_app(way.method, url, confirm=way.confirm, **way.settings)
             stack.callback(app.close)
             declare_for(way.method, app)
-            # (b)'s level exchange is known, so nothing is declared while we measure.
+            # Celery knows the level exchange of (b), so the measured publishes declare nothing.
             send[way.key] = app.tasks[TASK].apply_async
             for index in range(WARM_UP):
                 send[way.key]((index,), countdown=way.countdown)
@@ -97,7 +97,7 @@ def run(bench: Bench) -> Result:
 
 
 def measure(way: Variant, send: Callable[..., object]) -> None:
-    """One block: as many publishes in a row, each timed."""
+    """Time each publish of one block."""
     block = []
     cpu = process_time()
     for index in range(BLOCK):
@@ -112,12 +112,11 @@ def conclude(ways: list[Variant], rounds: int) -> Result:
     by_key = {way.key: way for way in ways}
     result = Result(
         "Client cost of a publish",
-        f"apply_async() of a task with one argument, in one process and thread; each variant has "
-        f"its own virtual host. {rounds} rounds with the confirmed variants, then as many with the "
-        f"unconfirmed ones; in each round every variant publishes {BLOCK} "
-        f"times, in random order, so that whatever else the machine does meets all alike. Ratios "
-        f"are of medians; in brackets the middle half of the ratios of the single rounds, which "
-        f"is the noise. CPU is the client's, per publish.",
+        f"apply_async() of a task with one argument, in one process and thread. Each variant has "
+        f"its own virtual host. {rounds} rounds with the confirmed variants, then {rounds} rounds "
+        f"with the unconfirmed ones. In each round every variant publishes {BLOCK} times, in "
+        f"random order. Ratios are ratios of medians; the brackets have the middle half of the "
+        f"ratios of single rounds. CPU is the client's CPU time per publish.",
     )
     for way in ways:
         result.rows.append(
@@ -141,8 +140,8 @@ def conclude(ways: list[Variant], rounds: int) -> Result:
     cpu = {way.key: median(way.cpu_seconds) for way in ways}
     result.notes.append(
         f"CPU of the client, ours : immediate {cpu['ours'] / cpu['now']:.2f}, ours : (b) "
-        f"{cpu['ours'] / cpu['celery']:.2f}. Without confirms there is no wait for the broker to "
-        f"share, so what the client computes shows in full: ours : immediate "
+        f"{cpu['ours'] / cpu['celery']:.2f}. Without confirms "
+        f"the client does not wait for the broker, so its own time dominates: ours : immediate "
         f"{ratio(by_key['ours off'], by_key['now off']):.2f}, ours : (b) "
         f"{ratio(by_key['ours off'], by_key['celery off']):.2f}."
     )

@@ -1,4 +1,4 @@
-"""Rates per key: what the gate costs, how much of a rate is used, and what it does to others."""
+"""Measure rates per key: time of the check, used share of a rate, and effect on other tasks."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ ONE_AT_A_TIME = {"worker_prefetch_multiplier": 1}
 def run(bench: Bench) -> Result:
     result = Result(
         "Rates per key",
-        f"A gate is asked {bench.count(ASKED, at_least=50):,} times about tasks that start, and as "
-        f"often about tasks that are to wait. {bench.count(SPREAD, at_least=15)} tasks are sent at "
-        f"once, at {LIMIT}: starts per second from the first to the last, and the most in any "
-        f"window of one second, of what the tasks noted. Other tasks run through a worker with two "
-        f"processes that may have one message each, alone and beside "
-        f"{bench.count(BESIDE, at_least=100):,} rated ones. Workers are prefork, the broker is "
-        f"Redis unless told.",
+        f"Check: {bench.count(ASKED, at_least=50):,} times for tasks that start, and as often for "
+        f"tasks that have to wait. Rate: {bench.count(SPREAD, at_least=15)} tasks are sent "
+        f"together, with a rate of {LIMIT}; starts per second from the first to the last, and the "
+        f"most in any window of one second. Other tasks: a worker with two processes and a "
+        f"prefetch of one each runs tasks without a rate, alone and beside "
+        f"{bench.count(BESIDE, at_least=100):,} rate-limited ones. Workers are prefork; the broker "
+        f"is Redis unless the row names another.",
     )
     with private_redis(config="databases 100") as server:
         spread(bench, server, result)
@@ -76,7 +76,9 @@ def gate(bench: Bench, server: PrivateRedis, result: Result) -> None:
         waiting: list[float] = []
         often, seldom = Rate("10000/s", burst=100_000), Rate("1/h")
         bare: list[float] = []
-        for _ in range(bench.count(ASKED, at_least=50)):  # in turn, for the machine has its moods
+        for _ in range(
+            bench.count(ASKED, at_least=50)
+        ):  # alternating, because the machine's speed varies
             if where == "Redis":
                 bare.append(pinged_us(connection))
             starting.append(asked_us(lines, often, "starts"))

@@ -1,4 +1,4 @@
-"""Spark: what was planned against what workers wrote down, with losses put in on purpose."""
+"""Measure Spark's reconciliation of planned tasks and telemetry, with deliberate losses."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PLANNED = 3_000_000
 
 BEGIN = datetime(2026, 11, 20, 8, tzinfo=UTC)
 SPREAD_SECONDS = 6 * 3600
-"""All fall due within as long, but for those that are pending."""
+"""Seconds over which due times spread, except for the pending tasks."""
 AS_OF = BEGIN + timedelta(hours=8)
 
-#: Of every thousand tasks, those with these numbers are not "ok". Of those that are, some were
-#: retried, some redelivered after their worker was killed, and some have a line twice.
+#: The numbers, within each thousand tasks, of the tasks that are not "ok". Some of the other tasks
+#: are retried, redelivered after their worker was killed, or have a line twice.
 INJECTED = {
     "missing": (7,),
     "duplicate": (11, 13),
@@ -42,7 +42,7 @@ RETRIED, REDELIVERED, WRITTEN_TWICE = (43, 47), (53,), (59,)
 
 @dataclass
 class Planned:
-    """A ledger, and the events of its tasks, as Parquet and as telemetry's JSON."""
+    """A ledger and the events of its tasks, as Parquet and as JSON lines of telemetry."""
 
     ledger: DataFrame
     events: DataFrame
@@ -50,7 +50,7 @@ class Planned:
 
 
 def generate(spark: SparkSession, count: int, folder: Path) -> Planned:
-    """*count* tasks, a multiple of 1000, on disk: two lines per attempt, in no order."""
+    """Write *count* tasks, a multiple of 1000, to disk: two lines per attempt, shuffled."""
     if count % 1000:
         raise ValueError(f"expected a multiple of 1000 tasks, got {count}")
     injected = {name: len(of) * count // 1000 for name, of in INJECTED.items()}
@@ -92,14 +92,14 @@ TELEMETRY_FORMAT = "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX"
 
 
 def events_of(tasks: DataFrame) -> DataFrame:
-    """The lines about *tasks*, shuffled as those of many workers are."""
+    """The telemetry lines about *tasks*, shuffled like the lines of many workers."""
     number, due_us = F.col("number"), F.unix_micros("due")
     # Mostly some milliseconds late, sometimes seconds.
     late_us = F.col("random") % 30_000 + F.when(number == 60, 5_000_000).otherwise(0)
     start_us = due_us + F.when(F.col("kind") == "early", -250_000).otherwise(late_us)
 
     def attempt(which: Any, retries: int, after_us: int, outcome: str, ends: Any = True) -> Any:
-        """An array with the two lines of an attempt of the tasks for which *which* holds."""
+        """An array with the two lines of an attempt, for tasks where *which* is true."""
         started = F.timestamp_micros(start_us + after_us)
         finished = F.timestamp_micros(start_us + after_us + 40_000)
         worker = F.concat(F.lit("worker-"), (F.col("random") + after_us) % 8)
@@ -151,7 +151,7 @@ def events_of(tasks: DataFrame) -> DataFrame:
 
 @contextmanager
 def session(bench: Bench) -> Iterator[SparkSession]:
-    """Spark on this machine's processors."""
+    """A Spark session on all processors of this machine."""
     spark = (
         SparkSession.builder.master("local[2]")
         .appName("native-delay-bench")
@@ -206,9 +206,9 @@ def measure(spark: SparkSession, bench: Bench) -> Result:
         reread = result.missing().count()
     return Result(
         "Spark: reconcile",
-        f"pyspark {pyspark_version}, local[2]: {count:,} tasks, {rows:,} lines of telemetry as "
-        f"JSON; the ledger and the verdicts are Parquet. Verdicts: reading, all of the work, and "
-        f"writing them down.",
+        f"pyspark {pyspark_version}, local[2]: {count:,} tasks, and {rows:,} lines of telemetry as "
+        f"JSON. The ledger and the verdicts are Parquet. The time of the verdicts includes reading "
+        f"and writing.",
         rows=[
             {"verdict": name, "put in": planned.expected[name], "found": found[name]}
             for name in found

@@ -1,4 +1,4 @@
-"""Redis: what it costs to let a message wait, to hand it over, and to hold a million of them."""
+"""Measure Redis: delaying a message, promoting it, and holding a million messages."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ from celery_native_delay.transports.redis.store import BATCH, Rounds, Store
 FEW, MANY = 1_000, 1_000_000
 ROUNDS = 60
 BLOCK = 50
-"""Publishes or adds of one variant in a row; then comes the next variant."""
+"""Consecutive publishes or adds of one variant."""
 PROMOTED = 2_000
-"""Messages that one round promotes."""
+"""The number of messages that one round promotes."""
 WINDOW = 1_000
 FAR_US = 3_600_000_000
 
 ENVELOPE = "e" * 700
-"""About as long as that of a task with one argument."""
+"""An envelope about as long as the message of a task with one argument."""
 QUEUE = "bench"
 
 
 @dataclass
 class Pending:
-    """A Redis in which *count* messages wait that are due in an hour."""
+    """A Redis with *count* waiting messages that are due in an hour."""
 
     count: int
     redis: PrivateRedis
     store: Store
     rounds: Rounds
     bytes_each: float = 0.0
-    """Of Redis' memory over the envelope."""
+    """Bytes of Redis' memory per message, without the envelope."""
     add_seconds: list[float] = field(default_factory=list)
-    """Of one add, the median of each round."""
+    """The time of one add, the median of each round."""
     promote_seconds: list[float] = field(default_factory=list)
-    """Of a full batch: from one answer to the next."""
+    """The time of a full batch, from one answer to the next."""
     script_us: float = 0.0
-    """Of a full batch, in Redis."""
+    """The time of a full batch in Redis itself."""
 
     @property
     def per_second(self) -> float:
@@ -82,13 +82,13 @@ def run(bench: Bench) -> Result:
     pushed, delayed, server = publish_costs(bench, rounds)
     result = Result(
         "Redis: cost of waiting",
-        f"{server}, with an append-only file. Add: one message through the store, {BLOCK} in a "
-        f"row, in turn with {few:,} and with {many:,} messages pending, {rounds} rounds. Promote: "
-        f"{PROMOTED:,} due messages in batches of {BATCH}, by one client that does nothing "
-        f"else; like a worker, it asks for the next batch before it reads what became of the last. "
-        f"Memory: what Redis' used_memory grew by per message, without the envelope of "
+        f"{server}, with an append-only file. Add: one message through the store, {BLOCK} times in "
+        f"a row, alternating with {few:,} and with {many:,} waiting messages, {rounds} rounds. "
+        f"Promote: {PROMOTED:,} due messages in batches of {BATCH}, by a client that does nothing "
+        f"else. Like a worker, it requests the next batch before it reads the result of the last. "
+        f"Memory: the growth of Redis' used_memory per message, without the envelope of "
         f"{len(ENVELOPE)} bytes. Publish: kombu's Producer.publish() of the same message, delayed "
-        f"and not, {BLOCK} in a row and in turn.",
+        f"and immediate, {BLOCK} times in a row.",
         rows=[
             {
                 "pending": one.count,
@@ -142,7 +142,7 @@ def run(bench: Bench) -> Result:
 
 @contextmanager
 def pending(bench: Bench, count: int) -> Iterator[Pending]:
-    """A Redis of its own with *count* messages; no snapshot or rewrite forks in between."""
+    """A private Redis with *count* messages, which makes no snapshot and no rewrite."""
     with (
         private_redis(config=REDIS_CONFIG + "auto-aof-rewrite-percentage 0") as redis,
         delaying(redis) as client,
@@ -180,7 +180,7 @@ ENTRY = entry_of(Destination((QUEUE,)), ENVELOPE)
 
 
 def member(name: str, number: int) -> str:
-    """As long as a real one: a UUID, a colon and twelve characters."""
+    """A member as long as a real one: a UUID, a colon and 12 characters."""
     return f"{name[-20:]:_>24}{number:012}:{number % 10**12:012}"
 
 
@@ -189,7 +189,7 @@ def used_bytes(one: Pending) -> int:
 
 
 def add_some(one: Pending, number: int) -> None:
-    """Messages that are due after all others, so that the count grows by next to nothing."""
+    """Add a few messages that are due after all others."""
     due_us = one.store.now_us() + 2 * FAR_US
     block = []
     for index in range(BLOCK):
@@ -201,7 +201,7 @@ def add_some(one: Pending, number: int) -> None:
 
 
 def promote_some(one: Pending, number: int) -> None:
-    """Messages that are due already; only full batches count."""
+    """Add due messages and promote them; only full batches are measured."""
     now_us = one.store.now_us()
     numbers = range(number * PROMOTED, (number + 1) * PROMOTED)
     store_all(one, "promoted", numbers, lambda index: now_us - 1 - index % 100)
@@ -219,7 +219,7 @@ def promote_some(one: Pending, number: int) -> None:
 
 
 def script_us(one: Pending) -> float:
-    """Microseconds of one full batch by Redis' own account, the median."""
+    """The median of microseconds per full batch, as Redis' slow log has them."""
     now_us = one.store.now_us()
     store_all(one, "script", range(PROMOTED), lambda index: now_us - 1)
     client = one.redis.client
@@ -237,7 +237,7 @@ def script_us(one: Pending) -> float:
 
 
 def publish_costs(bench: Bench, rounds: int) -> tuple[list[float], list[float], str]:
-    """Seconds of each immediate and of each delayed publish, and the server."""
+    """The seconds of each immediate and each delayed publish, and the server's name."""
     pushed: list[float] = []
     delayed: list[float] = []
     with private_redis(config=REDIS_CONFIG) as redis, delaying(redis) as connection:

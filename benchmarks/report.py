@@ -1,4 +1,4 @@
-"""The figures as text: Markdown for people, JSON for scripts."""
+"""Write results as Markdown for people and as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Results = Mapping[str, Result]
 
 
 def write(folder: Path, about: Mapping[str, str], results: Results) -> None:
-    """``results.md`` and ``results.json`` in *folder*."""
+    """Write ``results.md`` and ``results.json`` into *folder*."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(as_json(about, results) + "\n")
     (folder / "results.md").write_text(as_markdown(about, results))
 
 
 def read(folder: Path) -> dict[str, Result]:
-    """What the last run wrote to *folder*; nothing if there was none."""
+    """Read the results of the last run in *folder*; empty if there was none."""
     file = folder / "results.json"
     if not file.exists():
         return {}
@@ -104,7 +104,7 @@ def _number(value: float | None) -> float:
 
 
 def _rounded(value: Any) -> Any:
-    """Figures with as many digits as mean something; NaN, which JSON lacks, as null."""
+    """Round numbers to their significant digits; NaN becomes null, because JSON has no NaN."""
     match value:
         case float():
             return None if value != value else round(value, 4)

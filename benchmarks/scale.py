@@ -1,4 +1,4 @@
-"""Brokers in which a million tasks wait, or ten: what that costs them, and those that come due."""
+"""Measure brokers with 1 or 10 million waiting tasks: memory, disk, restart, and lateness."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from celery_native_delay.testing import (
 )
 
 SOONEST_SECONDS, LATEST_SECONDS = 6 * 3600, 30 * 86_400
-"""What waits is due at any time in between."""
+"""The range of due times of the waiting tasks."""
 
 FLOW = 1_000
 FLOW_PER_SECOND = 100
 FLOW_SECONDS = 1.0, 4.0
-"""The others, which come due meanwhile, wait at random between these."""
+"""The range of delays of the tasks that become due during the measurement."""
 
 GRACE_SECONDS = 60
 SETTLE_SECONDS = 10
@@ -56,25 +56,25 @@ Broker = PrivateRabbitMQ | PrivateRedis
 
 @dataclass
 class Measured:
-    """One broker, and what waits in it."""
+    """The measurements of one broker with its waiting tasks."""
 
     label: str
     pending: int
     publish_seconds: float = 0.0
     resident_bytes: int = 0
-    """What the broker's resident memory has grown by."""
+    """The growth of the broker's resident memory."""
     disk_bytes: int = 0
-    """Of its data folder."""
+    """The size of the broker's data folder."""
     start_seconds: float = 0.0
-    """From the start of the broker with all of them to its first answer."""
+    """Seconds from a start with all waiting tasks to the broker's first answer."""
     late_ms: dict[str, list[float]] = field(default_factory=dict)
-    """Of the side flow, by stage."""
+    """The lateness of the side flow's tasks, by stage."""
     missing: int = 0
-    """Tasks of the side flow that were not seen to start."""
+    """The number of tasks of the side flow without a noted start."""
 
 
 class Scale:
-    """The scenario for brokers, each with so many pending: of what each name stands for."""
+    """The scenario for one number of waiting tasks on each broker."""
 
     def __init__(self, *cases: tuple[str, int]) -> None:
         self._cases = cases
@@ -148,7 +148,7 @@ def _broker(name: str) -> Iterator[Broker]:
 
 
 def fill(bench: Bench, app: Any, count: int, what: str) -> None:
-    """Delay *count* tasks in one batch."""
+    """Send *count* delayed tasks in one batch."""
     choose = random.Random(11).uniform
     with bench.progress(what, count) as done, bulk(app, timeout_seconds=None) as batch:
         for number in range(count):
@@ -159,7 +159,7 @@ def fill(bench: Bench, app: Any, count: int, what: str) -> None:
 
 
 def flow(bench: Bench, app: Any, url: str, what: str) -> tuple[list[float], int]:
-    """Lateness at the start of each task, in ms, of a steady load on a worker; those missing."""
+    """Run a steady load on a worker; returns each task's lateness in ms and the number missing."""
     count = bench.count(FLOW, at_least=50)
     choose, due = random.Random(12).uniform, []
     send = app.tasks[TASK].apply_async
@@ -182,13 +182,13 @@ def conclude(bench: Bench, measured: list[Measured]) -> Result:
     count = bench.count(FLOW, at_least=50)
     result = Result(
         f"Brokers in which {max((one.pending for one in measured), default=0):,} tasks wait",
-        f"Each broker alone, the tasks sent by one process with bulk(app), due at random within "
-        f"{timedelta(seconds=LATEST_SECONDS).days} days. Memory: what the broker's resident "
-        f"memory grew by; disk: its data folder. Start: from starting the broker anew, stopped in "
-        f"good order, to its first answer. Late: from the due time to the start of a task, "
-        f"{count:,} tasks, {FLOW_PER_SECOND} a second, that wait {FLOW_SECONDS[0]:g} to "
-        f"{FLOW_SECONDS[1]:g} s, for a prefork worker with two processes; with none pending, with "
-        f"all, and with all after the restart.",
+        f"Each broker runs alone. One process sends the tasks with bulk(app); their due times are "
+        f"random within {timedelta(seconds=LATEST_SECONDS).days} days. Memory: the growth of the "
+        f"broker's resident memory. Disk: its data folder. Start: from a start after a clean stop "
+        f"to the first answer. Late: from the due time to the start of a task in a prefork worker "
+        f"with two processes, for {count:,} tasks at {FLOW_PER_SECOND} per second with delays of "
+        f"{FLOW_SECONDS[0]:g} to {FLOW_SECONDS[1]:g} s; with no waiting tasks, with all, and with "
+        f"all after the restart.",
     )
     for one in measured:
         result.rows.append(

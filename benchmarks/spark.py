@@ -1,4 +1,4 @@
-"""A DataFrame's rows as delayed tasks: ``FanOut``, the sink, and what people write by hand."""
+"""Measure sending DataFrame rows as delayed tasks: ``FanOut``, the sink, and hand-written loops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from celery_native_delay.testing import private_redis
 ROUNDS = 3
 ROWS = 100_000
 BY_HAND_ROWS = 20_000
-"""Of the way that takes a millisecond for each."""
+"""The number of rows for the way that takes 1 ms per row."""
 ENCODED_ROWS = 1_000_000
 PARTITIONS = 4
 COUNTDOWN_SECONDS = 3600
@@ -33,7 +33,7 @@ COUNTDOWN_SECONDS = 3600
 
 @dataclass
 class Way:
-    """One way, and the rows per second of each round; *ready* gets ready, untimed."""
+    """One way to send, and its rows per second in each round; *ready* prepares it, untimed."""
 
     label: str
     rows: int
@@ -162,10 +162,10 @@ def _sink(df: Any) -> Callable[[], object]:
 def conclude(ways: dict[str, Way], rounds: int) -> Result:
     result = Result(
         "Delayed tasks from Spark",
-        f"{rounds} rounds on local[2] with {PARTITIONS} partitions, brokers and executors on the "
-        f"same processors; every way in each round, in random order, until the broker has "
-        f"confirmed the last task ({ways['fan out'].rows:,} rows, by hand {ways['hand'].rows:,}, "
-        f"the Spark part alone {ways['encode'].rows:,} to a noop sink).",
+        f"{rounds} rounds on local[2] with {PARTITIONS} partitions; brokers and executors share "
+        f"the processors. Each round runs every way, in random order, until the broker has "
+        f"confirmed the last task: {ways['fan out'].rows:,} rows, by hand {ways['hand'].rows:,}. "
+        f"The Spark part alone writes {ways['encode'].rows:,} rows to a noop sink.",
     )
     for way in ways.values():
         low, middle, high = result.series[way.label] = quartiles(way.rates)

@@ -1,4 +1,4 @@
-"""The apps that Spark's executors import; the broker is in the environment of the session."""
+"""The apps that Spark's executors import; the broker's URL is in their environment."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Lateness under a steady load, delayed against immediate messages, and the highest rate of each.
+"""Measure lateness under a steady load of delayed and immediate messages, and their highest rates.
 
-What a broker cannot carry undelayed it cannot carry delayed either, so the first row of every load
-are immediate messages at the same rate: whole Celery messages, the same body, the same queue.
+Immediate messages at the same rate, with the same body and queue, are the first row of every load:
+a rate that a broker cannot carry without delays it cannot carry with delays.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from celery_native_delay import DelaySettings
 from celery_native_delay.testing import BrokerMissing, private_rabbitmq
 
 SECONDS = 20
-"""So long messages are sent; then the last ones mature."""
+"""Seconds of sending; then the last messages become due."""
 ROUNDS = 3
-"""What has a target is run so often, in turn; the run with the median p99 counts."""
+"""The number of runs of a load with a target; the run with the median p99 counts."""
 REFERENCE = "4.3"
 ALSO = "3.10"
 
 RATES = range(2000, 10_001, 500)
-"""Messages per second that the search for the highest rate tries in turn."""
+"""The rates, in messages per second, that the search for the highest rate tries in order."""
 SEARCH_SECONDS = 12
 LATE_MS = 250
-"""What the p99 may be at the highest rate."""
+"""The largest permitted p99 at the highest rate."""
 
 DEFAULT = DelaySettings()
 BINARY = DelaySettings(fused_bits=0)
 
 SECOND = 8
-"""Units of the default resolution."""
+"""Delays in units of the default resolution."""
 RANDOM = Delays("16-63 s", (16 * SECOND, 63 * SECOND), SECOND, 25)
 MINUTES = Delays("1-10 min", (60 * SECOND, 600 * SECOND), SECOND, 5)
 FRACTIONS = Delays("0.5-16 s, any fraction", (4, 16 * SECOND), 0, 125)
@@ -67,16 +67,15 @@ def run(bench: Bench) -> Result:
     seconds = bench.count(SECONDS, at_least=2)
     result = Result(
         "Steady load",
-        f"So many tasks a second for {seconds} s, each with an argument of {ARGUMENT_BYTES} bytes; "
-        f"one process sends what is to be sent every {TICK_SECONDS * 1000:g} ms (delayed ones "
-        f"through bulk(app), immediate ones as frames encoded before), with a window of {WINDOW:,} "
-        f"confirms; another reads the quorum destination queue without acknowledgements. Delays "
-        f"are drawn at random from whole seconds unless said, and run with a shorter resolution "
-        f"instead of the default 125 ms, so that they end sooner: the same units, the same queues, "
-        f"the same messages a second through each. What has a target was run "
-        f"{bench.count(ROUNDS, at_least=1)} times, in turn with the others, and the run with the "
-        f"median p99 is shown. Broker CPU is of its "
-        f"whole process, per message, its idle work included.",
+        f"Tasks with an argument of {ARGUMENT_BYTES} bytes are sent at a steady rate for {seconds} "
+        f"s. One process sends every {TICK_SECONDS * 1000:g} ms with a window of {WINDOW:,} "
+        f"confirms: delayed tasks with bulk(app), immediate ones as encoded frames. Another "
+        f"process reads the quorum destination queue without acknowledgements. Delays are random "
+        f"whole seconds unless the row names others. They run with a shorter resolution than the "
+        f"default 125 ms, so that they end sooner; units, queues and messages per second are the "
+        f"same. A load with a target ran {bench.count(ROUNDS, at_least=1)} times, alternating with "
+        f"other loads; the table has the run with the median p99. Broker CPU is the CPU time of "
+        f"its whole process per message, with its idle work.",
     )
     late: dict[tuple[str, str, int], float] = {}
     told: list[str] = []
@@ -132,7 +131,7 @@ def run(bench: Bench) -> Result:
         ),
     ]
     if told:
-        result.notes.append(f"p99 in ms of every run that was repeated: {'; '.join(told)}.")
+        result.notes.append(f"p99 in ms of all repeated runs: {'; '.join(told)}.")
     result.notes += [
         (
             f"Highest rate with p99 ≤ {LATE_MS} ms and the publisher keeping up, in steps of "
@@ -141,18 +140,17 @@ def run(bench: Bench) -> Result:
         ),
         "Publisher, consumer and broker share the machine's cores.",
         (
-            "Where all have the same delay one queue passes them all: it has 32 unconfirmed "
-            "messages on their way at a time (RabbitMQ's dead_letter_worker_consumer_prefetch), "
-            "each for as long as the destination queue takes to commit it; that is its ceiling. "
-            "Spread such tasks (`countdown=60 + 30 * random()`), or raise that value where it can "
-            "be set."
+            "If all delays are equal, one queue forwards all messages. RabbitMQ keeps at most 32 "
+            "unconfirmed messages of a queue in flight (dead_letter_worker_consumer_prefetch), "
+            "each until the destination queue has committed it; this limits the rate. Spread such "
+            "tasks (`countdown=60 + 30 * random()`), or raise the value if your broker allows it."
         ),
     ]
     return result
 
 
 def _also(bench: Bench, seconds: int) -> Iterator[tuple[Bench, SteadyRun]]:
-    """The same few loads on the other RabbitMQ, where it is installed."""
+    """A few of the loads on the system's RabbitMQ, if it is installed."""
     if not bench.broker.version.startswith(REFERENCE) or bench.scale < 0.5:
         return
     try:
@@ -165,7 +163,7 @@ def _also(bench: Bench, seconds: int) -> Iterator[tuple[Bench, SteadyRun]]:
 
 
 def _highest(bench: Bench, label: str, settings: DelaySettings | None, result: Result) -> int:
-    """The highest of RATES that it carries; the search ends at the second failure in a row."""
+    """The highest of RATES that passes; the search ends after two failures in a row."""
     best = failed = 0
     for per_second in RATES if bench.scale >= 0.5 else RATES[:1]:
         run = SteadyRun(bench, Load(label, settings, RANDOM, per_second), SEARCH_SECONDS)

@@ -1,6 +1,6 @@
-"""One run of a steady load: a publisher and a consumer in processes of their own, and the broker.
+"""One run of a steady load: publisher, consumer and broker are separate processes.
 
-Whole Celery messages with the same body go to the same queue, delayed or not.
+Delayed and immediate messages are Celery messages with the same body and queue.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from celery_native_delay.transports.rabbitmq.channels import WindowChannel
 from celery_native_delay.transports.rabbitmq.topology import Topology
 
 TICK_SECONDS = 0.02
-"""A tick's tasks are sent at once."""
+"""The length of a tick; all tasks of one tick are sent together."""
 WINDOW = 1000
 ARGUMENT_BYTES = 200
 GRACE_SECONDS = 20
 KEEPS_RATE = 0.98
 
 BODY_BEGINS = b"[["
-"""Then the task's number, and its due time in microseconds since the epoch."""
+"""The rest of the body: the task's number, and its due time in microseconds since the epoch."""
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True)
 class Delays:
-    """Delays of a load in units of the default resolution, which each run may shorten.
+    """The delays of a load in units of the default resolution; a run may use a shorter unit.
 
-    What counts is how many messages come through each level queue, not how long they lie there.
+    The load of a level queue depends on its messages per second, not on their delay there.
     """
 
     label: str
@@ -54,7 +54,7 @@ class Delays:
     resolution_ms: int
 
     def draw(self, random_: random.Random) -> float:
-        """Seconds to wait, of whole *step* units or, where that is 0, of any length."""
+        """Draw a delay in seconds, in whole *step* units, or of any length if *step* is 0."""
         shortest, longest = self.units
         if not self.step:
             return random_.uniform(shortest, longest) * self.resolution_ms / 1000
@@ -67,7 +67,7 @@ class Delays:
 
 @dataclass(frozen=True)
 class Load:
-    """One run: a set of delay levels, None for immediate messages, at a rate."""
+    """One load: a rate and a set of delay levels, or None for immediate messages."""
 
     label: str
     settings: DelaySettings | None
@@ -77,7 +77,7 @@ class Load:
 
     @property
     def mean_hops(self) -> float:
-        """Level queues that a message waits in."""
+        """The mean number of level queues per message."""
         if self.settings is None:
             return 0.0
         topology = Topology(self.settings)
@@ -88,7 +88,7 @@ class Load:
 
 @dataclass
 class SteadyRun:
-    """One load: how late each message was, and whether the publisher kept its pace."""
+    """A finished load: the lateness of each message, and the publisher's pace."""
 
     bench: Bench
     load: Load
@@ -124,7 +124,7 @@ class SteadyRun:
                 publisher.send("go")
                 self._follow(bench, f"{what}: publish", publisher, total)
                 self.rate, self.behind_ms = publisher.recv()
-                # The consumer is not asked while it works: it stops by itself.
+                # No messages to the running consumer: it stops by itself.
                 bench.wait_for(
                     f"{what}: arrive",
                     lambda: 1 if consumer.poll() else 0,
@@ -145,7 +145,7 @@ class SteadyRun:
 
     @property
     def keeps_up(self) -> bool:
-        """Whether the publisher reached the rate that was asked for."""
+        """True if the publisher reached the requested rate."""
         return self.rate >= KEEPS_RATE * self.load.per_second and not self.missing
 
     def row(self, bench: Bench) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class SteadyRun:
 
     @staticmethod
     def _follow(bench: Bench, what: str, publisher: Pipe, total: int) -> None:
-        """Show how far the publisher is, which tells it once a second and at its end None."""
+        """Show the publisher's progress; it sends its count once a second, and None at its end."""
         with bench.progress(what, total) as done:
             while (published := publisher.recv()) is not None:
                 done(published)
@@ -178,7 +178,7 @@ class SteadyRun:
 
 
 def _publish(pipe: Pipe, url: str, load: Load, total: int) -> None:
-    """Send *total* tasks at the load's rate."""
+    """Send *total* delayed tasks at the load's rate."""
     if load.settings is None:
         _publish_immediate(pipe, url, load.per_second, total)
         return
@@ -203,7 +203,10 @@ def _publish(pipe: Pipe, url: str, load: Load, total: int) -> None:
 
 
 def _publish_immediate(pipe: Pipe, url: str, per_second: int, total: int) -> None:
-    """The message that Celery sends, encoded once; number and time are filled in."""
+    """Send immediate messages:
+
+    Celery's message is encoded once, then number and time are replaced.
+    """
     app = make_app("celery", url)
     declare_for("celery", app)
     number, due_us = 1_234_567_890, 1_234_567_890_123_456
@@ -242,7 +245,7 @@ def _publish_immediate(pipe: Pipe, url: str, per_second: int, total: int) -> Non
 
 
 class _Written:
-    """A transport that keeps what is written."""
+    """A py-amqp transport that keeps written frames instead of sending them."""
 
     frames = b""
 
@@ -252,7 +255,7 @@ class _Written:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A message in its frames, which never comes back."""
+    """A message encoded as AMQP frames."""
 
     frames: bytes
     exchange: str = ""
@@ -292,10 +295,10 @@ def _at_rate(
 
 
 def _consume(pipe: Pipe, url: str, total: int) -> None:
-    """Read the queue as fast as its bytes come.
+    """Read the queue's messages as fast as possible.
 
-    py-amqp opens the connection and starts to consume; after that only frames are counted,
-    because decoding all headers in Python would cost more than the broker's whole work.
+    py-amqp opens the connection and starts to consume. After that this function only counts frames,
+    because decoding all headers in Python would cost more CPU than the broker's work.
     """
     with kombu.Connection(url) as plain, plain.channel() as channel:
         connection = plain.connection
@@ -315,7 +318,7 @@ def _consume(pipe: Pipe, url: str, total: int) -> None:
 
 
 def _take_bodies(data: bytes, now_us: int, numbers: array[int], late_us: array[int]) -> int:
-    """Note every whole body frame in *data*; returns how many bytes are done with.
+    """Note every complete body frame in *data*; returns the number of processed bytes.
 
     A frame is its type (3: body), channel, size, payload and an end octet.
     """

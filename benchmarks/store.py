@@ -1,4 +1,4 @@
-"""Timeout store: what it costs to let a message wait in SQLite, and how late it is on a folder."""
+"""Measure the delay store: adding to SQLite, dispatching, and lateness on a folder broker."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from example_project.folder_broker import SCHEME, settings_of
 PENDING = 100_000
 ROUNDS = 40
 BLOCK = 200
-"""Adds of one variant in a row; then comes the next variant."""
+"""Consecutive adds of one variant."""
 DISPATCHED = 1_000
-"""Messages that one round dispatches."""
+"""The number of messages that one round dispatches."""
 TASKS = 1_000
 FAR_US = 3_600_000_000
 
@@ -55,7 +55,7 @@ ENVELOPE = json.dumps(
         },
     }
 )
-"""About as long as that of a task with one argument."""
+"""An envelope about as long as the message of a task with one argument."""
 
 MODES = ("normal", "full")
 TABLE, FILES = "into the broker's tables", "into files"
@@ -67,7 +67,7 @@ def run(bench: Bench) -> Result:
     added: dict[str, list[float]] = {mode: [] for mode in MODES}
     dispatched: dict[tuple[str, str], list[float]] = {}
     order = random.Random(6)
-    # One after the other: a sync of FULL's would wait for what NORMAL has written, and back.
+    # One mode after another: a sync in mode FULL would wait for the writes in mode NORMAL.
     for mode in MODES:
         store = filled(bench, mode, pending)
         with quiet(), bench.progress(f"store: add and dispatch, {mode}", rounds) as done:
@@ -83,13 +83,12 @@ def run(bench: Bench) -> Result:
     late_ms = lateness(bench)
     result = Result(
         "Timeout store: SQLite",
-        f"{pending:,} messages pending, {rounds} rounds of each, medians. Add: one message "
-        f"of {len(ENVELOPE)} bytes in a transaction of its own, {BLOCK} in a row. Dispatch: "
-        f"{DISPATCHED} due messages in batches of {BATCH}, by one dispatcher: into the tables of "
-        f"kombu's sqlalchemy transport in the same database, or into files of its filesystem "
-        f"transport. Lateness: {len(late_ms):,} tasks with random delays of 2-6 s on a filesystem "
-        f"broker with polling_interval 0.05; a prefork worker with two processes dispatches them "
-        f"and notes the start.",
+        f"Medians of {rounds} rounds with {pending:,} waiting messages. Add: one message of "
+        f"{len(ENVELOPE)} bytes per transaction, {BLOCK} in a row. Dispatch: {DISPATCHED} due "
+        f"messages in batches of {BATCH}, by one dispatcher, into the tables of kombu's sqlalchemy "
+        f"transport in the same database, or into files of its filesystem transport. Lateness: "
+        f"{len(late_ms):,} tasks with random delays of 2-6 s on a filesystem broker with "
+        f"polling_interval 0.05. A prefork worker with two processes dispatches and runs them.",
         rows=[
             {
                 "synchronous": mode.upper(),
@@ -116,8 +115,8 @@ def run(bench: Bench) -> Result:
     )
     shown = ", ".join(f"{name} {value:.0f}" for name, value in lateness_columns(late_ms).items())
     result.notes.append(
-        "Each round has a folder of its own: on ext4 one from which many files were removed within "
-        "the last five seconds takes new ones ten times as slowly, also from kombu alone."
+        "Each round has a new folder: on ext4, creating files is ten times slower for five seconds "
+        "after many files of the folder were removed, also with kombu alone."
     )
     result.notes.append(f"Lateness on the filesystem broker: {shown}.")
     rates = {f"add, {mode.upper()}": added[mode] for mode in MODES}
@@ -152,7 +151,7 @@ def fill(store: Store, count: int, first_us: int) -> None:
 
 
 def add_rate(store: Store) -> float:
-    """Messages a second that are due after all others; they are few beside those that wait."""
+    """The rate of adding a few messages that are due after all others."""
     ids = [f"{random.getrandbits(128):036x}" for _ in range(BLOCK)]
     due_us = time_ns() // 1000 + 2 * FAR_US
     started = perf_counter()
@@ -174,7 +173,7 @@ def dispatch_rate(store: Store, hand_over: HandOver) -> float:
 
 @contextmanager
 def destination(bench: Bench, store: Store, place: str) -> Iterator[HandOver]:
-    """An empty queue."""
+    """A hand-over to the broker, with an empty destination queue."""
     if place == TABLE:
         with Connection(f"sqla+{store.url.partition('?')[0]}") as connection:
             channel = connection.default_channel
@@ -193,7 +192,7 @@ def folder_broker(folder: Path) -> Any:
 
 
 def lateness(bench: Bench) -> list[float]:
-    """Milliseconds that each task starts late."""
+    """The lateness of each task's start in milliseconds."""
     chosen = random.Random(7)
     count = bench.count(TASKS, at_least=20)
     delays = [round(chosen.uniform(2, 6), 3) for _ in range(count)]

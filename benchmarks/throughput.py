@@ -1,4 +1,4 @@
-"""How fast one worker runs tasks that have waited, against tasks that have not."""
+"""Measure how fast one worker runs delayed tasks, compared with immediate tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from celery_native_delay.bulk import bulk
 TASKS = 15_000
 ROUNDS = 3
 COUNTDOWN_SECONDS = 12
-"""Longer than it takes to publish all, so that those of one moment are due after the last."""
+"""Longer than publishing all tasks, so that none becomes due before the last publish."""
 LABELS = {
     "now": "sent without delay",
     "ours": "ours, countdown=12",
@@ -47,11 +47,11 @@ def run(bench: Bench) -> Result:
                 burst_seconds.append(arrived)
     result = Result(
         "Throughput of matured tasks",
-        f"{count:,} tasks wait in the same quorum queue: sent without delay, or matured there. "
-        f"Then one prefork worker with two processes starts; tasks per second from its first "
-        f"start of a task to its last. {rounds} rounds in turning order. A countdown of whole "
-        f"seconds takes two hops here; what is due at one moment has a delay of its own each, and "
-        f"takes about four.",
+        f"{count:,} tasks are in one quorum queue: sent without delay, or due after a delay. Then "
+        f"a prefork worker with two processes starts. Tasks per second count from the first start "
+        f"of a task to the last. {rounds} rounds, in alternating order. A countdown of whole "
+        f"seconds takes two hops here. Tasks that are due at one moment have different delays, and "
+        f"take about four hops.",
     )
     base = median(rates["now"])
     for way, values in rates.items():
@@ -70,15 +70,15 @@ def run(bench: Bench) -> Result:
         Target("ours, countdown=12 : sent without delay", median(rates["ours"]) / base, "≥", 0.95)
     ]
     result.notes.append(
-        f"The broker itself needs a moment for {count:,} messages that are due at once: the last "
-        f"reached the queue {median(burst_seconds):.1f} s after the due time (looked at every "
+        f"The broker needs time for {count:,} messages that are due at one moment: the last one "
+        f"reached the queue {median(burst_seconds):.1f} s after the due time (checked every "
         f"0.1 s)."
     )
     return result
 
 
 def measure(bench: Bench, way: str, count: int, what: str) -> tuple[float, float, int]:
-    """Tasks per second, seconds after the last due time until all were there, and tasks run."""
+    """Tasks per second, seconds from the last due time to the last task, and tasks run."""
     method = "ours" if way in ("ours", "moment") else "celery"
     with bench.vhost() as url:
         app = make_app(method, url)
@@ -113,7 +113,7 @@ def measure(bench: Bench, way: str, count: int, what: str) -> tuple[float, float
 def publish(
     bench: Bench, app: Celery, count: int, what: str, method: str, options: dict[str, Any]
 ) -> None:
-    """Ours in bulk, which is a second's work; others as Celery does it."""
+    """Publish the tasks: with this package in bulk within a second, else with Celery."""
     task = app.tasks[TASK]
     with bench.progress(what, count) as done, ExitStack() as stack:
         send = partial(task.apply_async, producer=stack.enter_context(app.producer_or_acquire()))

@@ -1,4 +1,4 @@
-"""Seeing, cancelling and moving: what the records cost, and what a look at a million costs."""
+"""Measure the records: publishing with them, worker checks, and reading a million waiting tasks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from celery_native_delay.testing import private_redis
 
 ROUNDS = 40
 BLOCK = 50
-"""Publishes of one variant in a row; then comes the next variant."""
+"""Consecutive publishes of one variant."""
 CHECKS = 10_000
 ENTRY_BYTES = 900
 FEW, MANY = 100_000, 1_000_000
@@ -62,11 +62,11 @@ def run(bench: Bench) -> Result:
     rows.append(row(FLOWER_IS_LATE, [late / 1e3 for late in asked_ms]))
     result = Result(
         "See, cancel and move what waits",
-        f"apply_async(), each waiting for its confirm, with native_delay_records on a Redis of its "
-        f"own and without, {BLOCK} in a row, in turn, {len(on[1])} rounds. The worker's question: "
-        f"{len(checks):,} tasks in the records. Looks: Delay(app) on Redis, with "
-        f"{bench.count(FEW):,} and {bench.count(MANY):,} tasks waiting, each {LOOKS} times; "
-        "and a Flower of its own, a request at a time.",
+        f"Publish: apply_async() with a confirm each, with native_delay_records on a private Redis "
+        f"and without, {BLOCK} in a row, alternating, {len(on[1])} rounds. Worker's check: "
+        f"{len(checks):,} tasks in the records. Reads: Delay(app) on Redis with "
+        f"{bench.count(FEW):,} and {bench.count(MANY):,} waiting tasks, {LOOKS} times each, and "
+        f"requests to Flower, one at a time.",
         rows,
         [
             Target("publish, records : none (medians)", median(on[0]) / median(off[0]), "≤", 1.25),
@@ -92,11 +92,11 @@ def row(label: str, seconds: list[float]) -> dict[str, Any]:
 
 
 Measured = tuple[list[float], list[float]]
-"""Seconds of each publish, and CPU seconds of each round per publish."""
+"""The seconds of each publish, and the CPU seconds per publish of each round."""
 
 
 def publishes(bench: Bench) -> tuple[Measured, Measured]:
-    """With records, and without."""
+    """Time publishes with and without records."""
     rounds = bench.count(ROUNDS, at_least=3)
     with ExitStack() as stack:
         records = stack.enter_context(private_redis(config=REDIS_CONFIG))
@@ -125,7 +125,7 @@ def publishes(bench: Bench) -> tuple[Measured, Measured]:
 
 
 def worker_checks(bench: Bench) -> list[float]:
-    """Seconds of each question."""
+    """The seconds of each check that a worker makes."""
     members = [f"{uuid4()}:{uuid4().hex}" for _ in range(bench.count(CHECKS, at_least=100))]
     checks = []
     with private_redis(config=REDIS_CONFIG) as redis:
@@ -143,7 +143,7 @@ def worker_checks(bench: Bench) -> list[float]:
 
 @contextmanager
 def waiting(bench: Bench, count: int) -> Iterator[tuple[str, Delay]]:
-    """The URL of a Redis where so many wait, and what looks at them."""
+    """Run a Redis with *count* waiting tasks; yields its URL and a Delay."""
     with private_redis(config=REDIS_CONFIG) as redis:
         app = make_app("ours", redis.url)
         what = f"waiting: {count:,} tasks"
@@ -157,7 +157,7 @@ def waiting(bench: Bench, count: int) -> Iterator[tuple[str, Delay]]:
 
 
 Looks = dict[str, list[float]]
-"""Seconds of each look, by what was looked at."""
+"""The seconds of each read, by method."""
 
 
 def looks_at(count: int, ways: dict[str, Callable[[], Any]]) -> Looks:
@@ -178,9 +178,7 @@ def ways_to_look(delay: Delay, count: int) -> dict[str, Callable[[], Any]]:
 
 
 def looks_at_few(bench: Bench, count: int) -> tuple[Looks, Looks, list[float]]:
-    """Also at so many at once that nobody waits for them on a page; and how many milliseconds late
-    Flower's IO loop was while it was asked.
-    """
+    """Time reads of a page and of many tasks; returns Flower's lateness in ms as well."""
     with waiting(bench, count) as (url, delay):
         searches: dict[str, Callable[[], Any]] = {
             f"search, first {PAGE} of all": lambda: delay.ls(f"name:{TASK}", limit=PAGE),
@@ -207,7 +205,7 @@ def by_path(ask: Callable[[str], Any], paths: dict[str, str]) -> dict[str, Calla
 
 
 def looks_at_many(bench: Bench, count: int) -> tuple[Looks, int]:
-    """Also by how many bytes this process grew."""
+    """Read many tasks at once; also returns by how many bytes this process grew."""
     with waiting(bench, count) as (_, delay):
         before = getrusage(RUSAGE_SELF).ru_maxrss
         found = looks_at(count, ways_to_look(delay, count))
@@ -216,7 +214,7 @@ def looks_at_many(bench: Bench, count: int) -> tuple[Looks, int]:
 
 @contextmanager
 def flower(url: str) -> Iterator[Callable[[str], Any]]:
-    """A Flower of its own; what asks it for a path."""
+    """Run Flower; yields a function that requests a path."""
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.flower_app", url],
         cwd=REPOSITORY,

@@ -15,7 +15,7 @@ _STEPS_MS = ((86_400_000, 3_600_000), (3_600_000, 60_000), (10_000, 1000), (1000
 
 _NUMBER = r"(\d+(?:\.\d+)?)\s*"
 
-#: Largest unit first, each once at most.
+#: A duration as people write it, the largest unit first.
 _WRITTEN = re.compile(
     rf"(-?)\s*(?:{_NUMBER}d(?:ays?)?)?\s*(?:{_NUMBER}h(?:ours?)?)?"
     rf"\s*(?:{_NUMBER}m(?:in(?:utes?)?)?)?\s*(?:{_NUMBER}s(?:ec(?:onds?)?)?)?"

@@ -217,56 +217,51 @@ def _normal(name: str, value: Any) -> Any:
 
 
 def _check(name: str, value: Any) -> None:
-    expected = _expected(name, value)
-    if expected:
-        if name == "store" and isinstance(value, str):
-            value = value.partition("://")[0]  # the rest may hold a password
-        elif isinstance(value, str):
-            value = without_password(value)
-        raise SettingsError(f"expected native_delay_{name} to be {expected}, got {value!r}")
+    fits, expected = _rule(name, value)
+    if fits:
+        return
+    if name == "store" and isinstance(value, str):
+        value = value.partition("://")[0]  # the rest may hold a password
+    elif isinstance(value, str):
+        value = without_password(value)
+    raise SettingsError(f"expected native_delay_{name} to be {expected}, got {value!r}")
 
 
-def _expected(name: str, value: Any) -> str:
-    """The values that *name* may have; "" if *value* is valid."""
+def _rule(name: str, value: Any) -> tuple[bool, str]:
+    """True if *value* is valid for the setting *name*, and the values that are."""
+    is_text = isinstance(value, str) and value != ""
     match name:
         case "enabled" | "adopt" | "confirm_publish" | "declare" | "strict":
-            return "" if isinstance(value, bool) else "True or False"
+            return isinstance(value, bool), "True or False"
         case "namespace":
-            fits = (
-                isinstance(value, str)
-                and _NAMESPACE.fullmatch(value)
-                and len(value) <= _NAMESPACE_BYTES
-            )
-            return "" if fits else f"1 to {_NAMESPACE_BYTES} letters, digits, _, - or inner dots"
+            fits = is_text and _NAMESPACE.fullmatch(value) and len(value) <= _NAMESPACE_BYTES
+            return bool(fits), f"1 to {_NAMESPACE_BYTES} letters, digits, _, - or inner dots"
         case "levels":
-            return "" if _is_int(value) and 1 <= value <= 60 else "a whole number from 1 to 60"
+            return _is_int(value) and 1 <= value <= 60, "a whole number from 1 to 60"
         case "resolution":
             fits = _is_number(value) and 0.001 <= value <= 3600
-            whole = fits and abs(value * 1000 - round(value * 1000)) < 1e-6
-            return "" if whole else "seconds from 0.001 to 3600, a whole number of milliseconds"
+            fits = fits and abs(value * 1000 - round(value * 1000)) < 1e-6
+            return fits, "seconds from 0.001 to 3600, a whole number of milliseconds"
         case "fused_bits":
-            return "" if _is_int(value) and 0 <= value <= 60 else "a whole number from 0 to 60"
+            return _is_int(value) and 0 <= value <= 60, "a whole number from 0 to 60"
         case "queue_type":
-            return "" if value in ("quorum", "classic") else '"quorum" or "classic"'
+            return value in ("quorum", "classic"), '"quorum" or "classic"'
         case "confirm_window":
             fits = _is_int(value) and 1 <= value <= MAX_CONFIRM_WINDOW
-            return "" if fits else f"a whole number from 1 to {MAX_CONFIRM_WINDOW}"
+            return fits, f"a whole number from 1 to {MAX_CONFIRM_WINDOW}"
         case "landing_exchanges":
             fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
-            return "" if fits else "a list of exchange names"
+            return fits, "a list of exchange names"
         case "records":
-            fits = value is None or _is_records_url(value)
-            return "" if fits else _EXPECTED_RECORDS
+            return value is None or _is_records_url(value), _EXPECTED_RECORDS
         case "records_away":
-            return "" if value in ("run", "wait") else '"run" or "wait"'
+            return value in ("run", "wait"), '"run" or "wait"'
         case "store":
-            fits = value is None or (isinstance(value, str) and is_store_url(value))
-            return "" if fits else _EXPECTED_STORE
+            return value is None or (is_text and is_store_url(value)), _EXPECTED_STORE
         case "telemetry":
-            fits = value is None or (isinstance(value, str) and value != "" and "\0" not in value)
-            return "" if fits else "None or the path of a folder"
+            return value is None or (is_text and "\0" not in value), "None or the path of a folder"
         case "fence_policy":
-            return "" if value in ("run", "drop") else '"run" or "drop"'
+            return value in ("run", "drop"), '"run" or "drop"'
         case "rates":
             fits = isinstance(value, tuple) and all(
                 isinstance(pair, tuple)
@@ -276,12 +271,10 @@ def _expected(name: str, value: Any) -> str:
                 and isinstance(pair[1], Rate)
                 for pair in value
             )
-            return "" if fits else 'a dict of rates by task, such as {"shop.call_api": "100/m"}'
+            return fits, 'a dict of rates by task, such as {"shop.call_api": "100/m"}'
         case "management_url":
-            fits = value is None or (isinstance(value, str) and value.startswith("http"))
-            return "" if fits else "None or an http(s) URL"
-        case _:
-            raise AssertionError(f"{name} has no check")
+            return value is None or (is_text and value.startswith("http")), "None or an http(s) URL"
+    raise AssertionError(f"{name} has no check")
 
 
 def lowest_bit(bit: int, *, fused_bits: int) -> int:

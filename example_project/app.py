@@ -1,4 +1,4 @@
-"""The Celery app of a small shop. Only the last call has to do with delays."""
+"""The Celery app of a small shop. Only its last call is about delays."""
 
 import os
 
@@ -35,7 +35,7 @@ app.conf.update(
     ],
     task_default_queue="default",
     task_routes={
-        # With the queue named, producers declare it: only RabbitMQ knows exchanges by itself.
+        # With the queue here, producers declare it: only RabbitMQ stores exchanges in the broker.
         "example_project.tasks.remind": {
             "queue": "reminders",
             "exchange": "shop",
@@ -60,7 +60,7 @@ app.conf.update(
 
 
 def can_count(broker_url: str, records: str | None) -> bool:
-    """True if rates can be kept there: RabbitMQ needs records beside it; on SQS they cannot."""
+    """True if the broker can keep rates: RabbitMQ needs records, and SQS cannot."""
     if broker_url.startswith(("amqp", "pyamqp")):
         return bool(records)
     return not broker_url.startswith("sqs")

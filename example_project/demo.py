@@ -1,8 +1,8 @@
 """Send a mix of delayed tasks to a private broker and watch them run.
 
 `make demo` or `python -m example_project.demo [BROKER]`; see `demo_broker` for the choice. This
-process is the producer; the worker is a process of its own. Exit status: 0 if every task ran once
-and on time and the worker never held one, 1 if not, 2 without a broker.
+process is the producer; the worker is another process. Exit status: 0 if every task ran once and on
+time and the worker never held one, 1 if not, 2 without a broker.
 """
 
 import json
@@ -58,22 +58,22 @@ class WorkerFailed(Exception):
 
 @dataclass
 class Run:
-    """One run that has to happen: a first attempt, a retry, or a link of a chain."""
+    """One expected run: a first attempt, a retry, or a link of a chain."""
 
     title: str
     task_id: str
     asked_seconds: float | None
-    """The delay asked for; None until the task's own back-off has decided."""
+    """The requested delay; None until the task's back-off has chosen it."""
     late_limit_ms: int
     retries: int = 0
     after: "Run | None" = None
-    """The run that sends this one; None if this process does."""
+    """The run whose task sends this one; None if this process sends it."""
     sent: float | None = None
-    """Unix time of sending; None until the run before this one has started."""
+    """The Unix time of sending; None until the run before it has started."""
     turn_seconds: float | None = None
-    """Between two turns of its line, which takes those that come together in any order."""
+    """Seconds between two starts under a rate, in any order of the tasks."""
     starts: list[float] = field(default_factory=list)
-    """Unix times at which a worker started it: exactly one, if all is well."""
+    """The Unix times of the starts: exactly one, if all is well."""
 
     @property
     def waited_seconds(self) -> float | None:
@@ -97,7 +97,7 @@ class Run:
 
 
 def send_mix(broker: DemoBroker) -> list[Run]:
-    """Send everything the demo shows; returns the runs that must follow."""
+    """Send all tasks of the demo; returns the expected runs."""
     runs: list[Run] = []
     late_limit_ms = broker.resolution_ms + BUSY_MS
 
@@ -168,7 +168,7 @@ def send_mix(broker: DemoBroker) -> list[Run]:
 
 
 def note_starts(runs: list[Run], record: Path) -> list[str]:
-    """Copy the starts that the worker has recorded into *runs*; returns the unexpected ones."""
+    """Copy the worker's recorded starts into *runs*; returns the unexpected ones."""
     expected = {(run.task_id, run.retries): run for run in runs}
     unexpected: list[str] = []
     for run in runs:
@@ -191,7 +191,7 @@ def note_starts(runs: list[Run], record: Path) -> list[str]:
 
 
 def held_by_worker() -> int | None:
-    """Tasks the worker holds back until their ETA, by its own account; None without an answer."""
+    """The number of tasks that the worker says it holds until their ETA; None without an answer."""
     replies = app.control.inspect(destination=[WORKER_NAME], timeout=1).scheduled()
     return len(replies[WORKER_NAME]) if replies else None
 
@@ -230,7 +230,7 @@ def watch(
     broker: DemoBroker,
     console: Console,
 ) -> tuple[list[int], list[str]]:
-    """Show the runs until all have started; returns what the worker held, and unexpected starts."""
+    """Show the runs until all have started; returns held tasks and unexpected starts."""
     held: list[int] = []
     unexpected: list[str] = []
     deadline = time.time() + RUN_LIMIT_SECONDS
@@ -256,7 +256,7 @@ def watch(
 def problems(
     runs: list[Run], held: list[int], unexpected: list[str], broker: DemoBroker
 ) -> Iterator[str]:
-    """One sentence for everything that is not as promised."""
+    """Yield one sentence for each broken promise."""
     for run in runs:
         if not run.starts:
             yield f"{run.title}: has not run"
@@ -285,7 +285,7 @@ def summary(runs: list[Run], held: list[int]) -> str:
 
 @contextmanager
 def running_worker(log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A prefork worker with two processes, ready for work."""
+    """Start a prefork worker with two processes, and wait until it is ready."""
     command = [sys.executable, "-m", "celery", "-A", "example_project.app", "worker"]
     with log.open("wb") as output:
         worker = subprocess.Popen(
@@ -312,14 +312,14 @@ def running_worker(log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def stop(signal_number: int, _: object) -> NoReturn:
-    """Unwind every `with`, so that nothing is left running, and exit as a shell expects."""
+    """Leave every `with` block, which ends all processes, and exit with the signal's status."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + signal_number)
 
 
 def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
-    """Run it all; returns whether all went as promised."""
+    """Run the whole demo; True if every promise held."""
     record, log = folder / "record.jsonl", folder / "worker.log"
     record.touch()
     console.print("starting the broker …")
@@ -347,7 +347,7 @@ def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
 
 
 def main(demonstrate: Callable[[str | None, Path, Console], bool] = demonstrate) -> int:
-    """Run *demonstrate* for the broker that the command line names; returns the exit status."""
+    """Run *demonstrate* on the broker of the command line; returns the exit status."""
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
     console = Console(highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""Which broker the demo runs on, and how a message waits there.
+"""Choose and start the demo's broker, and describe how a message waits there.
 
 make demo                      RabbitMQ if it is installed or can be, else the embedded Valkey
 make demo BROKER=rabbitmq      a private RabbitMQ, of this machine or else of docker compose
@@ -39,20 +39,20 @@ TOPOLOGY = Topology(SETTINGS)
 
 @dataclass(frozen=True)
 class DemoBroker:
-    """A broker that runs, and what to show of a delay there."""
+    """A running broker, and how the demo describes a delay on it."""
 
     name: str
     url: str
     records: str | None = None
-    """Beside RabbitMQ, the URL of a Redis for its records."""
+    """The URL of a Redis for the records, on RabbitMQ."""
 
     @property
     def waits_in(self) -> str:
-        """Heading of what way_of() returns."""
+        """The heading for texts of way_of()."""
         return "path through\nthe levels" if self._has_levels else "waits in"
 
     def way_of(self, asked_seconds: float) -> str:
-        """Where a message with this delay waits: RabbitMQ's levels by the time each takes."""
+        """Where a message with this delay waits; on RabbitMQ the delay of each level."""
         if self._has_levels:
             asked_us = round(asked_seconds * 1_000_000)
             units = units_until(asked_us, now_us=0, resolution_ms=SETTINGS.resolution_ms)
@@ -65,12 +65,12 @@ class DemoBroker:
 
     @property
     def resolution_ms(self) -> int:
-        """How much later than asked is on time; on SQS a second, and one that kombu may pause."""
+        """The permitted lateness; on SQS a second, and a second in which kombu may pause."""
         return 2000 if self._is_sqs else SETTINGS.resolution_ms
 
     @property
     def answers(self) -> bool:
-        """Whether workers can be asked; Celery has no remote control on SQS."""
+        """True if Celery has remote control on this broker; it has none on SQS."""
         return not self._is_sqs
 
     @property
@@ -84,9 +84,9 @@ class DemoBroker:
 
 @contextmanager
 def demo_broker(asked: str | None) -> Iterator[DemoBroker]:
-    """The broker that was *asked* for, running; None is the best this machine has.
+    """Run the broker *asked*; None is the best one of this machine.
 
-    Raises BrokerMissing, which says what to install, when there is none.
+    Raises BrokerMissing with what to install, if the broker is not installed.
     """
     choice = choose(
         asked,
@@ -115,7 +115,7 @@ def demo_broker(asked: str | None) -> Iterator[DemoBroker]:
 
 @contextmanager
 def records() -> Iterator[str | None]:
-    """The url of a private Redis or Valkey, None where there is none to start."""
+    """Run a private Redis or Valkey; yields its URL, or None if neither is installed."""
     try:
         with private_redis() as server:
             yield server.url
@@ -124,9 +124,9 @@ def records() -> Iterator[str | None]:
 
 
 def choose(asked: str | None, *, rabbitmq: bool, embedded: bool, docker: Callable[[], bool]) -> str:
-    """The name of a broker or a url: what is *asked* for, of what there is.
+    """Choose the installed broker that *asked* means; returns its name, or a URL.
 
-    Raises BrokerMissing when there is none of it, or nothing of that name.
+    Raises BrokerMissing if the broker is not installed or the name is unknown.
     """
     if asked in ("filesystem", "sqs") or (asked and "://" in asked):
         return asked
@@ -151,7 +151,7 @@ def choose(asked: str | None, *, rabbitmq: bool, embedded: bool, docker: Callabl
 
 
 def docker_runs() -> bool:
-    """Whether docker compose is installed and its engine answers."""
+    """True if docker compose is installed and its engine answers."""
     commands = (["docker", "compose", "version"], ["docker", "info"])
     return bool(shutil.which("docker")) and all(
         subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -161,7 +161,7 @@ def docker_runs() -> bool:
 
 @contextmanager
 def composed_rabbitmq() -> Iterator[str]:
-    """The rabbitmq of docker-compose.yml, in a compose project and on ports of its own."""
+    """Run the service rabbitmq of docker-compose.yml in a separate project, on free ports."""
     ports = dict(zip(("RABBITMQ_PORT", "RABBITMQ_MANAGEMENT_PORT"), free_ports(2), strict=True))
 
     def compose(*arguments: str) -> None:
@@ -180,7 +180,7 @@ def composed_rabbitmq() -> Iterator[str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports without a listener, at least a moment ago."""
+    """TCP ports that had no listener a moment ago."""
     with ExitStack() as stack:
         sockets = [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)

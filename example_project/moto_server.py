@@ -1,7 +1,7 @@
 """``python moto_server.py PORT``: moto's SQS on 127.0.0.1.
 
-Two things are put right. Moto may give one message to two receivers that ask at the same time,
-and it looks for delayed messages that have become visible only once a second.
+It corrects two things. Moto may give one message to two concurrent receivers, and it makes delayed
+messages visible only once a second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The data set of the Spark demo: a day's deliveries, made by a seeded generator.
+"""The data set of the Spark demo: one day's deliveries from a seeded generator.
 
 `python -m example_project.orders` writes data/orders.parquet again. Customers live in four time
 zones and say when they want their parcel by the clock on their wall; some want no reminders, and
@@ -18,7 +18,7 @@ PATH = Path(__file__).parent / "data" / "orders.parquet"
 COUNT = 3_000
 SEED = 20261120
 
-#: Every delivery is due within this day, told by UTC.
+#: Every delivery is within this day in UTC.
 DAY = datetime(2026, 11, 21, tzinfo=UTC)
 
 ZONES = ("Europe/Berlin", "America/New_York", "Asia/Kolkata", "Australia/Lord_Howe")
@@ -36,7 +36,7 @@ SCHEMA = pa.schema(
 
 
 def orders() -> list[dict[str, Any]]:
-    """The rows, the same ones every time."""
+    """The rows; every call returns the same ones."""
     chance = random.Random(SEED)
     rows = [_order(number, chance) for number in range(1, COUNT + 1)]
     for number, (column, value) in enumerate(_BAD):
@@ -44,7 +44,7 @@ def orders() -> list[dict[str, Any]]:
     return rows
 
 
-#: What goes wrong, one each at rows 50, 150, …: the demo says of each why it was left behind.
+#: Bad values of rows 50, 150, …; the demo shows why each row is left out.
 _BAD = (
     ("delivery", None),
     ("delivery", "2026-11-31 09:00:00"),
@@ -73,7 +73,7 @@ def _order(number: int, chance: random.Random) -> dict[str, Any]:
 
 
 def utc_of(delivery: str, zone: str) -> datetime:
-    """The instant of a delivery."""
+    """The UTC time of a delivery."""
     return datetime.fromisoformat(delivery).replace(tzinfo=ZoneInfo(zone)).astimezone(UTC)
 
 

@@ -1,4 +1,4 @@
-"""A private SQS for tests and demos: moto's server, in a process of its own.
+"""A private SQS for tests and demos: moto's server in a separate process.
 
     with private_sqs() as sqs:
         app = Celery(broker=sqs.url)
@@ -25,11 +25,11 @@ from urllib.request import Request, urlopen
 from celery_native_delay.testing.processes import BrokerMissing, KeptServer, claim_ports, port_of
 
 _BOOT_SECONDS = 60
-"""It takes half a second."""
+"""The limit for a start, which usually takes 0.5 s."""
 
 
 def require_sqs() -> None:
-    """Raise BrokerMissing, which says what to install, unless there are moto and boto3."""
+    """Raise BrokerMissing with what to install, if moto or boto3 is missing."""
     for module in ("boto3", "flask_cors", "moto"):
         if find_spec(module) is None:
             raise BrokerMissing(f"{module} is not installed: pip install moto flask flask-cors")
@@ -37,11 +37,11 @@ def require_sqs() -> None:
 
 @contextmanager
 def private_sqs() -> Iterator[PrivateSqs]:
-    """Run an SQS of our own until the block ends.
+    """Run a private SQS until the block ends.
 
     Raises:
-        BrokerMissing: moto or boto3 is not installed; the message says how to get it.
-        BrokerFailed: it does not start.
+        BrokerMissing: moto or boto3 is not installed; the message says how to install it.
+        BrokerFailed: the server does not start.
     """
     require_sqs()
     sqs = PrivateSqs()
@@ -51,12 +51,12 @@ def private_sqs() -> Iterator[PrivateSqs]:
 
 
 class PrivateSqs:
-    """An SQS that belongs to this process; made by private_sqs()."""
+    """An SQS server of this process, created by private_sqs()."""
 
     port: int
-    """TCP port on 127.0.0.1, the same after kill() and start()."""
+    """The TCP port on 127.0.0.1, the same after kill() and start()."""
     folder: Path
-    """Folder of its log; removed with it."""
+    """The folder of the log, removed by close()."""
 
     def __init__(self) -> None:
         self._claims = claim_ports(1)
@@ -69,22 +69,22 @@ class PrivateSqs:
 
     @property
     def url(self) -> str:
-        """Url as Celery takes it."""
+        """The broker URL for Celery."""
         return f"sqs://private:private@127.0.0.1:{self.port}"
 
     @property
     def endpoint(self) -> str:
-        """Url as boto3 takes it for its ``endpoint_url``."""
+        """The ``endpoint_url`` for boto3."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server; None when it is down."""
+        """The process id of the server; None while it is stopped."""
         return self._server.pid
 
     @cached_property
     def client(self) -> Any:
-        """A boto3 client; it lives as long as this object."""
+        """A boto3 client, closed with this object."""
         import boto3
 
         return boto3.Session("private", "private", region_name="us-east-1").client(
@@ -92,26 +92,26 @@ class PrivateSqs:
         )
 
     def start(self) -> None:
-        """Start the server, on the same port and with nothing in it.
+        """Start the server on the same port, with no queues.
 
-        Raises BrokerFailed with the end of its log when it does not within 60 s.
+        Raises BrokerFailed with the end of the log if the server does not start within 60 s.
         """
         self._server.start(self._serves, within_seconds=_BOOT_SECONDS)
 
     def stop(self) -> None:
-        """Stop the server; all it holds is lost, which no AWS would do."""
+        """Stop the server; all its messages are lost, unlike on AWS."""
         self._server.end(signal.SIGTERM, within_seconds=60)
 
     def kill(self) -> None:
-        """SIGKILL the server; all it holds is lost."""
+        """Kill the server with SIGKILL; all its messages are lost."""
         self._server.end(signal.SIGKILL)
 
     def wipe(self) -> None:
-        """Delete every queue."""
+        """Delete all queues."""
         urlopen(Request(f"{self.endpoint}/moto-api/reset", method="POST"), timeout=30).close()
 
     def close(self) -> None:
-        """Kill the server. Not needed at exit."""
+        """Kill the server and remove its folder; happens by itself at exit."""
         self._server.close()
         if "client" in vars(self):
             self.client.close()
@@ -119,7 +119,7 @@ class PrivateSqs:
             claim.close()
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last *lines* that the server logged."""
+        """The last *lines* lines of the server's log."""
         return self._server.log_tail(lines)
 
     def _serves(self) -> bool:

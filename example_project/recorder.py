@@ -1,7 +1,6 @@
-"""Notes every start of a task as one JSON line in the file that EXAMPLE_RECORD names.
+"""Write every start of a task as one JSON line into the file EXAMPLE_RECORD.
 
-The demo and the acceptance tests read there what ran, and when. Without the variable
-nothing is written.
+The demo reads the starts from this file. Without the environment variable nothing is written.
 """
 
 import json
@@ -15,7 +14,7 @@ from celery.signals import task_prerun
 
 
 def due_seconds(eta: str | None) -> float | None:
-    """Unix time of an ETA as Celery sends it; a naive one is in UTC, the app's time zone."""
+    """The Unix time of an ETA in a Celery message; a naive ETA is in UTC, the app's time zone."""
     if eta is None:
         return None
     due = datetime.fromisoformat(eta)
@@ -24,7 +23,7 @@ def due_seconds(eta: str | None) -> float | None:
 
 @task_prerun.connect
 def record_start(task_id: str, task: Task, **_: Any) -> None:
-    """Append one line about the attempt that starts now."""
+    """Append one line about the starting attempt."""
     started = time.time()
     if not (path := os.environ.get("EXAMPLE_RECORD")):
         return
@@ -37,7 +36,7 @@ def record_start(task_id: str, task: Task, **_: Any) -> None:
         "pid": os.getpid(),
         "delivery_info": task.request.delivery_info,
     }
-    # A single write to a file opened for appending: lines of several processes never mix.
+    # A single write to a file opened for appending, so lines of several processes never mix.
     record = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(record, json.dumps(line).encode() + b"\n")

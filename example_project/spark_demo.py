@@ -33,26 +33,26 @@ from example_project.demo import main, running_worker
 from example_project.demo_broker import REPOSITORY, demo_broker
 from example_project.orders import DAY, PATH
 
-#: How many seconds of the data's day pass in one of the demo's.
+#: Seconds of the data's day per second of the demo.
 SPEED = 86_400 / 20
 
-#: A rehearsal of the plan, with cold executors, tells how fast this machine is: so many times as
-#: long may the plan, the ledger and the jobs of sending take, and sending itself at this pace.
+#: A rehearsal of the plan shows the speed of this machine. Plan, ledger and sending jobs may take
+#: this many times longer, and sending itself has at least this rate.
 REHEARSALS = 2
 SLOWEST_PER_SECOND = 1_000
 SPARE_SECONDS = 5
 
-#: So long after the last reminder is due and sent, what has not run is given up.
+#: Seconds after the last due time at which the demo stops waiting.
 RUN_LIMIT_SECONDS = 90
 
 #: Where the lateness is drawn, in the folder this is started from.
 
 
 def reminders(orders: DataFrame, start: datetime) -> FanOut:
-    """What is sent: an e-mail to everybody who wants one, when the parcel is to come.
+    """Build the tasks: an e-mail at delivery time to each customer who wants one.
 
-    *start* is when the day of the data begins; a real pipeline would take the times as they are,
-    with eta="delivery" and eta_zone=col("zone").
+    *start* is the beginning of the data's day. A real pipeline would use the times unchanged, with
+    eta="delivery" and eta_zone=col("zone").
     """
     at = f.try_to_timestamp(f.concat_ws(" ", "delivery", "zone"))
     into_day = f.unix_micros(at) - f.lit(int(DAY.timestamp() * 1_000_000))
@@ -74,18 +74,18 @@ def reminders(orders: DataFrame, start: datetime) -> FanOut:
 
 
 def lead(rehearsal_seconds: float, count: int) -> timedelta:
-    """From now until the first of *count* reminders is due: time enough to plan and send all.
+    """The time until the first of *count* reminders is due: enough to plan and send all.
 
-    *rehearsal_seconds* is what planning took just now.
+    *rehearsal_seconds* is the time that planning took in a rehearsal.
     """
     sending_seconds = count / SLOWEST_PER_SECOND
     return timedelta(seconds=SPARE_SECONDS + REHEARSALS * rehearsal_seconds + sending_seconds)
 
 
 def session_of(folder: Path, broker_url: str) -> SparkSession:
-    """Two slots on this machine, or the cluster that SPARK_MASTER names.
+    """A Spark session with two slots on this machine, or on the cluster SPARK_MASTER.
 
-    Its Python must have what this one has; the app finds its broker in the environment.
+    The cluster needs the same Python packages; the app finds its broker in the environment.
     """
     os.environ |= {"PYSPARK_PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY)}
     if "SPARK_MASTER" not in os.environ:
@@ -105,7 +105,7 @@ def session_of(folder: Path, broker_url: str) -> SparkSession:
 
 
 def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
-    """Run it all; returns whether all went as promised."""
+    """Run the whole demo; True if every promise held."""
     record, telemetry, ledger = folder / "record.jsonl", folder / "telemetry", folder / "ledger"
     record.touch()
     with ExitStack() as stack:
@@ -146,7 +146,7 @@ def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
 
 
 def _wait_for(plan: Plan, record: Path, console: Console) -> None:
-    """Return when all tasks of *plan* have started, or it takes too long."""
+    """Wait until all tasks of *plan* have started, or the time limit."""
     count = plan.accepted
     now = datetime.now(UTC)
     until_last = max(plan.last_due or now, now) - now
@@ -164,7 +164,7 @@ def _wait_for(plan: Plan, record: Path, console: Console) -> None:
 
 
 def tell(found: Reconciliation, result: FanOutResult, console: Console) -> bool:
-    """Show what became of every row; returns whether every task is ok, and no row is left out."""
+    """Show the result of every row; True if every task is ok and no row is missing."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("what became of it", no_wrap=True)
     for heading in ("rows", "late by p50", "p99", "at most"):
@@ -194,7 +194,7 @@ LATENESS = ("late_p50", "late_p99", "late_max")
 
 
 def tally(found: Reconciliation) -> list[Any]:
-    """Tasks and their lateness by verdict, those apart that were sent after they were due."""
+    """The tasks and their lateness by verdict; tasks sent after their due time count separately."""
     late = f.percentile_approx("late_seconds", [0.5, 0.99])
     groups = found.verdicts.groupBy(
         "verdict", f.coalesce("sent_after_due", f.lit(False)).alias("sent_after_due")

@@ -1,6 +1,6 @@
-"""What the shop does later: reminders, e-mails, charges, and a chain of all three.
+"""The delayed tasks of the shop: reminders, e-mails, charges, and a chain of all three.
 
-Everything here is ordinary Celery. Whatever waits, waits in the broker: no worker holds it.
+Everything here is ordinary Celery. Delayed tasks wait in the broker: no worker holds them.
 """
 
 from datetime import datetime, timedelta
@@ -21,7 +21,7 @@ delay = Delay(app)
 
 
 class MailServerBusy(Exception):
-    """The mail server asks to come back later."""
+    """The mail server is busy: try again later."""
 
 
 class CardDeclined(Exception):
@@ -43,7 +43,7 @@ def remind(order_id: int) -> None:
     retry_jitter=True,  # … of which a random part is waited
 )
 def send_email(self: Task, address: str, subject: str, busy_attempts: int = 0) -> None:
-    """Send an e-mail; the first *busy_attempts* find the mail server busy."""
+    """Send an e-mail; in the first *busy_attempts* attempts the mail server is busy."""
     if self.request.retries < busy_attempts:
         raise MailServerBusy(address)
     log.info("%s: %s", address, subject)
@@ -53,7 +53,7 @@ def send_email(self: Task, address: str, subject: str, busy_attempts: int = 0) -
 def charge(
     self: Task, order_id: int, declined_attempts: int = 0, retry_seconds: float = DAY_SECONDS
 ) -> None:
-    """Charge the card, again a day later while the bank declines: *declined_attempts* times."""
+    """Charge the card; the bank declines *declined_attempts* times, each retried a day later."""
     if self.request.retries < declined_attempts:
         raise self.retry(countdown=retry_seconds, exc=CardDeclined(order_id))
     log.info("order %s: charged", order_id)
@@ -61,7 +61,10 @@ def charge(
 
 @app.task(bind=True, max_retries=10)
 def book_courier(self: Task, order_id: int, courier: str, busy_attempts: int = 0) -> None:
-    """Book a courier, who takes so many bookings a second (`rates` in `app`), or none for now."""
+    """Book a courier;
+
+    `rates` in `app` limits the bookings per second. A busy courier asks to wait.
+    """
     if self.request.retries < busy_attempts:
         raise RetryAfter(60)  # all other bookings of this courier wait as long
     log.info("order %s: goes with %s", order_id, courier)
@@ -75,23 +78,23 @@ def escalate(order_id: int) -> None:
 
 @app.task
 def count_stock(product: str) -> None:
-    """Count what is left of a product."""
+    """Count the stock of a product."""
     log.info("%s: counted", product)
 
 
 @app.task
 def daily_report() -> None:
-    """Report the day's orders; sent by beat, see `app`."""
+    """Report the day's orders; beat sends it, see `app`."""
     log.info("yesterday's orders: …")
 
 
 def remind_before_delivery(order_id: int, delivery: datetime) -> AsyncResult:
-    """Remind the customer two days before *delivery*, or now if that has passed."""
+    """Remind the customer two days before *delivery*, or now if that time has passed."""
     return remind.apply_async((order_id,), eta=delivery - timedelta(days=2))
 
 
 def collect(order_id: int, *, wait_seconds: float = 2 * DAY_SECONDS) -> AsyncResult:
-    """Remind at once, charge after *wait_seconds*, escalate after as long again."""
+    """Remind at once, charge after *wait_seconds*, and escalate *wait_seconds* after that."""
     return chain(
         remind.si(order_id),
         charge.si(order_id).set(countdown=wait_seconds),
@@ -100,16 +103,16 @@ def collect(order_id: int, *, wait_seconds: float = 2 * DAY_SECONDS) -> AsyncRes
 
 
 def stock_has_changed(product: str, *, quiet_seconds: float = 5) -> AsyncResult:
-    """Count a product's stock once its orders have paused, within a minute at the latest."""
+    """Count a product's stock when no order comes for a while, after a minute at the latest."""
     task = count_stock.s(product)
     return delay.debounce(task, key=product, seconds=quiet_seconds, max_wait_seconds=60)
 
 
 def remind_once(order_id: int, *, pause_seconds: float = DAY_SECONDS) -> AsyncResult:
-    """Remind the customer now, however often we are asked to, and not again for a day."""
+    """Remind the customer at most once a day, however often this is called."""
     return delay.throttle(remind.s(order_id), key=f"order:{order_id}", seconds=pause_seconds)
 
 
 def charge_once(order_id: int, *, wait_seconds: float = DAY_SECONDS) -> AsyncResult:
-    """Charge the card later, unless that waits, is being done or is to be tried again."""
+    """Charge the card later, unless a charge of this order waits, runs or is to be retried."""
     return delay.unique(charge.s(order_id), key=f"order:{order_id}", countdown=wait_seconds)

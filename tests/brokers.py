@@ -1,4 +1,4 @@
-"""What tests that start brokers of their own need besides."""
+"""Settings, marks and certificates for tests that start brokers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from celery_native_delay.testing import require_rabbitmq
 from pytest_celery_native_delay import IN_CI, installed
 
 RETRY_MS = 3000
-"""How soon mortal_rabbitmq tries again what it could not dead-letter; after 180 s by default.
+"""After how many seconds mortal_rabbitmq retries a failed dead-lettering; the default is 180 s.
 
-That is what it cannot deliver, and what comes to a level before that has a leader, at its start.
+Dead-lettering fails if no queue takes the message, or while a level has no leader, at the start.
 """
 
 LARGEST_MESSAGE = 1_000_000
-"""Bytes that mortal_rabbitmq takes; 16 or 128 MB by default."""
+"""The largest message in bytes that mortal_rabbitmq accepts; the default is 16 or 128 MB."""
 
 MORTAL = {
     "config": f"max_message_size = {LARGEST_MESSAGE}",
@@ -27,20 +27,20 @@ MORTAL = {
         f"[{{rabbit, [{{dead_letter_worker_publisher_confirm_timeout, {RETRY_MS}}}]}}]."
     ),
 }
-"""How mortal_rabbitmq is configured."""
+"""The configuration of mortal_rabbitmq."""
 
 on_one_version = pytest.mark.parametrize(
     "rabbitmq_version", [pytest.param("3.10", marks=pytest.mark.rabbitmq310)], indirect=True
 )
-"""For a test of our own side alone: what the versions may differ in is tested elsewhere."""
+"""Run a test on one RabbitMQ version only: for code that behaves the same on all versions."""
 
 
 CI = pytest.mark.ci
-"""For what ``make test`` at home does not run."""
+"""A mark for tests that CI runs and ``make test`` on a developer's machine does not."""
 
 
 def in_ci(*values: object) -> Any:
-    """A parameter, or several, of which CI runs the tests, and ``make test`` at home does not."""
+    """Mark test parameters that CI runs and ``make test`` on a developer's machine does not."""
     return pytest.param(*values, marks=CI)
 
 
@@ -48,9 +48,9 @@ TEST_43 = IN_CI or os.environ.get("NATIVE_DELAY_TEST_43") == "1"
 
 
 def installed_rabbitmq(name: Literal["3.10", "4.3"]) -> str:
-    """The version behind a test's parameter; where it is not there or not asked for, skip.
+    """The RabbitMQ version of a test's parameter; skips if it is not installed or not selected.
 
-    "3.10" stands for the system's RabbitMQ, whichever it is: 3.10 on Debian 12.
+    "3.10" stands for the system's RabbitMQ, which is 3.10 on Debian 12.
     """
     if name == "4.3" and not TEST_43:
         pytest.skip("RabbitMQ 4.3 is tested on request: set NATIVE_DELAY_TEST_43=1")
@@ -58,7 +58,7 @@ def installed_rabbitmq(name: Literal["3.10", "4.3"]) -> str:
 
 
 def self_signed_certificate(folder: Path) -> tuple[Path, Path]:
-    """Certificate and key for 127.0.0.1, in PEM, as new files of *folder*."""
+    """Write a certificate and a key for 127.0.0.1 into *folder* as PEM; returns their paths."""
     certificate, key = folder / "certificate.pem", folder / "key.pem"
     options = ["-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
     options += ["-addext", "subjectAltName=IP:127.0.0.1"]

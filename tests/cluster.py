@@ -1,11 +1,11 @@
-"""A private RabbitMQ cluster, for tests of nodes and networks that fail.
+"""A private RabbitMQ cluster, for tests of failing nodes and networks.
 
     with private_rabbitmq_cluster() as cluster:
         app = Celery(broker=cluster.new_vhost())
         cluster.nodes[0].kill()
         cluster.heal()
 
-Nodes, folders and network are gone with the block, or with the process.
+Nodes, folders and network are removed when the block or the process ends.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from celery_native_delay.testing.rabbitmq import (
 from tests.networks import PrivateNetwork
 
 _PATIENCE_SECONDS = 90
-"""It takes 1-10 s; a busy machine may need several times that."""
+"""Time for the nodes to join: 1-10 s, several times longer on a busy machine."""
 
 _RECOVERY_SECONDS = 30
-"""A node of RabbitMQ 3.10 that paused itself takes 3-6 s, and now and then does not come back."""
+"""A node of RabbitMQ 3.10 that paused itself resumes within 3-6 s, and sometimes never."""
 
-# Guest may otherwise come from 127.0.0.1 only.
+# By default the user guest may connect from 127.0.0.1 only.
 _CONFIG = """\
 cluster_formation.peer_discovery_backend = classic_config
 cluster_partition_handling = pause_minority
@@ -55,13 +55,14 @@ def private_rabbitmq_cluster(
     config: str = "",
     advanced_config: str = "",
 ) -> Iterator[PrivateRabbitMQCluster]:
-    """Run a RabbitMQ cluster of our own until the block ends.
+    """Run a private RabbitMQ cluster until the block ends.
 
-    With *partitions* each node has an address of its own, in a network of this machine that
-    partition() can cut; needs root on Linux. All else is as for private_rabbitmq(), for each node.
+    With *partitions* each node has its own address in a network of this machine, which partition()
+    can cut; needs root on Linux. All other arguments are those of private_rabbitmq(), for each
+    node.
 
-    Raises BrokerMissing when that version is not installed or there can be no such network,
-    BrokerFailed when the nodes do not become a cluster.
+    Raises BrokerMissing if that version is not installed or the machine allows no such network,
+    BrokerFailed if the nodes do not form a cluster.
     """
     installation = require_rabbitmq(version)
     with ExitStack() as stack:
@@ -106,25 +107,25 @@ def private_rabbitmq_cluster(
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """A node's place in a cluster, and what it shares with the other members."""
+    """The name and address of a cluster node, and the values that all members share."""
 
     name: str
-    """Name of the node, such as "node1@localhost"."""
+    """The node name, such as "node1@localhost"."""
     ip: str
-    """Address that it listens on."""
+    """The address that the node listens on."""
     hosts: Mapping[str, str]
-    """Address of every host that a node's name may have after the @."""
+    """The address of every host name that may follow the @ of a node name."""
     cookie: str
-    """Secret by which members know each other."""
+    """The Erlang cookie that all members share."""
     epmd_port: int
     runs_epmd: bool
-    """True for one member of each host: it runs the daemon that tells the others' ports."""
+    """True for one member per host: it runs epmd, which knows the ports of all nodes."""
     enter: Sequence[str] = ()
-    """Command that runs another one where the node has its network."""
+    """A command prefix that runs a command in the node's network namespace."""
 
 
 class _Member(PrivateRabbitMQ):
-    """A node that is a member of a cluster."""
+    """One RabbitMQ node of a cluster."""
 
     def __init__(
         self, installation: RabbitMQInstallation, *, membership: Membership, **options: str
@@ -150,10 +151,10 @@ class _Member(PrivateRabbitMQ):
         return [*self._membership.enter, *super()._inside(*command)]
 
     def _serves(self) -> bool:
-        """True if it has ended its start as well, which API and port come before.
+        """True if the node has finished its start; its API and port are ready earlier.
 
-        A virtual host that another node makes in that tenth of a second is never started here
-        (rabbit_vhost_sup_sup.erl v3.10).
+        RabbitMQ 3.10 never starts a virtual host here that another node creates in that tenth of a
+        second (rabbit_vhost_sup_sup.erl v3.10).
         """
         if not super()._serves():
             return False
@@ -162,10 +163,10 @@ class _Member(PrivateRabbitMQ):
 
 
 class PrivateRabbitMQCluster:
-    """RabbitMQ nodes that are one cluster; made by private_rabbitmq_cluster()."""
+    """A cluster of RabbitMQ nodes, created by private_rabbitmq_cluster()."""
 
     nodes: list[PrivateRabbitMQ]
-    """All nodes, running or not: kill(), stop(), start(), pause() and resume() are theirs."""
+    """All nodes, running or not; each has kill(), stop(), start(), pause() and resume()."""
 
     def __init__(self, nodes: list[PrivateRabbitMQ], network: PrivateNetwork | None) -> None:
         self.nodes = nodes
@@ -173,11 +174,11 @@ class PrivateRabbitMQCluster:
 
     @property
     def version(self) -> str:
-        """Version that the nodes report, such as "3.10.8"."""
+        """The version that the nodes report, such as "3.10.8"."""
         return self.nodes[0].version
 
     def new_vhost(self) -> str:
-        """Create an empty virtual host; return its url through every node, with ";" between."""
+        """Create an empty virtual host; returns its URLs, one per node, separated by ";"."""
         node = self._majority()
         name = vhost_name(node.new_vhost())
 
@@ -191,9 +192,9 @@ class PrivateRabbitMQCluster:
     # ---- faults ----------------------------------------------------------------------------
 
     def rolling_restart(self) -> None:
-        """Stop and start one node after the other, as an upgrade does.
+        """Restart the nodes one by one, as an upgrade does.
 
-        Raises BrokerFailed when one has not joined the others again after 90 s.
+        Raises BrokerFailed if a node has not joined the cluster again after 90 s.
         """
         for node in self.nodes:
             node.stop()
@@ -201,11 +202,11 @@ class PrivateRabbitMQCluster:
             self.wait_until_joined()
 
     def partition(self, node: PrivateRabbitMQ) -> None:
-        """Cut off a node from all others, both ways; clients still reach every node.
+        """Cut a node off from all other nodes in both directions; clients still reach every node.
 
-        What they send each other is dropped silently: RabbitMQ notices after 6-10 s.
+        Packets between the nodes are dropped silently; RabbitMQ notices after 6-10 s.
 
-        Raises BrokerFailed without ``partitions=True``.
+        Raises BrokerFailed if the cluster was started without ``partitions=True``.
         """
         if self._network is None:
             raise BrokerFailed(
@@ -217,10 +218,10 @@ class PrivateRabbitMQCluster:
                 self._network.cut(node.ip, other.ip)
 
     def heal(self) -> None:
-        """End every fault: mend the network, resume and start all nodes, wait until they joined.
+        """End every fault: restore the network, resume and start all nodes, wait until they joined.
 
-        Nodes that are down start together: often none of them can serve without another. One that
-        has not found back to the others by itself within 30 s is restarted.
+        Stopped nodes start together, because often none of them can serve alone. A node that has
+        not joined the others within 30 s is restarted.
 
         Raises BrokerFailed when that takes longer than 90 s.
         """
@@ -236,7 +237,7 @@ class PrivateRabbitMQCluster:
             self.wait_until_joined()
 
     def wait_until_joined(self) -> None:
-        """Wait until every node sees all others run, and any one may go without harm to a queue.
+        """Wait until every node sees all others run, and no queue depends on a single node.
 
         Raises BrokerFailed when that takes longer than 90 s.
         """
@@ -248,10 +249,10 @@ class PrivateRabbitMQCluster:
             list(threads.map(_start, self.nodes))
 
     def _strays(self) -> list[PrivateRabbitMQ]:
-        """Nodes that do not answer, or see others run than the majority does.
+        """The nodes that do not answer, or that see other running nodes than the majority sees.
 
-        RabbitMQ 3.x never mends by itself what a cut of its network did that ended before it was
-        noticed: the nodes serve, and each is down for the other (rabbitmq-server#17319).
+        RabbitMQ 3.x does not recover from a partition that ended before it was noticed: the nodes
+        serve, but each counts the other as down (rabbitmq-server#17319).
         """
         seen_by = {node: _seen_by(node) for node in self.nodes}
         most = max(seen_by.values(), key=len)
@@ -269,7 +270,7 @@ class PrivateRabbitMQCluster:
         return True
 
     def _majority(self) -> PrivateRabbitMQ:
-        """A node that sees more than half of all nodes run: it may change what all of them have."""
+        """A node that sees most nodes run, and so may change the cluster's state."""
         for node in self.nodes:
             with suppress(OSError, BrokerFailed):
                 if node.pid and len(_running(node)) > len(self.nodes) // 2:
@@ -281,9 +282,9 @@ class PrivateRabbitMQCluster:
 
 
 def _start(node: PrivateRabbitMQ) -> None:
-    """Start *node*, a second time if need be.
+    """Start *node*, and try a second time if the first start fails.
 
-    Of nodes that meet for the first time one may end with "incompatible_feature_flags" (3.10).
+    A new node of 3.10 sometimes ends with "incompatible_feature_flags" at its first start.
     """
     try:
         node.start()
@@ -292,12 +293,12 @@ def _start(node: PrivateRabbitMQ) -> None:
 
 
 def _running(node: PrivateRabbitMQ) -> set[str]:
-    """Names of the nodes that this one sees run."""
+    """The names of the running nodes, as *node* sees them."""
     return {seen["name"] for seen in node.api("GET", "/nodes") if seen["running"]}
 
 
 def _seen_by(node: PrivateRabbitMQ) -> set[str]:
-    """Names of the nodes that this one sees run; empty if it does not answer."""
+    """The names of the running nodes, as *node* sees them; empty if *node* does not answer."""
     try:
         return _running(node) if node.pid else set()
     except (OSError, BrokerFailed):

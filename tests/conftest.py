@@ -37,7 +37,7 @@ settings.register_profile("tests", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("tests")
 
 
-# A failed assertion tells its values there as well, not in test modules alone.
+# Show the values of failed assertions in these helper modules too.
 pytest.register_assert_rewrite(
     "tests.acceptance", "tests.conformance", "tests.integration", "tests.processes", "tests.traffic"
 )
@@ -45,9 +45,9 @@ pytest.register_assert_rewrite(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let tests/scheduling.py say which tests pytest-xdist keeps in one process, and in which.
+    """Let tests/scheduling.py group and order the tests for pytest-xdist.
 
-    Not `--dist=loadgroup`, which pytest 9.2 made useless:
+    `--dist=loadgroup` does not work with pytest 9.2:
     https://github.com/pytest-dev/pytest-xdist/issues/1386
     """
     from xdist.scheduler import LoadScopeScheduling
@@ -57,7 +57,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return scope_of(nodeid)
 
         def _assign_work_unit(self, node: Any) -> None:
-            """Rather the first unit for a broker that runs in this process than the very first."""
+            """Assign the first group whose broker runs in this process, else the first group."""
             running = {broker_of(scope) for scope in self.assigned_work.get(node, ())}
             fits = (scope for scope in self.workqueue if broker_of(scope) in running - {None})
             if scope := next(fits, None):
@@ -72,7 +72,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failed test shows what its broker held at that moment: workers run, nothing is deleted."""
+    """Add the contents of the test's broker to a failed test's report, before teardown."""
     from tests import telling
 
     report = yield
@@ -85,14 +85,14 @@ def pytest_runtest_makereport(
 
 @signals.setup_logging.connect(weak=False)
 def leave_logging_to_pytest(**_: Any) -> None:
-    """A worker in this process configures no logging: its log level would outlive its test."""
+    """Keep workers in this process from setting a log level, which would outlive the test."""
 
 
 @pytest.fixture(autouse=True)
 def unshare_celery() -> Iterator[None]:
-    """Neither a test's shared tasks nor a worker that did not start in this process outlive it.
+    """Remove a test's shared tasks, and the state of a worker that did not start, after the test.
 
-    While ``start_worker`` starts a worker, ``result.get()`` is forbidden in the whole process.
+    While ``start_worker`` starts a worker, Celery forbids ``result.get()`` in the whole process.
     """
     shared = set(_state._on_app_finalizers)
     yield
@@ -102,16 +102,16 @@ def unshare_celery() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
-    """See pytest_runtest_teardown."""
+    """Note the open sockets; pytest_runtest_teardown checks for new ones."""
     sockets.forget_sockets()
     yield
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
-    """A test that leaves a socket open fails itself, unless it ignores ResourceWarning."""
+    """Fail a test that leaves a socket open, unless it ignores ResourceWarning."""
     yield
-    getattr(item, "funcargs", {}).clear()  # what fixtures returned, pytest keeps until later
+    getattr(item, "funcargs", {}).clear()  # pytest keeps the values of fixtures until later
     if left := sockets.collect_sockets():
         said = "left open, and only the garbage collector closed it; opened by\n"
         warnings.warn(ResourceWarning(said + "\n".join(left)), stacklevel=1)
@@ -119,7 +119,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes longest starts first, where there are several processes."""
+    """With several processes, start the longest groups of tests first."""
     if SLOWNESS != 1:
         for item in items:
             marker = item.get_closest_marker("timeout")
@@ -137,13 +137,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ],
 )
 def rabbitmq_version(request: pytest.FixtureRequest) -> str:
-    """A version that private_rabbitmq() can start; for tests that need a broker of their own."""
+    """A RabbitMQ version that private_rabbitmq() can start, for tests that start a broker."""
     return installed_rabbitmq(request.param)
 
 
 @pytest.fixture(scope="session")
 def running_rabbitmq() -> Iterator[Callable[..., PrivateRabbitMQ]]:
-    """Starts a broker when it is first asked for; starting one takes seconds."""
+    """Returns the shared broker of a version; starts it at the first call."""
     with ExitStack() as stack:
 
         @cache
@@ -157,7 +157,7 @@ def running_rabbitmq() -> Iterator[Callable[..., PrivateRabbitMQ]]:
 def rabbitmq(
     rabbitmq_version: str, running_rabbitmq: Callable[..., PrivateRabbitMQ]
 ) -> PrivateRabbitMQ:
-    """The broker that all tests of this version share; do not stop it."""
+    """The RabbitMQ that all tests of this version share; do not stop it."""
     return running_rabbitmq(rabbitmq_version)
 
 
@@ -165,13 +165,13 @@ def rabbitmq(
 def mortal_rabbitmq(
     rabbitmq_version: str, running_rabbitmq: Callable[..., PrivateRabbitMQ]
 ) -> PrivateRabbitMQ:
-    """The broker of this version for tests that kill it or fill it; see tests.brokers.MORTAL."""
+    """A RabbitMQ of this version for tests that kill it or fill it; see tests.brokers.MORTAL."""
     return running_rabbitmq(rabbitmq_version, **MORTAL)
 
 
 @pytest.fixture
 def vhost_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
-    """The url of an empty virtual host that belongs to this test."""
+    """The URL of an empty virtual host that only this test uses."""
     url = rabbitmq.new_vhost()
     yield url
     rabbitmq.delete_vhost(vhost_name(url))
@@ -179,7 +179,7 @@ def vhost_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
 
 @pytest.fixture
 def mortal_url(mortal_rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
-    """The url of an empty virtual host on a running broker that this test may kill."""
+    """The URL of an empty virtual host on a running RabbitMQ that this test may kill."""
     mortal_rabbitmq.start()
     url = mortal_rabbitmq.new_vhost()
     yield url
@@ -189,13 +189,13 @@ def mortal_url(mortal_rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
 
 @pytest.fixture
 def vhost(vhost_url: str) -> str:
-    """The name of this test's virtual host, as the management API wants it."""
+    """The name of this test's virtual host, for the management API."""
     return vhost_name(vhost_url)
 
 
 @pytest.fixture(scope="session", params=["redis", in_ci("valkey")])
 def server_name(request: pytest.FixtureRequest) -> ServerName:
-    """A server that private_redis() can start: the system's Redis, the Valkey of the wheel."""
+    """The kind of server for private_redis(): the system's Redis, or Valkey from a wheel."""
     return installed(require_redis, request.param).name
 
 
@@ -229,7 +229,7 @@ def own_redis(server_name: ServerName) -> Iterator[PrivateRedis]:
 
 @pytest.fixture(scope="session")
 def records_server() -> Iterator[PrivateRedis]:
-    """The Redis of all tests whose broker needs records; do not stop it."""
+    """The Redis that all tests share for the records beside RabbitMQ; do not stop it."""
     installed(require_redis, "redis")
     with private_redis(server="redis") as server:
         yield server
@@ -237,6 +237,6 @@ def records_server() -> Iterator[PrivateRedis]:
 
 @pytest.fixture
 def records_redis(records_server: PrivateRedis) -> PrivateRedis:
-    """The same, emptied for this test."""
+    """The shared Redis for records, emptied for this test."""
     records_server.client.flushall()
     return records_server

@@ -1,7 +1,7 @@
-"""The examples of README and docs: every block of code is run by a test that asks for its name.
+"""The examples of README and docs; a test runs each block of code by its name.
 
-A block of Python begins with ```` ```python name=bulk ````. Blocks of one name that are alike are
-one example; several of one name that differ are run by the same test.
+A block of Python begins with ```` ```python name=bulk ````. Equal blocks of one
+name are one example. One test runs all different blocks of a name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BLOCK = re.compile(r"^```([\w{}-]+)(?: name=([\w-]+))?[^\n]*\n(.*?)^```$", re.M
 
 @dataclass(frozen=True)
 class Example:
-    """A fenced block of a page."""
+    """A fenced code block of a page."""
 
     page: str
     line: int
@@ -48,12 +48,12 @@ EXAMPLES = _examples()
 
 
 def named(name: str) -> list[Example]:
-    """The examples of a name, one of those that are alike."""
+    """The different examples with this name."""
     return list({each.text: each for each in reversed(EXAMPLES) if each.name == name}.values())
 
 
 def shown(name: str) -> pytest.MarkDecorator:
-    """Run a test for each of the examples of a name."""
+    """Parametrize a test with the examples of a name."""
     return pytest.mark.parametrize("example", named(name), ids=str)
 
 
@@ -64,7 +64,7 @@ def only(name: str) -> Example:
 
 
 def code_beside(name: str, call: str) -> str:
-    """The comment behind *call* in the example of a name: what it is said to print."""
+    """The comment after *call* in the example of a name: the documented output."""
     found = re.search(rf"^{re.escape(call)}  # (.+)$", only(name).text, re.M)
     assert found is not None
     return found[1]

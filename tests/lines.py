@@ -1,4 +1,4 @@
-"""Lines of rated tasks, filled as by workers that ask for turns."""
+"""Fill the queues of rate-limited tasks, as workers do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOKED_AT = 0.95
 
 
 def most_in_a_window(starts: list[float], seconds: float) -> int:
-    """The most starts in any window of so many *seconds*."""
+    """The largest number of starts in any window of *seconds*."""
     ordered = sorted(starts)
     return max(
         sum(1 for other in ordered[place:] if other < first + seconds)
@@ -27,7 +27,7 @@ def most_in_a_window(starts: list[float], seconds: float) -> int:
 
 @contextmanager
 def lines_of(app: Celery) -> Iterator[Lines]:
-    """The lines of *app*, on its broker or beside it."""
+    """The rate limiter of *app*, on its broker or in its records."""
     with app.connection_for_write() as connection:
         channel, settings = delaying_channel(app, connection)
         with closing(channel.lines(settings)) as lines:
@@ -37,7 +37,7 @@ def lines_of(app: Celery) -> Iterator[Lines]:
 def fill(
     app: Celery, task: str, key: str | None, limit: str, *, waiting: int, held_seconds: float = 0
 ) -> None:
-    """Let one task of a line start, and others wait."""
+    """Let one task of a rate start, and queue others behind it."""
     with lines_of(app) as lines:
         for _ in range(1 + waiting):
             lines.ask(task, key, Rate(limit), None)

@@ -1,4 +1,4 @@
-"""A network inside this machine that can be cut: a namespace for each host, a router between."""
+"""A network inside this machine that tests can cut: one namespace per host, and a router."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ _TOOLS = ("ip", "nsenter", "unshare")
 # Of the addresses set aside for tests of networks: https://www.rfc-editor.org/rfc/rfc2544
 _SUBNET = "198.18.{number}"
 _HERE, _ROUTER = 254, 253
-"""Last numbers of our address there and of the router's; hosts count from 1."""
+"""The last octets of this machine's address and of the router's; hosts count from 1."""
 
 # A namespace is there as long as a process is in it, and a cable as long as both of its ends.
 _HOLDER = "echo ready && read -r _"
 
 
 class PrivateNetwork:
-    """So many hosts that reach each other through a router, and are reached from this machine.
+    """Hosts that reach each other through a router, and that this machine reaches.
 
-    Two hosts can be cut off from each other: what they send is then dropped without a word. All of
-    it is gone with this process, however that ends, and with the processes that run in it.
+    Packets between two hosts can be dropped silently. The network is removed when this process
+    ends, however it ends, together with the processes that run in it.
 
-    Raises BrokerMissing where there can be none.
+    Raises BrokerMissing if this machine does not allow such networks.
     """
 
     hosts: dict[str, str]
-    """Address of each host, by its name."""
+    """The address of each host by host name."""
     interface: str
-    """Name of this machine's end of the cable to the router."""
+    """The name of this machine's network interface to the router."""
 
     def __init__(self, hosts: int) -> None:
         missing = [tool for tool in _TOOLS if not shutil.which(tool)]
@@ -65,28 +65,28 @@ class PrivateNetwork:
         self.close()
 
     def enter(self, host: str) -> list[str]:
-        """The command that runs another one on this host."""
+        """A command prefix that runs a command on this host."""
         return _enter(self._holders[host].pid)
 
     def cut(self, ip: str, other: str) -> None:
-        """Drop from now on what these two addresses send each other."""
+        """Drop all packets between these two addresses."""
         for source, target in ((ip, other), (other, ip)):
             if (source, target) not in self._cuts:
                 self._rule("add", source, target)
                 self._cuts.add((source, target))
 
     def mend(self) -> None:
-        """Undo every cut()."""
+        """Undo all calls of cut()."""
         while self._cuts:
             self._rule("del", *self._cuts.pop())
 
     def close(self) -> None:
-        """Let the network go; it stays for processes that still run in it."""
+        """Remove the network; it stays for processes that still run in it."""
         for holder in self._holders.values():
             holder.communicate(b"end\n")  # a forked child may hold our end of its stdin open
 
     def _hold(self, name: str) -> int:
-        """Make a namespace; return the id of the process that holds it."""
+        """Create a network namespace; returns the id of the process that keeps it."""
         holder = self._holders[name] = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", _HOLDER],
             stdin=subprocess.PIPE,
@@ -102,7 +102,7 @@ class PrivateNetwork:
         return holder.pid
 
     def _join(self, router: int) -> str:
-        """Lay a cable between this machine and the router; return the subnet it is for."""
+        """Connect this machine and the router; returns the subnet of the network."""
         while True:
             number = secrets.randbelow(256)
             self.interface = f"native-delay{number}"
@@ -125,13 +125,13 @@ class PrivateNetwork:
 
 
 def _connect(interface: str, ip: str, other: str, *, inside: int | None = None) -> None:
-    """Give one end of a cable its address, and tell it that of the other end."""
+    """Give one end of a veth pair its address, and tell it the address of the other end."""
     _ip(f"addr add {ip} peer {other}/32 dev {interface}", inside=inside)
     _ip(f"link set {interface} up", inside=inside)
 
 
 def _ip(command: str, *, inside: int | None = None) -> None:
-    """Run `ip`, in the namespace of a process or in our own."""
+    """Run `ip` in the namespace of a process, or in the current one."""
     _run(*([] if inside is None else _enter(inside)), "ip", *command.split())
 
 

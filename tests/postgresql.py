@@ -1,4 +1,4 @@
-"""A private PostgreSQL: on a unix socket in a folder of its own, gone with this process."""
+"""A private PostgreSQL on a unix socket; it ends with this process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.waiting import PATIENCE_SECONDS
 
 
 def find_postgresql() -> Path:
-    """The folder of its programs.
+    """The folder with PostgreSQL's programs.
 
     Raises:
-        BrokerMissing: it is not installed.
+        BrokerMissing: PostgreSQL is not installed.
     """
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda bin: int(bin.parent.name))
     on_path = shutil.which("postgres")
@@ -34,7 +34,7 @@ def find_postgresql() -> Path:
 
 
 class PrivatePostgreSQL:
-    """Made by private_postgresql()."""
+    """A PostgreSQL server, created by private_postgresql()."""
 
     def __init__(self, programs: Path) -> None:
         self._programs = programs
@@ -65,38 +65,38 @@ class PrivatePostgreSQL:
         )
 
     def url(self, database: str) -> str:
-        """Of one of its databases, for SQLAlchemy."""
+        """The URL of one of its databases, for SQLAlchemy."""
         return f"postgresql+psycopg://postgres@/{database}?host={self._folder}"
 
     def new_database(self) -> str:
-        """The url of an empty one."""
+        """Create an empty database; returns its URL."""
         name = f"space{next(self._numbers)}"
         command = [str(self._programs / "createdb"), "-h", str(self._folder), "-U", "postgres"]
         subprocess.run([*command, name], cwd="/", check=True, capture_output=True)
         return self.url(name)
 
     def start(self) -> None:
-        """Start it, again on the same data, and wait until it answers."""
+        """Start the server on its existing data, and wait until it answers."""
         self._server.start(self._serves, within_seconds=PATIENCE_SECONDS)
 
     def stop(self) -> None:
-        """Stop it in good order; whoever is connected is not."""
+        """Stop the server cleanly; it closes all connections."""
         self._server.end(signal.SIGINT)
 
     def kill(self) -> None:
-        """End it at once, as a crash does: it writes nothing more, and recovers when started."""
+        """Stop the server as a crash does: it writes nothing more, and the next start recovers."""
         self._server.end(signal.SIGQUIT)
 
     @property
     def version(self) -> str:
-        """Its name and version."""
+        """The server's name and version."""
         said = subprocess.run(
             [self._programs / "postgres", "--version"], check=True, capture_output=True, text=True
         )
         return f"PostgreSQL {said.stdout.split()[2]}"
 
     def processes(self) -> list[int]:
-        """The ids of the server and of all that serve its connections."""
+        """The process ids of the server and of its backends."""
         pid = self._server.pid
         if pid is None:
             return []
@@ -104,7 +104,7 @@ class PrivatePostgreSQL:
         return [pid, *map(int, children.split())]
 
     def close(self) -> None:
-        """Kill it, and remove its folder."""
+        """Kill the server and remove its folder."""
         self.kill()
         self._server.close()
 
@@ -115,7 +115,7 @@ class PrivatePostgreSQL:
 
 @contextmanager
 def private_postgresql() -> Iterator[PrivatePostgreSQL]:
-    """Run a PostgreSQL of our own until the block ends."""
+    """Run a private PostgreSQL until the block ends."""
     server = PrivatePostgreSQL(find_postgresql())
     with closing(server):
         server.start()

@@ -1,4 +1,4 @@
-"""Which processes run, for tests that promise to leave none."""
+"""Check that no process of a private broker is left."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def processes_of(folder: str) -> list[str]:
 def assert_nothing_left_when_killed(
     broker: str, folder: str, *, module: str = "celery_native_delay.testing"
 ) -> None:
-    """A process that runs *broker* is killed: the folder and whoever was started for it are gone.
+    """Kill a process that runs *broker*; its folder and all its child processes must be gone.
 
-    *broker* is how *module* makes it, *folder* an expression of it.
+    *broker* is a call of a function of *module*; *folder* is an expression for the folder.
     """
     program = (
         "import sys\n"

@@ -1,4 +1,4 @@
-"""Which tests pytest-xdist keeps in one process, one after the other, and which start first."""
+"""Group tests that pytest-xdist runs in one process, and order the groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CONFORMING = re.compile(
     r"/test_(\w*conformance)\.py.*[\[-](redis|valkey|filesystem(?:-postgresql)?|sqla|sqs)[\]-]"
 )
 
-#: What takes longest, as the name of a group or of a test begins; the unit tests fill the gaps.
+#: Beginnings of the names of groups and tests, longest first; unit tests fill the gaps.
 _ORDER = [
     "RabbitMQ 4.3: mortal",
     "RabbitMQ 3.10: mortal",
@@ -29,10 +29,10 @@ _ORDER = [
 
 
 def scope_of(nodeid: str) -> str:
-    """Name of the group that this test belongs to; its own id if it may run anywhere.
+    """The name of a test's group; the test's own id if it needs no group.
 
-    The tests of a file for one version of RabbitMQ, and those of a file that share a worker on
-    another broker. All tests of Spark share a session, which takes ten seconds to start.
+    A group has the tests of one file for one RabbitMQ version, or the tests of one file that share
+    a worker on another broker. All Spark tests share one session, which takes ten seconds to start.
     """
     if nodeid.startswith("tests/spark/"):
         return "Spark"
@@ -49,12 +49,12 @@ def scope_of(nodeid: str) -> str:
 
 
 def broker_of(scope: str) -> str | None:
-    """The version of RabbitMQ that a group of tests needs."""
+    """The RabbitMQ version that a group of tests needs."""
     return scope.partition(":")[0] if scope.startswith("RabbitMQ ") else None
 
 
 def rank_of(nodeid: str) -> int:
-    """Place of a test's group in the order of starting; equal ones keep theirs."""
+    """The sort key of a test's group: lower groups start first; equal groups keep their order."""
     scope = scope_of(nodeid)
     beginnings = (beginning for beginning in _ORDER if scope.startswith(beginning))
     return _ORDER.index(max(beginnings, key=len))

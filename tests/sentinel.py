@@ -1,4 +1,4 @@
-"""A private master with replicas and a Sentinel, for tests of a failover.
+"""A private Redis master with replicas and a Sentinel, for tests of failovers.
 
 with private_sentinel() as sentinel:
     app = Celery(broker=sentinel.url)
@@ -30,7 +30,7 @@ from celery_native_delay.testing.redis import (
 )
 
 _PATIENCE_SECONDS = 100
-"""It takes 2-4 s; when the Sentinel votes for itself, and on a busy machine, many times that."""
+"""Time for a failover: 2-4 s, many times longer on a busy machine or after a failed election."""
 
 # Milliseconds after which a silent master is down, and that an attempt to promote another may
 # take: 30 and 180 s by default.
@@ -46,8 +46,8 @@ sentinel failover-timeout {name} 3000
 """
 
 
-# Milliseconds between what a Sentinel asks and tells: 10, 1 and 2 s by default. Known to Redis 7
-# and Valkey; without it everything is just slower.
+# Intervals of a Sentinel in ms; the defaults are 10, 1 and 2 s. Redis 7 and Valkey know them;
+# other versions are only slower.
 _HASTE = ("INFO-PERIOD", "200", "PING-PERIOD", "100", "PUBLISH-PERIOD", "200")
 
 
@@ -55,11 +55,11 @@ _HASTE = ("INFO-PERIOD", "200", "PING-PERIOD", "100", "PUBLISH-PERIOD", "200")
 def private_sentinel(
     *, server: ServerName | None = None, replicas: int = 1
 ) -> Iterator[PrivateSentinel]:
-    """Run a master, its *replicas* and a Sentinel of our own until the block ends.
+    """Run a private master, its *replicas* and a Sentinel until the block ends.
 
-    *server* is "redis", "valkey" or None for whichever is installed.
+    *server* is "redis", "valkey", or None for the installed one.
 
-    Raises BrokerMissing when that server is not installed, BrokerFailed when they do not start.
+    Raises BrokerMissing if the server is not installed, BrokerFailed if a process does not start.
     """
     with ExitStack() as stack:
         nodes: list[PrivateRedis] = []
@@ -75,10 +75,10 @@ def private_sentinel(
 
 
 class PrivateSentinel:
-    """A master, its replicas and their Sentinel; made by private_sentinel()."""
+    """A master, its replicas and their Sentinel, created by private_sentinel()."""
 
     master_name: str = "native-delay"
-    """Celery's broker_transport_options need it as "master_name"."""
+    """The value for "master_name" in Celery's broker_transport_options."""
 
     def __init__(self, installation: RedisInstallation, nodes: list[PrivateRedis]) -> None:
         self.nodes = nodes
@@ -86,7 +86,7 @@ class PrivateSentinel:
         port = port_of(self._claim)
         self.url = f"sentinel://127.0.0.1:{port}/0"
         self.client = client_of(host="127.0.0.1", port=port)
-        """A client of the Sentinel itself."""
+        """A Redis client connected to the Sentinel."""
         folder = Path(tempfile.mkdtemp(prefix="private-sentinel-"))
         configuration = folder / "sentinel.conf"
         configuration.write_text(
@@ -114,17 +114,17 @@ class PrivateSentinel:
 
     @property
     def master(self) -> PrivateRedis:
-        """The node that the Sentinel holds for the master, running or not."""
+        """The node that the Sentinel calls the master, running or not."""
         _, port = self.client.sentinel_get_master_addr_by_name(self.master_name)
         return next(node for node in self.nodes if node.port == int(port))
 
     def failover(self, *, kill: bool = True) -> PrivateRedis:
-        """Make a replica the master and return it, once the Sentinel says so and it accepts writes.
+        """Make a replica the master; returns it once the Sentinel says so and it accepts writes.
 
-        *kill*: SIGKILL the master, which then stays down until heal(); else ask the Sentinel for an
-        orderly change.
+        With *kill*, SIGKILL the master, which stays down until heal(). Otherwise ask the Sentinel
+        for an orderly failover.
 
-        Raises BrokerFailed when there is no new master within 100 s.
+        Raises BrokerFailed if there is no new master within 100 s.
         """
         old = self.master
         if kill:
@@ -136,7 +136,7 @@ class PrivateSentinel:
         return self.master
 
     def heal(self) -> None:
-        """Start the nodes that are down, and wait until each could become the master.
+        """Start all stopped nodes, and wait until each could become the master.
 
         Raises BrokerFailed when that takes longer than 100 s.
         """

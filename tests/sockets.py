@@ -1,6 +1,6 @@
-"""Sockets that a test leaves to the garbage collector, told in that test and with their origin.
+"""Find sockets that a test left open, and the code that opened them.
 
-Python warns of an unclosed socket when it is collected, which is during another test as a rule.
+Python warns of an unclosed socket when it collects it, usually during another test.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ def _remember(self: socket.socket, *args: Any, **kwargs: Any) -> None:
 
 
 def watch_sockets() -> None:
-    """Remember each new socket of this process, and who made it."""
+    """Remember each new socket of this process and the code that opened it."""
     socket.socket.__init__ = _remember  # type: ignore[method-assign]
 
 
 def forget_sockets() -> None:
-    """A test begins: what is open already is not its own."""
+    """Forget the sockets that were open before the test."""
     _origins.clear()
 
 
 def collect_sockets() -> list[str]:
-    """Origins of the sockets opened since that were left to the garbage collector, by now closed.
+    """The origins of sockets opened since then and left to the garbage collector; closes them.
 
-    It runs only if any is open. Python's own warning would blame whatever test it runs in.
+    Collects garbage only if a socket is open. Python's own warning could appear in another test.
     """
     left = {id(each): lines for each, lines in list(_origins.items()) if each.fileno() != -1}
     if left:

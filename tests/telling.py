@@ -1,4 +1,4 @@
-"""What a failed test tells of its broker and its workers, before any of it is thrown away."""
+"""Describe the broker and the workers of a failed test, before teardown removes them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _LOG_LINES = 40
 
 
 def of(fixture: object) -> str:
-    """What there is to tell of the value of a fixture; nothing of most."""
+    """A description of a fixture's value, for brokers and fleets; empty for all others."""
     try:
         if isinstance(fixture, Fleet):
             return held_by_workers(fixture)
         broker = getattr(fixture, "server", fixture)
         if isinstance(broker, PrivateRabbitMQ):
             return held_by_queues(broker)
-    except Exception as exc:  # the test's own failure is what matters
+    except Exception as exc:  # the test's failure is more important
         return f"does not tell: {exc!r}"
     return ""
 
 
 def held_by_queues(rabbitmq: PrivateRabbitMQ) -> str:
-    """Each queue that holds a message or has a consumer, and what the node complained of."""
+    """The queues with messages or consumers, and the errors in the node's log."""
     if rabbitmq.pid is None:
         return f"RabbitMQ {rabbitmq.version} is down\n{rabbitmq.log_tail(_LOG_LINES)}"
     log = rabbitmq.log_tail(50 * _LOG_LINES).splitlines()
@@ -46,7 +46,7 @@ def held_by_queues(rabbitmq: PrivateRabbitMQ) -> str:
 
 
 def held_by_workers(fleet: Fleet) -> str:
-    """What each worker holds in memory, as its remote control says."""
+    """The tasks that each worker holds in memory, asked by remote control."""
     inspect = fleet.app().control.inspect(timeout=5)
     lines = []
     for kind in ("scheduled", "reserved", "active"):

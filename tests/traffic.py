@@ -1,4 +1,4 @@
-"""Plain kombu traffic over any broker: publishing with a delay, an inbox for what arrives."""
+"""Plain kombu messages over any broker: publish with a delay, and collect arrivals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def publish(
     headers: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Publish on the connection's default channel, *delay* seconds from now if given."""
+    """Publish on the connection's default channel, to arrive *delay* seconds from now if given."""
     headers = dict(headers or {})
     if delay is not None:
         headers["eta"] = eta_in(delay)
@@ -60,7 +60,7 @@ def send_task(app: Celery, number: int, *, countdown: float, **options: Any) -> 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A message that came out of its queue at *at*, seconds since the epoch."""
+    """A received message; *at* is the Unix time of its receipt."""
 
     message: Any
     at: float
@@ -71,31 +71,31 @@ class Arrival:
 
     @property
     def waited(self) -> bool:
-        """Whether it waited in the broker."""
+        """True if the message waited in the broker."""
         return getattr(self.message, "native_delay", None) is not None
 
     @property
     def lateness_seconds(self) -> float:
-        """From the ETA until it came; negative if it came early."""
+        """Seconds from the ETA to the receipt; negative if the message came early."""
         return self.at - datetime.fromisoformat(self.message.headers["eta"]).timestamp()
 
 
 @dataclass
 class Inbox:
-    """Keeps what arrives; acknowledges at once."""
+    """Collects and acknowledges received messages."""
 
     connection: Any
     arrivals: list[Any] = field(default_factory=list)
 
     def receive(self, body: Any, message: Any) -> None:
-        """The callback of a consumer."""
+        """Take one message; the consumer's callback."""
         self.arrivals.append(Arrival(message, time()))
         message.ack()
 
     def receive_until(
         self, condition: Callable[[], object], *, timeout_seconds: float = PATIENCE_SECONDS
     ) -> bool:
-        """Receive until *condition* holds; False if nothing comes for *timeout_seconds* before."""
+        """Receive until *condition* is true; False if no message comes for *timeout_seconds*."""
         deadline, count = monotonic() + timeout_seconds, len(self.arrivals)
         silence_seconds = 0.01
         while True:
@@ -111,7 +111,7 @@ class Inbox:
             silence_seconds = min(1.5 * silence_seconds, 0.05)  # a look may cost the broker much
 
     def wait_for(self, count: int, *, timeout_seconds: float = PATIENCE_SECONDS) -> list[Any]:
-        """The first *count* arrivals; fails when one more comes with them."""
+        """Wait for *count* arrivals; fails if more came."""
         self.receive_until(lambda: len(self.arrivals) >= count, timeout_seconds=timeout_seconds)
         assert len(self.arrivals) == count, [arrival.body for arrival in self.arrivals]
         return list(self.arrivals)
@@ -119,7 +119,7 @@ class Inbox:
 
 @contextmanager
 def inbox(connection: Any, *queues: str | Queue) -> Iterator[Inbox]:
-    """An inbox on *connection*."""
+    """An inbox that consumes on *connection*."""
     receiver = Inbox(connection)
     declared = [queue if isinstance(queue, Queue) else Queue(queue) for queue in queues]
     with connection.Consumer(declared, callbacks=[receiver.receive]):
@@ -128,7 +128,7 @@ def inbox(connection: Any, *queues: str | Queue) -> Iterator[Inbox]:
 
 @contextmanager
 def beside(run: Callable[[], None], *, stop: Callable[[], None]) -> Iterator[None]:
-    """*run* in a thread until the block ends and *stop* ends it."""
+    """Run *run* in a thread; *stop* ends it at the end of the block."""
     thread = Thread(target=run, daemon=True)
     thread.start()
     try:

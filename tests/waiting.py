@@ -1,4 +1,4 @@
-"""Waiting for what a test expects, instead of sleeping and hoping."""
+"""Wait for a condition instead of sleeping a fixed time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 T = TypeVar("T")
 
-#: How many times slower than ours this machine may be: stretches every limit of the tests.
+#: Multiplies every time limit of the tests, for slow machines.
 SLOWNESS = float(os.environ.get("NATIVE_DELAY_TEST_SLOWNESS", "1"))
 
-#: Nothing takes this long, even while other programs use the machine: what has not come by then
-#: never will. A test that passes never waits it out.
+#: No expected event takes this long, even on a busy machine. A passing test never waits for the
+#: whole time.
 PATIENCE_SECONDS = 90 * SLOWNESS
 
-#: Between two looks at a condition, which may cost a broker more than what is waited for.
+#: Pauses between two checks of a condition, because a check may be expensive for the broker.
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.01, 0.1
 
 
@@ -27,7 +27,7 @@ def wait_until(
 ) -> T:
     """Return the first value of *condition* that is neither None nor False.
 
-    Fails the test when there is none within *timeout_seconds*.
+    Fails the test if there is no such value within *timeout_seconds*.
     """
     deadline = monotonic() + timeout_seconds
     pause_seconds = SHORTEST_PAUSE_SECONDS

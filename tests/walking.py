@@ -1,4 +1,4 @@
-"""The plan walked in memory, as RabbitMQ would route it."""
+"""Route a message through a plan in memory, as RabbitMQ would."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from celery_native_delay.transports.rabbitmq.topology import Binding, Declaratio
 
 @dataclass(frozen=True)
 class Trip:
-    """Where a message went.
+    """The way of a message through exchanges and queues.
 
-    *queues* are the level queues it waited in, in order; *waited_ms* the sum of their TTLs;
-    *delivered* the queues without a TTL that it ended in, each with its number of copies.
+    *queues* are the level queues where it waited, in order; *waited_ms* is the sum of their TTLs;
+    *delivered* has the final queues, each with its number of copies.
     """
 
     queues: tuple[str, ...]
@@ -23,10 +23,10 @@ class Trip:
 
 
 def walk(plan: Iterable[Declaration], exchange: str, routing_key: str) -> Trip:
-    """Publish *routing_key* to *exchange* and follow every dead-lettering to the end.
+    """Publish a message with *routing_key* to *exchange*, and follow every dead-lettering.
 
     Raises:
-        ValueError: a message found no way on, or met a queue twice.
+        ValueError: the message is unroutable, or passes a queue twice.
     """
     declarations = list(plan)
     kinds = {d.name: d for d in declarations if isinstance(d, Exchange)}
@@ -60,9 +60,9 @@ def walk(plan: Iterable[Declaration], exchange: str, routing_key: str) -> Trip:
 def _route(
     kinds: dict[str, Exchange], bindings: dict[str, list[Binding]], exchange: str, key: str
 ) -> set[str]:
-    """The queues one publish reaches: every exchange visited once, every queue once.
+    """The queues that one publish reaches; each exchange and queue counts once.
 
-    An exchange that yields nothing itself hands over to its alternate exchange
+    An exchange without a matching binding passes the message to its alternate exchange
     (rabbit_exchange.erl, route/3).
     """
     reached: set[str] = set()

@@ -36,7 +36,7 @@ def why_nothing_waits(transport: Any) -> str:
 
 
 @contextmanager
-def told_on_command_lines() -> Iterator[None]:
+def without_traceback() -> Iterator[None]:
     """Let an UnsupportedBroker end ``celery worker``, ``beat``, … without a traceback."""
     try:
         yield
@@ -45,8 +45,8 @@ def told_on_command_lines() -> Iterator[None]:
         if click is None or click.get_current_context(silent=True) is None:
             raise
         # click prints a ClickException in one sentence; callers expect an UnsupportedBroker.
-        told = type("UnsupportedBroker", (UnsupportedBroker, click.ClickException), {})
-        raise told(str(exc)) from exc
+        error = type("UnsupportedBroker", (UnsupportedBroker, click.ClickException), {})
+        raise error(str(exc)) from exc
 
 
 def name_broker(error: OperationalError, app: Any) -> None:

@@ -28,7 +28,7 @@ from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
 from .broker import ask_on_a_connection
 from .installation import checked_app, delaying_channel
-from .keyed import KeyedCalls, KeyKind, tell_revoked
+from .keyed import KeyedCalls, KeyKind, revoke_result
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Delay(KeyedCalls):
 
     def __init__(self, app: Celery) -> None:
         super().__init__(checked_app(app))
-        self._tells_results = True
+        self._sets_results = True
 
     # --- seeing --------------------------------------------------------------------------
 
@@ -75,12 +75,12 @@ class Delay(KeyedCalls):
         _check_count("offset", offset, least=0)
         query = _query(search)
         page = self._ask(lambda found: found.page(query, offset=offset, limit=limit))
-        return Page(tuple(self._as_held(page.tasks)), page.total)
+        return Page(tuple(self._with_holds(page.tasks)), page.total)
 
     def show(self, task_id: TaskId) -> list[Waiting]:
         """The waiting messages with this task id: usually one, none if the task is not waiting."""
         one = _id_of(task_id)
-        return self._as_held(self._ask(lambda found: found.get(one)))
+        return self._with_holds(self._ask(lambda found: found.get(one)))
 
     def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
         """The ids of the waiting tasks that match *search*, earliest first, up to *limit*."""
@@ -118,7 +118,7 @@ class Delay(KeyedCalls):
 
         return self._ask_broker(looked)
 
-    def _as_held(self, tasks: Sequence[Waiting]) -> list[Waiting]:
+    def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
         """Correct the due times of *tasks* that RetryAfter holds: they run after the hold."""
         until_us: dict[tuple[str, str], int] = {}
         if any(task.place for task in tasks):
@@ -176,7 +176,7 @@ class Delay(KeyedCalls):
 
     def cancel_all(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
         """Cancel many tasks over one connection; see :meth:`cancel`."""
-        self._tells_results = True
+        self._sets_results = True
         return self._change(task_ids, self._cancel)
 
     def reschedule(
@@ -297,8 +297,8 @@ class Delay(KeyedCalls):
         If the backend fails once, the worker sets the other results, too: a try may take minutes.
         """
         for task in outcome.tasks:
-            if self._tells_results and task.name and task.keeps_result:
-                self._tells_results = tell_revoked(self._app, task.id, task.name, reason="revoked")
+            if self._sets_results and task.name and task.keeps_result:
+                self._sets_results = revoke_result(self._app, task.id, task.name, reason="revoked")
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:

@@ -20,7 +20,7 @@ from ..records.opened import Place
 from ..settings import DelaySettings
 from ..transports.aliases import OPTION, option_of, transport_of, url_errors_explained
 from ..transports.interface import AdminPart, ExpectsQueues, ServesQueues
-from .broker import check_fits, name_broker, told_on_command_lines, why_nothing_waits
+from .broker import check_fits, name_broker, why_nothing_waits, without_traceback
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Installation:
         self._amqp: Any = None
         self._connected_enabled: bool | None = None
         self._warned_of: set[str] = set()
-        self.insists = False
+        self.raises_if_unsupported = False
         """True in a ``delay`` command: an unsupported broker raises instead of a warning."""
 
     def settings(self) -> DelaySettings:
@@ -88,7 +88,7 @@ class Installation:
         self._connected_enabled = self.enabled
         if not self._connected_enabled:
             return connect(*args, **kwargs)
-        with told_on_command_lines():
+        with without_traceback():
             with url_errors_explained():
                 connection = connect(*args, **kwargs)
                 connection.get_transport_cls()
@@ -151,7 +151,7 @@ class Installation:
                 f"remove broker_transport, or set native_delay_enabled = False"
             )
         why = why_nothing_waits(name)
-        if self.insists or (isinstance(settings, DelaySettings) and settings.strict):
+        if self.raises_if_unsupported or (isinstance(settings, DelaySettings) and settings.strict):
             raise UnsupportedBroker(why)
         if name not in self._warned_of:
             self._warned_of.add(name)
@@ -168,14 +168,14 @@ def checked_app(app: Any) -> Any:
 
 
 def installation_of(app: Any) -> Installation | None:
-    """The installation of *app*; None if ``install`` was not called for it."""
+    """The :class:`Installation` of *app*; None if ``install`` was not called for it."""
     real = app._get_current_object() if isinstance(app, Proxy) else app
     installation: Installation | None = vars(real).get("_native_delay")
     return installation
 
 
 def installed(app: Any) -> Installation:
-    """The installation of *app*; SettingsError if ``install`` was not called for it."""
+    """The :class:`Installation` of *app*; SettingsError if ``install`` was not called for it."""
     found = installation_of(checked_app(app))
     if found is None:
         raise SettingsError(
@@ -302,7 +302,7 @@ def records_place(app: Any, settings: DelaySettings) -> Place | None:
 
 
 def admin_part(app: Any, connection: Any) -> AdminPart:
-    """The admin part for *connection*, which must be one of *app*."""
+    """The :class:`AdminPart` of *connection* (one of *app*), which ``delay`` commands use."""
     channel, settings = delaying_channel(app, connection)
     part: AdminPart = channel.admin_part(settings)
     return serving(part, app)

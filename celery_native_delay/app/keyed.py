@@ -175,7 +175,7 @@ class KeyedCalls:
     def _publish(
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
     ) -> KeyedResult:
-        """Publish the task if *call* lets it; return the result of the task that has the key."""
+        """Publish the task if the rule *call* lets it; the result of the task that has the key."""
         task = self._task(signature)
         send = partial(self._app.send_task, signature.task) if task is None else task.apply_async
         options = dict(signature.options)
@@ -200,7 +200,7 @@ class KeyedCalls:
             )
         if announce and keyed.replaced is not None:
             reason = f"replaced by {task_id}"
-            tell_revoked(self._app, keyed.replaced, signature.task, reason=reason)
+            revoke_result(self._app, keyed.replaced, signature.task, reason=reason)
         return keyed_result(result, replaced=keyed.replaced)
 
     def _check(self) -> None:
@@ -344,7 +344,7 @@ def keyed_result(
     return keyed
 
 
-def tell_revoked(app: Any, task_id: str, name: str, *, reason: str) -> bool:
+def revoke_result(app: Any, task_id: str, name: str, *, reason: str) -> bool:
     """Set the result of task *task_id* to REVOKED; log it and return False if the backend fails.
 
     A worker tells chord and monitors later.

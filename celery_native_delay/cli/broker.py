@@ -17,6 +17,7 @@ from .group import (
     confirm,
     delay,
     installed_settings,
+    limit_option,
     print_json,
     printable,
     say,
@@ -128,14 +129,7 @@ def parked() -> None:
 
 
 @command(group=parked, name="list")
-@click.option(
-    "-n",
-    "--limit",
-    type=click.IntRange(min=1),
-    default=50,
-    show_default=True,
-    help="Show at most this many.",
-)
+@limit_option
 @as_json_option
 def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
     """List parked messages."""

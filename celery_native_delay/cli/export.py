@@ -42,8 +42,8 @@ def export(ctx: click.Context, vhost: str | None, without_queues: bool, as_json:
     for each in exported.left_out:
         click.echo(f"left out: {each}, which a process declares and deletes itself", err=True)
     click.echo(", ".join(f"{count} {kind}" for kind, count in exported.counts.items()), err=True)
-    told = {"left_out": list(exported.left_out), "text": exported.text}
-    say(as_json, {**exported.counts, **told}, exported.text.removesuffix("\n"))
+    report = {"left_out": list(exported.left_out), "text": exported.text}
+    say(as_json, {**exported.counts, **report}, exported.text.removesuffix("\n"))
 
 
 def _why_nothing(transport: Any, settings: DelaySettings) -> str:

@@ -24,6 +24,14 @@ as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSO
 yes_option = click.option(
     "-f", "--force", "--yes", is_flag=True, help="Do not ask for confirmation."
 )
+limit_option = click.option(
+    "-n",
+    "--limit",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    help="Show at most this many.",
+)
 loglevel_option = click.option(
     "-l",
     "--loglevel",
@@ -135,7 +143,7 @@ def _errors_explained(ctx: click.Context) -> Iterator[None]:
 
 @contextmanager
 def broker(ctx: click.Context) -> Iterator[AdminPart]:
-    """The admin part for the app's broker, on a new connection."""
+    """The :class:`AdminPart` of the app's broker, on a new connection."""
     from ..app.installation import admin_part
 
     with reachable(ctx) as connection:
@@ -165,10 +173,10 @@ def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
     return connection
 
 
-def installed_settings(ctx: click.Context, *, insists: bool = True) -> DelaySettings:
+def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True) -> DelaySettings:
     """The settings of the app, which must be installed.
 
-    With *insists* its broker must be supported, too.
+    With *raises_if_unsupported* its broker must be supported, too.
     """
     from celery import _state
 
@@ -180,7 +188,7 @@ def installed_settings(ctx: click.Context, *, insists: bool = True) -> DelaySett
             f"expected an app: name its module with -A, as in `celery -A shop {_words_of(ctx)}`"
         )
     installation = installed(app)
-    installation.insists = insists
+    installation.raises_if_unsupported = raises_if_unsupported
     chosen = installation.settings()
     if not chosen.enabled:
         raise click.ClickException("native_delay_enabled is off in this app")
@@ -201,7 +209,7 @@ def settings(ctx: click.Context) -> DelaySettings:
     installation = installation_of(ctx.obj.app)
     if installation is None:
         return DelaySettings()
-    installation.insists = True
+    installation.raises_if_unsupported = True
     return installation.settings()
 
 

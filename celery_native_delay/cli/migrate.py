@@ -195,8 +195,8 @@ def _show(
 ) -> None:
     moved = sum(account.moved for account in accounts)
     if as_json:
-        told = {"into": into, "dry_run": dry_run, "moved": moved, "interrupted": interrupted}
-        print_json(told | {"sources": [account.as_json() for account in accounts]})
+        report = {"into": into, "dry_run": dry_run, "moved": moved, "interrupted": interrupted}
+        print_json(report | {"sources": [account.as_json() for account in accounts]})
         return
     if dry_run:
         total = sum(account.count for account in accounts)

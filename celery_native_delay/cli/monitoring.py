@@ -61,7 +61,7 @@ def exporter(
     from prometheus_client import start_http_server
 
     app = ctx.obj.app
-    installed_settings(ctx, insists=False)  # any broker has events
+    installed_settings(ctx, raises_if_unsupported=False)  # any broker has events
     app.log.setup_logging_subsystem(loglevel=loglevel)
     stopping = Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -84,7 +84,7 @@ def exporter(
     name="flower",
     cls=CeleryCommand,
     context_settings={"ignore_unknown_options": True},
-    add_help_option=False,  # Flower's own tells it
+    add_help_option=False,  # Flower's own --help lists its options
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FLOWER OPTIONS]...")
 @click.pass_context

@@ -82,18 +82,18 @@ def plan(
     topology = None if on_sqs or hasattr(apps, "waits_in") else Topology(chosen)
     if seconds is None:
         assert rate is not None
-        told, lines = _load(topology, rate, delays)
+        report, lines = _load(topology, rate, delays)
     elif topology is not None:
-        told, lines = _levels(topology, seconds, queue)
+        report, lines = _levels(topology, seconds, queue)
     elif on_sqs:
-        told, lines = _hops(seconds, queue)
+        report, lines = _hops(seconds, queue)
     else:
         key, waits = apps.waits_in(chosen), max(round(seconds, 6), 0)
-        told = {"waits_seconds": waits, "key": key, "hops": []}
+        report = {"waits_seconds": waits, "key": key, "hops": []}
         lines = [_waits(seconds, waits, f"in {key}", queue)]
     if seconds is not None:
-        told = {"delay_seconds": seconds, **told}
-    say(as_json, told, "\n".join(lines))
+        report = {"delay_seconds": seconds, **report}
+    say(as_json, report, "\n".join(lines))
 
 
 def _load(topology: Topology | None, rate: float, ranges: tuple[tuple[float, float], ...]) -> _Told:
@@ -103,17 +103,17 @@ def _load(topology: Topology | None, rate: float, ranges: tuple[tuple[float, flo
 
     delays = [Delays(*(round(end * 1_000_000) for end in ends)) for ends in ranges]
     waiting = rate * sum(one.mean_seconds for one in delays) / len(delays)
-    told: dict[str, Any] = {"per_second": rate, "waiting": round(waiting)}
+    report: dict[str, Any] = {"per_second": rate, "waiting": round(waiting)}
     said = " or ".join(
         " to ".join(duration(end, exact=True) for end in dict.fromkeys(ends)) for ends in ranges
     )
     lines = [f"{rate:,g} message(s) a second that wait {said}"]
     if topology is None:
-        return told, [*lines, f"{waiting:,.0f} wait"]
+        return report, [*lines, f"{waiting:,.0f} wait"]
     queues = queue_loads(topology, rate, delays)
     hops = sum(one.per_second for one in queues) / rate
     memory_bytes = round(waiting * MEMORY_BYTES)
-    told |= {
+    report |= {
         "hops_per_message": hops,
         "memory_bytes": memory_bytes,
         "queues": [asdict(one) | {"waiting": round(one.waiting)} for one in queues],
@@ -125,14 +125,14 @@ def _load(topology: Topology | None, rate: float, ranges: tuple[tuple[float, flo
             round(one.per_second, 1),
             each["waiting"],
         )
-        for one, each in zip(queues, told["queues"], strict=True)
+        for one, each in zip(queues, report["queues"], strict=True)
     ]
     lines += [
         f"{hops:.2f} hops each; {waiting:,.0f} wait, in {_bytes(memory_bytes)} of memory",
         table(("level queue", "waits", "a second", "waiting"), rows),
         f"compare: {CEILINGS}",
     ]
-    return told, lines
+    return report, lines
 
 
 def _levels(topology: Topology, seconds: float, queue: str) -> _Told:
@@ -147,14 +147,14 @@ def _levels(topology: Topology, seconds: float, queue: str) -> _Told:
     waits = units * resolution_ms / 1000
     entry = topology.entry_exchange(units) if units else ""
     key = topology.routing_key(units, message_address("", queue)) if units else queue
-    told = {
+    report = {
         "waits_seconds": waits,
         "exchange": entry,
         "routing_key": key,
         "hops": [{"queue": level, "ttl_seconds": ttl} for level, ttl in hops],
     }
     rows = [(level, duration(ttl, exact=True)) for level, ttl in hops]
-    return told, [
+    return report, [
         _waits(seconds, waits, f"in {len(hops)} hop(s)", queue),
         table(("level queue", "waits"), rows),
         f"published to  {entry or '(default exchange)'}",
@@ -170,14 +170,14 @@ def _hops(seconds: float, queue: str) -> _Told:
 
     waits, *rest = remainders(milliseconds_up(round(max(seconds, 0) * 1_000_000)))
     requests = 1 + len(rest) * REQUESTS_PER_HOP
-    told = {"waits_seconds": waits, "hop_count": len(rest), "requests": requests}
+    report = {"waits_seconds": waits, "hop_count": len(rest), "requests": requests}
     where = f"in {len(rest):,} hop(s) of {duration(HOP_SECONDS)}, {requests:,} request(s)"
     lines = [_waits(seconds, waits, where, queue)]
     if len(rest) < _SHOWN:
         names = [f"{queue}-delay.fifo"] * len(rest) + [queue]
         left = [duration(each, exact=True) for each in (waits, *rest)]
         lines.append(table(("sent to", "left"), list(zip(names, left, strict=True))))
-    return told, lines
+    return report, lines
 
 
 def _waits(seconds: float, waits_seconds: float, where: str, queue: str) -> str:

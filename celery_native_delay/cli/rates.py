@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .group import as_json_option, command, installed_settings, say, table
+from .group import as_json_option, command, installed_settings, limit_option, say, table
 
 if TYPE_CHECKING:
     from ..rates.line import RateLine
@@ -20,14 +20,7 @@ _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held
 
 
 @command(name="rates")
-@click.option(
-    "-n",
-    "--limit",
-    type=click.IntRange(min=1),
-    default=50,
-    show_default=True,
-    help="Show at most this many rows.",
-)
+@limit_option
 @as_json_option
 def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
     """Show rate-limited tasks that wait, by task and key.

@@ -17,6 +17,7 @@ from .group import (
     command,
     confirm,
     installed_settings,
+    limit_option,
     print_json,
     printable,
     table,
@@ -33,7 +34,7 @@ _LONGEST_TEXT = 40
 
 
 def task_id(value: str) -> str:
-    """Check that an id is not empty."""
+    """Check that the id of a task is not empty."""
     if not value:
         raise click.BadParameter("expected the id of a task, got an empty text")
     return value
@@ -48,7 +49,7 @@ _filters = _all(
         "-s",
         "--search",
         default="",
-        help="Words that must all match: name:… queue:… args:… kwargs:key=value key:…, or plain.",
+        help="Words that must all match: any, or name:… queue:… args:… kwargs:key=value key:…",
     ),
     click.option(
         "--from",
@@ -70,8 +71,14 @@ _chosen = _all(
 
 @command(name="ls")
 @_filters
-@click.option("-n", "--limit", type=click.IntRange(min=1), default=50, show_default=True)
-@click.option("--offset", type=click.IntRange(min=0), default=0, show_default=True)
+@limit_option
+@click.option(
+    "--offset",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Skip this many.",
+)
 @as_json_option
 def ls(
     ctx: click.Context,
@@ -120,7 +127,7 @@ def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
         print_json(objects[0] if len(ids) == 1 else objects)
     else:
         now = datetime.now(UTC)
-        click.echo("\n\n".join(_told(*each, now) for each in found.items()))
+        click.echo("\n\n".join(_text_of(*each, now) for each in found.items()))
     ctx.exit(0 if all(found.values()) else 1)
 
 
@@ -136,8 +143,8 @@ def cancel(ctx: click.Context, **chosen: Any) -> None:
 
 @command(name="reschedule")
 @_chosen
-@click.option("--countdown", type=Duration(), help="Time from now: seconds, or such as 1h30m, 2d.")
-@click.option("--eta", type=Moment(), metavar="TIME", help="ISO 8601; without a zone, UTC.")
+@click.option("--countdown", type=Duration(), help="From now: seconds, or such as 1h30m, 2d.")
+@click.option("--eta", type=Moment(), metavar="TIME", help="ISO 8601; without a zone, in UTC.")
 def reschedule(
     ctx: click.Context, countdown: float | None, eta: datetime | None, **chosen: Any
 ) -> None:
@@ -206,8 +213,8 @@ def _change(
     outcomes = change(delay, chosen)
     failed = [outcome for outcome in outcomes if not outcome]
     if as_json:
-        told = [{"id": each.id, "verdict": each.verdict.value} for each in outcomes]
-        print_json({"done": len(outcomes) - len(failed), "outcomes": told})
+        verdicts = [{"id": each.id, "verdict": each.verdict.value} for each in outcomes]
+        print_json({"done": len(outcomes) - len(failed), "outcomes": verdicts})
     else:
         for outcome in failed if by_search else outcomes:
             click.echo(printable(outcome))
@@ -237,7 +244,7 @@ def _as_object(tasks: list[Waiting]) -> dict[str, Any] | None:
     return first | {"others": others} if others else first
 
 
-def _told(task_id: str, tasks: list[Waiting], now: datetime) -> str:
+def _text_of(task_id: str, tasks: list[Waiting], now: datetime) -> str:
     if not tasks:
         return f"{printable(task_id)}: nothing waits under this id"
     return "\n\n".join("\n".join(_fields(task, now)) for task in tasks)

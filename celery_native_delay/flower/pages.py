@@ -80,7 +80,7 @@ class Errors(BaseHandler):
 
 
 class PageHandler(Errors):
-    """Base of our pages."""
+    """Base of the pages *Delays* and *Rates*."""
 
     def render_page(self, name: str, **values: Any) -> None:
         """Answer with the template *name*, given *values*."""
@@ -123,7 +123,7 @@ class Shared(Errors):
 
     @web.authenticated
     async def get(self) -> None:
-        """Answer with recent numbers."""
+        """Answer with the numbers, which are up to two seconds old."""
         kept = getattr(self.application, self.kept_as, None)
         if kept is None or (kept[1].done() and monotonic() - kept[0] > self.kept_seconds):
             kept = (monotonic(), asyncio.ensure_future(self.answer()))

@@ -18,7 +18,7 @@ from ..worker.tally import BOUNDS, bucket
 from .listening import Counts, Listener
 from .polling import Poll, Reading
 
-#: Their names in a tally.
+#: Counters by their names in a tally, with their help texts.
 _COUNTERS = {
     "matured": "Delayed messages that a worker received to run them.",
     "cancelled": "Delayed messages that were cancelled, and that a worker announced.",
@@ -50,7 +50,7 @@ class DelayCollector(Collector):
         yield _gauge(
             "events_up",
             "1 if the workers' events are received, else 0.",
-            float(self._listener.hears),
+            float(self._listener.is_connected),
         )
         yield from self._counted()
 

@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class Counts:
-    """Sums of the workers' counts, by queue and by rate-limited task; they begin with 0."""
+    """The workers' counts of delayed messages, added up by queue and by rate-limited task."""
 
     def __init__(self, queues: Iterable[str] = (), rated: Iterable[str] = ()) -> None:
         self._lock = Lock()
@@ -61,7 +61,7 @@ class Counts:
 
 
 class Listener(Thread):
-    """The thread; it reconnects by itself. *hears* is true while it is connected."""
+    """Thread that receives the workers' counts; *is_connected* is true while it is connected."""
 
     def __init__(self, app: Celery, counts: Counts) -> None:
         super().__init__(name="native-delay-listener", daemon=True)
@@ -71,7 +71,7 @@ class Listener(Thread):
         self._stopping = Event()
         self._backoff = Backoff(1.0, 30.0)
         self._warned = False
-        self.hears = False
+        self.is_connected = False
 
     def stop(self) -> None:
         self._stopping.set()
@@ -83,7 +83,7 @@ class Listener(Thread):
             try:
                 self._listen()
             except Exception as exc:  # no error of the broker may end the thread
-                self.hears = False
+                self.is_connected = False
                 if self._stopping.is_set():
                     return
                 if not self._warned:
@@ -107,7 +107,7 @@ class Listener(Thread):
             self._receiver.capture(limit=None, timeout=None, wakeup=False)
 
     def _is_ready(self) -> None:
-        self.hears = True
+        self.is_connected = True
         if self._warned:
             self._warned = False
             logger.info("native delay: receives the workers' events again")

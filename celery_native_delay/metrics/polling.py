@@ -41,7 +41,7 @@ class Reading:
 
 
 class Poll(Thread):
-    """The thread; it keeps one connection to the broker of *app*."""
+    """Thread that regularly reads the broker of *app*, over one connection."""
 
     def __init__(self, app: Celery, *, every_seconds: float) -> None:
         super().__init__(name="native-delay-poll", daemon=True)

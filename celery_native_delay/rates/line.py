@@ -110,7 +110,7 @@ class Lines(Protocol):
         """Let no task of a line start for *seconds*. Returns the place in front of all others."""
 
     def look(self, limit: int) -> Sequence[RateLine]:
-        """The *limit* lines whose tasks wait longest, sorted by the number of waiting tasks."""
+        """The *limit* lines with the latest slots, longest queue first."""
 
     def close(self) -> None: ...
 
@@ -261,7 +261,7 @@ class Line(NamedTuple):
 
 
 def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[RateLine]:
-    """The lines in these records (names and texts), sorted by the number of waiting tasks."""
+    """The lines in these records (names and texts), longest queue first."""
     seen = []
     for name, text in records:
         line, rate = Line.decoded(*text.split("\n"))

@@ -44,7 +44,7 @@ LONGEST_KEY = 200
 
 @dataclass(frozen=True)
 class Rate:
-    """How many tasks may start in a period, counted for each key on its own.
+    """A limit on the tasks that may start in a period, counted for each key on its own.
 
     >>> Rate("100/m", key="tenant", burst=10)
     Rate('100/m', key='tenant', burst=10)
@@ -142,7 +142,7 @@ class Rate:
 
     @cached_property
     def noted_each(self) -> int:
-        """The time of every n-th start is kept; this is n."""
+        """The n of the n-th starts whose times are kept: 1 keeps the time of every start."""
         return -(-self.most // _KEPT_STARTS)
 
     @cached_property

@@ -2,7 +2,7 @@
 
 A Redis or a database keeps the records. A record is a text with a kind and a name. A pure function
 decides the new text of a record, and whether a message is published with it. Both changes happen in
-one step, and only if nobody has changed the record meanwhile.
+one step, and only if the record is still unchanged.
 
 RabbitMQ, SQS and pgmq cannot list their waiting messages. There an index lists them, and a mark on
 a delivery tells the worker that receives it not to run it.

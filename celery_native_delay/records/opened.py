@@ -11,7 +11,7 @@ from ..urls import is_redis_url
 
 
 class Place(NamedTuple):
-    """Where records are kept: the *url* of a Redis or a database, and their *owner* there.
+    """The place of records: the *url* of a Redis or a database, and their *owner* there.
 
     The owner is a namespace: several apps may share one Redis or database.
     """

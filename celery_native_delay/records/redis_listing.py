@@ -95,7 +95,7 @@ class IndexKeys:
         return f"{self.space}.mark."
 
     def record(self, name: RecordName) -> str:
-        """String with a TTL: a record."""
+        """String with a TTL: the text of a record."""
         return f"{self.space}.{name.kind}.{name.name}"
 
     def names(self, kind: str) -> str:

@@ -1,4 +1,4 @@
-"""How a waiting message is replaced on RabbitMQ, SQS and pgmq, which cannot give it back.
+"""The replacement of a waiting message on RabbitMQ, SQS and pgmq, which cannot give it back.
 
 1. ``Index.look()`` marks the new delivery as "undecided". A worker that receives it now drops it.
 2. :func:`publish_undecided` publishes the new message, and waits for the broker's confirm.

@@ -156,7 +156,7 @@ class SqlThread:
                 with connection.begin():
                     return work(connection)
             except exc.SQLAlchemyError:
-                # The server may have closed the connection, or somebody dropped the tables.
+                # The server may have closed the connection, or the tables may have been dropped.
                 self._disconnect()
                 if last_try:
                     raise

@@ -133,7 +133,7 @@ class Query:
         return cls(parse(text))
 
     def due_within(self, from_us: int | None, until_us: int | None) -> Query:
-        """The same search for tasks due from *from_us* on and before *until_us*."""
+        """This search, for tasks due from *from_us* on and before *until_us*."""
         return replace(self, from_us=from_us, until_us=until_us)
 
     @property

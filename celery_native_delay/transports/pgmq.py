@@ -227,7 +227,7 @@ class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
         return Channel
 
     def waits_in(self, settings: DelaySettings) -> str:
-        """Where delayed messages wait, as text. Needs no connection."""
+        """The place of delayed messages, as text. Needs no connection."""
         return "their queue of pgmq, invisible"
 
     def bulk_publisher(self, *, window: int) -> BulkPublisher:

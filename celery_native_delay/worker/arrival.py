@@ -70,7 +70,7 @@ class Arrival:
         return self.fields is self.message.headers
 
     @property
-    def is_ours(self) -> bool:
+    def is_connected(self) -> bool:
         """False if the worker lost the connection: the broker delivers the message again."""
         return self.message.channel.connection is not None
 

@@ -42,7 +42,7 @@ BATCH = 32
 _RETRY_SECONDS = 1.0
 _TRIES = 3
 
-#: py-amqp raises AttributeError where a connection went away under it.
+#: py-amqp raises AttributeError on a lost connection.
 _ERRORS = (AMQPError, OSError, AttributeError)
 
 
@@ -55,12 +55,15 @@ class Task:
     instead: Callable[[], Any]
 
     @property
-    def is_ours(self) -> bool:
+    def is_connected(self) -> bool:
         return self.wait.message.channel.connection is not None
 
 
 class Attendant(Thread):
-    """The thread; the consumer's thread calls its public methods."""
+    """Thread that puts early tasks back into the broker and rescues parked messages.
+
+    The consumer's thread calls its public methods.
+    """
 
     def __init__(self, app: Any, settings: DelaySettings) -> None:
         super().__init__(name="native-delay-attendant", daemon=True)
@@ -126,7 +129,7 @@ class Attendant(Thread):
 
     def _put_back_or_hold(self, batch: list[Task]) -> None:
         for attempt in range(_TRIES):
-            batch = [task for task in batch if task.is_ours]
+            batch = [task for task in batch if task.is_connected]
             if not batch or self._guarded(partial(self._put_back, batch)):
                 return
             if self._stopping.wait(_RETRY_SECONDS * (attempt + 1)):
@@ -143,7 +146,7 @@ class Attendant(Thread):
             else:
                 logger.warning("native delay: the worker keeps a task in memory: %s", refusal)
                 task.instead()
-        logger.debug("native delay: put %d early task(s) back", refusals.count(None))
+        logger.debug("native delay: put back %d early task(s)", refusals.count(None))
 
     def _rescue(self) -> None:
         try:

@@ -45,7 +45,7 @@ class Fence:
     """The gate for tasks of fenced runs; without records all of them run."""
 
     def __init__(self, settings: DelaySettings, worker: str, place: Place | None) -> None:
-        """*worker* is the name by which it seals runs; *place* has their records."""
+        """*worker* is this worker's name, for runs that it seals; *place* has the runs' records."""
         self._policy = settings.fence_policy
         self._keep_seconds = settings.longest_delay_seconds + fence.MARGIN_SECONDS
         self._worker = worker
@@ -139,7 +139,7 @@ class Fence:
         self._next_warning = monotonic() + _WARN_SECONDS
         logger.log(
             logging.WARNING,
-            "native delay: tasks of fenced runs wait in the broker, others run: %s",
+            "native delay: tasks of fenced runs wait, as their records cannot be read: %s",
             described(exc),
             exc_info=not isinstance(exc, RecordsUnavailable),
         )

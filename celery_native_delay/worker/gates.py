@@ -38,7 +38,7 @@ class Moved:
             return None
         match self.receipts.may_run(arrival.fields, delayed):
             case Answer.DROP:
-                return Drop("it was moved")
+                return Drop("it was cancelled or rescheduled")
             case Answer.AWAY if self._waits and not delayed.cancelled:
                 return arrival.until_records_answer(delayed.delivery_id)
         return None

@@ -46,13 +46,13 @@ class Leases:
 
     def __init__(self, app: Any) -> None:
         self._app = app
-        self._asking = RLock()
+        self._records_lock = RLock()
         self._connection: Any = None
         self._records: KeyRecords | None = None
         self._changed = Condition()
         self._held: list[Held] = []
         #: Changes of keys that could not be written yet.
-        self._owed: list[tuple[str, Rule]] = []
+        self._unwritten: list[tuple[str, Rule]] = []
         self._thread: Thread | None = None
 
     # --- one task ------------------------------------------------------------------------
@@ -60,9 +60,9 @@ class Leases:
     def begin(
         self, name: str, task_id: str, is_here: Callable[[], bool], rule: Callable[..., Step]
     ) -> tuple[str, Step]:
-        """Take the key *name* by *rule*: the lease's token, and the step of the rule.
+        """Try to take the lease of the key *name* for a task; returns its token and the step.
 
-        If another task has the key, the step says when to ask again. Raises if the records cannot
+        If another task has the key, the step says when to try again. Raises if the records cannot
         be read.
         """
         token = token_hex(8)
@@ -90,7 +90,7 @@ class Leases:
                 described(exc),
             )
             with self._changed:
-                self._owed.append((name, rule))
+                self._unwritten.append((name, rule))
                 self._work()
 
     def lost(self, task_id: str, *, retry_us: int | None = None) -> None:
@@ -114,15 +114,15 @@ class Leases:
         next_round = monotonic() + RENEWED_EVERY_SECONDS
         while True:
             with self._changed:
-                if not self._held and not self._owed and monotonic() >= next_round:
+                if not self._held and not self._unwritten and monotonic() >= next_round:
                     self._thread = None
                     break
                 pause_seconds = next_round - monotonic()
-                if self._owed:
+                if self._unwritten:
                     pause_seconds = min(pause_seconds, RETRY_SECONDS)
                 self._changed.wait(max(pause_seconds, 0))
-                owed, self._owed = self._owed, []
-            for name, rule in owed:
+                unwritten, self._unwritten = self._unwritten, []
+            for name, rule in unwritten:
                 self.settle(name, rule)
             if monotonic() >= next_round:
                 pause_seconds = RENEWED_EVERY_SECONDS if self._renew_all() else RETRY_SECONDS
@@ -169,7 +169,7 @@ class Leases:
     # --- the records ---------------------------------------------------------------------
 
     def _change(self, name: str, rule: Rule) -> Step:
-        with self._asking:
+        with self._records_lock:
             is_new = self._records is None
             try:
                 return self._connected().change(name, rule)[1]
@@ -189,7 +189,7 @@ class Leases:
         return self._records
 
     def _disconnect(self) -> None:
-        with self._asking:
+        with self._records_lock:
             connection, self._connection, self._records = self._connection, None, None
             if connection is not None:
                 with suppress(Exception):  # it may be broken

@@ -87,13 +87,13 @@ class Rated:
         if rate is None:
             # It only waits until the rate-limited tasks before it have started.
             return self._wait_for_process(arrival, 1) if self._for_process else None
-        one = self._by_tag.get(arrival.message.delivery_tag) or self._task_of(arrival, rate)
-        if one.place is not None and not self._is_first(one):
-            return self._behind(one)
+        entry = self._by_tag.get(arrival.message.delivery_tag) or self._task_of(arrival, rate)
+        if entry.place is not None and not self._is_first(entry):
+            return self._ask_when_first(entry)
         wait = self._wait_for_process(arrival, _free_processes(arrival.consumer))
-        if one.place is not None and wait is not None:
+        if entry.place is not None and wait is not None:
             return wait
-        return self._turn(arrival, rate, one, wait)
+        return self._ask_line(arrival, rate, entry, wait)
 
     def begin(self, lines: Lines) -> None:
         """Use *lines* with a new connection; the broker redelivers the tasks that waited here."""
@@ -116,40 +116,40 @@ class Rated:
         call = partial(_arguments, arrival)
         key = _key_of(arrival.name, arrival.id, rate, signature, call, arrival.fields)
         place = _place(message.headers, key, arrival.now_us)
-        one = _InLine(message.delivery_tag, (arrival.name, key), place)
-        if one.place is not None:
-            self._enter(one)
-        return one
+        entry = _InLine(message.delivery_tag, (arrival.name, key), place)
+        if entry.place is not None:
+            self._enter(entry)
+        return entry
 
-    def _enter(self, one: _InLine) -> None:
-        self._by_tag[one.tag] = one
-        insort(self._by_line.setdefault(one.line, []), one, key=lambda other: other.place or 0)
+    def _enter(self, entry: _InLine) -> None:
+        self._by_tag[entry.tag] = entry
+        insort(self._by_line.setdefault(entry.line, []), entry, key=lambda other: other.place or 0)
 
-    def _is_first(self, one: _InLine) -> bool:
-        return self._by_line[one.line][0] is one
+    def _is_first(self, entry: _InLine) -> bool:
+        return self._by_line[entry.line][0] is entry
 
-    def _behind(self, one: _InLine) -> AskAgain:
+    def _ask_when_first(self, entry: _InLine) -> AskAgain:
         """Ask again when the task is the first of its line.
 
         It counts as prefetched only if that first task waits for a free process.
         """
-        self._for_process.pop(one.tag, None)
-        beside = self._by_line[one.line][0].tag not in self._for_process
+        self._for_process.pop(entry.tag, None)
+        beside = self._by_line[entry.line][0].tag not in self._for_process
 
         def note(again: Callable[[], object]) -> None:
-            one.again = again
+            entry.again = again
 
         return AskAgain(0.0, beside_prefetch=beside, from_here=True, once=note)
 
-    def _leave(self, one: _InLine) -> None:
+    def _remove(self, entry: _InLine) -> None:
         """Remove a task that starts or goes back to the broker, and let the next one ask."""
-        self._for_process.pop(one.tag, None)
-        if self._by_tag.pop(one.tag, None) is None:
+        self._for_process.pop(entry.tag, None)
+        if self._by_tag.pop(entry.tag, None) is None:
             return
-        others = self._by_line[one.line]
-        others.remove(one)
+        others = self._by_line[entry.line]
+        others.remove(entry)
         if not others:
-            del self._by_line[one.line]
+            del self._by_line[entry.line]
         elif (again := others[0].again) is not None:
             others[0].again = None
             again()
@@ -171,46 +171,46 @@ class Rated:
 
     # --- asking the line ---------------------------------------------------------------------
 
-    def _turn(
-        self, arrival: Arrival, rate: Rate, one: _InLine, wait: AskAgain | None
+    def _ask_line(
+        self, arrival: Arrival, rate: Rate, entry: _InLine, wait: AskAgain | None
     ) -> Ruling | None:
         """Decide by the line's answer; a new task waits if others of its line wait here."""
-        headers, (task, key) = arrival.message.headers, one.line
-        may_start = wait is None and (one.place is not None or one.line not in self._by_line)
+        headers, (task, key) = arrival.message.headers, entry.line
+        may_start = wait is None and (entry.place is not None or entry.line not in self._by_line)
         try:
             if self.lines is None:
                 raise RecordsUnavailable("native delay is off in this worker")
-            turn = self.lines.ask(task, key, rate, one.place, may_start=may_start)
+            turn = self.lines.ask(task, key, rate, entry.place, may_start=may_start)
         except RecordsUnavailable as exc:
             if not self._warned:
                 self._warned = True
                 logger.warning(
                     "native delay: rate-limited tasks wait until the rates can be read: %s", exc
                 )
-            self._leave(one)
+            self._remove(entry)
             return arrival.until_records_answer()
         self._warned = False
         if turn.starts:
             if headers.pop(PLACE, None) is not None:
                 arrival.message.waited_in_line = True
-            self._leave(one)
+            self._remove(entry)
             return None
         kept = {PLACE: _header(turn.place, key)}
         headers.update(kept)
         again = AskAgain(turn.wait_us / 1e6, beside_prefetch=True, from_here=True)
         ahead_us = self.come_back_late_us
         if turn.wait_us > ahead_us + SHORTEST_WAIT_US:
-            self._leave(one)
+            self._remove(entry)
             wait_us = min(turn.wait_us - ahead_us, self._longest_us)
             return WaitUntil(arrival.now_us + wait_us, None, again, kept)
-        if one.place is None:
-            one.place = turn.place
-            self._enter(one)
-            if not self._is_first(one):
-                return self._behind(one)
+        if entry.place is None:
+            entry.place = turn.place
+            self._enter(entry)
+            if not self._is_first(entry):
+                return self._ask_when_first(entry)
         if wait is not None and turn.wait_us == 0:
             return wait
-        self._for_process.pop(one.tag, None)
+        self._for_process.pop(entry.tag, None)
         return again
 
 

@@ -70,7 +70,7 @@ def unlist_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
         state.revoked.discard(request.id)
     if request.chain:
         alone = Context(vars(request))
-        alone.chord = None  # the chord was told before
+        alone.chord = None  # the chord knows already
         sender.backend.mark_as_failure(
             request.id,
             TaskRevokedError("revoked"),
@@ -232,7 +232,7 @@ class GatedStrategies(dict[str, Any]):
 
     def _resume(self, task: _Task, first: int) -> None:
         """Ask the gates again, and handle the errors that Celery handles for strategies."""
-        if not task.arrival.is_ours:
+        if not task.arrival.is_connected:
             return
         consumer, message = self._consumer, task.arrival.message
         try:

@@ -22,7 +22,7 @@ INTERVAL_SECONDS = 1.0
 
 
 class Tallying:
-    """The counters of one consumer; *rated* are the names of tasks with a rate."""
+    """Counts a consumer's delayed messages and started tasks; *rated* are tasks with a rate."""
 
     def __init__(self, consumer: Any, rated: Container[str] = ()) -> None:
         self._consumer = consumer
@@ -33,27 +33,27 @@ class Tallying:
         self._sends_events = False
         self._timer: Any = None
         self.passing: Any = None
-        """The message that Celery is being given: ``task_revoked`` does not tell it."""
+        """The message that Celery is handling now: the signal ``task_revoked`` does not have it."""
 
     def start(self) -> None:
         """Send the counts every second, over a new connection."""
         signals.task_received.connect(self._on_received, weak=False)
         signals.task_revoked.connect(self._on_revoked, weak=False)
-        self.tell()
-        self._timer = self._consumer.timer.call_repeatedly(INTERVAL_SECONDS, self.tell)
+        self.send()
+        self._timer = self._consumer.timer.call_repeatedly(INTERVAL_SECONDS, self.send)
 
     def stop(self) -> None:
         """Send the counts once more before the connection is closed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            self.tell()
+            self.send()
 
     def shutdown(self) -> None:
         signals.task_received.disconnect(self._on_received)
         signals.task_revoked.disconnect(self._on_revoked)
 
-    def tell(self) -> None:
+    def send(self) -> None:
         """Send the counts since the last event."""
         dispatcher = self._consumer.event_dispatcher
         if dispatcher is None:

@@ -94,12 +94,12 @@ class Telemetry:
 
     def _on_received(self, sender: Any = None, request: Any = None, **_: Any) -> None:
         if sender is self._consumer:
-            told = {
+            facts = {
                 QUEUE: queue_of(sender, request.message) or None,
                 WAITED: waited(request.message, now_ms=now_us() // 1000),
             }
             properties = request.request_dict.get("properties") or {}
-            known = {name: value for name, value in told.items() if value is not None}
+            known = {name: value for name, value in facts.items() if value is not None}
             request.request_dict["properties"] = {**properties, **known}
 
     def _on_start(self, sender: Any = None, **_: Any) -> None:

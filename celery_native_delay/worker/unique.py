@@ -35,7 +35,7 @@ class Unique:
 
     def __init__(self, app: Any) -> None:
         self._app = app
-        self._told = False
+        self._warned = False
 
     def __call__(self, arrival: Arrival) -> Ruling | None:
         mark = _unique_mark_of(arrival.fields) if arrival.has_headers else None
@@ -46,14 +46,14 @@ class Unique:
         try:
             token, step = leases_of(self._app).begin(mark.name, arrival.id, is_here, rule)
         except Exception as exc:
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 logger.warning(
                     "native delay: unique tasks wait: the records of their keys cannot be read: %s",
                     described(exc),
                 )
             return arrival.until_records_answer()
-        self._told = False
+        self._warned = False
         if step.free_us is not None:
             return WaitUntil(step.free_us, otherwise=AskAgain(PAUSE_SECONDS))
         arrival.message.headers[HEADER] = replace(mark, token=token).header()
@@ -69,7 +69,7 @@ def _unique_mark_of(headers: Any) -> Mark | None:
 
 def _is_here(arrival: Arrival) -> bool:
     """True while the message is unacknowledged, or its task is in the pool."""
-    unsettled = not arrival.message.acknowledged and arrival.is_ours
+    unsettled = not arrival.message.acknowledged and arrival.is_connected
     return unsettled or arrival.id in worker_state.requests
 
 

@@ -1,4 +1,4 @@
-"""The exporter as a process of its own, and what it serves."""
+"""Start ``celery delay exporter`` in a process and read its samples."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 @dataclass
 class Exporter:
-    """A running exporter."""
+    """A running exporter process."""
 
     url: str
 
     def samples(self) -> Samples:
-        """Everything that it serves of ours now, by name and labels."""
+        """All samples of this package that it serves now, by name and labels."""
         with urlopen(self.url, timeout=PATIENCE_SECONDS) as answer:
             families = text_string_to_metric_families(answer.read().decode())
         return {
@@ -37,13 +37,13 @@ class Exporter:
         }
 
     def value(self, name: str, **labels: str) -> float | None:
-        """One sample of ours, None if it is not served."""
+        """The value of one sample of this package; None if it is not served."""
         return self.samples().get((f"celery_delay_{name}", frozenset(labels.items())))
 
     def wait_for(
         self, name: str, expected: float | Callable[[float | None], bool] | None, **labels: str
     ) -> None:
-        """Return when a sample is as *expected*, None for not there at all."""
+        """Wait until a sample has the value *expected*; None waits until it is not served."""
 
         def as_expected() -> bool:
             value = self.value(name, **labels)
@@ -58,7 +58,7 @@ class Exporter:
 
 @contextmanager
 def exporter_of(fleet: Fleet, **conf: Any) -> Iterator[Exporter]:
-    """An exporter on the broker of *fleet*; ends with the block, as an administrator ends it."""
+    """An exporter on the broker of *fleet*; SIGTERM ends it at the end of the block."""
     command = [sys.executable, "-m", "celery", "-A", "tests.acceptance.apps.installed"]
     command += ["delay", "exporter", "--port=0", "--interval=0.3", "--loglevel=INFO", "--json"]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Flower as a process of its own, and a browser to look at it."""
+"""Start Flower in a process, and open its pages in a headless browser."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.waiting import PATIENCE_SECONDS, wait_until
 
 @dataclass
 class FlowerProcess:
-    """A running Flower. *user* is ``name:password``, which the page is then asked with."""
+    """A running Flower process. *user* is ``name:password``, sent with each request."""
 
     prefix: str
     process: subprocess.Popen[bytes]
@@ -41,7 +41,7 @@ class FlowerProcess:
 
     @cached_property
     def url(self) -> str:
-        """Once it has chosen a port and answers."""
+        """The URL of Flower, as soon as Flower has chosen a port and answers there."""
 
         def address() -> str | None:
             log = self.log_file.read_text(errors="replace")
@@ -54,14 +54,14 @@ class FlowerProcess:
         return f"{found}/{self.prefix}" if self.prefix else found
 
     def ready(self) -> FlowerProcess:
-        """Itself, once it can be asked."""
+        """Wait until Flower answers; returns the process."""
         assert self.ask("/healthcheck")[0] == 200
         return self
 
     def ask(
         self, path: str, body: Any = None, *, user: str | None = None, **headers: str
     ) -> tuple[int, str]:
-        """Status and text of an answer; with a *body* it is a POST."""
+        """Send a request, a POST if there is a *body*; returns status and text of the answer."""
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         if user or (user is None and self.user):
             sent["Authorization"] = "Basic " + b64encode((user or self.user).encode()).decode()
@@ -76,17 +76,17 @@ class FlowerProcess:
                 return exc.code, exc.read().decode()
 
     def json(self, path: str, body: Any = None, **more: Any) -> Any:
-        """The JSON of an answer that must be a good one."""
+        """Send a request that must succeed; returns the JSON of the answer."""
         status, text = self.ask(path, body, **more)
         assert status == 200, (path, status, text)
         return json.loads(text)
 
     def page(self, path: str) -> str:
-        """Its address, with who asks, for a browser."""
+        """The URL of a page for a browser, with user and password."""
         return (self.url.replace("://", f"://{self.user}@") if self.user else self.url) + path
 
     def stop(self) -> None:
-        """As an administrator does."""
+        """End Flower with a signal, as an administrator does."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -98,7 +98,7 @@ class FlowerProcess:
 
 @dataclass
 class Flowers:
-    """Those of one test, on one broker."""
+    """Starts the Flower processes of one test, on one broker."""
 
     fleet: Fleet
     started: list[FlowerProcess] = field(default_factory=list)
@@ -113,7 +113,7 @@ class Flowers:
         conf: dict[str, Any] | None = None,
         **environment: str,
     ) -> FlowerProcess:
-        """``celery delay flower`` with *options*, on a free port; stopped with the test."""
+        """Start ``celery delay flower`` on a free port; it ends with the test."""
         options += (f"--basic-auth={user}",) if user else ()
         options += (f"--url-prefix={prefix}",) if prefix else ()
         log_file = self.fleet.folder / f"flower-{len(self.started)}.log"
@@ -141,7 +141,7 @@ class Flowers:
 
 
 def chromium() -> tuple[str, str]:
-    """Chromium and its driver, of the system; where they are not, skip, in CI fail."""
+    """Paths of the system's Chromium and its driver. If one is missing, skip; in CI fail."""
     found = [shutil.which(name) for name in ("chromium", "chromedriver")]
     if all(found):
         return str(found[0]), str(found[1])
@@ -173,12 +173,12 @@ def browser(*, width: int = 1280, height: int = 1000, dark: bool = False) -> Ite
 
 
 class DelaysPage:
-    """The page as somebody sees it, in words of what is on it."""
+    """The page as a user sees it: methods click, type and read by visible text."""
 
     path_of_page = "/delays"
 
     def __init__(self, chrome: Chrome, flower: FlowerProcess, asked: str | None = "") -> None:
-        """Open it; with None it is open already."""
+        """Open the page; with None it is open already."""
         self.chrome = chrome
         if asked is not None:
             chrome.get(flower.page(self.path_of_page + asked))
@@ -187,7 +187,7 @@ class DelaysPage:
         return self.chrome.find_element(By.CSS_SELECTOR, css)
 
     def text(self, css: str) -> str:
-        # Not .text, which is empty for what is scrolled out of sight.
+        # Not .text, which is empty for elements outside the visible area.
         found: str = self.chrome.execute_script(
             "var found = document.querySelector(arguments[0]);"
             "return found ? found.textContent.trim() : ''",
@@ -196,7 +196,7 @@ class DelaysPage:
         return found
 
     def click(self, css: str) -> None:
-        """As with a mouse; what moves under it is tried again."""
+        """Click an element; try again if the page is redrawn at that moment."""
 
         def clicked() -> bool:
             try:
@@ -213,7 +213,7 @@ class DelaysPage:
         wait_until(clicked)
 
     def choose(self, row: str, item: str) -> None:
-        """Open the menu of a row and click *item*; a table that is drawn again closes it."""
+        """Open the menu of a row and click *item*; try again if a redrawn table closed the menu."""
 
         def chosen() -> bool:
             try:
@@ -231,7 +231,7 @@ class DelaysPage:
         wait_until(lambda: bool(condition()))
 
     def lists(self, count: int) -> None:
-        """Wait until the table says that so many match."""
+        """Wait until the table says how many tasks match."""
         try:
             self.wait(lambda: f" of {count:,} " in self.text(".dataTables_info"))
         except BaseException as exc:
@@ -240,7 +240,7 @@ class DelaysPage:
             raise
 
     def focus(self, attribute: str) -> str | None:
-        """An attribute of what has the focus."""
+        """An attribute of the focused element."""
         found: str | None = self.chrome.execute_script(
             "return document.activeElement.getAttribute(arguments[0])", attribute
         )
@@ -252,7 +252,7 @@ class DelaysPage:
         box.send_keys(text or " ")
 
     def confirm(self) -> None:
-        """Say yes, and wait until the dialog is gone."""
+        """Confirm the dialog, and wait until it is closed."""
         self.click("#delays-yes")
         self.wait(lambda: not self.dialog_is_open())
 
@@ -268,16 +268,16 @@ class DelaysPage:
         return self.text("#delays-question")
 
     def told(self, sentence: str) -> None:
-        """Wait for a message that says so."""
+        """Wait until the page shows a message with this text."""
         self.wait(lambda: sentence in self.text("#toast-container"))
 
     def path(self) -> str:
-        """Where it is, from its host on."""
+        """The current address without scheme and host."""
         found: str = self.chrome.execute_script("return location.pathname + location.search")
         return found
 
     def complaints(self) -> list[str]:
-        """What the browser says went wrong."""
+        """Errors in the browser's console."""
         return [entry["message"] for entry in self.chrome.get_log("browser")]
 
 

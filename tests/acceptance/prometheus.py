@@ -1,4 +1,4 @@
-"""Debian's Prometheus: its rule checker, and a server of a test's own."""
+"""Run Debian's Prometheus: its rule checker, and a server for one test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
 def program(name: str) -> str:
-    """The path of `prometheus` or `promtool`; where it is missing skip, in CI fail."""
+    """The path of `prometheus` or `promtool`. If it is missing, skip; in CI fail."""
     path = shutil.which(name)
     if path is None:
         missing = f"{name} is missing: install the package prometheus"
@@ -34,21 +34,21 @@ def program(name: str) -> str:
 
 @dataclass
 class Prometheus:
-    """A running server."""
+    """A running Prometheus server."""
 
     url: str
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """What *expression* is now, one dict for each series."""
+        """The current value of *expression*, one dict for each series."""
         found: list[dict[str, Any]] = self._get(f"query?query={quote(expression)}")["result"]
         return found
 
     def rules(self) -> list[dict[str, Any]]:
-        """The rules that it evaluates, with their health."""
+        """The rules that the server evaluates, with their health."""
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
 
     def is_ready(self) -> bool:
-        """Whether it answers."""
+        """True if the server answers."""
         try:
             with urlopen(f"{self.url}/-/ready", timeout=PATIENCE_SECONDS):
                 return True
@@ -62,7 +62,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus_of(exporter_url: str, rules: Path, folder: Path) -> Iterator[Prometheus]:
-    """A server that scrapes the exporter every second and evaluates *rules*."""
+    """A Prometheus server that scrapes the exporter every second and evaluates *rules*."""
     (claim,) = claim_ports(1)
     address = f"127.0.0.1:{port_of(claim)}"
     configuration = {

@@ -1,4 +1,7 @@
-"""`make bench` at a fraction of its size: it ends and writes what it promises. No bounds."""
+"""`make bench` with small numbers: it ends and writes its tables and pictures.
+
+Figures are not checked.
+"""
 
 from __future__ import annotations
 

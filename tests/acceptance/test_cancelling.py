@@ -1,4 +1,4 @@
-"""Cancelling and moving tasks under real workers."""
+"""Cancelling and rescheduling tasks while real workers run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.brokers import installed_rabbitmq
 from tests.traffic import beside
 from tests.waiting import wait_until
 
-#: What Celery's Redis backend calls, and leaves behind.
+#: Warnings about Celery's Redis backend: a deprecated call, and connections left open.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -47,10 +47,13 @@ def fleet(
     records_redis: PrivateRedis,
     tmp_path: Path,
 ) -> Iterator[Fleet]:
-    """On RabbitMQ with records, or on Redis; results are in another database of that Redis."""
+    """A fleet on RabbitMQ with records, or on Redis.
+
+    Results are in another database of that Redis.
+    """
     conf = {
         "result_backend": records_redis.url.replace("/0", "/1"),
-        # A result that is thrown away after the server would try for minutes to unsubscribe.
+        # Without it, a result deleted after the server would try to unsubscribe for minutes.
         "result_backend_transport_options": {"retry_policy": {"max_retries": 1}},
     }
     if request.param == "redis":
@@ -67,7 +70,7 @@ def fleet(
 
 @contextmanager
 def task_events(app: Celery) -> Iterator[dict[str, list[str]]]:
-    """The types of events that monitors get, by task."""
+    """The types of task events that a monitor receives, by task."""
     seen: dict[str, list[str]] = defaultdict(list)
 
     def note(event: dict[str, Any]) -> None:
@@ -85,7 +88,7 @@ def task_events(app: Celery) -> Iterator[dict[str, list[str]]]:
 
 
 class Cancelled:
-    """Tasks of one queue that are cancelled while no worker is there, and some that are not."""
+    """Tasks of one queue, sent without a worker: some are cancelled, the others are not."""
 
     def __init__(self, app: Celery, delay: Delay, queue: str) -> None:
         note, careful, gather = (app.tasks[name] for name in ("note", "careful", "gather"))
@@ -121,8 +124,8 @@ class Cancelled:
         assert self.states == ["REVOKED"] * 4
 
 
-def test_a_cancelled_task_never_runs_and_everybody_learns_of_it(fleet: Fleet) -> None:
-    """No worker is there when it is cancelled. Acknowledged early, late, in a chord, in a chain."""
+def test_a_cancelled_task_never_runs_and_its_result_and_events_say_so(fleet: Fleet) -> None:
+    """Cancelled before a worker starts: acknowledged early or late, in a chord, in a chain."""
     pools: dict[str, Literal["prefork", "threads", "solo"]] = {
         "default": "prefork",
         "side": "threads",
@@ -152,7 +155,7 @@ def test_a_cancelled_task_never_runs_and_everybody_learns_of_it(fleet: Fleet) ->
 
 @pytest.mark.ci
 @pytest.mark.parametrize("fleet", ["3.10", "redis"], indirect=True)
-def test_a_thousand_of_ten_thousand_are_cancelled_and_exactly_those_do_not_run(
+def test_exactly_the_thousand_cancelled_of_ten_thousand_tasks_do_not_run(
     fleet: Fleet,
 ) -> None:
     app = fleet.app()
@@ -174,8 +177,8 @@ def test_a_thousand_of_ten_thousand_are_cancelled_and_exactly_those_do_not_run(
     assert fleet.depth("default") == 0
 
 
-def test_a_moved_task_runs_once_at_the_last_time_that_was_accepted(fleet: Fleet) -> None:
-    """Earlier, later, twice; and in a race with its maturity."""
+def test_a_rescheduled_task_runs_once_at_the_last_accepted_time(fleet: Fleet) -> None:
+    """Rescheduled earlier, later, twice, and at the moment when it becomes due."""
     app = fleet.app()
     delay = Delay(app)
     note = app.tasks["note"]
@@ -215,7 +218,7 @@ def test_a_moved_task_runs_once_at_the_last_time_that_was_accepted(fleet: Fleet)
     assert accepted, "every race was lost"
 
     found = fleet.record.wait_for_ids(list(due))
-    sleep_until_nothing_more_can_come(due)
+    sleep_until_dropped_messages_have_arrived(due)
     found = fleet.record.wait_for_ids(list(due))
     for task_id, runs in found.items():
         assert len(runs) == 1, (task_id, runs)
@@ -223,15 +226,15 @@ def test_a_moved_task_runs_once_at_the_last_time_that_was_accepted(fleet: Fleet)
         runs[0].assert_on_time(earliest, due[task_id])
 
 
-def sleep_until_nothing_more_can_come(due: dict[str, float]) -> None:
-    """Whatever is dropped comes, at the latest, a second after the last that was to run."""
+def sleep_until_dropped_messages_have_arrived(due: dict[str, float]) -> None:
+    """The worker receives and drops cancelled messages at most a second after the last run."""
     until = monotonic() + max(0.0, max(moment for moment in due.values()) + 1 - time())
     wait_until(lambda: monotonic() > until)
 
 
 @pytest.mark.ci
-def test_due_tasks_wait_for_records_that_are_away(vhost_url: str, tmp_path: Path) -> None:
-    """Nothing that was cancelled runs; what was not, runs when the records are back."""
+def test_due_tasks_wait_while_the_records_are_unreachable(vhost_url: str, tmp_path: Path) -> None:
+    """Cancelled tasks never run; the other tasks run as soon as the records are reachable again."""
     with private_redis() as records:
         conf = {"native_delay_records": records.url, "native_delay_records_away": "wait"}
         with fleet_on(vhost_url, tmp_path, **conf) as fleet:
@@ -247,5 +250,5 @@ def test_due_tasks_wait_for_records_that_are_away(vhost_url: str, tmp_path: Path
             assert fleet.record.runs() == []
             records.start()
             fleet.record.wait_for(task_id=kept.id)
-            worker.wait_for_log("is dropped: it was moved", dropped.id)
+            worker.wait_for_log("is dropped: it was cancelled or rescheduled", dropped.id)
             assert {run.id for run in fleet.record.runs()} == {kept.id}

@@ -1,4 +1,4 @@
-"""Every way to configure an app and its broker: the promise holds, or one sentence says why not."""
+"""Ways to configure app and broker: delayed tasks run on time, or one sentence says why not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_now(fleet: Fleet, app: Celery) -> None:
 
 
 def levels(rabbitmq: PrivateRabbitMQ, vhost: str, namespace: str = OUR_NAMES) -> int:
-    """How many messages wait in delay levels, a moment ago."""
+    """The number of messages in delay levels, as the management API last counted them."""
     queues = rabbitmq.queues(vhost)
     return sum(q.get("messages", 0) for q in queues if q["name"].startswith(namespace))
 
@@ -57,8 +57,10 @@ def levels(rabbitmq: PrivateRabbitMQ, vhost: str, namespace: str = OUR_NAMES) ->
 
 
 @pytest.mark.ci
-def test_two_namespaces_on_one_vhost(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
-    """Each waits in its own levels; a worker of either runs both."""
+def test_two_namespaces_on_one_vhost_are_separate(
+    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
+) -> None:
+    """Tasks of each namespace wait in its own levels; a worker of either namespace runs both."""
     red, blue = (fleet.app(native_delay_namespace=name) for name in ("red", "blue"))
     fleet.worker(native_delay_namespace="blue")
     red.send_task("note", ("x",), countdown=600)
@@ -83,8 +85,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.ci
-def test_any_settings_on_the_producers_side(fleet: Fleet) -> None:
-    """One worker serves all: the sets of levels lie side by side."""
+def test_one_worker_serves_producers_with_different_settings(fleet: Fleet) -> None:
+    """One worker runs the tasks of producers with different settings and sets of levels."""
     fleet.worker()
     sent = {}
     for name, conf in SETTINGS.items():
@@ -104,10 +106,8 @@ def test_any_settings_on_the_producers_side(fleet: Fleet) -> None:
 
 
 @pytest.mark.ci
-def test_one_url_to_read_and_one_to_write(
-    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
-) -> None:
-    """Two users of one broker; each may do what its name says, and the worker may adopt."""
+def test_separate_read_and_write_urls(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
+    """Separate read and write URLs with two users; the worker may also put early tasks back."""
     read = rabbitmq.add_user("reader", "r", vhost=vhost)
     write = rabbitmq.add_user("writer", "w", vhost=vhost)
     fleet.conf |= {"broker_read_url": read, "broker_write_url": write}
@@ -143,8 +143,8 @@ def test_a_failover_to_another_broker(
 
 
 @pytest.mark.ci
-def test_confirmed_publishing(fleet: Fleet) -> None:
-    """py-amqp replaces basic_publish on the instance for it."""
+def test_delays_with_publisher_confirms(fleet: Fleet) -> None:
+    """Publisher confirms: py-amqp then replaces basic_publish on the channel instance."""
     fleet.conf["broker_transport_options"] = {"confirm_publish": True}
     fleet.worker()
     app = fleet.app()
@@ -154,8 +154,8 @@ def test_confirmed_publishing(fleet: Fleet) -> None:
     assert len(fleet.record.wait_for(3, task_id=result.id)) == 3
 
 
-def test_a_connection_of_the_users_own(fleet: Fleet) -> None:
-    """`apply_async(connection=…)` and `producer=…` of the app's own making."""
+def test_a_connection_that_the_user_created(fleet: Fleet) -> None:
+    """`apply_async(connection=…)` and `producer=…` with objects that the user created."""
     fleet.worker()
     app = fleet.app()
     with app.connection_for_write() as connection:
@@ -168,7 +168,7 @@ def test_a_connection_of_the_users_own(fleet: Fleet) -> None:
 
 
 def used_before_install(fleet: Fleet) -> Celery:
-    """Its pools hold connections that cannot delay."""
+    """An app used before `install()`: its pools hold connections that cannot delay."""
     app = fleet.app(installed=False)
     run_now(fleet, app)
     return install(app)
@@ -183,7 +183,7 @@ def configured_late(fleet: Fleet) -> Celery:
 
 
 def configured_late_with_namespace(fleet: Fleet) -> Celery:
-    """As Django projects do; the broker's options replaced as a whole, after install."""
+    """An app configured after `install()` with a namespace, as Django projects do."""
     app = install(Celery("late", set_as_current=False))
     app.config_from_object(
         {
@@ -216,10 +216,10 @@ APPS: list[Callable[[Fleet], Celery]] = [
 
 
 @pytest.mark.ci
-def test_an_app_whenever_it_was_installed(
+def test_install_at_any_time_in_an_apps_life(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
-    """One after the other, for one worker: each delays by itself."""
+    """Each of these apps delays its tasks itself; one worker runs them all."""
     worker = fleet.worker()
     for number, make in enumerate(APPS, 1):
         app = make(fleet)
@@ -237,8 +237,10 @@ def test_an_app_whenever_it_was_installed(
         assert worker.log_lines("put", "early task") == [], make
 
 
-def test_switched_off(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
-    """As if it were not installed: the worker holds the task, and nothing of ours is declared."""
+def test_with_enabled_false_the_worker_holds_the_task(
+    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
+) -> None:
+    """Switched off, the worker holds the task, and the package declares no queue or exchange."""
     worker = fleet.worker(native_delay_enabled=False)
     app = fleet.app(native_delay_enabled=False)
     app.send_task("note", ("far",), countdown=600)
@@ -256,7 +258,7 @@ def test_switched_off(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str) -> No
 def test_quorum_task_queues_on_a_topic_exchange(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
-    """They switch Celery's own delayed delivery on, but not for an installed app."""
+    """Quorum task queues switch Celery's own delayed delivery on, but not for an installed app."""
     fleet.conf["queue_type"] = "quorum"
     worker = fleet.worker()
     app = fleet.app()
@@ -270,7 +272,7 @@ def test_quorum_task_queues_on_a_topic_exchange(
     assert worker.log_lines("CRITICAL") == []
 
 
-def test_a_policy_that_overrides_the_levels_is_named_at_boot(
+def test_a_worker_names_a_policy_that_overrides_the_levels_at_boot(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
     rabbitmq.set_policy(vhost, "short-lived", ".*", {"message-ttl": 500})
@@ -281,7 +283,7 @@ def test_a_policy_that_overrides_the_levels_is_named_at_boot(
     assert "guest:guest" not in worker.log
 
 
-def test_classic_levels_say_so_at_boot(fleet: Fleet) -> None:
+def test_a_worker_warns_about_classic_level_queues_at_boot(fleet: Fleet) -> None:
     worker = fleet.worker(native_delay_queue_type="classic")
     assert worker.log_lines("classic levels may lose")
     send_and_wait(fleet, fleet.app(native_delay_queue_type="classic"))
@@ -291,7 +293,7 @@ def test_classic_levels_say_so_at_boot(fleet: Fleet) -> None:
 
 
 def worker_without_delay(fleet: Fleet, *reason: str, **conf: Any) -> Worker:
-    """A worker that cannot delay: it says so once, and runs immediate tasks."""
+    """A worker that cannot delay: it logs this once, and runs immediate tasks."""
     worker = fleet.worker(**conf)
     assert len(worker.log_lines("CRITICAL")) == 1
     assert worker.log_lines("CRITICAL", "native delay is OFF", *reason)
@@ -319,10 +321,10 @@ def test_a_wrong_setting_in_the_configuration(
     assert len(worker.log_lines("CRITICAL")) == 1
 
 
-def test_a_user_who_may_not_configure_our_names(
+def test_a_user_without_permission_to_declare_the_levels(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
-    """Refused in one sentence; once somebody who may has declared the levels, it works."""
+    """The error is one sentence; publishing works once another user has declared the levels."""
     may_all = fleet.app()
     limited = rabbitmq.add_user("limited", "l", configure=r"^(?!celery_delay\.).*", vhost=vhost)
     fleet.broker_url = limited
@@ -341,7 +343,7 @@ def test_a_user_who_may_not_configure_our_names(
     send_and_wait(fleet, fleet.app(), exchange="shop", routing_key="orders.new")
 
 
-def test_a_queue_of_our_name_with_other_arguments(fleet: Fleet) -> None:
+def test_a_level_queue_that_exists_with_different_arguments(fleet: Fleet) -> None:
     with Connection(fleet.broker_url) as connection:
         connection.default_channel.queue_declare(
             f"{OUR_NAMES}v1.{FEW_LEVELS}x125ms.f0.quorum.level-03",
@@ -369,7 +371,7 @@ def test_a_queue_of_our_name_with_other_arguments(fleet: Fleet) -> None:
         ({"eta": "tomorrow"}, InvalidDueTime, "ISO 8601 .* got 'tomorrow'"),
     ],
 )
-def test_a_due_time_that_is_none(
+def test_an_impossible_due_time_is_refused(
     fleet: Fleet, options: dict[str, Any], error: type[Exception], sentence: str
 ) -> None:
     app = fleet.app(native_delay_levels=31)
@@ -383,7 +385,7 @@ def test_a_due_time_that_is_none(
 
 
 def test_a_beat_entry_with_a_countdown(fleet: Fleet) -> None:
-    """Beat sends through the app: its delayed entries wait in the broker too."""
+    """Beat publishes through the app, so its delayed entries wait in the broker too."""
     entry = {"task": "note", "args": ["beat"], "schedule": 1.0, "options": {"countdown": 1.5}}
     worker = fleet.worker(
         more=("--beat", f"--schedule={fleet.folder}/beat"), beat_schedule={"every-second": entry}

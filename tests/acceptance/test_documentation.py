@@ -1,4 +1,4 @@
-"""What README and docs say is true: their code runs, their commands exist, the output is theirs."""
+"""README and docs are correct: their code runs, their commands exist, and their output is shown."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytest_plugins = ["pytester"]
 
 CELERY = str(Path(sys.executable).with_name("celery"))
 
-#: A line of a shell and the comment behind it.
+#: A shell command and the comment after it.
 CONSOLE_LINES = [
     (str(example), line)
     for example in EXAMPLES
@@ -48,13 +48,13 @@ CONSOLE_LINES = [
 
 
 def lines_of(program: str) -> pytest.MarkDecorator:
-    """Run a test for each line that begins with *program*, once."""
+    """Parametrize a test with each documented command line of *program*, without duplicates."""
     found = {line: where for where, line in reversed(CONSOLE_LINES) if line.startswith(program)}
     return pytest.mark.parametrize("line", found)
 
 
-def test_every_example_is_run() -> None:
-    """Those of Python by the test that asks for their name."""
+def test_every_python_example_is_run_by_a_test() -> None:
+    """A test runs an example by asking for its name with `only` or `shown`."""
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     asked = set(re.findall(r"(?:shown|only|named)\([\"']([\w-]+)[\"']", tests))
     for example in EXAMPLES:
@@ -66,20 +66,20 @@ def test_every_example_is_run() -> None:
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Path:
-    """A folder with the first app in it, as shop.py."""
+    """A folder with the documentation's first app as shop.py."""
     (tmp_path / "shop.py").write_text(only("celery").text)
     return tmp_path
 
 
 def output(folder: Path, *command: str) -> str:
-    """The standard output of *command*, which must succeed."""
+    """Run *command*, which must succeed; returns its standard output."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def declare_levels(url: str) -> None:
-    """The first delayed publish would, and on a busy machine the delay is over by then."""
+    """Declare the levels now: on a busy machine the first publish takes longer than its delay."""
     with Connection(url, transport_options={"native_delay": True}) as connection:
         connection.default_channel.delays.prepare()
 
@@ -112,14 +112,14 @@ def test_the_kombu_example_publishes_a_message_that_waits(example: Example, vhos
     assert b"ada@example.com" in bytes(message.body, "utf-8")
 
 
-def test_what_waits_is_seen_and_changed_as_shown(records_redis: PrivateRedis) -> None:
+def test_the_commands_for_waiting_tasks_work_as_shown(records_redis: PrivateRedis) -> None:
     with install(Celery("shop", broker=records_redis.url, set_as_current=False)) as app:
         task_id = app.send_task("shop.remind", ("ada",), countdown=60).id
         exec(only("see").text, {"app": app, "task_id": task_id})
         assert Delay(app).ls().tasks == ()
 
 
-def test_records_are_named_as_shown() -> None:
+def test_records_are_configured_as_shown() -> None:
     class Conf:
         def __setattr__(self, name: str, value: str) -> None:
             assert DelaySettings(**{name.removeprefix("native_delay_"): value}).records == value
@@ -140,7 +140,7 @@ def test_a_key_has_one_task_as_shown(records_redis: PrivateRedis) -> None:
         assert [task.name for task in Delay(app).ls()] == ["shop.reindex"]
 
 
-def test_rates_are_given_used_and_seen_as_shown(
+def test_rates_work_as_shown(
     records_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turned_away = SimpleNamespace(status_code=429, headers={"Retry-After": "7"})
@@ -170,7 +170,7 @@ def installed_settings(app: Celery) -> DelaySettings:
 
 
 @pytest.mark.ci
-def test_the_example_of_a_test_passes(
+def test_the_example_test_passes(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(require_rabbitmq)
@@ -181,7 +181,7 @@ def test_the_example_of_a_test_passes(
 
 
 @pytest.mark.ci
-def test_the_private_brokers_are_as_shown(
+def test_the_private_brokers_work_as_shown(
     short_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     installed(require_rabbitmq)
@@ -193,8 +193,8 @@ def test_the_private_brokers_are_as_shown(
     assert f"redis+socket://{short_path}/var/broker/redis.sock\n" in said
 
 
-def test_the_line_for_development_runs_a_broker_that_keeps_what_waits(short_path: Path) -> None:
-    """Ctrl-C ends it in good order; the next time the task still waits."""
+def test_the_broker_for_development_keeps_waiting_tasks(short_path: Path) -> None:
+    """Ctrl-C ends the broker cleanly; after the next start the task still waits."""
     installed(require_redis, embedded=True)
     (line,) = {line for _, line in CONSOLE_LINES if "celery_native_delay.testing" in line}
     command = [sys.executable, *shlex.split(line)[1:]]
@@ -262,7 +262,7 @@ def test_the_bulk_example_sends_tasks_that_wait(
         assert connection.default_channel.basic_get("reminders") is None
 
 
-def test_the_transports_are_as_shown() -> None:
+def test_the_transports_work_as_shown() -> None:
     exec(only("transport-for").text, {})
 
 
@@ -275,7 +275,7 @@ def test_the_pgmq_example_is_an_app_whose_broker_delays() -> None:
 
 
 @shown("settings")
-def test_settings_are_known_and_taken(example: Example) -> None:
+def test_documented_settings_are_accepted(example: Example) -> None:
     app = Celery("shop", broker="amqp://", set_as_current=False)
     before = dict(app.conf)
     exec(example.text, {"app": app})
@@ -286,7 +286,7 @@ def test_settings_are_known_and_taken(example: Example) -> None:
     assert installation_of(app).settings() != DelaySettings()
 
 
-def test_an_app_that_may_not_declare_is_as_shown() -> None:
+def test_an_app_that_may_not_declare_works_as_shown() -> None:
     app = Celery("shop", broker="amqp://", set_as_current=False)
     exec(only("declare-off").text, {"app": app})
     install(app)
@@ -314,8 +314,8 @@ def test_settings_are_taken_from_the_configuration_and_from_keywords() -> None:
     assert found == DelaySettings(resolution=0.05, fused_bits=8)
 
 
-def test_an_app_of_django_takes_its_settings_with_celerys_prefix(tmp_path: Path) -> None:
-    """Without Django: its settings are a module of that name, too."""
+def test_a_django_app_reads_settings_with_celerys_prefix(tmp_path: Path) -> None:
+    """Django's settings are a module; the test makes one without Django."""
     settings = only("django-settings").text
     app = only("django").text.replace("django.conf:settings", "shop_settings")
     (tmp_path / "shop_settings.py").write_text(settings)
@@ -325,25 +325,25 @@ def test_an_app_of_django_takes_its_settings_with_celerys_prefix(tmp_path: Path)
     assert output(tmp_path, sys.executable, "-c", asked) == "shop_delay /var/log/shop/telemetry\n"
 
 
-def test_the_line_for_flowers_configuration_installs(tmp_path: Path) -> None:
-    """In a process of its own: it changes Flower's classes for good."""
+def test_the_documented_flower_configuration_adds_the_page(tmp_path: Path) -> None:
+    """Runs in a separate process, because it changes Flower's classes."""
     asked = f"{only('flower-config').text}\nfrom flower import command; print(command.Flower)"
     assert "celery_native_delay.flower" in output(tmp_path, sys.executable, "-c", asked)
 
 
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 def test_metrics_are_exposed_by_one_call(empty_redis: PrivateRedis, tmp_path: Path) -> None:
-    """In a process of its own, whose registry nothing else uses."""
+    """Runs in a separate process with a fresh Prometheus registry."""
     app = only("celery-redis").text.replace("redis://", empty_redis.url)
     asked = "from prometheus_client import generate_latest; print(generate_latest().decode())"
     program = "\n".join([app, only("expose").text, asked, "exposed.close()"])
     assert "celery_delay_events_up" in output(tmp_path, sys.executable, "-c", program)
 
 
-def test_the_first_five_minutes_are_as_shown(
+def test_the_first_five_minutes_work_as_shown(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Broker, app, worker, a task for later: each line of the page runs as it stands there."""
+    """Broker, app, worker and a delayed task: each command of the page runs unchanged."""
     installed(require_redis, embedded=True)
     page = [example for example in EXAMPLES if example.page == "docs/start.md"]
     (short_path / "shop.py").write_text(only("start").text)
@@ -393,7 +393,7 @@ def test_the_first_five_minutes_are_as_shown(
             said("celery -A shop delay doctor")
 
 
-def test_the_delay_commands_are_celerys(shop: Path) -> None:
+def test_the_delay_commands_are_subcommands_of_celery(shop: Path) -> None:
     text = output(shop, CELERY, "-A", "shop", "delay", "--help")
     for name in delay.commands:
         assert re.search(rf"^ +{name} ", text, re.M), text
@@ -401,6 +401,7 @@ def test_the_delay_commands_are_celerys(shop: Path) -> None:
 
 @lines_of("celery ")
 def test_every_celery_command_exists_with_its_options(line: str) -> None:
+    line = line.partition(" > ")[0]
     words = [word for word in shlex.split(line)[1:] if word not in ("-A", "shop")]
     command: Any = celery_command
     path = []
@@ -430,8 +431,8 @@ def test_every_extra_exists(line: str) -> None:
     assert set(re.findall(r"(?:celery_native_delay|\.)\[(\w+)\]", line)) <= set(known)
 
 
-def test_no_address_is_promised_before_there_is_a_release() -> None:
-    """A package of that name on PyPI, and our own site, would be somebody else's."""
+def test_no_page_links_to_pypi_or_a_site_before_the_first_release() -> None:
+    """Before the release, these addresses could belong to another project."""
     paths = [
         *PAGES,
         *ROOT.glob("*.md"),
@@ -457,7 +458,7 @@ def test_every_benchmark_exists(line: str) -> None:
     assert set(names) <= set(SCENARIOS)
 
 
-def test_no_other_program_is_shown() -> None:
+def test_the_docs_show_only_tested_programs() -> None:
     known = ("celery ", "pip ", "make ", "python -m benchmarks", "python -m celery_native_delay")
     others = {line for where, line in CONSOLE_LINES if not line.startswith(known)}
     start = "".join(example.text for example in EXAMPLES if example.page == "docs/start.md")
@@ -477,7 +478,7 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
     assert sorted(set(listed) - {"errors"}) == sorted(celery_native_delay.__all__)
 
 
-def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+def test_the_readme_is_short_and_its_links_work() -> None:
     readme = (ROOT / "README.md").read_text()
     assert len(readme.splitlines()) <= 200
     for target in re.findall(r"\]\((?!http)([^)#]+)", readme):

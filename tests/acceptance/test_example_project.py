@@ -1,4 +1,4 @@
-"""The example project as a user runs it: a worker, a producer and a broker, each a process."""
+"""The example project as a user runs it: worker, producer and broker are processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_reminder_is_sent_for_two_days_before_the_delivery(
 
 @pytest.fixture(params=["rabbitmq", in_ci("embedded"), in_ci("filesystem"), in_ci("sqs")])
 def demo_on(request: pytest.FixtureRequest) -> str:
-    """A broker that `make demo BROKER=…` brings itself."""
+    """A broker that `make demo BROKER=…` starts itself."""
     if request.param == "rabbitmq":
         installed(require_rabbitmq)
         installed(require_redis)  # its records
@@ -47,14 +47,14 @@ def demo_on(request: pytest.FixtureRequest) -> str:
 
 
 class TestDemo:
-    """`make demo`, which brings a broker of its own."""
+    """`make demo`, which starts a broker itself."""
 
     def test_succeeds_and_leaves_nothing_running(self, demo_on: str) -> None:
         mark = uuid4().hex
         demo = start_demo(mark, demo_on)
         output, _ = demo.communicate(timeout=2 * PATIENCE_SECONDS)
         assert demo.returncode == 0, output
-        # SQS has no place for keys and lines: three calls under one, and three bookings.
+        # SQS has no keys and rates: without the three calls under one key and three bookings.
         tasks, runs = (15, 19) if demo_on == "sqs" else (21, 25)
         told = f"{tasks} tasks in {runs} runs: {runs} on time, 0 early"
         assert output.splitlines()[-1].startswith(told)
@@ -73,14 +73,14 @@ class TestDemo:
         assert demo.returncode == 128 + signal.SIGINT
         assert processes_with(mark) == []
 
-    def test_says_what_it_knows_when_asked_for_something_else(self) -> None:
+    def test_an_unknown_broker_is_refused_with_the_known_ones(self) -> None:
         demo = start_demo(uuid4().hex, "kafka")
         output, _ = demo.communicate(timeout=PATIENCE_SECONDS)
         assert demo.returncode == 2
         assert "filesystem, sqs or a url, got 'kafka'" in " ".join(output.split())
 
     @pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "amqp://127.0.0.1:1//"])
-    def test_a_broker_that_is_not_there_is_one_sentence(self, url: str) -> None:
+    def test_an_unreachable_broker_is_reported_in_one_sentence(self, url: str) -> None:
         demo = start_demo(uuid4().hex, url)
         output, _ = demo.communicate(timeout=PATIENCE_SECONDS)
         assert demo.returncode == 2, output
@@ -100,13 +100,13 @@ def start_demo(mark: str, broker: str) -> subprocess.Popen[str]:
 
 
 def processes_with(mark: str) -> list[str]:
-    """Command lines of all processes whose environment holds *mark*, as children inherit it."""
+    """Command lines of all processes whose environment holds *mark*; child processes inherit it."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (process / "environ").read_bytes():
                 found.append((process / "cmdline").read_text().replace("\0", " "))
-        except OSError:  # ended meanwhile, or somebody else's
+        except OSError:  # ended by now, or of another user
             continue
     return found
 

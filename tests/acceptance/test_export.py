@@ -1,4 +1,4 @@
-"""An app of which neither producers nor workers may configure anything, on an imported export."""
+"""An app whose users may not declare anything; the queues come from an imported export."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ QUIET = ("--without-heartbeat",)
 
 @pytest.fixture
 def limited(rabbitmq: PrivateRabbitMQ, vhost: str, tmp_path: Path) -> Iterator[Fleet]:
-    """Producers and workers of a user without any permission to configure."""
+    """Producers and workers of a user without configure permission."""
     url = rabbitmq.add_user(f"limited-{vhost}", "secret", configure="", vhost=vhost)
     with fleet_on(url, tmp_path, **CONF, worker_enable_remote_control=False) as fleet:
         yield fleet
 
 
 def import_export(rabbitmq: PrivateRabbitMQ, app: Celery) -> Topology:
-    """Have all that *app* needs; returns the plan of it."""
+    """Import the definitions that *app* needs into the broker; returns the plan."""
     transport = app.connection_for_write().transport
     settings = install(app)._native_delay.settings()
     queues = list(app.amqp.queues.values())
@@ -47,10 +47,10 @@ def import_export(rabbitmq: PrivateRabbitMQ, app: Celery) -> Topology:
     return Topology(settings)
 
 
-def test_who_may_configure_nothing_delays_tasks_and_gets_them(
+def test_users_without_configure_permission_delay_and_run_tasks(
     rabbitmq: PrivateRabbitMQ, vhost: str, limited: Fleet
 ) -> None:
-    """Through every kind of exchange, a retry of a worker's own included."""
+    """Through every kind of exchange, and a retry in the worker."""
     app = limited.app()
     with pytest.raises(NotDeclared, match="delay export"):
         app.send_task("note", countdown=1)
@@ -77,7 +77,7 @@ def test_who_may_configure_nothing_delays_tasks_and_gets_them(
 
 
 def permissions_of_the_guide() -> dict[str, dict[str, str]]:
-    """Patterns by permission, by whose they are."""
+    """The permission patterns of the guide, by role and permission."""
     page = (ROOT / "docs/guides/infrastructure-as-code.md").read_text()
     rows = re.findall(r"^(producers|workers) +(configure|write|read) +(\S+)$", page, re.M)
     by_user = {
@@ -91,7 +91,7 @@ def permissions_of_the_guide() -> dict[str, dict[str, str]]:
 def test_the_permissions_of_the_guide_are_enough(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str, tmp_path: Path
 ) -> None:
-    """For remote control, and for the rescue of a task whose queue was not in the export."""
+    """Also for remote control, and for parked tasks whose queue is not in the export."""
     urls = {
         who: rabbitmq.add_user(
             f"{who}-{vhost}",
@@ -123,7 +123,7 @@ def test_the_permissions_of_the_guide_are_enough(
         assert asking.control.ping(destination=[worker.name], timeout=10)
 
 
-def test_a_worker_that_finds_nothing_says_what_is_missing_and_runs_what_is_immediate(
+def test_a_worker_without_imported_definitions_names_the_missing_ones_and_runs_immediate_tasks(
     vhost_url: str, tmp_path: Path
 ) -> None:
     with fleet_on(vhost_url, tmp_path, **CONF | {"no_declare": False}) as fleet:

@@ -1,4 +1,4 @@
-"""Brokers, workers, vhosts and queues that go away while tasks wait."""
+"""Faults while tasks wait: killed brokers and workers, deleted vhosts and queues."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def send(app: Celery, countdown: float, *args: Any, **options: Any) -> tuple[str
 
 
 @pytest.mark.ci
-def test_the_broker_is_killed_with_tasks_in_the_levels(
+def test_the_broker_is_killed_while_tasks_wait(
     mortal_rabbitmq: PrivateRabbitMQ, own_fleet: Fleet
 ) -> None:
-    """All run, none early, and none twice unless it had started before the kill."""
+    """Every task runs, none early, and none twice unless it had started before the kill."""
     fleet = own_fleet
     worker = fleet.worker(concurrency=3)
     app = fleet.app()
@@ -59,7 +59,7 @@ def test_the_broker_is_killed_with_tasks_in_the_levels(
         assert first.early(due) <= 0.001
         assert not again or first.started <= back, "ran twice"
 
-    # Life goes on: what is sent now is on time, and the worker still holds nothing.
+    # A task sent now is on time, and the worker still holds no task.
     task_id, due = send(app, 1)
     (run,) = fleet.record.wait_for(task_id=task_id)
     run.assert_on_time(due)
@@ -68,7 +68,7 @@ def test_the_broker_is_killed_with_tasks_in_the_levels(
 
 @pytest.mark.ci
 def test_a_worker_is_killed_while_tasks_wait(fleet: Fleet) -> None:
-    """The tasks do not notice: they are with the broker."""
+    """The tasks run as planned, because they wait in the broker."""
     first = fleet.worker(name="first")
     app = fleet.app()
     send(app, 600)  # declares
@@ -86,7 +86,7 @@ def test_a_worker_is_killed_while_tasks_wait(fleet: Fleet) -> None:
 def test_the_vhost_is_deleted_and_recreated_under_producer_and_worker(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ
 ) -> None:
-    """What waited is gone with the vhost; all that is sent afterwards runs."""
+    """The waiting tasks are lost with the vhost; tasks sent afterwards run."""
     worker = fleet.worker()
     app = fleet.app()
     task_id, _ = send(app, 0.3)
@@ -111,7 +111,7 @@ def test_the_vhost_is_deleted_and_recreated_under_producer_and_worker(
 
 
 def recreate_vhost(rabbitmq: PrivateRabbitMQ, url: str, worker: Worker) -> None:
-    """The worker is asleep meanwhile: Celery gives up where it has no permissions yet."""
+    """Recreate the vhost while the worker is paused: Celery stops if it has no permissions yet."""
     name = vhost_name(url)
     worker.process.send_signal(signal.SIGSTOP)
     rabbitmq.delete_vhost(name)
@@ -122,7 +122,7 @@ def recreate_vhost(rabbitmq: PrivateRabbitMQ, url: str, worker: Worker) -> None:
 
 
 def wait_for_exchange(url: str, exchange: str | None) -> bool:
-    """Wait until somebody has declared *exchange*: without it even an immediate task fails."""
+    """Wait until *exchange* is declared: without it even an immediate task fails."""
 
     def exists() -> bool:
         with Connection(url) as connection:
@@ -135,8 +135,8 @@ def wait_for_exchange(url: str, exchange: str | None) -> bool:
     return exchange is None or wait_until(exists)
 
 
-def test_sent_before_any_worker_ever_booted(fleet: Fleet) -> None:
-    """The producer declares what is needed; the tasks wait for the worker, not the reverse."""
+def test_tasks_sent_before_the_first_worker_starts(fleet: Fleet) -> None:
+    """The producer declares the levels and the task queue, so the tasks wait for the worker."""
     app = fleet.app()
     routes: list[dict[str, Any]] = [{}, {"queue": "side"}, {"queue": "orders"}, {"queue": "news"}]
     sent = dict(send(app, countdown, **route) for route in routes for countdown in (0.3, 6))
@@ -149,7 +149,7 @@ def test_sent_before_any_worker_ever_booted(fleet: Fleet) -> None:
 
 
 def test_tasks_to_a_deleted_queue_park_and_come_back(fleet: Fleet) -> None:
-    """They hold up nobody else, and run by themselves once a worker for the queue comes."""
+    """Parked tasks delay no other task, and run as soon as a worker for their queue starts."""
     fleet.worker(name="steady", queues="default")
     app = fleet.app()
     send(app, 600, queue="side")  # declares
@@ -179,7 +179,7 @@ LEVEL = f"celery_delay.v1.{FEW_LEVELS}x125ms.f0.quorum.level-{{}}"
 
 
 def test_a_level_queue_deleted_before_the_task_is_sent(fleet: Fleet) -> None:
-    """The producer notices, declares it again and sends again."""
+    """The producer notices the missing queue, declares it and publishes again."""
     fleet.worker()
     app = fleet.app()
     probe, _ = send(app, 0.3)
@@ -192,7 +192,7 @@ def test_a_level_queue_deleted_before_the_task_is_sent(fleet: Fleet) -> None:
 
 @pytest.mark.ci
 def test_a_level_queue_deleted_while_the_task_waits(fleet: Fleet) -> None:
-    """It parks when it comes there, and waits again for the rest once a worker looks."""
+    """The task is parked at the missing level. A worker puts it back for the remaining time."""
     app = fleet.app()
     send(app, 600)  # declares
     task_id, due = send(app, 15.8)  # 8 s in level 6, then 7.8 s in lower ones
@@ -216,7 +216,7 @@ def delete_queue(fleet: Fleet, queue: str) -> None:
 
 @pytest.mark.ci
 def test_the_broker_is_down(mortal_rabbitmq: PrivateRabbitMQ, own_fleet: Fleet) -> None:
-    """A delayed task fails as an immediate one does; nothing is swallowed."""
+    """While the broker is down, sending a delayed task fails as sending an immediate one does."""
     app = own_fleet.app(broker_connection_timeout=1)
     note = app.tasks["note"]
     send(app, 60)

@@ -1,4 +1,4 @@
-"""Fenced runs and real workers: of all that was sent for a run, what runs, and when."""
+"""Fenced runs with real workers: which of the sent tasks run, and when."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TASKS = 20
 @pytest.mark.ci
 @pytest.mark.parametrize("kept_in", ["redis", "sqlite"])
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
-def test_what_runs_of_a_fenced_run_on_rabbitmq(
+def test_tasks_of_a_fenced_run_on_rabbitmq(
     vhost_url: str, native_delay_redis_url: str, tmp_path: Path, kept_in: str
 ) -> None:
     url = native_delay_redis_url if kept_in == "redis" else f"sqlite:///{tmp_path}/records.db"
@@ -43,8 +43,8 @@ def test_what_runs_of_a_fenced_run_on_rabbitmq(
 
 
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
-def test_what_runs_of_a_fenced_run_on_redis(empty_redis: PrivateRedis, tmp_path: Path) -> None:
-    """Recorded on the broker; also where greenlets share a thread."""
+def test_tasks_of_a_fenced_run_on_redis(empty_redis: PrivateRedis, tmp_path: Path) -> None:
+    """The run is recorded on the broker; prefork and gevent pools."""
     check_what_runs(empty_redis.url, tmp_path, pool="gevent")
 
 
@@ -63,7 +63,7 @@ def ids(run: str) -> list[str]:
 
 
 def send(fleet: Fleet, run: str, *attempts: str, queue: str = "default") -> None:
-    """All tasks of *run*, once for each attempt at its only partition, under the same ids."""
+    """Send the tasks of *run* once per attempt at its only partition, with the same ids."""
     for attempt in attempts:
         headers = {HEADER: str(Stamp(run, 0, attempt))} if attempt else {}
         with bulk(fleet.app(), headers=headers) as batch:
@@ -147,10 +147,10 @@ def check_what_runs(broker_url: str, folder: Path, *, pool: Any, **records: str)
 
 @pytest.mark.ci
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
-def test_while_the_records_are_away_fenced_tasks_wait_and_others_run(
+def test_fenced_tasks_wait_while_the_records_are_unreachable_and_other_tasks_run(
     empty_redis: PrivateRedis, tmp_path: Path
 ) -> None:
-    """In the broker, not in the worker: all of its prefetch is free for others."""
+    """Fenced tasks wait in the broker, so the worker's whole prefetch is free for other tasks."""
     with (
         private_redis() as server,
         fleet_on(empty_redis.url, tmp_path, **SETTINGS, native_delay_records=server.url) as fleet,
@@ -160,7 +160,7 @@ def test_while_the_records_are_away_fenced_tasks_wait_and_others_run(
         begin(runs, "run")
         server.stop()
         send(fleet, "run", "0-a", "1-b")
-        worker.wait_for_log("tasks of fenced runs wait in the broker")
+        worker.wait_for_log("tasks of fenced runs wait, as")
         send(fleet, "plain", "")
         fleet.record.wait_for_ids(ids("plain"))
         assert {run.id for run in fleet.record.runs()} == set(ids("plain"))

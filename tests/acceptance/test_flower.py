@@ -1,4 +1,4 @@
-"""Flower, as it is, with what waits in it: the page and its REST."""
+"""The page Delays in Flower and its REST API, on real brokers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def flowers(fleet: Fleet) -> Iterator[Flowers]:
 
 
 def send(app: Celery, count: int = TASKS) -> list[str]:
-    """Delayed tasks, due over the ten hours that begin in one; their ids."""
+    """Send delayed tasks that become due between 1 and 11 hours from now; returns their ids."""
     begin = datetime.now(UTC) + timedelta(hours=1)
     step = timedelta(hours=10) / count
     with bulk(app) as batch:
@@ -62,10 +62,10 @@ def send(app: Celery, count: int = TASKS) -> list[str]:
 
 
 @pytest.mark.ci
-def test_the_page_finds_filters_and_changes_what_waits(
+def test_the_page_finds_filters_and_changes_waiting_tasks(
     fleet: Fleet, flowers: Flowers, records_redis: PrivateRedis
 ) -> None:
-    """With a password and under a prefix; what it says was cancelled the broker holds no more."""
+    """With a password and under a URL prefix; a cancelled task is gone from the broker."""
     app = fleet.app()
     ids = send(app)
     delay = Delay(app)
@@ -172,7 +172,7 @@ def test_the_page_finds_filters_and_changes_what_waits(
 
 
 def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flowers) -> None:
-    """As with Flower's own pages and API: who may not, is told why and offered no button."""
+    """As on Flower's own pages: the page has no buttons and says why, and the API refuses."""
     (task_id, *_) = send(flowers.fleet.app(), 20)
     open_to_all = {"FLOWER_UNAUTHENTICATED_API": "true"}
     nobody = flowers.start(wait=False)
@@ -238,10 +238,10 @@ def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flower
 
 
 @pytest.mark.ci
-def test_flower_with_one_line_of_configuration_has_the_page_and_its_own_button(
+def test_stock_flower_with_one_line_of_configuration_has_the_page(
     fleet: Fleet, flowers: Flowers
 ) -> None:
-    """Stock `celery flower`. Its own revoke cancels what waits; our metrics are among its own."""
+    """In `celery flower`, its Revoke button cancels waiting tasks and its metrics include ours."""
     app = fleet.app()
     ids = send(app, 20)
     config = fleet.folder / "flowerconfig.py"
@@ -269,7 +269,7 @@ def test_flower_with_one_line_of_configuration_has_the_page_and_its_own_button(
     wait_until(metrics_tell)
 
 
-def test_a_broker_that_is_away_is_said_to_be() -> None:
+def test_an_unreachable_broker_is_reported() -> None:
     asking = Asking(install(Celery("away", broker="redis://127.0.0.1:1/0", set_as_current=False)))
     with pytest.raises(RecordsUnavailable, match="cannot be used"):
         asyncio.run(asking.admin(lambda part: part.status()))
@@ -279,10 +279,10 @@ def test_a_broker_that_is_away_is_said_to_be() -> None:
 
 
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
-def test_on_rabbitmq_the_levels_are_shown_and_the_records_are_asked(
+def test_on_rabbitmq_the_page_shows_levels_and_recorded_tasks(
     vhost_url: str, records_redis: PrivateRedis, tmp_path: Path
 ) -> None:
-    """Without records the page still tells how many wait, and what it takes to see them."""
+    """Without records the page still counts waiting tasks, and says how to list them."""
     records = {"native_delay_records": records_redis.url}
     with fleet_on(vhost_url, tmp_path, **records) as fleet, flowers_on(fleet) as flowers:
         app = fleet.app()
@@ -309,14 +309,17 @@ def test_on_rabbitmq_the_levels_are_shown_and_the_records_are_asked(
 @pytest.mark.parametrize(
     ("away", "meaning"),
     [
-        ("run", "tasks wait and run as ever, those that were cancelled or moved as well"),
-        ("wait", "tasks that are due wait in the broker"),
+        ("run", "meanwhile due tasks run, even if cancelled"),
+        ("wait", "meanwhile due tasks wait in the broker"),
     ],
 )
-def test_without_its_records_the_page_shows_what_the_broker_knows(
+def test_with_unreachable_records_the_page_shows_the_brokers_counts(
     vhost_url: str, tmp_path: Path, away: str, meaning: str
 ) -> None:
-    """It says where the records are, why they are away, and what that means. Then it shows all."""
+    """The page says where the records are, why they cannot be reached, and the effect.
+
+    Later it lists all tasks.
+    """
     with private_redis(password="hush") as records:
         conf = {"native_delay_records": records.url, "native_delay_records_away": away}
         with fleet_on(vhost_url, tmp_path, **conf) as fleet, flowers_on(fleet) as flowers:
@@ -331,7 +334,7 @@ def test_without_its_records_the_page_shows_what_the_broker_knows(
                     f"records at {records.url.replace('hush', '**')} are unreachable: ",
                     meaning,
                 )
-                page = DelaysPage(chrome, flower)  # for whoever opens it now, as well
+                page = DelaysPage(chrome, flower)  # also in a newly opened page
                 page.wait(lambda: "Connection refused" in page.text("#delays-error"))
                 shows_the_brokers_own(page, "unreachable", meaning)
                 assert "hush" not in chrome.page_source
@@ -342,7 +345,7 @@ def test_without_its_records_the_page_shows_what_the_broker_knows(
 
 
 def fill_and_park(app: Celery) -> None:
-    """Forty tasks in the levels, two of them cancelled, and a plain message that is parked."""
+    """Put 40 tasks into the levels, cancel two, and park one plain message."""
     send(app, 40)
     with app.connection_for_write() as connection:
         publish(connection, "no task", "nobody-there", delay=5)  # or plain AMQP drops it at once
@@ -350,7 +353,7 @@ def fill_and_park(app: Celery) -> None:
 
 
 def shows_the_brokers_own(page: DelaysPage, *sentences: str) -> None:
-    """Cards, levels and parked ones of a RabbitMQ; and why there are no due times and no list."""
+    """Check the counts of levels and parked messages, and why due times and list are missing."""
     page.wait(lambda: page.text("#delays-error"))
     page.wait(lambda: page.text("#delays-parked") == "1")
     for sentence in sentences:
@@ -372,10 +375,10 @@ def shows_the_brokers_own(page: DelaysPage, *sentences: str) -> None:
 
 @pytest.mark.ci
 @on_one_version
-def test_flower_follows_what_waits_through_a_restart_of_rabbitmq(
+def test_flower_works_through_a_restart_of_rabbitmq(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, records_redis: PrivateRedis, tmp_path: Path
 ) -> None:
-    """It lists, finds and changes what waits, and answers promptly meanwhile; so does the next."""
+    """Flower answers promptly meanwhile, and afterwards lists, finds and changes waiting tasks."""
     conf = {
         "native_delay_records": records_redis.url,
         "native_delay_management_url": mortal_rabbitmq.management_url,
@@ -425,7 +428,7 @@ def test_flower_follows_what_waits_through_a_restart_of_rabbitmq(
 
 @contextmanager
 def asked_all_the_time(flower: FlowerProcess) -> Iterator[list[int]]:
-    """The statuses of Flower's answers to what needs no broker, all the while."""
+    """Ask Flower all the time for a page that needs no broker; collects the status codes."""
     statuses: list[int] = []
     over = Event()
 

@@ -1,4 +1,4 @@
-"""The page Delays in Flower under the hands and eyes of people: keys, addresses, phones, words."""
+"""The page Delays in Flower as people use it: keyboard, addresses, phones, time zones."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def flower(app: Celery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fl
 @pytest.fixture(scope="module")
 def chrome() -> Iterator[Chrome]:
     with browser() as chrome:
-        # Whoever looks is not where the app is.
+        # The browser is in another time zone than the app.
         chrome.execute_cdp_cmd("Emulation.setTimezoneOverride", {"timezoneId": "America/New_York"})
         yield chrome
 
 
 @pytest.fixture
 def delay(app: Celery) -> Delay:
-    """What waits: exactly the tasks of fill()."""
+    """The ``native_delay`` of an app whose waiting tasks are exactly those of `fill`."""
     delay = Delay(app)
     delay.cancel_all(delay.ids())
     fill(app)
@@ -82,7 +82,7 @@ def delay(app: Celery) -> Delay:
 def test_the_histogram_is_one_tab_stop_with_arrow_keys(
     delay: Delay, chrome: Chrome, flower: FlowerProcess
 ) -> None:
-    """Tab leaves it for the search box at once; each bar can be reached, and stays reached."""
+    """Tab moves on to the search box; arrow keys reach each bar, and a refresh keeps the focus."""
     page = DelaysPage(chrome, flower)
     page.lists(TASKS)
     page.wait(lambda: page.text(".delays-bar") == "" and page.find(".delays-bar"))
@@ -132,10 +132,10 @@ def test_the_histogram_is_one_tab_stop_with_arrow_keys(
     chrome.switch_to.active_element.send_keys(Keys.SHIFT, Keys.TAB)
 
 
-def test_the_address_says_what_is_shown(
+def test_the_address_holds_search_page_and_times(
     delay: Delay, chrome: Chrome, flower: FlowerProcess
 ) -> None:
-    """Search, page, page size and times: copied it shows the same; back and forward work."""
+    """A copied address shows the same search, page, page size and times; back and forward work."""
     page = DelaysPage(chrome, flower)
 
     def info() -> str:
@@ -193,7 +193,7 @@ def test_the_address_says_what_is_shown(
     assert page.complaints() == []
 
 
-def test_a_wrong_search_is_told_at_the_search_box(
+def test_the_error_of_a_search_is_shown_at_the_search_box(
     delay: Delay, chrome: Chrome, flower: FlowerProcess
 ) -> None:
     page = DelaysPage(chrome, flower)
@@ -233,8 +233,8 @@ def test_a_phone_shows_all_of_a_task(delay: Delay, chrome: Chrome, flower: Flowe
         assert wide <= 360, "the page must be scrolled sideways on a phone"
 
 
-def test_times_say_their_zone(delay: Delay, chrome: Chrome, flower: FlowerProcess) -> None:
-    """The app's, as in Flower's own list, wherever the browser is; and UTC for who points at it."""
+def test_times_show_their_zone(delay: Delay, chrome: Chrome, flower: FlowerProcess) -> None:
+    """Times are in the app's zone, as in Flower's own list; a tooltip shows UTC."""
     page = DelaysPage(chrome, flower)
     page.lists(TASKS)
     time = page.find("#delays-table tbody tr:first-child time")
@@ -272,10 +272,10 @@ def test_without_a_zone_of_the_app_times_are_in_utc(
         assert "2030-06-30 22:30:00 UTC" in page.text("#delays-table tbody tr:first-child time")
 
 
-def test_control_characters_are_shown_and_not_obeyed(
+def test_control_characters_are_escaped(
     app: Celery, delay: Delay, chrome: Chrome, flower: FlowerProcess
 ) -> None:
-    """In names, ids, arguments and queues, wherever the page shows them."""
+    """In names, ids, arguments and queues, at every place of the page."""
     delay.cancel_all(delay.ids())
     app.send_task(f"n{HOSTILE}", (HOSTILE, "שלום"), task_id=f"i{HOSTILE}", countdown=9000)
     page = DelaysPage(chrome, flower)
@@ -314,7 +314,7 @@ def test_the_key_of_a_task_is_shown_and_searched(
         ("run-now", "It goes to its queue at once.", "They go to their queues at once."),
     ],
 )
-def test_a_question_about_one_task_is_not_about_many(
+def test_the_dialog_about_one_task_uses_the_singular(
     delay: Delay, chrome: Chrome, flower: FlowerProcess, verb: str, one: str, many: str
 ) -> None:
     page = DelaysPage(chrome, flower)
@@ -338,7 +338,7 @@ def test_a_question_about_one_task_is_not_about_many(
 
 @contextmanager
 def phone(chrome: Chrome) -> Iterator[None]:
-    """As wide as a phone is."""
+    """A browser window as wide as a phone."""
     chrome.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True},
@@ -350,7 +350,7 @@ def phone(chrome: Chrome) -> Iterator[None]:
 
 
 def raw_in(chrome: Chrome, element: str) -> list[str]:
-    """Texts and titles beneath *element* with a character that a terminal or reader obeys."""
+    """Texts and titles below *element* that contain a control character."""
     found: list[str] = chrome.execute_script(
         rf"""
         var texts = [],

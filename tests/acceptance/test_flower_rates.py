@@ -1,4 +1,4 @@
-"""The page Rates in Flower, and its REST: the lines in which rated tasks wait for their turn."""
+"""The page Rates in Flower and its REST API: the queues of rate-limited tasks."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tests.acceptance.worker import fleet_on
 from tests.brokers import on_one_version
 from tests.lines import fill
 
-#: A month holds all that waits: no turn comes while a test looks.
+#: The rate is so low that no waiting task starts during the tests.
 RATES = {"shop.call_api": "100/d", "shop.send_mail": "10/d"}
 
 TENANTS = 20
 
 
 class RatesPage(DelaysPage):
-    """The page as somebody sees it, in words of what is on it."""
+    """The page as a user sees it: methods read the visible table."""
 
     path_of_page = "/delays/rates"
 
     def rows(self) -> list[list[str]]:
-        """Texts of the cells of the lines that are shown, from the first on."""
+        """The cell texts of the first rows of the table."""
         found: list[list[str]] = self.chrome.execute_script(
             "return Array.from(document.querySelectorAll('#rates-table tbody tr')).map(row =>"
             " Array.from(row.cells).map(cell => cell.textContent.replace(/\\s+/g, ' ').trim()))"
@@ -45,8 +45,8 @@ class RatesPage(DelaysPage):
         box.send_keys(text)
 
 
-def fill_lines(app: Celery) -> None:
-    """One line for each tenant, in which 1 to 20 wait; and a held one for all mail."""
+def fill_rate_queues(app: Celery) -> None:
+    """Queue 1 to 20 tasks for each tenant, and some for the paused rate of all mail."""
     for number in range(TENANTS):
         fill(app, "shop.call_api", f"tenant-{number}", "100/d", waiting=TENANTS - number)
     fill(app, "shop.send_mail", None, "10/d", waiting=99, held_seconds=90_000)
@@ -62,7 +62,7 @@ def redis() -> Iterator[PrivateRedis]:
 def app(redis: PrivateRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Celery]:
     with fleet_on(redis.url, tmp_path_factory.mktemp("lines"), native_delay_rates=RATES) as fleet:
         app = fleet.app()
-        fill_lines(app)
+        fill_rate_queues(app)
         yield app
 
 
@@ -82,10 +82,10 @@ def chrome() -> Iterator[Chrome]:
         yield chrome
 
 
-def test_the_page_shows_every_line_and_finds_and_sorts_them(
+def test_the_page_lists_finds_and_sorts_the_queues_of_rates(
     app: Celery, flower: FlowerProcess, chrome: Chrome
 ) -> None:
-    """With a password and under a prefix; where rates are set, a link leads there."""
+    """With a password and under a URL prefix. If rates are set, a link leads to the page."""
     DelaysPage(chrome, flower).click("a.nav-link[href$='/delays/rates']")
     page = RatesPage(chrome, flower, None)
     page.lists(TENANTS + 1)
@@ -123,7 +123,7 @@ def test_the_page_shows_every_line_and_finds_and_sorts_them(
 
 
 @pytest.mark.ci
-def test_a_phone_shows_all_of_a_line(flower: FlowerProcess, chrome: Chrome) -> None:
+def test_a_phone_shows_all_columns(flower: FlowerProcess, chrome: Chrome) -> None:
     with phone(chrome):
         page = RatesPage(chrome, flower)
         page.lists(TENANTS + 1)
@@ -147,9 +147,7 @@ def test_a_phone_shows_all_of_a_line(flower: FlowerProcess, chrome: Chrome) -> N
 
 
 @pytest.mark.ci
-def test_a_hostile_key_is_shown_and_not_obeyed(
-    app: Celery, flower: FlowerProcess, chrome: Chrome
-) -> None:
+def test_a_hostile_key_is_escaped(app: Celery, flower: FlowerProcess, chrome: Chrome) -> None:
     fill(app, "shop.call_api", f"<b>{HOSTILE}</b>", "100/d", waiting=1000)
     page = RatesPage(chrome, flower)
     page.wait(lambda: SHOWN in page.text("#rates-table tbody .rates-key"))
@@ -158,10 +156,10 @@ def test_a_hostile_key_is_shown_and_not_obeyed(
 
 
 @pytest.mark.ci
-def test_lines_that_are_out_of_reach_are_not_shown_as_they_were(
+def test_unreachable_rate_records_hide_the_table(
     redis: PrivateRedis, flower: FlowerProcess, chrome: Chrome
 ) -> None:
-    """The page says where they are and why, without a password; and shows them again."""
+    """The page names the URL without its password and the error; later it shows the table again."""
     page = RatesPage(chrome, flower)
     page.wait(lambda: page.text("#rates-held") == "1")
     redis.kill()
@@ -175,10 +173,10 @@ def test_lines_that_are_out_of_reach_are_not_shown_as_they_were(
 
 
 @on_one_version
-def test_without_rates_there_is_no_link_and_the_page_says_what_it_takes(
+def test_without_rates_there_is_no_link_and_the_page_says_how_to_set_them(
     vhost_url: str, tmp_path: Path
 ) -> None:
-    """On RabbitMQ without records beside it, too."""
+    """Also on RabbitMQ without records."""
     with fleet_on(vhost_url, tmp_path) as fleet, flowers_on(fleet) as flowers:
         flower = flowers.start()
         assert "/delays/rates" not in flower.ask("/delays")[1]

@@ -1,5 +1,5 @@
-"""Metrics: what a real exporter serves about real brokers and a real worker with events on; and
-what Prometheus, the alerts and the dashboard make of it."""
+"""Metrics: a real exporter with real brokers and a worker with events on. Then
+Prometheus, the alerts and the dashboard evaluate its samples."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from tests.waiting import PATIENCE_SECONDS, wait_until
 MONITORING = Path(__file__).parents[2] / "monitoring"
 
 
-def come_to_every_end(fleet: Fleet, exporter: Exporter) -> None:
-    """Of three tasks for the queue "side" one runs, one is cancelled, one expires; all is told."""
+def let_tasks_run_expire_and_be_cancelled(fleet: Fleet, exporter: Exporter) -> None:
+    """One task of the queue "side" runs, one is cancelled, one expires; wait for their samples."""
     app = fleet.app()
     note = app.tasks["note"]
     note.apply_async(("runs",), countdown=1, queue="side")
@@ -41,9 +41,7 @@ def come_to_every_end(fleet: Fleet, exporter: Exporter) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
-def test_what_waits_in_redis_is_told_and_what_came_of_it(
-    own_redis: PrivateRedis, tmp_path: Path
-) -> None:
+def test_metrics_of_tasks_on_redis(own_redis: PrivateRedis, tmp_path: Path) -> None:
     with fleet_on(own_redis.url, tmp_path) as fleet, exporter_of(fleet) as exporter:
         app = fleet.app()
         note = app.tasks["note"]
@@ -70,10 +68,10 @@ def test_what_waits_in_redis_is_told_and_what_came_of_it(
         fleet.worker(pool="threads", more=("-E",), wait=False)
         exporter.wait_for("unroutable_messages", 1)
         exporter.wait_for("overdue_seconds", 0)
-        come_to_every_end(fleet, exporter)
+        let_tasks_run_expire_and_be_cancelled(fleet, exporter)
 
         assert own_redis.pid is not None
-        os.kill(own_redis.pid, signal.SIGSTOP)  # worse than dead: nobody says that it is
+        os.kill(own_redis.pid, signal.SIGSTOP)  # a paused server gives no error
         try:
             exporter.wait_for("store_up", 0)
             assert exporter.value("pending") is None
@@ -84,8 +82,8 @@ def test_what_waits_in_redis_is_told_and_what_came_of_it(
 
 
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
-def test_rated_tasks_are_told_by_name(own_redis: PrivateRedis, tmp_path: Path) -> None:
-    """How many wait in how many lines, and how many were started; none of it by key."""
+def test_metrics_of_rates_are_by_task_name(own_redis: PrivateRedis, tmp_path: Path) -> None:
+    """Waiting tasks, their queues and started tasks are counted by task name, never by key."""
     rates = {"careful": "1/h", "hold": "1/d"}
     with (
         fleet_on(own_redis.url, tmp_path, native_delay_rates=rates) as fleet,
@@ -112,7 +110,7 @@ def test_rated_tasks_are_told_by_name(own_redis: PrivateRedis, tmp_path: Path) -
 
 @dataclass
 class Shop:
-    """RabbitMQ with records; a worker runs, three tasks wait for about ten minutes."""
+    """RabbitMQ with records, a worker, and three tasks that are due in about ten minutes."""
 
     fleet: Fleet
     exporter: Exporter
@@ -134,7 +132,7 @@ def shop(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) ->
         exporter = started.enter_context(exporter_of(fleet))
         exporter.wait_for("events_up", 1)
         worker.wait_ready()
-        come_to_every_end(fleet, exporter)
+        let_tasks_run_expire_and_be_cancelled(fleet, exporter)
         due = time() + 600
         for number in range(3):
             fleet.app().tasks["note"].apply_async((number,), countdown=600 + number)
@@ -143,10 +141,10 @@ def shop(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
-def test_what_waits_in_rabbitmq_is_told_and_what_came_of_it(shop: Shop) -> None:
+def test_metrics_of_tasks_on_rabbitmq(shop: Shop) -> None:
     exporter = shop.exporter
     exporter.wait_for("messages", 3, level="level-12", ttl_seconds="512")
-    exporter.wait_for("pending", 4)  # what is cancelled stays in its level
+    exporter.wait_for("pending", 4)  # a cancelled message stays in its level
     exporter.wait_for("records_messages", 3)
     assert exporter.value("messages", level="level-00", ttl_seconds="0.125") == 0
     assert exporter.value("overdue_seconds") == 0
@@ -167,7 +165,7 @@ def test_what_waits_in_rabbitmq_is_told_and_what_came_of_it(shop: Shop) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
-def test_without_records_nothing_is_said_about_due_times(shop: Shop) -> None:
+def test_without_records_there_are_no_metrics_of_due_times(shop: Shop) -> None:
     with exporter_of(shop.fleet, native_delay_records=None) as exporter:
         exporter.wait_for("pending", 4)
         for name in (
@@ -181,8 +179,8 @@ def test_without_records_nothing_is_said_about_due_times(shop: Shop) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
-def test_no_panel_of_the_dashboard_is_dead_and_no_alert_broken(shop: Shop, tmp_path: Path) -> None:
-    """Prometheus answers every expression with something; the reference names what is served."""
+def test_every_expression_of_dashboard_and_alerts_has_data(shop: Shop, tmp_path: Path) -> None:
+    """Prometheus returns data for every expression; the reference names every served metric."""
     dashboard = json.loads((MONITORING / "dashboard.json").read_text())
     expressions = [
         target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())
@@ -226,7 +224,7 @@ def _metrics_of(expression: str) -> set[str]:
     return set(re.findall(r"celery_delay_\w+", expression))
 
 
-def test_the_alerts_fire_when_they_should_and_only_then() -> None:
+def test_each_alert_fires_exactly_under_its_condition() -> None:
     promtool = program("promtool")
     for command in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Migration in mid-traffic: what waits is moved while all work on, and its process is killed."""
+"""Migration under traffic: waiting tasks move while the migrating process is killed repeatedly."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ from tests.waiting import PATIENCE_SECONDS
 pytestmark = pytest.mark.ci
 
 TASKS = int(os.environ.get("NATIVE_DELAY_TEST_MIGRATED", "400"))
-"""Half of them wait in Celery's own levels, half in an earlier set; 20,000 by hand."""
+"""Half of the tasks wait in Celery's own levels, half in an earlier set.
+
+For a run by hand: 20,000.
+"""
 
 EARLIEST_SECONDS = 3 if TASKS <= 1000 else TASKS // 60
 SPREAD_SECONDS = max(20, TASKS // 100)
-"""The first is due so soon, with many when all have been moved; the others within so long."""
+"""Due times begin after EARLIEST_SECONDS, with many tasks after the migration."""
 
 KILLED_EVERY_SECONDS = 2.0
 
 LIVE_KILLS = 3 + TASKS // 1000
-"""After so many all producers end: what they send would be found by each run anew."""
+"""After so many kills all producers end: each run would find their new tasks."""
 
 MOST_KILLS = 6 + TASKS // 150
-"""The next run may come to its end, however slow the machine."""
+"""After so many kills the next run may finish, however slow the machine."""
 
 EARLIER = {"native_delay_resolution": 0.25, "native_delay_fused_bits": 7}
 RATE = ["--rate", str(TASKS // 7)]
-"""So no machine is so fast that its first run ends before it is killed."""
+"""Slow enough that the first run is killed before it ends, on any machine."""
 
 MIGRATE = ["delay", "migrate", "--from", "celery", "--from", "sets", "--yes", "--json", *RATE]
 
-#: The command itself, which tells when it is about to begin: a busy machine is slow to import.
+#: The command prints "begins" after its imports, which are slow on a busy machine.
 RUN = f"""
 import sys
 import celery_native_delay.transports.rabbitmq.moving, tests.acceptance.apps.installed
@@ -53,7 +56,7 @@ main()
 
 TO_ORDERS = {"exchange": "shop", "exchange_type": "topic", "routing_key": "orders.new"}
 
-#: In a plain producer, whose tasks wait in Celery's own levels.
+#: Code for a plain producer, whose tasks wait in Celery's own levels.
 SEND = """
 import json
 from random import Random
@@ -73,7 +76,7 @@ print(json.dumps(sent))
 def test_nothing_is_lost_when_migration_is_killed_every_two_seconds(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, record_property: Any
 ) -> None:
-    """Under producers of the old ways and the new one, and workers: each task runs, never early."""
+    """Old and new producers and workers go on meanwhile: each task runs, never early."""
     fleet.conf |= {
         "queue_type": "quorum",
         "native_delay_management_url": rabbitmq.management_url,
@@ -113,7 +116,7 @@ def test_nothing_is_lost_when_migration_is_killed_every_two_seconds(
     record_property("figures", figures)
     assert kills
     assert late[0] >= -0.001
-    # Those that were not told had left their level when the next run came to it.
+    # A doubled task that no run reported had left its level before the next run looked there.
     assert len(doubled) <= kills, figures
     assert len(told) <= kills
     last, _ = run_migration(fleet).communicate(timeout=PATIENCE_SECONDS)
@@ -122,7 +125,7 @@ def test_nothing_is_lost_when_migration_is_killed_every_two_seconds(
 
 
 def send_on(fleet: Fleet, over: Event, sent: dict[str, float]) -> None:
-    """Delay tasks in all three ways, while others are moved."""
+    """Delay tasks in all three ways while the migration runs."""
     apps = [fleet.app(), fleet.app(**EARLIER), fleet.app(installed=False)]
     while not over.wait(0.1):
         for app in apps:
@@ -132,10 +135,10 @@ def send_on(fleet: Fleet, over: Event, sent: dict[str, float]) -> None:
 
 
 def migrate_and_kill(fleet: Fleet, over: Event) -> tuple[int, int, set[str]]:
-    """Run the command until one run comes to its end; at some time the old producers do.
+    """Run the migration and kill it, until one run ends; after LIVE_KILLS the producers end.
 
-    The number of those that did not, of what the last one moved, and the ids that any of them
-    said may run twice.
+    Returns the number of killed runs, the number of tasks that the last run moved, and the ids
+    that any run reported as possibly running twice.
     """
     kills, doubtful = 0, set[str]()
     while True:

@@ -1,4 +1,4 @@
-"""All four pools: delayed tasks, retries, and early tasks put back, all without holding one."""
+"""All four pools run delayed tasks, retries and early tasks, and hold none in the worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(json.dumps([
 
 @pytest.mark.ci
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent"])
-def test_a_pool(
+def test_a_pool_runs_delayed_tasks_and_holds_none(
     fleet: Fleet,
     rabbitmq: PrivateRabbitMQ,
     vhost: str,
@@ -73,7 +73,7 @@ def test_a_pool(
         run.assert_on_time(run.due)
 
     assert not {run.id for run in fleet.record.runs()} & set(far)
-    worker.stop()  # in good order: nothing comes back
+    worker.stop()  # a clean stop: no task is delivered again
     attempts = [(run.id, run.retries) for run in fleet.record.runs()]
     assert len(attempts) == len(set(attempts))
     assert worker.log_lines("ERROR") == []

@@ -1,4 +1,4 @@
-"""What all private brokers share: ports of their own, and a log when they do not start."""
+"""Processes of private brokers: free ports, errors with the log, and how they end."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.processes import processes_of
 from tests.waiting import wait_until
 
 
-def test_a_claimed_port_is_free_for_its_server_and_for_nobody_else() -> None:
-    """Two processes claim hundreds of ports each; none belongs to both."""
+def test_a_claimed_port_is_claimed_once() -> None:
+    """Two processes claim hundreds of ports each, and never the same one."""
     program = (
         "import sys\n"
         "from celery_native_delay.testing.processes import claim_ports, port_of\n"
@@ -49,27 +49,27 @@ def keeping(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[KeptServ
 
 
 @pytest.mark.parametrize("keeping", ["echo no disk; exit 3"], indirect=True)
-def test_one_that_ends_says_its_last_words(keeping: KeptServer) -> None:
+def test_a_server_that_ends_at_its_start_shows_the_end_of_its_log(keeping: KeptServer) -> None:
     with pytest.raises(BrokerFailed, match=r"(?s)The sleeper ended with code 3 .*no disk"):
         keeping.start(lambda: False, within_seconds=30)
     assert keeping.pid is None
 
 
 @pytest.mark.parametrize("keeping", ["echo still loading; exec sleep 600"], indirect=True)
-def test_one_that_takes_too_long_is_ended(keeping: KeptServer) -> None:
+def test_a_server_that_starts_too_slowly_is_ended(keeping: KeptServer) -> None:
     with pytest.raises(BrokerFailed, match=r"(?s)did not start within 2 s.*still loading"):
         keeping.start(lambda: False, within_seconds=2)
     assert keeping.pid is None
 
 
 @pytest.mark.parametrize("keeping", ["trap '' TERM; while :; do sleep 0.1; done"], indirect=True)
-def test_one_that_will_not_stop_is_killed(keeping: KeptServer) -> None:
+def test_a_server_that_does_not_stop_is_killed(keeping: KeptServer) -> None:
     keeping.start(lambda: True, within_seconds=30)
     keeping.end(signal.SIGTERM, within_seconds=0.5)
     assert keeping.pid is None
 
 
-def test_a_companion_runs_as_long_as_its_server_is_kept(tmp_path: Path) -> None:
+def test_a_companion_process_ends_with_its_server(tmp_path: Path) -> None:
     companion = ["sh", "-c", "while :; do sleep 0.1; done", tmp_path.name]
     keeping = KeptServer("The server", ["true"], home=tmp_path, companion=companion)
     wait_until(lambda: processes_of(tmp_path.name) != [])

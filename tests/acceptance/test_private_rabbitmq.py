@@ -1,4 +1,4 @@
-"""The private broker: what it promises to tests, and that it leaves nothing behind."""
+"""Private RabbitMQ: vhosts, users, policies, restarts, errors; and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tests.processes import assert_nothing_left_when_killed, processes_of
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
-def test_it_starts_and_says_who_it_is(rabbitmq: PrivateRabbitMQ, rabbitmq_version: str) -> None:
+def test_a_node_starts_and_knows_its_version(
+    rabbitmq: PrivateRabbitMQ, rabbitmq_version: str
+) -> None:
     assert rabbitmq.version == rabbitmq_version
     assert rabbitmq.data_dir.is_dir()
     assert rabbitmq.api("GET", "/overview")["rabbitmq_version"] == rabbitmq.version
@@ -36,7 +38,7 @@ def test_a_new_vhost_is_empty_and_its_counts_are_fresh(rabbitmq: PrivateRabbitMQ
         rabbitmq.queues(vhost_name(url))
 
 
-def test_a_user_may_do_what_the_permissions_say(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
+def test_a_user_has_exactly_the_given_permissions(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
     url = rabbitmq.add_user("reader@home", "p/w d", configure="^$", vhost=vhost)
     with Connection(url) as connection, pytest.raises(connection.channel_errors, match="403"):
         connection.default_channel.queue_declare("mine")
@@ -70,7 +72,7 @@ def test_a_durable_message_survives_kill_and_stop(rabbitmq_version: str) -> None
 
 
 @pytest.mark.ci
-def test_nothing_is_left_after_the_block(rabbitmq_version: str) -> None:
+def test_no_process_or_folder_is_left_after_the_block(rabbitmq_version: str) -> None:
     with private_rabbitmq(version=rabbitmq_version, management=False) as broker:
         folder = broker.data_dir.parent
         assert any("beam" in command for command in processes_of(folder.name))
@@ -81,7 +83,9 @@ def test_nothing_is_left_after_the_block(rabbitmq_version: str) -> None:
 
 
 @pytest.mark.ci
-def test_nothing_is_left_when_the_process_is_killed(rabbitmq_version: str) -> None:
+def test_no_process_or_folder_is_left_when_the_test_process_is_killed(
+    rabbitmq_version: str,
+) -> None:
     broker = f"private_rabbitmq(version={rabbitmq_version!r}, management=False)"
     assert_nothing_left_when_killed(broker, "broker.data_dir.parent")
 

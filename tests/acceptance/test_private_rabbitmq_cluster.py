@@ -1,4 +1,4 @@
-"""The private cluster: what it promises to tests of nodes and networks that fail."""
+"""Private RabbitMQ clusters: nodes that stop or pause, and networks that are cut."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ FEW_LEVELS = 8
 
 @pytest.fixture(scope="module")
 def shared_cluster(rabbitmq_version: str) -> Iterator[PrivateRabbitMQCluster]:
-    """Three nodes of this version, in a network that can be cut where that is allowed."""
+    """Three nodes of this version. Their network can be cut if the machine allows it."""
     with private_rabbitmq_cluster(version=rabbitmq_version, partitions=IS_ROOT) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def cluster(shared_cluster: PrivateRabbitMQCluster) -> PrivateRabbitMQCluster:
-    """The cluster with all its nodes; a test may leave it broken."""
+    """The cluster with all nodes running; a test may leave nodes stopped."""
     shared_cluster.heal()
     return shared_cluster
 
@@ -49,7 +49,7 @@ def declare(url: str) -> None:
 
 
 def put(url: str, body: str, *, confirm_seconds: float = PATIENCE_SECONDS) -> None:
-    """Publish to `orders`, and wait until it is confirmed."""
+    """Publish to `orders` and wait for the confirm."""
     with Connection(url, transport_options={"confirm_publish": True}) as connection:
         connection.default_channel.basic_publish(
             Message(body, delivery_mode=2), routing_key="orders", confirm_timeout=confirm_seconds
@@ -57,19 +57,19 @@ def put(url: str, body: str, *, confirm_seconds: float = PATIENCE_SECONDS) -> No
 
 
 def get(url: str) -> str:
-    """Take the next message from `orders`, as soon as there is one."""
+    """Wait for a message in `orders` and take it."""
     with Connection(url) as connection:
         channel = connection.default_channel
         return str(wait_until(lambda: channel.basic_get("orders", no_ack=True)).body)
 
 
 def running(node: PrivateRabbitMQ) -> set[str]:
-    """The nodes that this one sees run."""
+    """The running nodes, as *node* sees them."""
     return {seen["name"] for seen in node.api("GET", "/nodes") if seen["running"]}
 
 
 def test_a_delayed_task_outlives_a_node(cluster: PrivateRabbitMQCluster, tmp_path: Path) -> None:
-    """Worker and producer go on through those that are left, by the url that names all."""
+    """The URL names all nodes, so worker and producer go on with the remaining ones."""
     with fleet_on(
         cluster.new_vhost(),
         tmp_path,
@@ -93,10 +93,10 @@ def test_a_delayed_task_outlives_a_node(cluster: PrivateRabbitMQCluster, tmp_pat
 
 
 @only_root
-def test_a_minority_is_blocked_until_the_network_is_mended(
+def test_a_minority_confirms_nothing_until_the_network_is_restored(
     cluster: PrivateRabbitMQCluster,
 ) -> None:
-    """The majority goes on, the minority confirms nothing; healed, it has what the others have."""
+    """The majority goes on. With the network back, the minority has the same messages."""
     vhost = cluster.new_vhost()
     declare(vhost)
     put(vhost, "before")
@@ -124,8 +124,10 @@ def test_a_paused_node_answers_only_when_it_has_resumed(cluster: PrivateRabbitMQ
 
 
 @only_root
-def test_nothing_is_left_when_the_process_is_killed(rabbitmq_version: str) -> None:
-    """Neither nodes and their folders, nor the network."""
+def test_no_process_or_folder_is_left_when_the_test_process_is_killed(
+    rabbitmq_version: str,
+) -> None:
+    """Neither nodes nor folders nor network are left."""
     broker = f"private_rabbitmq_cluster(1, version={rabbitmq_version!r}, partitions=True)"
     assert_nothing_left_when_killed(
         broker, "broker.nodes[0].data_dir.parent", module="tests.cluster"

@@ -1,4 +1,4 @@
-"""Private Redis and Valkey: what they promise, and that they leave nothing behind."""
+"""Private Redis and Valkey: sockets, TLS, restarts, errors; and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def receive(url: str) -> str:
             return str(message.payload)
 
 
-def test_it_is_the_server_that_was_asked_for(server_name: ServerName) -> None:
+def test_redis_and_valkey_can_be_chosen(server_name: ServerName) -> None:
     with private_redis(server=server_name) as redis:
         assert redis.installation.name == server_name
         assert redis.client.info("server")["redis_version"]
@@ -56,7 +56,7 @@ def test_celery_takes_its_urls(server_name: ServerName) -> None:
             assert receive(back) == "hello"
 
 
-def test_without_a_port_it_is_only_on_its_socket(server_name: ServerName) -> None:
+def test_without_a_port_the_server_listens_only_on_its_socket(server_name: ServerName) -> None:
     with private_redis(server=server_name, tcp=False) as redis:
         assert redis.port is None
         assert redis.url == redis.socket_url
@@ -65,7 +65,7 @@ def test_without_a_port_it_is_only_on_its_socket(server_name: ServerName) -> Non
         assert receive(redis.url) == "hello"
 
 
-def test_what_it_holds_survives_kill_and_stop(server_name: ServerName) -> None:
+def test_data_survives_kill_and_stop(server_name: ServerName) -> None:
     with private_redis(server=server_name) as redis:
         port = redis.port
         send(redis.url, "kept")
@@ -80,7 +80,7 @@ def test_what_it_holds_survives_kill_and_stop(server_name: ServerName) -> None:
 
 
 @pytest.mark.ci
-def test_tls_needs_the_certificate(tmp_path: Path) -> None:
+def test_a_tls_client_needs_the_certificate(tmp_path: Path) -> None:
     installed(require_redis, "redis")
     with private_redis(server="redis", tls=self_signed_certificate(tmp_path)) as redis:
         assert redis.url.startswith("rediss://")
@@ -95,7 +95,7 @@ def test_configuration_is_passed_on(server_name: ServerName) -> None:
         assert redis.client.config_get("maxmemory") == {"maxmemory": "3145728"}
 
 
-def test_one_that_cannot_start_says_why(server_name: ServerName) -> None:
+def test_a_server_that_cannot_start_says_why(server_name: ServerName) -> None:
     with (
         pytest.raises(BrokerFailed, match=r"(?s)(Redis|Valkey) \d.* ended with.*no-such-setting"),
         private_redis(server=server_name, config="no-such-setting 1"),
@@ -103,7 +103,7 @@ def test_one_that_cannot_start_says_why(server_name: ServerName) -> None:
         pass
 
 
-def test_a_given_folder_is_kept_and_used_by_one_at_a_time(
+def test_a_given_folder_is_kept_and_used_by_one_server_at_a_time(
     server_name: ServerName, short_path: Path
 ) -> None:
     with private_redis(server=server_name, folder=short_path) as redis:
@@ -126,7 +126,7 @@ def test_a_folder_too_deep_for_a_socket_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_nothing_is_left_after_the_block(server_name: ServerName) -> None:
+def test_no_process_or_folder_is_left_after_the_block(server_name: ServerName) -> None:
     with private_redis(server=server_name) as redis:
         folder = redis.folder
         assert any("-server" in command for command in processes_of(folder.name))
@@ -134,12 +134,14 @@ def test_nothing_is_left_after_the_block(server_name: ServerName) -> None:
     wait_until(lambda: processes_of(folder.name) == [])
 
 
-def test_nothing_is_left_when_the_process_is_killed(server_name: ServerName) -> None:
+def test_no_process_or_folder_is_left_when_the_test_process_is_killed(
+    server_name: ServerName,
+) -> None:
     assert_nothing_left_when_killed(f"private_redis(server={server_name!r})", "broker.folder")
 
 
 @pytest.mark.parametrize("server", ["redis", in_ci("valkey")])
-def test_one_that_is_not_installed_says_what_to_install(
+def test_a_missing_server_says_what_to_install(
     server: ServerName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -152,12 +154,12 @@ def test_one_that_is_not_installed_says_what_to_install(
         require_redis(embedded=True)
 
 
-def test_what_cannot_be_is_said_before_anything_starts() -> None:
+def test_wrong_arguments_are_refused_before_a_server_starts() -> None:
     with pytest.raises(ValueError, match=r"expected server to be .*'reddis'"):
         require_redis("reddis")  # type: ignore[arg-type]
 
 
-def test_without_redis_py_it_says_so(
+def test_without_redis_py_it_says_what_to_install(
     server_name: ServerName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
@@ -173,7 +175,9 @@ class TestEmbedded:
     def wheel(self) -> None:
         installed(require_redis, "valkey", embedded=True)
 
-    def test_it_keeps_what_waits_and_has_no_port(self, short_path: Path) -> None:
+    def test_the_embedded_server_keeps_waiting_tasks_and_has_no_port(
+        self, short_path: Path
+    ) -> None:
         with embedded_broker(short_path) as broker:
             assert broker.installation.embedded
             assert broker.url == f"redis+socket://{short_path}/redis.sock"
@@ -181,7 +185,7 @@ class TestEmbedded:
         with embedded_broker(short_path) as broker:
             assert receive(broker.url) == "kept"
 
-    def test_it_needs_no_folder(self) -> None:
+    def test_the_embedded_server_needs_no_folder(self) -> None:
         with embedded_broker() as broker:
             folder = broker.folder
             send(broker.url, "hello")

@@ -1,4 +1,4 @@
-"""A private SQS: there in a second, gone without a trace, one that gives each message once."""
+"""A private SQS server: it gives each message to one consumer and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def _is_installed() -> None:
     installed(require_sqs)
 
 
-def test_who_ask_at_the_same_time_get_different_messages() -> None:
-    """Moto by itself would give one to both."""
+def test_concurrent_consumers_get_different_messages() -> None:
+    """Plain moto would give the same message to both consumers."""
     with private_sqs() as sqs:
         url = sqs.client.create_queue(QueueName="jobs")["QueueUrl"]
         received: list[str] = []
@@ -39,7 +39,7 @@ def test_who_ask_at_the_same_time_get_different_messages() -> None:
         assert sorted(received, key=int) == [str(number) for number in range(40)]
 
 
-def test_it_is_empty_and_on_its_port_when_it_comes_back() -> None:
+def test_a_restarted_server_is_empty_and_has_the_same_port() -> None:
     with private_sqs() as sqs:
         for end in (sqs.wipe, sqs.stop, sqs.kill):
             sqs.client.create_queue(QueueName="jobs")
@@ -48,7 +48,7 @@ def test_it_is_empty_and_on_its_port_when_it_comes_back() -> None:
             assert "QueueUrls" not in sqs.client.list_queues()
 
 
-def test_nothing_is_left_of_it_when_its_process_is_killed() -> None:
+def test_the_server_ends_when_the_test_process_is_killed() -> None:
     assert_nothing_left_when_killed(
         "private_sqs()", "broker.folder", module="example_project.private_sqs"
     )

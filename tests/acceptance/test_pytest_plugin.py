@@ -1,4 +1,4 @@
-"""The pytest plugin as a user has it: installed, in a project of their own, in a process."""
+"""The pytest plugin as a user runs it: installed, in another project, in a separate process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ STRICT = "-Werror", "--strict-markers", "--strict-config", "-pno:cacheprovider"
 
 @pytest.fixture
 def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A user's project, outside of ours."""
+    """A folder with a user's project, outside of this repository."""
     for name in ("CI", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
         monkeypatch.delenv(name, raising=False)
     return pytester
 
 
-def test_it_imports_nothing_but_pytest() -> None:
+def test_the_plugin_imports_nothing_but_pytest() -> None:
     program = (
         "import sys, pytest\n"
         "before = set(sys.modules)\n"
@@ -34,7 +34,7 @@ def test_it_imports_nothing_but_pytest() -> None:
     assert done.stdout.decode().split() == ["pytest_celery_native_delay"]
 
 
-def test_it_shows_its_fixtures(project: pytest.Pytester) -> None:
+def test_pytest_lists_the_fixtures(project: pytest.Pytester) -> None:
     result = project.runpytest_subprocess("--fixtures")
     result.stdout.fnmatch_lines(
         [
@@ -47,7 +47,7 @@ def test_it_shows_its_fixtures(project: pytest.Pytester) -> None:
 
 @pytest.mark.ci
 def test_a_delayed_task_waits_in_the_private_rabbitmq(project: pytest.Pytester) -> None:
-    """Tests share the node; each has a virtual host of its own; asserts are explained."""
+    """Tests share one node, each test has its own virtual host, and failing asserts show values."""
     installed(require_rabbitmq)
     project.makepyfile(
         """
@@ -81,7 +81,7 @@ def test_a_delayed_task_waits_in_the_private_rabbitmq(project: pytest.Pytester) 
     result.stdout.fnmatch_lines(["*AssertionError: assert 'amqp' == 'redis'"])
 
 
-def test_every_test_finds_the_private_redis_empty(project: pytest.Pytester) -> None:
+def test_the_private_redis_is_empty_for_every_test(project: pytest.Pytester) -> None:
     installed(require_redis)
     project.makepyfile(
         """
@@ -98,8 +98,8 @@ def test_every_test_finds_the_private_redis_empty(project: pytest.Pytester) -> N
 
 
 @pytest.mark.ci
-def test_a_server_that_a_test_killed_is_up_for_the_next(project: pytest.Pytester) -> None:
-    """Whether or not that test asked for a url of its own."""
+def test_a_server_killed_by_a_test_runs_again_in_the_next(project: pytest.Pytester) -> None:
+    """Also if the next test does not use the URL fixture."""
     installed(require_redis)
     installed(require_rabbitmq)
     project.makepyfile(
@@ -123,7 +123,7 @@ def test_a_server_that_a_test_killed_is_up_for_the_next(project: pytest.Pytester
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", {"skipped": 2}), ("true", {"errors": 2})])
-def test_a_missing_broker_skips_at_home_and_fails_in_ci(
+def test_a_missing_broker_skips_a_test_and_fails_it_in_ci(
     project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, ci: str, outcome: dict[str, int]
 ) -> None:
     monkeypatch.setenv("CI", ci)

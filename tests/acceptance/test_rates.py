@@ -1,4 +1,4 @@
-"""Rates where they cannot be kept: such a worker runs nothing unlimited; and in other pools."""
+"""Rates of real workers: brokers that cannot count, unreachable records, other pools, failovers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RATES = {"native_delay_rates": {"call_api": "50/10s"}}
         ("50/fortnight", ("expected a rate such as", "50/fortnight")),
     ],
 )
-def test_a_worker_that_cannot_count_does_not_start(
+def test_a_worker_that_cannot_keep_its_rates_does_not_start(
     fleet: Fleet, rate: str, said: tuple[str, ...]
 ) -> None:
     fleet.app().send_task("call_api", ("ada",))
@@ -46,8 +46,10 @@ def test_a_worker_that_cannot_count_does_not_start(
 
 
 @pytest.mark.parametrize(("rate", "error"), [("1/s", NoRecords), ("50/fortnight", SettingsError)])
-def test_celerys_test_worker_raises_that_it_cannot_count(rate: str, error: type[Exception]) -> None:
-    """It runs in a thread, and start_worker would wait for it for ever."""
+def test_celerys_start_worker_raises_the_error_about_rates(
+    rate: str, error: type[Exception]
+) -> None:
+    """The worker runs in a thread; without the error start_worker would wait for ever."""
     app = new_app(broker_url="memory://", native_delay_rates={"call_api": rate})
     raised: list[BaseException] = []
 
@@ -64,7 +66,7 @@ def test_celerys_test_worker_raises_that_it_cannot_count(rate: str, error: type[
     assert isinstance(raised[0], error), raised
 
 
-def test_sqs_has_nothing_to_count_in_without_records() -> None:
+def test_rates_on_sqs_need_records() -> None:
     app = install(new_app(broker_url="sqs://"), rates={"call_api": "1/s"})
     connection = app.connection_for_write()
     channel = connection.transport.delaying_channel
@@ -74,7 +76,7 @@ def test_sqs_has_nothing_to_count_in_without_records() -> None:
 
 
 @on_one_version
-def test_rated_tasks_wait_while_their_lines_are_away(fleet: Fleet) -> None:
+def test_rated_tasks_wait_while_the_records_are_unreachable(fleet: Fleet) -> None:
     with private_redis() as records:
         conf = RATES | {"native_delay_records": records.url}
         app = fleet.app(**conf)
@@ -96,8 +98,8 @@ def test_rated_tasks_wait_while_their_lines_are_away(fleet: Fleet) -> None:
 
 @pytest.mark.redis
 @pytest.mark.parametrize("pool", [in_ci("threads"), in_ci("solo"), in_ci("gevent")])
-def test_other_pools(records_redis: PrivateRedis, tmp_path: Path, pool: Any) -> None:
-    """Delayed tasks, whose turn comes after their due time."""
+def test_rates_in_other_pools(records_redis: PrivateRedis, tmp_path: Path, pool: Any) -> None:
+    """Rate-limited tasks that are also delayed."""
     rates = {"native_delay_rates": {"call_api": {"limit": "40/4s", "key": "tenant", "burst": 3}}}
     with fleet_on(records_redis.url, tmp_path, **rates) as fleet:
         app = fleet.app()
@@ -111,7 +113,7 @@ def test_other_pools(records_redis: PrivateRedis, tmp_path: Path, pool: Any) -> 
     assert last - first_due >= 0.95 * (30 - 3) * 0.1
 
 
-#: What a dead worker or a lost connection had in hand comes back soon, not in an hour.
+#: Unacknowledged messages of a killed worker come back after seconds, not after an hour.
 SOON_BACK = {
     "visibility_timeout": 5,
     "unacked_restore_interval": 1,
@@ -119,18 +121,18 @@ SOON_BACK = {
     "unacked_mutex_expire": 5,
 }
 
-#: Of the starts in so many seconds before it was promoted, a replica may not have heard.
+#: A promoted replica may lack the starts of this many seconds before the failover.
 UNHEARD_SECONDS = 1.0
 
 
 @pytest.mark.ci
 @pytest.mark.redis
-def test_a_failover_loses_no_task_and_a_window_exceeds_its_rate_by_what_was_not_replicated(
+def test_a_failover_loses_no_task_and_exceeds_the_rate_by_unreplicated_starts_at_most(
     tmp_path: Path,
 ) -> None:
-    """The master and a worker are killed together, while tasks wait for their turns.
+    """The master and a worker are killed together, while rate-limited tasks wait.
 
-    A line that began anew would let a burst start again.
+    A lost count of starts would allow a second burst.
     """
     rate = Rate("40/12s", key="tenant", burst=15)
     given = {"limit": rate.limit, "key": rate.key, "burst": rate.burst}
@@ -142,12 +144,12 @@ def test_a_failover_loses_no_task_and_a_window_exceeds_its_rate_by_what_was_not_
             workers = [fleet.worker(name=name) for name in ("one", "two")]
             ids = [app.send_task("call_api", ("ada", number)).id for number in range(60)]
             fleet.record.wait_for(rate.burst + 3)
-            with app.connection_for_write() as connection:  # what waits by now is on the replica
+            with app.connection_for_write() as connection:  # the replica has all waiting tasks
                 client = connection.default_channel.client
                 client.set("the last write", 1)
                 assert client.wait(1, 30_000) == 1
-            # Just after one has started: no other is on its way from the broker, where kombu
-            # takes a message out before it notes who has it.
+            # Kill just after a start, when no message is between broker and worker: kombu removes
+            # a message before it notes it as unacknowledged.
             fleet.record.wait_for(rate.burst + 12)
             workers[0].kill()
             killed = time()

@@ -1,4 +1,4 @@
-"""Redis as the broker of real workers, whatever dies, and whoever else is in the fleet."""
+"""Redis as the broker of real workers: killed processes, and fleets with plain workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.waiting import PATIENCE_SECONDS
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    """Workers and producers on a Redis of this test's own, behind a prefix."""
+    """Workers and producers on this test's own Redis, with a key prefix."""
     installed(require_redis, "redis")
     options = {"global_keyprefix": "shop:"}
     with (
@@ -31,11 +31,11 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         yield fleet
 
 
-# ---- what Redis alone gets wrong ---------------------------------------------------------------
+# ---- faults of kombu's Redis transport ---------------------------------------------------------
 
 
 def test_a_countdown_longer_than_the_visibility_timeout_runs_once(fleet: Fleet) -> None:
-    """Worker-held, such a task is delivered again after each timeout, to each worker.
+    """Held in a worker, such a task would be delivered again after each visibility timeout.
 
     The case is countdown=30 with visibility_timeout=5; here 6 s and 1 s, the same ratio.
     """
@@ -60,7 +60,7 @@ def test_a_countdown_longer_than_the_visibility_timeout_runs_once(fleet: Fleet) 
 
 
 @pytest.mark.ci
-def test_a_worker_that_is_killed_changes_nothing_for_those_that_wait(fleet: Fleet) -> None:
+def test_a_killed_worker_does_not_affect_waiting_tasks(fleet: Fleet) -> None:
     first = fleet.worker()
     note = fleet.app().tasks["note"]
     before = time()
@@ -79,7 +79,7 @@ def test_a_worker_that_is_killed_changes_nothing_for_those_that_wait(fleet: Flee
 
 @pytest.fixture
 def promote(fleet: Fleet) -> Iterator[subprocess.Popen[str]]:
-    """``celery delay promote`` as a process of its own."""
+    """Run ``celery delay promote`` in a separate process."""
     process = subprocess.Popen(
         [
             *f"{sys.executable} -m celery -A tests.acceptance.apps.installed".split(),
@@ -101,7 +101,7 @@ def promote(fleet: Fleet) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.ci
-def test_a_plain_worker_runs_what_was_promoted_outside(
+def test_a_plain_worker_runs_tasks_that_another_process_promotes(
     fleet: Fleet, promote: subprocess.Popen[str]
 ) -> None:
     fleet.worker(installed=False)
@@ -116,7 +116,7 @@ def test_a_plain_worker_runs_what_was_promoted_outside(
 
 
 @pytest.mark.parametrize("installed", [False, in_ci(True)])
-def test_task_protocol_1(fleet: Fleet, installed: bool) -> None:
+def test_a_task_of_protocol_1_runs_on_time(fleet: Fleet, installed: bool) -> None:
     fleet.worker()
     code = (
         "import time\n"
@@ -129,10 +129,10 @@ def test_task_protocol_1(fleet: Fleet, installed: bool) -> None:
     run.assert_on_time(float(before) + 2, float(after) + 2)
 
 
-# ---- what a worker says at its start -----------------------------------------------------------
+# ---- messages at the start of a worker ---------------------------------------------------------
 
 
-def test_a_worker_says_what_it_does_and_what_may_lose_messages(tmp_path: Path) -> None:
+def test_a_worker_logs_its_state_and_unsafe_redis_settings(tmp_path: Path) -> None:
     installed(require_redis, "redis")
     config = "appendonly no\nmaxmemory 100mb\nmaxmemory-policy allkeys-lru"
     with (
@@ -143,13 +143,13 @@ def test_a_worker_says_what_it_does_and_what_may_lose_messages(tmp_path: Path) -
         (line,) = worker.log_lines("native delay:", "holds delayed tasks")
         assert "under celery_delay.v2: 0 waiting, 0 parked; promoting in this worker" in line
         worker.wait_for_log("native delay: maxmemory-policy is allkeys-lru: Redis may delete")
-        worker.wait_for_log("native delay: appendonly is no: of delayed messages, what came since")
+        worker.wait_for_log("native delay: appendonly is no: a restart of Redis loses")
 
 
-def test_a_worker_on_a_cluster_says_that_delays_are_off(tmp_path: Path) -> None:
-    """Before kombu gives up on it."""
+def test_a_worker_on_a_redis_cluster_logs_that_it_cannot_delay(tmp_path: Path) -> None:
+    """The message comes before kombu's own error about the cluster."""
     installed(require_redis, "redis")
-    # By default its own port and 10,000, which any client's connection may have.
+    # The default cluster port is the port plus 10,000, which a client's connection may have.
     (claim,) = claim_ports(1)
     cluster = f"cluster-enabled yes\ncluster-port {port_of(claim)}"
     with (
@@ -162,10 +162,10 @@ def test_a_worker_on_a_cluster_says_that_delays_are_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_workers_outlive_a_redis_that_restarts_while_tasks_wait_for_their_turn(
+def test_workers_survive_a_redis_restart_while_rated_tasks_wait(
     tmp_path: Path,
 ) -> None:
-    """Such tasks are not acknowledged when their connection breaks."""
+    """Rate-limited tasks are unacknowledged when the connection breaks."""
     installed(require_redis, "redis")
     rates = {"native_delay_rates": {"call_api": "5/s"}}
     with private_redis(server="redis") as server, fleet_on(server.url, tmp_path, **rates) as fleet:

@@ -1,4 +1,4 @@
-"""Mixed fleets: some producers and workers have the package already, others do not."""
+"""Mixed fleets: some producers and workers have the package, others do not."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ ROUTES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_plain_worker_runs_what_an_installed_producer_delayed(fleet: Fleet) -> None:
-    """Nothing the producer adds disturbs a worker that has never heard of it."""
+def test_a_plain_worker_runs_tasks_delayed_by_an_installed_producer(fleet: Fleet) -> None:
+    """A worker without the package ignores everything that the producer adds."""
     worker = fleet.worker(installed=False, concurrency=3)
     assert "native delay" not in worker.log
     app = fleet.app()
@@ -41,7 +41,7 @@ def test_a_plain_worker_runs_what_an_installed_producer_delayed(fleet: Fleet) ->
 
 
 def test_a_retry_on_a_plain_worker_is_delayed_by_celery_itself(fleet: Fleet) -> None:
-    """The plain worker's own retries of such a task: held in its memory, as ever."""
+    """A plain worker holds its own retries of such a task in memory."""
     fleet.worker(installed=False)
     result = fleet.app().tasks["again"].apply_async((3, 0.3), countdown=0.5, queue="side")
     runs = fleet.record.wait_for(4, task_id=result.id)
@@ -68,7 +68,7 @@ print(json.dumps(ids))
 def test_an_installed_worker_puts_early_tasks_back_into_the_broker(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
-    """1,100 tasks of a plain producer: no prefetch eaten, nothing held; what is due runs once."""
+    """1,100 tasks of a plain producer: the worker holds none, and each due task runs once."""
     worker = fleet.worker(concurrency=3)
     app = fleet.app()
     inspect = app.control.inspect(destination=[worker.name], timeout=10)
@@ -102,7 +102,7 @@ def test_an_installed_worker_puts_early_tasks_back_into_the_broker(
 
 @pytest.mark.ci
 def test_an_early_task_comes_back_to_the_queue_it_was_in(fleet: Fleet) -> None:
-    """Also where its exchange has other queues, which had their copy already."""
+    """Other queues of the same exchange get no second copy."""
     workers = [
         fleet.worker(name="first", queues="default,orders,invoices,news", wait=False),
         fleet.worker(name="second", queues="side,parcels", wait=False),
@@ -130,10 +130,10 @@ def test_an_early_task_comes_back_to_the_queue_it_was_in(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("installed", [True, in_ci(False)], ids=["installed", "plain"])
-def test_task_protocol_1(
+def test_a_task_of_protocol_1_waits_in_the_broker(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str, installed: bool
 ) -> None:
-    """It carries the ETA in the body; a worker of ours takes it from either producer."""
+    """The ETA is in the body. The producer delays the task, or the worker puts it back."""
     worker = fleet.worker()
     inspect = fleet.app().control.inspect(destination=[worker.name], timeout=10)
     code = (
@@ -166,8 +166,10 @@ def test_a_task_of_protocol_1_is_retried_through_the_levels(fleet: Fleet) -> Non
 
 
 @pytest.mark.ci
-def test_expired_and_revoked_early_tasks_are_celerys(fleet: Fleet, tmp_path_factory: Any) -> None:
-    """Celery tells the result backend; a task that is not to run need not wait either."""
+def test_celery_handles_expired_and_revoked_early_tasks(
+    fleet: Fleet, tmp_path_factory: Any
+) -> None:
+    """Celery stores their results; such a task is not put back."""
     results = tmp_path_factory.mktemp("results")
     fleet.conf["result_backend"] = f"file://{results}"
     app = fleet.app()
@@ -198,7 +200,7 @@ def test_expired_and_revoked_early_tasks_are_celerys(fleet: Fleet, tmp_path_fact
 
 @pytest.mark.ci
 def test_adoption_can_be_switched_off(fleet: Fleet) -> None:
-    """Then the worker holds early tasks in its memory, as Celery does."""
+    """Without adoption the worker holds early tasks in memory, as Celery does."""
     worker = fleet.worker(native_delay_adopt=False)
     inspect = fleet.app().control.inspect(destination=[worker.name], timeout=10)
     code = "print(*[app.tasks['note'].apply_async(('x',), countdown=n).id for n in (2, 600)])"
@@ -215,8 +217,8 @@ def test_adoption_can_be_switched_off(fleet: Fleet) -> None:
 
 
 @pytest.mark.ci
-def test_tasks_that_wait_in_celerys_own_levels_survive_the_upgrade(fleet: Fleet) -> None:
-    """With quorum queues Celery has a delayed delivery itself; what it holds runs, and retries."""
+def test_tasks_waiting_in_celerys_own_levels_run_after_the_upgrade(fleet: Fleet) -> None:
+    """With quorum queues Celery delays natively itself; its waiting tasks and their retries run."""
     fleet.conf["queue_type"] = "quorum"
     plain = fleet.worker(installed=False)  # declares celery_delayed_0 to _27
     code = (

@@ -1,4 +1,4 @@
-"""Tasks on SQS, with real workers: any sender, any receiver, delays below and above one hop.
+"""Tasks on SQS with real workers: mixed senders and receivers, delays below and above one hop.
 
 On moto's server, with hops of three seconds instead of fifteen minutes. Remote control does not
 exist on SQS, so what a worker holds is read in its log.
@@ -45,7 +45,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def workers(fleet: Fleet) -> Iterator[dict[str, Worker]]:
-    """One with a relay, one without, and one whose relay is a process beside it."""
+    """Three workers: with a relay, without a relay, and with the relay in a separate process."""
     started = {
         name: fleet.worker(queues=name, installed=name == "installed", name=name, wait=False)
         for name in RECEIVERS
@@ -69,14 +69,14 @@ def workers(fleet: Fleet) -> Iterator[dict[str, Worker]]:
 
 
 def time_of(line: str) -> float:
-    """Unix time of a line in a worker's log."""
+    """The Unix time of a line in a worker's log."""
     return datetime.strptime(line[1:24], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
-def test_every_cell_of_a_mixed_fleet_runs_on_time_and_once(
+def test_tasks_of_a_mixed_fleet_run_on_time_and_once(
     fleet: Fleet, workers: dict[str, Worker]
 ) -> None:
-    """Above one hop a plain receiver without a relay gets its tasks early, and holds them."""
+    """A plain worker without a relay gets tasks above one hop early, and holds them."""
     code = (
         "import json, time\n"
         "sent = []\n"
@@ -100,16 +100,16 @@ def test_every_cell_of_a_mixed_fleet_runs_on_time_and_once(
         assert run.due <= due, cell
         (received,) = workers[queue].log_lines(task_id, "received")
         held = run.due - time_of(received) > 0.5
-        # Installed workers hold nothing, plain ones whatever comes with its ETA ahead.
+        # Installed workers hold no task; plain ones hold every task with an ETA in the future.
         expected = queue != "installed" and (
             sender == "plain" or (delay == LONG and queue == "plain")
         )
-        # A busy machine may receive even that so late that nothing is left to hold.
+        # On a busy machine a short delay may be over when the worker receives the task.
         assert held == expected or (delay == SHORT and not held), cell
 
 
 @pytest.mark.usefixtures("workers")
-def test_an_installed_producer_is_told_whose_receiver_does_not_relay(fleet: Fleet) -> None:
+def test_an_installed_producer_warns_if_the_receiver_does_not_relay(fleet: Fleet) -> None:
     code = (
         "import logging\n"
         "logging.basicConfig()\n"
@@ -128,7 +128,7 @@ def test_an_installed_producer_is_told_whose_receiver_does_not_relay(fleet: Flee
     assert "nobody-delay.fifo: not found, so no relay serves 'nobody'" in warning
 
 
-def test_a_worker_whose_delay_queue_is_wrong_says_so_and_runs_what_is_immediate(
+def test_a_worker_reports_a_wrong_delay_queue_and_runs_immediate_tasks(
     fleet: Fleet,
 ) -> None:
     worker = fleet.worker(queues="other", tests_hop_seconds=1)

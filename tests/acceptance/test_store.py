@@ -1,4 +1,4 @@
-"""Workers whose broker cannot delay, with a store beside it: killed, and cut off from it."""
+"""Workers with a delay store: workers are killed, and the store becomes unreachable."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from celery_native_delay import Delay, StoreUnavailable
+from celery_native_delay.bulk import bulk
 from tests.acceptance.worker import Fleet, Record, fleet_on
 from tests.brokers import in_ci
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
@@ -53,21 +54,22 @@ def ran(record: Record) -> int:
 
 
 @pytest.mark.ci
-def test_all_of_5000_tasks_run_although_who_dispatches_them_is_killed_again_and_again(
+def test_all_of_5000_tasks_run_although_dispatchers_are_killed_repeatedly(
     fleet: Fleet,
 ) -> None:
-    """At least once; inside one database each is handed over, and runs, exactly once.
+    """Tasks run at least once. If store and broker share a database, each runs exactly once.
 
-    The workers that are killed consume another queue: what a worker of kombu's filesystem or
-    sqlalchemy transport has taken and not yet run dies with it, delayed or not.
+    The killed workers consume another queue, because kombu's filesystem and sqlalchemy
+    transports lose the messages of a killed worker, delayed or not.
     """
     app = fleet.app()
     consumer = fleet.worker(installed=False, queues="default", log_level="WARNING", wait=False)
     start = time() + 10
-    ids = [
-        app.send_task("note", (number,), countdown=start + number / 500 - time()).id
-        for number in range(TASKS)
-    ]
+    with bulk(app) as batch:
+        ids = [
+            batch.send("note", (number,), countdown=start + number / 500 - time())
+            for number in range(TASKS)
+        ]
     assert Delay(app).count() == TASKS
     for _ in range(KILLS):
         before = ran(fleet.record)
@@ -82,13 +84,13 @@ def test_all_of_5000_tasks_run_although_who_dispatches_them_is_killed_again_and_
     runs = [len(by_id[task_id]) for task_id in ids]
     if fleet.broker_url.startswith("sqla+"):
         assert set(runs) == {1}
-        assert handed_over(fleet.broker_url) == TASKS
+        assert published_to_the_broker(fleet.broker_url) == TASKS
     else:
         assert sum(runs) - TASKS <= KILLS * BATCH
 
 
-def handed_over(url: str) -> int:
-    """kombu never deletes a row."""
+def published_to_the_broker(url: str) -> int:
+    """The number of tasks ever published to the broker: kombu keeps the row of each message."""
     engine = create_engine(url.removeprefix("sqla+"))
     with engine.connect() as connection:
         statement = text(
@@ -101,8 +103,8 @@ def handed_over(url: str) -> int:
 
 
 @pytest.mark.ci
-def test_a_worker_goes_on_after_an_outage(folder_fleet: Fleet) -> None:
-    """Publishing meanwhile says so."""
+def test_a_worker_survives_a_store_outage(folder_fleet: Fleet) -> None:
+    """Publishing raises meanwhile."""
     fleet = folder_fleet
     app = fleet.app()
     worker = fleet.worker(queues="default")
@@ -115,7 +117,7 @@ def test_a_worker_goes_on_after_an_outage(folder_fleet: Fleet) -> None:
     worker.wait_for_log("fetching what is due works again")
 
 
-def test_a_worker_that_starts_before_its_store_dispatches_once_that_is_there(
+def test_a_worker_that_starts_before_its_store_dispatches_later(
     folder_fleet: Fleet,
 ) -> None:
     fleet = folder_fleet

@@ -1,4 +1,4 @@
-"""Everything Celery can delay, on prefork workers: once, never early, in time, as undelayed.
+"""Every way to delay a task in Celery: it runs once, on time, and otherwise as without a delay.
 
 All tasks are sent before the first test looks, so that their waits overlap.
 """
@@ -42,7 +42,7 @@ WORKER_OF = dict.fromkeys(ROUTES, "first") | {
 
 @dataclass(frozen=True)
 class Delay:
-    """Options that delay a task, given the time, and by how many seconds."""
+    """The options of a delayed task, computed from the current time, and its delay in seconds."""
 
     options: Callable[[datetime], dict[str, Any]]
     seconds: float
@@ -70,7 +70,7 @@ DELAYS: dict[str, Delay] = {
 
 @dataclass(frozen=True)
 class Sent:
-    """A task, its options, and the Unix times between which it was sent."""
+    """A sent task: its options, and the Unix times before and after sending."""
 
     id: str
     result: Any
@@ -86,7 +86,7 @@ def send(signature: Any, **options: Any) -> Sent:
 
 
 class Everything:
-    """All tasks, sent in one go."""
+    """All tasks of this module, sent together."""
 
     def __init__(self, fleet: Fleet, app: Celery) -> None:
         self.fleet = fleet
@@ -132,7 +132,7 @@ class Everything:
         return run
 
     def noted(self, text: str) -> Run:
-        """The only run of "note" with this argument."""
+        """The only run of the task "note" with this argument."""
 
         def noted() -> list[Run] | None:
             found = [run for run in self.fleet.record.runs(name="note") if run.args == [text]]
@@ -143,7 +143,7 @@ class Everything:
 
 
 def same_delivery(run: Run, undelayed: Run) -> bool:
-    """True if a task sees the same delivery, but for its priority."""
+    """True if two runs saw the same delivery info, priority excepted."""
     ignored = {"redelivered", "priority"}
     return {k: v for k, v in run.delivery_info.items() if k not in ignored} == {
         k: v for k, v in undelayed.delivery_info.items() if k not in ignored
@@ -151,7 +151,7 @@ def same_delivery(run: Run, undelayed: Run) -> bool:
 
 
 def due(sent: Sent) -> float:
-    """Unix time of an eta; a naive one is UTC, whatever the app's time zone."""
+    """The Unix time of an ETA; a naive ETA is UTC in every time zone of the app."""
     eta: datetime = sent.options["eta"]
     return (eta if eta.tzinfo else eta.replace(tzinfo=UTC)).timestamp()
 
@@ -163,7 +163,7 @@ def assert_same_way(runs: list[Run], undelayed: Run) -> None:
 
 
 def assert_each_waited(runs: list[Run]) -> None:
-    """Each run but the first came 0.3 s after the one before it, at the earliest."""
+    """Assert that at least 0.3 s passed between consecutive runs."""
     for before, run in pairwise(runs):
         assert run.due is not None
         assert run.due >= before.started + 0.3
@@ -201,7 +201,7 @@ def fleet(
 
 @pytest.fixture(scope="module")
 def workers(fleet: Fleet) -> list[Worker]:
-    """Two workers, so that a run tells by its worker from which queues it came."""
+    """Two workers with different queues, so the worker of a run shows the queue."""
     workers = [
         fleet.worker(
             name="first", queues="default,orders,invoices,news", concurrency=3, wait=False
@@ -220,13 +220,13 @@ def everything(fleet: Fleet, workers: list[Worker]) -> Everything:
 
 @pytest.fixture(params=ROUTES)
 def route(request: pytest.FixtureRequest, fleet: Fleet) -> str:
-    if not leads_somewhere(request.param, fleet):
+    if not is_routable(request.param, fleet):
         pytest.skip("kombu's Redis transport knows no topic exchange by its name alone")
     return str(request.param)
 
 
-def leads_somewhere(route: str, fleet: Fleet) -> bool:
-    """False on Redis for topic exchanges: kombu takes an undeclared exchange for a direct one."""
+def is_routable(route: str, fleet: Fleet) -> bool:
+    """False for topic exchanges on Redis: kombu takes an undeclared exchange for a direct one."""
     return fleet.broker_url.startswith("amqp") or not route.startswith("topic")
 
 
@@ -249,7 +249,7 @@ def test_the_worker_holds_nothing_while_tasks_wait(
 
 
 @pytest.mark.parametrize("name", DELAYS)
-def test_a_delay(everything: Everything, name: str) -> None:
+def test_a_delayed_task_runs_once_and_on_time(everything: Everything, name: str) -> None:
     sent, delay = everything.delays[name], DELAYS[name]
     run = everything.run_once(sent)
     earliest = due(sent) if delay.seconds and "eta" in sent.options else sent.before + delay.seconds
@@ -288,8 +288,10 @@ def test_a_task_that_expires_before_it_is_due_is_revoked(everything: Everything)
     assert everything.fleet.record.runs(task_id=result.id) == []
 
 
-def test_a_route(everything: Everything, route: str) -> None:
-    """In time, at the same worker, with the same delivery."""
+def test_a_delayed_task_takes_the_route_of_an_immediate_one(
+    everything: Everything, route: str
+) -> None:
+    """A delayed task runs on time, with the worker and delivery info of an immediate one."""
     sent = everything.routes[route]
     run = everything.run_once(sent)
     run.assert_on_time(sent.before + 1, sent.after + 1)
@@ -320,7 +322,9 @@ def test_an_autoretry_with_jitter_comes_back_to_its_queue(
             run.assert_on_time(run.due)
 
 
-def test_a_task_resent_with_its_own_headers(everything: Everything, route: str) -> None:
+def test_a_task_resent_with_its_received_headers_waits_again(
+    everything: Everything, route: str
+) -> None:
     def runs() -> list[Run]:
         found = everything.fleet.record.runs(name="resend")
         return [run for run in found if (run.headers or {}).get("customer") == route]
@@ -332,7 +336,7 @@ def test_a_task_resent_with_its_own_headers(everything: Everything, route: str) 
     assert_each_waited(runs())
 
 
-def test_a_link_follows(everything: Everything) -> None:
+def test_a_link_runs_after_its_delayed_task(everything: Everything) -> None:
     sent = everything.link
     run = everything.run_once(sent)
     run.assert_on_time(sent.before + 1, sent.after + 1)
@@ -365,7 +369,7 @@ def test_a_chord_waits(everything: Everything) -> None:
     body.assert_on_time(last + 0.5, last + 0.5 + 0.5)
 
 
-def test_a_skewed_group(everything: Everything) -> None:
+def test_a_skewed_group_waits(everything: Everything) -> None:
     sent = everything.skewed
     assert isinstance(sent.result, GroupResult)
     for number, seconds in ((1, 1), (2, 1.5), (3, 2)):
@@ -373,14 +377,14 @@ def test_a_skewed_group(everything: Everything) -> None:
         run.assert_on_time(sent.before + seconds, sent.after + seconds)
 
 
-def test_what_does_not_arrive_undelayed_does_not_arrive_delayed(everything: Everything) -> None:
+def test_an_unroutable_task_does_not_arrive_with_a_delay_either(everything: Everything) -> None:
     record = everything.fleet.record
-    expected = {route for route in ROUTES if leads_somewhere(route, everything.fleet)}
+    expected = {route for route in ROUTES if is_routable(route, everything.fleet)}
     for sent in (everything.undelayed, everything.routes):
         assert {route for route in sent if record.runs(task_id=sent[route].id)} == expected
 
 
 def test_nothing_ran_twice(everything: Everything) -> None:
-    """The last test: by now every task of the module has had time to show itself once more."""
+    """The last test of the module, when any duplicate of an earlier task has had time to run."""
     attempts = [(run.id, run.retries) for run in everything.fleet.record.runs()]
     assert len(attempts) == len(set(attempts))

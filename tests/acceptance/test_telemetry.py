@@ -1,4 +1,4 @@
-"""Telemetry: what a real worker writes down, also about tasks whose process is killed."""
+"""Telemetry: the lines that a real worker writes, also about tasks whose process is killed."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from tests.waiting import wait_until
 
 
 class Events:
-    """The lines in a folder of telemetry."""
+    """Reads the lines in a folder of telemetry."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def lines(self, task_id: str) -> list[dict[str, Any]]:
-        """Those of one task, in the order of their moments."""
+        """The lines of one task, in order of time."""
         found = [
             json.loads(line)
             for file in self.folder.glob("*.jsonl")
-            # The last line may be half written while its worker lives.
+            # A running worker may have written only half of the last line.
             for line in file.read_text().split("\n")[:-1]
         ]
         mine = [line for line in found if line["id"] == task_id]
         return sorted(mine, key=lambda line: line["finished"] or line["started"])
 
     def wait_for(self, task_id: str, *outcomes: str | None) -> list[dict[str, Any]]:
-        """The lines of one task, once they are as many as *outcomes*; checks that they are these.
+        """Wait for the lines of one task, as many as *outcomes*, and check their outcomes.
 
-        None stands for the line about a start.
+        The outcome None is the line about a start.
         """
 
         wait_until(lambda: len(self.lines(task_id)) >= len(outcomes))
@@ -46,7 +46,7 @@ class Events:
         return lines
 
     def wait_for_end(self, task_id: str, outcome: str) -> dict[str, Any]:
-        """A line about a task that was killed; it may have had time for one of its own, "lost"."""
+        """The line about a killed task; the task may have written the outcome "lost" before."""
 
         def ended() -> dict[str, Any] | None:
             found = [line for line in self.lines(task_id) if line["outcome"] == outcome]
@@ -60,7 +60,7 @@ class Events:
 
 
 @on_one_version
-def test_every_end_of_a_task_is_written_down(fleet: Fleet, tmp_path: Path) -> None:
+def test_every_outcome_of_a_task_is_written(fleet: Fleet, tmp_path: Path) -> None:
     events = Events(tmp_path / "telemetry")
     worker = fleet.worker(concurrency=2, native_delay_telemetry=str(events.folder))
     app = fleet.app()
@@ -116,15 +116,15 @@ def test_every_end_of_a_task_is_written_down(fleet: Fleet, tmp_path: Path) -> No
     events.wait_for(running, None)
     worker.kill()
     events.wait_for(running, None)
-    assert [run.headers for run in fleet.record.runs()] == [None] * 9  # tasks see nothing of it
+    assert [run.headers for run in fleet.record.runs()] == [None] * 9  # tasks get no error
     for file in events.folder.iterdir():
         assert file.read_bytes().endswith(b"}\n")
 
 
 def waited_of(fleet: Fleet, folder: Path) -> list[bool | None]:
-    """What telemetry says of a task sent in time, of one sent late, and of one without due time.
+    """The field "waited" of a task that waits, of one that was sent late, and of an immediate one.
 
-    The first is retried, and says so in each of its lines.
+    The first task is also retried, and all its lines have the same value.
     """
     events = Events(folder)
     fleet.worker(concurrency=2, native_delay_telemetry=str(folder))
@@ -141,7 +141,7 @@ def waited_of(fleet: Fleet, folder: Path) -> list[bool | None]:
 
 
 @on_one_version
-def test_what_was_sent_after_it_was_due_is_told_from_what_waited(
+def test_telemetry_distinguishes_tasks_sent_late_from_tasks_that_waited(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     assert waited_of(fleet, tmp_path / "telemetry") == [True, False, None]
@@ -149,14 +149,14 @@ def test_what_was_sent_after_it_was_due_is_told_from_what_waited(
 
 @pytest.mark.ci
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
-def test_on_redis_too(empty_redis: PrivateRedis, tmp_path: Path) -> None:
+def test_telemetry_on_redis(empty_redis: PrivateRedis, tmp_path: Path) -> None:
     with fleet_on(empty_redis.url, tmp_path) as fleet:
         assert waited_of(fleet, tmp_path / "telemetry") == [True, False, None]
 
 
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 @pytest.mark.parametrize("pool", ["prefork", *map(in_ci, ("threads", "solo", "gevent"))])
-def test_a_pool_writes_down_all_until_its_last_task(
+def test_every_pool_writes_the_lines_of_all_its_tasks(
     empty_redis: PrivateRedis,
     tmp_path: Path,
     pool: Literal["prefork", "threads", "solo", "gevent"],

@@ -1,4 +1,4 @@
-"""Unique tasks under workers that are killed: never two at once, and no key stays taken."""
+"""Unique tasks under killed workers: never two at once per key, and every key becomes free."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KILLS = 2
 
 @pytest.fixture
 def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
-    """On Redis, messages are delivered once more while their tasks still run."""
+    """On Redis, the short visibility timeout delivers messages again while their tasks run."""
     conf: dict[str, Any] = {"tests_lease_seconds": LEASE_SECONDS}
     records: PrivateRedis = request.getfixturevalue("records_redis")
     match getattr(request, "param", "redis"):
@@ -72,7 +72,7 @@ def phases(fleet: Fleet) -> list[dict[str, Any]]:
 
 
 def spans(fleet: Fleet, killed: dict[int, float]) -> dict[str, list[tuple[float, float]]]:
-    """By key, when each run began and ended; one whose process was killed ended then."""
+    """Start and end of each run by key; a run ends when its process is killed."""
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     open_runs: dict[int, dict[str, Any]] = {}
     for line in phases(fleet):
@@ -100,8 +100,8 @@ def children_of(pid: int) -> list[int]:
 
 
 @pytest.mark.parametrize("fleet", ["redis", in_ci("rabbitmq"), in_ci("filesystem")], indirect=True)
-def test_never_two_at_once_though_workers_die_and_messages_come_twice(fleet: Fleet) -> None:
-    """Half of the times the main process alone is killed, and its tasks go on without it."""
+def test_never_two_at_once_with_killed_workers_and_redeliveries(fleet: Fleet) -> None:
+    """In half of the kills only the main process dies, and its pool processes go on."""
     delay, random = Delay(fleet.app()), Random(7)
     alone = fleet.app().signature("alone")
     stopping, numbers = Event(), count()
@@ -164,7 +164,7 @@ def assert_never_two_at_once(found: dict[str, list[tuple[float, float]]]) -> Non
 
 @pytest.mark.ci
 def test_never_two_at_once_through_a_failover_that_lost_nothing(tmp_path: Path) -> None:
-    """The replica had all; calls fail meanwhile, tasks that run go on, then all is as ever."""
+    """The replica has all writes. Calls fail during the failover, running tasks go on."""
     random, stopping, keys = Random(7), Event(), list(KEYS)
 
     def produce() -> None:
@@ -199,14 +199,14 @@ def test_never_two_at_once_through_a_failover_that_lost_nothing(tmp_path: Path) 
         stopping.set()
         for worker in workers:
             worker.stop()
-    # The end of a task whose worker has ended so is not known.
+    # The end of a task is unknown if its worker was killed so.
     assert_never_two_at_once(spans(fleet, defaultdict(float)))
 
 
 def replicate(sentinel: PrivateSentinel) -> None:
-    """Keep all from writing, until the replica has what was written."""
+    """Pause all writes, and wait until the replica has the earlier ones."""
     master = sentinel.master
-    # What a Sentinel writes, it waits for as well, and asks nothing meanwhile.
+    # A Sentinel also writes to the master, and a paused write blocks its checks.
     sentinel.client.sentinel_set(sentinel.master_name, "down-after-milliseconds", 5000)
     (replica,) = (node for node in sentinel.nodes if node is not master)
     master.client.client_pause(60_000, all=False)
@@ -214,7 +214,7 @@ def replicate(sentinel: PrivateSentinel) -> None:
     wait_until(lambda: replica.client.info("replication")["slave_repl_offset"] >= written)
 
 
-def test_until_start_another_may_come_once_it_has_started(fleet: Fleet) -> None:
+def test_until_start_frees_the_key_when_the_task_starts(fleet: Fleet) -> None:
     delay, app = Delay(fleet.app()), fleet.app()
     fleet.worker(concurrency=2)
     alone = app.signature("alone", args=("a", 3.0))
@@ -234,7 +234,7 @@ def test_until_start_another_may_come_once_it_has_started(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("fleet", ["redis", in_ci("rabbitmq")], indirect=True)
-def test_what_is_over_or_will_never_run_frees_its_key(fleet: Fleet) -> None:
+def test_a_task_that_ended_or_never_runs_frees_its_key(fleet: Fleet) -> None:
     delay, app = Delay(fleet.app()), fleet.app()
     note = app.signature("note", args=(1,))
     cancelled = delay.unique(note, key="a", countdown=30)
@@ -263,10 +263,10 @@ def test_what_is_over_or_will_never_run_frees_its_key(fleet: Fleet) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("fleet", ["redis", "rabbitmq"], indirect=True)
-def test_a_task_that_celery_requeues_for_its_killed_process_has_its_key_at_once(
+def test_a_task_requeued_after_its_process_was_killed_gets_its_key_immediately(
     fleet: Fleet,
 ) -> None:
-    """Long before the lease of its first attempt is over."""
+    """The task does not wait for the lease of its first attempt."""
     delay, mortal = Delay(fleet.app()), fleet.app().signature("mortal")
     fleet.worker(tests_lease_seconds=600)
     killed = delay.unique(mortal, key="a")
@@ -276,10 +276,10 @@ def test_a_task_that_celery_requeues_for_its_killed_process_has_its_key_at_once(
 
 @pytest.mark.ci
 @pytest.mark.parametrize("fleet", ["sqla"], indirect=True)
-def test_until_start_a_key_is_free_soon_after_its_message_was_lost_with_a_worker(
+def test_until_start_frees_the_key_soon_if_a_killed_worker_lost_the_message(
     fleet: Fleet,
 ) -> None:
-    """Taken and not yet started: kombu's sqlalchemy transport has it nowhere else."""
+    """The message was received but not started; kombu's sqlalchemy transport has no other copy."""
     delay, app = Delay(fleet.app()), fleet.app()
     note = app.signature("note", args=(1,))
     worker = fleet.worker(concurrency=1)

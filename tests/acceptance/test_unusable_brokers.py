@@ -1,4 +1,4 @@
-"""A broker that cannot be used is told in a sentence, to the command line, worker and producer."""
+"""Command line, worker and producer report an unusable broker in one sentence."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ IMMEDIATE = "shop.app.send_task('remind', retry=False)"
 
 @dataclass
 class Shop:
-    """An app in a folder of its own, whose processes do not find the packages *hidden*."""
+    """An app in a temporary folder, whose processes cannot import the packages *hidden*."""
 
     folder: Path
     broker: str = "amqp://"
@@ -62,7 +62,7 @@ class Shop:
     conf: str = "{}"
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Python with these arguments; nobody is told the password."""
+        """Run Python with these arguments; checks that no output has the password."""
         done = subprocess.run(
             [sys.executable, *arguments],
             cwd=self.folder,
@@ -82,7 +82,7 @@ class Shop:
         return done
 
     def error(self, *arguments: str) -> str:
-        """What a command of Celery's says, without a traceback, when it ends with status 1."""
+        """The error of a Celery command, which must end with status 1 and without traceback."""
         done = self.run("-W", "ignore", "-m", "celery", *arguments)
         assert "Traceback" not in done.stdout + done.stderr, done.stderr
         assert done.returncode == 1, done.stderr
@@ -119,7 +119,7 @@ MISSING = [
 def test_a_broker_whose_package_is_not_installed(
     shop: Shop, broker: str, package: str, requirement: str
 ) -> None:
-    """The command line, the worker, and the producer of whatever task say what to install."""
+    """Command line, worker and producer say what to install, for immediate tasks too."""
     shop.broker, shop.hidden = broker, package
     said = [shop.error("-A", "shop", "delay", "status"), shop.error("-A", "shop", "worker")]
     for code in (DELAYED, IMMEDIATE):
@@ -140,8 +140,8 @@ def test_every_command_says_what_to_install(shop: Shop, command: str) -> None:
     assert sentence.endswith(": pip install 'celery_native_delay[redis]'")
 
 
-def test_an_app_that_is_not_installed_has_kombus_own_errors(shop: Shop) -> None:
-    """Nothing changes for an app for which `install()` was never called, or switched off."""
+def test_an_app_without_install_has_kombus_own_errors(shop: Shop) -> None:
+    """Nothing changes for an app without `install()`, or switched off."""
     shop.hidden = "redis"
     code = "import plain; plain.app.conf.broker_url = 'redis://'; plain.app.send_task('remind')"
     assert "UnsupportedBroker" not in shop.raised(code)
@@ -154,7 +154,7 @@ def test_an_app_that_is_not_installed_has_kombus_own_errors(shop: Shop) -> None:
     [("spark", "pyspark"), ("metrics", "prometheus_client"), ("flower", "tornado")],
 )
 def test_a_module_whose_extra_is_not_installed(shop: Shop, module: str, package: str) -> None:
-    """It can be told by the name, as pytest.importorskip() and others do."""
+    """The error has the module's name, as pytest.importorskip() needs."""
     shop.hidden = package
     raised = shop.raised(
         f"""
@@ -189,7 +189,7 @@ def test_the_broker_for_development_says_what_to_install(shop: Shop) -> None:
 
 @on_one_version
 def test_records_whose_package_is_not_installed(shop: Shop, vhost_url: str) -> None:
-    """Immediate tasks go on."""
+    """Immediate tasks still run."""
     shop.broker, shop.hidden = vhost_url, "redis"
     conf = {"native_delay_records": "redis://:s3cret@localhost", "native_delay_levels": FEW_LEVELS}
     shop.conf = json.dumps(conf)
@@ -199,7 +199,7 @@ def test_records_whose_package_is_not_installed(shop: Shop, vhost_url: str) -> N
     assert shop.run("-c", f"import shop; {IMMEDIATE}").returncode == 0
 
 
-# ---- nothing can wait there -------------------------------------------------------------------
+# ---- brokers without delays -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -211,10 +211,8 @@ def test_records_whose_package_is_not_installed(shop: Shop, vhost_url: str) -> N
         ("memory://", "ls"),
     ],
 )
-def test_a_broker_without_a_store_never_delays_by_itself(
-    shop: Shop, broker: str, command: str
-) -> None:
-    """One sentence, which says what is missing; not the warning that an app logs besides."""
+def test_commands_name_the_missing_store_setting(shop: Shop, broker: str, command: str) -> None:
+    """The error is one sentence; the app logs no second one."""
     shop.broker = broker
     sentence = shop.error("-A", "shop", "delay", *command.split())
     assert sentence.startswith(f"native delay has no store for {broker.partition(':')[0]}: ")
@@ -235,7 +233,7 @@ def test_a_scheme_that_kombu_does_not_know(shop: Shop) -> None:
     assert set(said) == {f"{expected}  Did you mean amqp?"}
 
 
-# ---- nobody answers ---------------------------------------------------------------------------
+# ---- unreachable brokers ----------------------------------------------------------------------
 
 
 @pytest.mark.ci
@@ -249,7 +247,7 @@ def test_a_scheme_that_kombu_does_not_know(shop: Shop) -> None:
         ),
     ],
 )
-def test_a_broker_that_is_down_is_named(shop: Shop, broker: str, shown: str) -> None:
+def test_an_error_names_the_broker_that_is_down(shop: Shop, broker: str, shown: str) -> None:
     shop.broker = broker
     for command in ("status", "ls"):
         sentence = shop.error("-A", "shop", "delay", command)
@@ -264,13 +262,13 @@ def test_a_broker_that_is_down_is_named(shop: Shop, broker: str, shown: str) -> 
 
 
 @pytest.mark.parametrize("command", ["ls", "parked list"])
-def test_without_an_app_the_option_for_it_is_asked_for(shop: Shop, command: str) -> None:
+def test_a_command_without_an_app_asks_for_the_option(shop: Shop, command: str) -> None:
     said = shop.error("delay", *command.split())
     way_out = f"name its module with -A, as in `celery -A shop delay {command}`"
     assert said == f"expected an app: {way_out}"
 
 
-def test_an_app_without_install_is_told_what_to_add(shop: Shop) -> None:
+def test_a_command_on_an_app_without_install_says_what_to_add(shop: Shop) -> None:
     said = shop.error("-A", "plain", "delay", "ls")
     assert said.startswith("native delay is not installed in <Celery plain ")
     assert "add `from celery_native_delay import install; install(app)` to its module" in said

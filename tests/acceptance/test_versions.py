@@ -1,4 +1,4 @@
-"""The promise holds on every supported Celery, each with its own kombu."""
+"""Unit and task tests on every supported Celery release, each with its own kombu."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHOW = "import celery, kombu; print(celery.__version__, kombu.__version__)"
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("celery", "kombu"), RELEASES)
 def test_unit_and_task_tests_pass_on_celery(celery: str, kombu: str, tmp_path: Path) -> None:
-    """That release and all it needs, before our own on Python's path: unit tests and test_tasks."""
+    """The release and its dependencies come first on Python's path."""
     release = tmp_path / "release"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     pins = [f"celery=={celery}", f"kombu[redis]=={kombu}"]

@@ -1,4 +1,4 @@
-"""Workers and producers as processes of their own, and the record of what the workers ran."""
+"""Start workers and producers as processes, and read which tasks the workers ran."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from tests.waiting import PATIENCE_SECONDS, wait_until
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
-#: Milliseconds are what a due time is rounded to.
+#: Due times are rounded to milliseconds.
 EARLY_SECONDS = 0.001
 
-#: Later than this, a task was held up by something else than a busy machine: as one that waits for
-#: the next look at what is parked. How late they are on a quiet one is a figure of the benchmarks.
+#: A busy machine alone delays no task longer than this; a task that waits for the next check of
+#: parked messages is later. The benchmarks measure lateness on a quiet machine.
 LATE_SECONDS = PATIENCE_SECONDS
 
 #: Delay levels: up to 1,023 s. To declare and delete the 31 of the default takes seconds; with
 #: them run test_tasks, the conformance suite, the example project and the examples of the docs.
 FEW_LEVELS = 13
 
-#: Celery's command line, as it is where celery_native_delay is not installed.
+#: Celery's command line without celery_native_delay.
 _PLAIN_CELERY = (
     "import sys; sys.modules['celery_native_delay'] = None; "
     "from celery.__main__ import main; sys.exit(main())"
@@ -45,7 +45,7 @@ _PLAIN_PYTHON = "import sys; sys.modules['celery_native_delay'] = None; "
 
 @dataclass(frozen=True)
 class Run:
-    """One execution of a task, as the worker saw it when it started."""
+    """One execution of a task, noted by the worker when it started."""
 
     id: str
     name: str
@@ -61,13 +61,13 @@ class Run:
 
     @property
     def due(self) -> float | None:
-        """Unix time of the eta; those that Celery makes of a countdown are aware."""
+        """The Unix time of the ETA, None without ETA."""
         return datetime.fromisoformat(self.eta).timestamp() if self.eta else None
 
     def assert_on_time(
         self, earliest: float, latest: float | None = None, *, late_seconds: float = LATE_SECONDS
     ) -> None:
-        """Never before *earliest*, soon after *latest*; both are Unix times of falling due."""
+        """Assert that it started not before *earliest* and soon after *latest*, both Unix times."""
         latest = earliest if latest is None else latest
         assert self.started >= earliest - EARLY_SECONDS, f"{self} early by {self.early(earliest)}"
         assert self.started <= latest + late_seconds, f"{self} late by {self.started - latest} s"
@@ -77,7 +77,7 @@ class Run:
 
 
 class Record:
-    """What workers have run so far; they append to one file."""
+    """Reads the file to which all workers append their runs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -85,11 +85,11 @@ class Record:
         self._read_bytes = 0
 
     def runs(self, *, task_id: str | None = None, name: str | None = None) -> list[Run]:
-        """Every run so far, or those of one task or of one name."""
+        """All runs so far, or the runs of one task id or one task name."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self._read_bytes)
-                # The last line may be half written.
+                # The last line may be incomplete.
                 lines, end, _ = file.read().rpartition(b"\n")
             self._read_bytes += len(lines + end)
             self._runs += [Run(**json.loads(line)) for line in lines.splitlines()]
@@ -98,7 +98,7 @@ class Record:
     def wait_for(
         self, count: int = 1, *, timeout_seconds: float = PATIENCE_SECONDS, **which: Any
     ) -> list[Run]:  # fmt: skip
-        """The runs, once there are *count* of them; the caller asserts that there are no more."""
+        """Wait until there are *count* runs; the caller asserts that there are no more."""
 
         def enough_runs() -> bool:
             return len(self.runs(**which)) >= count
@@ -113,7 +113,7 @@ class Record:
     def wait_for_ids(
         self, ids: list[str], *, timeout_seconds: float = PATIENCE_SECONDS
     ) -> dict[str, list[Run]]:
-        """All runs by task id, once each of *ids* has run; for so long none of them may come."""
+        """All runs by task id, once each of *ids* has run; fails if no new one runs for a while."""
 
         def missing() -> list[str]:
             ran = {run.id for run in self.runs()}
@@ -142,7 +142,7 @@ class Worker:
     """A running worker process."""
 
     name: str
-    """Its node name, as ``inspect(destination=[…])`` wants it."""
+    """The node name, for ``inspect(destination=[…])``."""
     process: subprocess.Popen[bytes]
     log_file: Path
 
@@ -151,7 +151,7 @@ class Worker:
         return self.log_file.read_text(errors="replace")
 
     def log_lines(self, *containing: str) -> list[str]:
-        """The lines of the log that hold all of *containing*."""
+        """Lines of the log that contain every text of *containing*."""
         lines = self.log.splitlines()
         return [line for line in lines if all(text in line for text in containing)]
 
@@ -171,7 +171,7 @@ class Worker:
         wait_until(ready)
 
     def stop(self, *, timeout_seconds: float = PATIENCE_SECONDS) -> None:
-        """A warm shutdown, as an administrator asks for it."""
+        """Stop the worker with a warm shutdown (SIGTERM)."""
         if self.process.poll() is None:
             self.process.terminate()
             try:
@@ -181,7 +181,7 @@ class Worker:
                 raise
 
     def kill(self) -> None:
-        """SIGKILL the worker with all of its pool."""
+        """Kill the worker and its pool with SIGKILL."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(PATIENCE_SECONDS)
@@ -195,14 +195,14 @@ class Fleet:
     folder: Path
     conf: dict[str, Any] = field(default_factory=dict)
     shows_logs: bool = True
-    """Prints what its workers logged when it is closed; pytest shows that of a failed test."""
+    """Prints the workers' logs when it is closed; pytest shows them for a failed test."""
 
     def __post_init__(self) -> None:
         self.record = Record(self.folder / "record.jsonl")
         self._stack = ExitStack()
 
     def app(self, *, installed: bool = True, **conf: Any) -> Celery:
-        """An app in this process, as a producer; closed with the fleet."""
+        """An app in this process, for producing; closed with the fleet."""
         app = new_app(**({"broker_url": self.broker_url} | self.conf | conf))
         if installed:
             install(app)
@@ -222,7 +222,7 @@ class Fleet:
         more: tuple[str, ...] = (),
         **conf: Any,
     ) -> Worker:
-        """Start a worker; it is killed with the fleet, if not stopped before."""
+        """Start a worker; closing the fleet kills it if it still runs."""
         name = f"{name or 'worker'}-{uuid4().hex[:6]}@localhost"
         module = "installed" if installed else "plain"
         celery = ["-m", "celery"] if installed else ["-c", _PLAIN_CELERY]
@@ -250,10 +250,10 @@ class Fleet:
         return worker
 
     def produce(self, code: str, *, installed: bool = False, **conf: Any) -> str:
-        """Run *code*, in terms of ``app``, as a producer of its own; returns what it prints.
+        """Run *code*, which uses ``app``, in a producer process; returns its output.
 
-        On RabbitMQ a plain one waits for confirms: of one that just ends, a busy broker may drop
-        all but the first 32 messages, which is no fault of a worker.
+        A plain producer on RabbitMQ waits for confirms: when a producer just ends, a busy
+        broker may drop all but its first 32 messages.
         """
         if not installed and self.broker_url.startswith("amqp"):
             conf = {"broker_transport_options": {"confirm_publish": True}} | conf
@@ -272,9 +272,9 @@ class Fleet:
         return done.stdout
 
     def depth(self, queue: str) -> int:
-        """How many messages a queue holds, by AMQP: the management API lags behind.
+        """The number of messages in a queue, asked by AMQP because the management API lags.
 
-        0 if there is no such queue. What a worker has not acknowledged counts once it has ended.
+        0 if there is no such queue. Unacknowledged messages of a running worker do not count.
         """
         with Connection(self.broker_url) as connection:
             channel = connection.default_channel
@@ -291,7 +291,7 @@ class Fleet:
         sys.stdout.write(f"---- log of {worker.name} ----\n{worker.log}\n")
 
     def environment(self, **conf: Any) -> dict[str, str]:
-        """The variables of a process whose app has this configuration."""
+        """Environment variables for a process whose app has this configuration."""
         mine = {
             CONF_VARIABLE: json.dumps({"broker_url": self.broker_url} | self.conf | conf),
             RECORD_VARIABLE: str(self.record.path),
@@ -302,9 +302,9 @@ class Fleet:
 
 @contextmanager
 def fleet_on(broker_url: str, folder: Path, **conf: Any) -> Iterator[Fleet]:
-    """A fleet whose workers and apps end with the block.
+    """A fleet; its workers and apps end with the block.
 
-    On RabbitMQ with binary levels unless *conf* says otherwise: half the queues to declare.
+    On RabbitMQ with binary levels unless *conf* changes it: that halves the number of queues.
     """
     fleet = Fleet(broker_url, folder, {"native_delay_fused_bits": 0} | conf)
     try:

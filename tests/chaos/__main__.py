@@ -1,4 +1,4 @@
-"""``make chaos``: delayed tasks under a seeded schedule of faults, and a verdict on each."""
+"""``make chaos``: send delayed tasks under a seeded schedule of faults, and judge each task."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
     "brokers",
     multiple=True,
     type=click.Choice(BROKERS),
-    help="Run on this one; may be given several times. By default on all that are installed, "
-    "one after the other.",
+    help="Run on this broker; may be given several times. By default on all installed brokers, "
+    "one after another.",
 )
 @click.option(
     "--minutes",
@@ -35,31 +35,31 @@ RESULTS = Path(__file__).resolve().parent / "results"
     show_default=True,
     help="How long tasks are sent and faults happen, for each broker.",
 )
-@click.option("--seed", type=click.IntRange(0), help="Of load and faults; a new one by default.")
+@click.option("--seed", type=click.IntRange(0), help="Seed of load and faults; random by default.")
 @click.option(
     "--rate",
     type=click.FloatRange(0, min_open=True),
     default=40,
     show_default=True,
-    help="Tasks a second.",
+    help="Tasks per second.",
 )
 @click.option(
     "--fault",
     "faults",
     multiple=True,
-    help="Only this kind of fault; may be given several times. The only way to those that break "
-    "what a broker promises, such as vhost-wiped.",
+    help="Only this kind of fault; may be given several times. Faults that break a promise of "
+    "the broker, such as vhost-wiped, happen only if named here.",
 )
 @click.option(
     "--plain",
     is_flag=True,
-    help="Celery without the package, and tasks that do not wait: tells what it loses by itself.",
+    help="Use Celery without the package and tasks without delays, to count its own losses.",
 )
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
     default=RESULTS,
-    help="Folder for a JSON file per broker, and for chaos.md and chaos.png of all that are there; "
+    help="Folder for one JSON file per broker, and for chaos.md and chaos.png about all brokers; "
     "tests/chaos/results by default.",
 )
 def main(
@@ -71,9 +71,9 @@ def main(
     plain: bool,
     output: Path,
 ) -> None:
-    """Send delayed tasks, break the broker, and tell what became of each task.
+    """Send delayed tasks, break the broker, and report the result of each task.
 
-    Exits with 1 if a task was lost, early, misrouted, or ran although it had been cancelled.
+    Exits with 1 if a task was lost, early or misrouted, or if a cancelled task ran.
     """
     signal.signal(signal.SIGTERM, _stop)
     seed = randrange(10_000) if seed is None else seed
@@ -91,7 +91,7 @@ def main(
                 continue
             except (BrokerFailed, UnknownFault) as exc:
                 raise click.ClickException(f"{broker}: {exc}") from exc
-        # What took ten minutes must not be lost to what comes after it.
+        # Write now: an error in the next run must not lose the result of ten minutes.
         report.update(output, f"{broker}-plain" if plain else broker, outcomes[-1])
     if not outcomes:
         raise click.ClickException("no broker is installed: run `make brokers`")
@@ -117,7 +117,7 @@ def _run(broker: str, plan: Plan, folder: Path) -> Outcome:
 
 
 def _stop(number: int, _frame: object) -> NoReturn:
-    """What was started ends with us."""
+    """End all started processes, then this one."""
     raise SystemExit(128 + number)
 
 

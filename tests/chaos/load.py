@@ -1,6 +1,6 @@
-"""A producer that is not afraid of dying: it notes each step before it takes it, and after.
+"""A producer that may be killed: it writes a note before and after each step.
 
-Run as a process of its own by tests/chaos/run.py.
+tests/chaos/run.py starts it as a process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from uuid import UUID
 
 import click
 
-#: Acknowledged late: what a worker had in hand when it was killed comes again.
+#: Acknowledged late, so tasks of a killed worker are delivered again.
 TASK = "careful"
 
 #: Each queue by the way that leads there: its name, or an exchange and a routing key.
@@ -37,17 +37,17 @@ SHORTEST_SECONDS = 0.3
 
 @dataclass(frozen=True)
 class Wish:
-    """A task to be sent, and perhaps to be cancelled."""
+    """A task to send, and perhaps to cancel."""
 
     id: str
     countdown: float
     cancel_after: float | None
-    """Seconds after it was sent: long before it is due, or in a race with that."""
+    """Seconds from sending to the cancel: long before the due time, or about then."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a producer sends next, to one queue: one task, or several with bulk()."""
+    """One or several tasks that a producer sends to one queue; several with bulk()."""
 
     pause_seconds: float
     queue: str
@@ -55,7 +55,10 @@ class Step:
 
 
 def steps(seed: int, *, rate: float, longest_seconds: float) -> Iterator[Step]:
-    """What a producer does, for ever: *rate* tasks a second that wait *longest_seconds* at most."""
+    """The endless steps of a producer:
+
+    *rate* tasks per second with delays up to *longest_seconds*.
+    """
     chance = Random(seed)
     smallest, largest = BULK_SIZES
     mean_size = 1 + BULK_SHARE * ((smallest + largest) / 2 - 1)
@@ -76,7 +79,7 @@ def steps(seed: int, *, rate: float, longest_seconds: float) -> Iterator[Step]:
 
 
 def immediate(plan: Iterator[Step]) -> Iterator[Step]:
-    """The steps of *plan* for Celery alone: one by one, at once, and never cancelled."""
+    """The steps of *plan* for plain Celery: single tasks without delays and cancels."""
     for step in plan:
         for wish in step.wishes:
             now = replace(wish, countdown=0.0, cancel_after=None)
@@ -84,7 +87,7 @@ def immediate(plan: Iterator[Step]) -> Iterator[Step]:
 
 
 class Notebook:
-    """A file that gets one line per note, whole or not at all, however its writer ends."""
+    """A file with one line per note; a killed writer never leaves half a line."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -95,7 +98,7 @@ class Notebook:
 
 
 class Producer:
-    """Takes the steps of a seed, each when its time has come."""
+    """Takes the steps of a seed at their times."""
 
     def __init__(self, app: Any, notebook: Notebook, cancel: Callable[[str], Any]) -> None:
         self._app = app
@@ -104,11 +107,11 @@ class Producer:
         self._cancels: list[tuple[float, str]] = []
 
     def run(self, plan: Iterator[Step], *, until: float) -> None:
-        """Send and cancel; what is to be cancelled later than *until* is left alone."""
+        """Send and cancel tasks until the Unix time *until*; skip later cancels."""
         next_at = time()
         while next_at < until:
             step = next(plan)
-            # What an outage has kept it from is not made up for: no producer does that.
+            # Do not catch up on the steps that an outage prevented.
             next_at = max(next_at + step.pause_seconds, time() - 1)
             self._cancel_what_is_due(next_at)
             self._send(step)
@@ -140,7 +143,7 @@ class Producer:
                 heapq.heappush(self._cancels, (time() + wish.cancel_after, wish.id))
 
     def _cancel_what_is_due(self, until: float) -> None:
-        """Cancel tasks in the order of their moments; returns at *until*."""
+        """Cancel tasks in order of time; returns at *until*."""
         while self._cancels and self._cancels[0][0] <= until:
             at, task_id = heapq.heappop(self._cancels)
             sleep(max(at - time(), 0))
@@ -165,7 +168,7 @@ class Producer:
 @click.option("--notes", type=click.Path(path_type=Path), required=True)
 @click.option("--plain", is_flag=True)
 def main(seed: int, rate: float, longest: float, until: float, notes: Path, *, plain: bool) -> None:
-    """Send to the app of this process' environment, until that Unix time."""
+    """Send tasks to the app of this process's environment until the given Unix time."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     plan = steps(seed, rate=rate, longest_seconds=longest)
     if plain:

@@ -1,4 +1,4 @@
-"""The fate of every task, told from what producers, workers and faults left behind.
+"""Judge every task from the notes of producers and workers and from the faults.
 
 Pure: no broker, no clock. Times are Unix times of one machine.
 """
@@ -16,20 +16,20 @@ EARLY_SECONDS = 0.001
 
 
 class Verdict(Enum):
-    """A word for what happened to a task that did not just run once when it was due."""
+    """The verdict on a task that did not run exactly once at its due time."""
 
     LOST = "lost"
-    """Confirmed, not cancelled, and not run in time; see judge()."""
+    """The task was confirmed, not cancelled, and did not run in time; see judge()."""
     EARLY = "early"
-    """Started before it was due."""
+    """The task started before its due time."""
     CANCELLED_BUT_RAN = "cancelled but ran"
-    """Started after a cancel was asked for that then was confirmed."""
+    """The task started after a cancel that succeeded."""
     MISROUTED = "misrouted"
-    """Run by a worker of another queue."""
+    """A worker of another queue ran the task."""
     DOUBLED = "doubled"
-    """Started more than once, which at least once allows."""
+    """The task started more than once; at-least-once delivery allows it."""
     WIPED = "wiped"
-    """Was there, waiting or due, when a fault deleted everything, as an administrator may."""
+    """The task was waiting or due when a fault deleted everything, as an administrator may."""
 
 
 FORBIDDEN = (Verdict.LOST, Verdict.EARLY, Verdict.CANCELLED_BUT_RAN, Verdict.MISROUTED)
@@ -37,10 +37,11 @@ FORBIDDEN = (Verdict.LOST, Verdict.EARLY, Verdict.CANCELLED_BUT_RAN, Verdict.MIS
 
 @dataclass(frozen=True)
 class Sent:
-    """A task as its producer knows it.
+    """A sent task, with its times from the producer's notes.
 
-    Without *confirmed_at* its fate is unknown: the producer was killed or got an error. With
-    *cancelling_at* but neither *cancelled_at* nor *cancel_refused* so is that of its cancel.
+    Without *confirmed_at* the outcome is unknown: the producer was killed or got an error. With
+    *cancelling_at* but neither *cancelled_at* nor *cancel_refused* the outcome of the cancel is
+    unknown.
     """
 
     id: str
@@ -56,31 +57,31 @@ class Sent:
 
 @dataclass(frozen=True)
 class Start:
-    """A worker began to run a task."""
+    """The start of a task in a worker."""
 
     id: str
     queue: str
-    """The queue that this worker consumes."""
+    """The queue that the worker consumes."""
     worker: str
     at: float
     eta_at: float | None = None
-    """The due time that came with the message: its producer noted one from before it sent it."""
+    """The due time in the message; the producer's note has an earlier estimate."""
 
     def due_at(self, task: Sent) -> float:
-        """The time before which it must not begin."""
+        """The earliest permitted Unix time of a start."""
         return max(task.due_at, self.eta_at or 0.0)
 
 
 @dataclass(frozen=True)
 class Struck:
-    """A fault that happened, from its first effect until all was mended."""
+    """A fault that happened, from its first effect until the end of its repair."""
 
     kind: str
     target: str
     began_at: float
     ended_at: float
     wipes: bool = False
-    """Deletes what waits."""
+    """True if the fault deletes waiting tasks."""
 
     def overlaps(self, begin: float, end: float) -> bool:
         return self.began_at <= end and begin <= self.ended_at
@@ -88,7 +89,7 @@ class Struck:
 
 @dataclass(frozen=True)
 class Finding:
-    """A task that has a verdict, with all that is known of it."""
+    """A task with a verdict, its starts and the faults."""
 
     verdict: Verdict
     task_id: str
@@ -98,18 +99,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdicts on a run, and how many tasks had which fate."""
+    """The verdicts on a run, and the number of tasks by outcome."""
 
     findings: tuple[Finding, ...]
     sent: int
     confirmed: int
     unknown: int
-    """Sent without an answer: may run or not."""
+    """Tasks sent without an answer: they may run or not."""
     ran: int
     cancelled: int
     cancels_unknown: int
     lateness: tuple[tuple[float, float], ...] = field(repr=False)
-    """Due time and seconds late of each first start."""
+    """The due time and the lateness in seconds of each task's first start."""
 
     def count(self, verdict: Verdict) -> int:
         return len(self.of(verdict))
@@ -119,12 +120,12 @@ class Judgement:
 
     @property
     def reasons(self) -> Counter[str]:
-        """Why tasks ran twice, with how many did."""
+        """The reasons why tasks ran twice, with the number of tasks."""
         return Counter(f.explanation or "unexplained" for f in self.of(Verdict.DOUBLED))
 
     @property
     def forbidden(self) -> list[Finding]:
-        """The findings that no run may have."""
+        """The findings that break a promise."""
         return [finding for finding in self.findings if finding.verdict in FORBIDDEN]
 
 
@@ -135,10 +136,10 @@ def judge(
     *,
     patience_seconds: float,
 ) -> Judgement:
-    """The verdict on every task.
+    """Judge every task of a run.
 
-    A confirmed one is lost if it has not started *patience_seconds* after it was due and the last
-    fault was mended.
+    A confirmed task is lost if it has not started *patience_seconds* after its due time and after
+    the end of the last fault.
     """
     tasks = list(sent)
     by_id: dict[str, list[Start]] = defaultdict(list)
@@ -167,7 +168,7 @@ def judge(
 
 
 def must_run(task: Sent, struck: Sequence[Struck], *, patience_seconds: float) -> bool:
-    """True if the broker has promised to run *task*, and nobody has taken it back."""
+    """True if *task* was confirmed and not cancelled or deleted, so it has to run."""
     return _is_promised(task) and not _wiped(task, struck, patience_seconds)
 
 
@@ -191,7 +192,7 @@ def _verdicts(
 
 
 def why_doubled(task: Sent, runs: Sequence[Start], struck: Sequence[Struck]) -> str | None:
-    """The fault that made *task* run again; None if none did."""
+    """The fault that made *task* run twice; None if no fault did."""
     first, second = runs[0].at, runs[1].at
     unanswered_until = task.confirmed_at or max(second, task.due_at)
     workers = {run.worker for run in runs[:-1]}
@@ -214,7 +215,7 @@ WORKER_KILLED, PRODUCER_KILLED = "worker-killed", "producer-killed"
 
 
 def _wiped(task: Sent, struck: Sequence[Struck], patience_seconds: float) -> bool:
-    """True if *task* may have been there when everything was deleted: it could be late."""
+    """True if *task* may have been in the broker when a fault deleted everything."""
     return any(
         fault.wipes and fault.overlaps(task.sent_at, task.due_at + patience_seconds)
         for fault in struck
@@ -222,7 +223,7 @@ def _wiped(task: Sent, struck: Sequence[Struck], patience_seconds: float) -> boo
 
 
 def _is_promised(task: Sent) -> bool:
-    """True if it was confirmed, and no cancel was, or may have been."""
+    """True if the task was confirmed and certainly not cancelled."""
     is_cancelled = task.cancelled_at is not None or _may_be_cancelled(task)
     return task.confirmed_at is not None and not is_cancelled
 
@@ -233,7 +234,7 @@ def _may_be_cancelled(task: Sent) -> bool:
 
 
 def history(task: Sent, runs: Sequence[Start], struck: Sequence[Struck]) -> tuple[str, ...]:
-    """All that happened to *task*, in order, in seconds since it was sent."""
+    """The history of *task* as text: events in order, in seconds since it was sent."""
     end = max([task.due_at, *(run.at for run in runs)])
     events = [(task.sent_at, f"sent to {task.queue}"), (task.due_at, "due")]
     if task.confirmed_at is not None:
@@ -255,7 +256,7 @@ def history(task: Sent, runs: Sequence[Start], struck: Sequence[Struck]) -> tupl
 
 
 def read_notes(notes: Iterable[Mapping[str, Any]]) -> list[Sent]:
-    """The tasks that producers noted, one note before and one after each step."""
+    """Read the sent tasks from the producers' notes."""
     tasks: dict[str, Sent] = {}
     for note in notes:
         task_id, at = note["id"], note["at"]

@@ -1,4 +1,4 @@
-"""The brokers under test: how each is started, who works on it, and which faults it can have."""
+"""The brokers under test: how to start each one, its workers, and its possible faults."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from tests.sentinel import PrivateSentinel, private_sentinel
 from tests.waiting import wait_until
 
 Strike = Callable[[int], AbstractContextManager[str]]
-"""A fault, by the number of its target: gives the target's name, and is mended at its end."""
+"""One fault: takes the number of its target, yields the target's name, repairs at the end."""
 
 
 @dataclass(frozen=True)
 class Post:
-    """A worker that is always there: a supervisor starts it again when it ends."""
+    """A worker that a supervisor starts again when it ends."""
 
     queue: str
     installed: bool = True
     mortal: bool = True
-    """May be killed: kombu's transport gives back what it had taken."""
+    """True if faults may kill it: kombu's transport then requeues its messages."""
 
 
 @dataclass
 class Place:
-    """A running broker, and what a load on it needs to know."""
+    """A running broker with its URL, app configuration, workers and faults."""
 
     what: str
-    """It with its version, for the report."""
+    """The broker's name and version, for the report."""
     url: str
     conf: dict[str, Any]
     posts: tuple[Post, ...] = (Post("default"), Post("default"), Post("side"), Post("invoices"))
@@ -60,9 +60,9 @@ BROKERS = ("rabbitmq-3.10", "rabbitmq-4.3", "redis", "postgresql")
 
 @contextmanager
 def place(broker: str, folder: Path) -> Iterator[Place]:
-    """That one of BROKERS, until the block ends; *folder* is empty.
+    """Start one of BROKERS until the block ends; *folder* is empty.
 
-    Raises BrokerMissing where it is not installed.
+    Raises BrokerMissing if the broker is not installed.
     """
     with ExitStack() as stack:
         match broker.split("-"):
@@ -82,7 +82,7 @@ def place(broker: str, folder: Path) -> Iterator[Place]:
 
 
 def _cluster(stack: ExitStack, version: str) -> tuple[PrivateRabbitMQCluster, bool]:
-    """Three nodes, and True if this machine lets the network between them be cut."""
+    """A cluster of three nodes, and True if this machine can cut the network between them."""
     try:
         running = private_rabbitmq_cluster(version=version, partitions=True, **MORTAL)
         return stack.enter_context(running), True
@@ -93,7 +93,10 @@ def _cluster(stack: ExitStack, version: str) -> tuple[PrivateRabbitMQCluster, bo
 def _on_rabbitmq(
     cluster: PrivateRabbitMQCluster, records: PrivateRedis, *, can_be_cut: bool
 ) -> Place:
-    """With records in Redis, which tasks wait for: what was cancelled must not run."""
+    """RabbitMQ with records in Redis.
+
+    Due tasks wait for unreachable records: cancelled ones must not run.
+    """
     url = cluster.new_vhost()
     conf = {
         "queue_type": "quorum",
@@ -141,7 +144,7 @@ def _rolled(cluster: PrivateRabbitMQCluster) -> Iterator[str]:
 def _close_all(cluster: PrivateRabbitMQCluster) -> None:
     node = cluster.nodes[0]
     for connection in node.api("GET", "/connections"):
-        with suppress(BrokerFailed):  # it has ended meanwhile
+        with suppress(BrokerFailed):  # the connection has ended by itself
             node.api("DELETE", f"/connections/{quote(connection['name'], safe='')}")
 
 
@@ -158,19 +161,19 @@ def _wiped(node: PrivateRabbitMQ, vhost: str, _number: int) -> Iterator[str]:
 
 
 def _on_redis(sentinel: PrivateSentinel) -> Place:
-    """Three nodes and a Sentinel.
+    """Three Redis nodes and a Sentinel.
 
-    Replication is asynchronous, and a master that was replaced confirms what it gets until a
-    Sentinel tells it. So one that hangs for longer than the Sentinel waits for it (3 s here), or
-    is replaced by SENTINEL FAILOVER while it runs, forgets what it has confirmed meanwhile: both
-    happen on request only. One that is stopped in good order waits for its replicas first.
+    Replication is asynchronous, and a replaced master confirms writes until a Sentinel tells it. A
+    master loses its confirmed writes if it hangs longer than the Sentinel waits (3 s here), or if
+    SENTINEL FAILOVER replaces it while it runs. These two faults happen on request only. A cleanly
+    stopped master waits for its replicas first.
     """
     # A busy machine may keep a master silent for the half second that others are content with.
     sentinel.client.sentinel_set(sentinel.master_name, "down-after-milliseconds", 3000)
     conf = {
         "broker_transport_options": {
             "master_name": sentinel.master_name,
-            # What a killed worker had in hand comes back after so many seconds.
+            # Unacknowledged messages of a killed worker come back after 5 s.
             "visibility_timeout": 5,
             "unacked_restore_interval": 1,
             "unacked_restore_throttle": 1,
@@ -197,12 +200,12 @@ def _on_redis(sentinel: PrivateSentinel) -> Place:
 
 @contextmanager
 def _failed_over(sentinel: PrivateSentinel, end: Callable[[PrivateRedis], None]) -> Iterator[str]:
-    """The master ends, and stays away until a replica has taken its place."""
+    """Stop the master; start it again when a replica has become the master."""
     master = sentinel.master
     end(master)
 
-    # Until Sentinel has switched, redis-py finds the old master again as soon as it is back, and
-    # what that confirms then is lost.
+    # Before the Sentinel switches, redis-py would connect to a restarted old master, and lose
+    # the writes that it confirms.
     def switched() -> bool:
         seen = sentinel.client.sentinel_master(sentinel.master_name)
         return seen["port"] != master.port and seen["flags"] == "master"
@@ -246,9 +249,9 @@ def _disconnect_all(node: PrivateRedis) -> None:
 
 
 def _on_postgresql(server: PrivatePostgreSQL, folder: Path) -> Place:
-    """A store beside kombu's filesystem transport, which loses what a killed worker has taken.
+    """A PostgreSQL store for kombu's filesystem transport, which loses a killed worker's messages.
 
-    So the workers that run tasks stay alive, and those that may be killed only dispatch.
+    So faults kill only workers that dispatch, never the workers that run tasks.
     """
     for name in ("queues", "control"):
         (folder / name).mkdir()

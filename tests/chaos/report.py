@@ -1,4 +1,4 @@
-"""What a run tells: JSON for programs, Markdown for people, a picture of lateness over time."""
+"""The report of a run: JSON, Markdown, and a picture of lateness over time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.chaos.oracle import FORBIDDEN, Verdict
 from tests.chaos.run import Outcome
 
 AFTERMATH_SECONDS = 10.0
-"""A task due so soon after a fault was mended still counts as one of it.
+"""A task that is due within these seconds after a fault's repair counts as hit by the fault.
 
 A Celery worker that cannot connect tries again after 2, 4, 6, 8 and 10 s.
 """
@@ -26,11 +26,11 @@ SHOWN_FINDINGS = 20
 COUNTED = [*(verdict.value for verdict in FORBIDDEN), Verdict.DOUBLED.value]
 
 Result = dict[str, Any]
-"""A run as it is written down: see result_of()."""
+"""A run as JSON: see result_of()."""
 
 
 def result_of(outcome: Outcome) -> Result:
-    """All that is known of a run, for JSON; times are seconds since it began."""
+    """A run as JSON data; times are in seconds since its start."""
     judgement, plan, began = outcome.judgement, outcome.plan, outcome.began_at
     return {
         "broker": outcome.what,
@@ -72,7 +72,7 @@ def result_of(outcome: Outcome) -> Result:
 
 
 def update(folder: Path, broker: str, outcome: Outcome) -> None:
-    """Write the run into *folder*, in place of an earlier one on *broker*, and draw all anew."""
+    """Write the run into *folder*, replacing an earlier run on *broker*, and redraw the picture."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{broker}.json").write_text(json.dumps(result_of(outcome)) + "\n")
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
@@ -81,7 +81,7 @@ def update(folder: Path, broker: str, outcome: Outcome) -> None:
 
 
 def as_markdown(results: Sequence[Result]) -> str:
-    """A table of the runs, and for each of them what every kind of fault did to lateness."""
+    """A Markdown table of the runs, and the lateness under each kind of fault."""
     head = ["broker", "run", "faults", "sent", "unanswered", "cancelled", "ran", *COUNTED]
     head += ["late, calm: p50, p99", "latest"]
     parts = [_table(head, map(_row, results))]
@@ -93,7 +93,7 @@ def as_markdown(results: Sequence[Result]) -> str:
 
 
 def findings_as_text(outcome: Outcome) -> str:
-    """The tasks that should not have fared as they did, each with its history."""
+    """The tasks that broke a promise, each with its history."""
     found = outcome.judgement.forbidden
     lines = []
     for finding in found[:SHOWN_FINDINGS]:
@@ -104,7 +104,7 @@ def findings_as_text(outcome: Outcome) -> str:
 
 
 def draw(results: Sequence[Result]) -> Figure:
-    """Lateness of every task over the time at which it was due, faults as bands behind it."""
+    """Draw the lateness of every task over its due time, with faults as bands."""
     title = "How late tasks were while the broker failed"
     picture, panels = figure(title, height=1 + 2.4 * len(results), rows=len(results))
     for axes, result in zip(panels, results, strict=True):
@@ -155,17 +155,17 @@ def _fault_table(result: Result) -> str:
 
 
 def _notes(result: Result) -> str:
-    """Why tasks ran twice; workers that gave up; what was deleted with its vhost."""
+    """Notes on tasks that ran twice, workers that gave up, and tasks deleted with their vhost."""
     notes = [f"doubled {count} times: {why}" for why, count in result["doubled_because"].items()]
     if gave_up := result["workers_ended_by_themselves"]:
         notes.append(f"workers that ended by themselves, and were started again: {gave_up}")
     if wiped := result["verdicts"][Verdict.WIPED.value]:
         notes.append(f"tasks that were deleted with all else: {wiped:,}")
-    return "; ".join(notes)
+    return "\n".join(f"- {note}" for note in notes)
 
 
 def _is_hit(faults: Iterable[dict[str, Any]], due: float) -> bool:
-    """True if a task due then fell into one of the faults, or what comes after it."""
+    """True if a task due at that time was due during a fault or soon after it."""
     return any(fault["began"] <= due <= fault["mended"] + AFTERMATH_SECONDS for fault in faults)
 
 

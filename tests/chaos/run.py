@@ -1,4 +1,4 @@
-"""One run: load on a broker under a schedule of faults, then the judgement of every task."""
+"""One run: put load on a broker under a schedule of faults, then judge every task."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
 class UnknownFault(Exception):
-    """This broker cannot have a fault of that name."""
+    """The broker cannot have a fault with that name."""
 
 
 PRODUCERS = 2
 
 SHORTEST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 5.0, 60.0
-"""The longest delay of a task is a third of the run, within these."""
+"""Bounds of the longest delay, which is a third of the run."""
 
 AFTERWARDS_SECONDS = 3.0
-"""For what must not run, and would come a little later than the rest."""
+"""Extra seconds in which a cancelled task could still run."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run is asked to be."""
+    """The settings of a run."""
 
     seed: int
     minutes: float
     rate: float
-    """Tasks a second."""
+    """Tasks per second."""
     only: tuple[str, ...] = ()
-    """Names of the kinds of faults; if empty, all that break no promise of the broker."""
+    """Names of fault kinds; if empty, all that break no promise of the broker."""
     plain: bool = False
-    """Celery alone, with tasks that do not wait: what is lost of them, it loses by itself."""
+    """Use plain Celery and tasks without delays, to count the tasks that Celery itself loses."""
 
     @property
     def longest_seconds(self) -> float:
@@ -62,7 +62,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run was, and what became of its tasks."""
+    """The data and the judgement of a finished run."""
 
     what: str
     plan: Plan
@@ -70,11 +70,11 @@ class Outcome:
     struck: tuple[Struck, ...]
     judgement: Judgement
     ended_by_themselves: int
-    """Workers that gave up and were started again."""
+    """The number of workers that ended by themselves and were started again."""
 
 
 class Crew:
-    """The workers and producers of a run; tend() starts again what has ended."""
+    """The workers and producers of a run; tend() restarts ended processes."""
 
     def __init__(self, place: Place, plan: Plan, folder: Path, stack: ExitStack) -> None:
         conf = {"native_delay_fused_bits": 0} | place.conf
@@ -100,12 +100,12 @@ class Crew:
             worker.wait_ready()
 
     def produce(self, *, until: float) -> None:
-        """Let producers send until that Unix time."""
+        """Start producers that send until the given Unix time."""
         self._until = until
         self._producers = [self._producer() for _ in range(PRODUCERS)]
 
     def tend(self) -> None:
-        """Start again the workers that have ended, as a supervisor does."""
+        """Restart the processes that have ended, as a supervisor does."""
         for number, worker in enumerate(self.workers):
             if worker.process.poll() is not None:
                 self.ended_by_themselves += 1
@@ -138,7 +138,7 @@ class Crew:
         for producer in self._producers:
             try:
                 producer.wait(PATIENCE_SECONDS)
-            except subprocess.TimeoutExpired:  # it sits in a call: what it noted counts
+            except subprocess.TimeoutExpired:  # it hangs in a call; its notes count
                 producer.kill()
                 producer.wait()
 
@@ -148,7 +148,7 @@ class Crew:
         )
 
     def _producer(self) -> subprocess.Popen[bytes]:
-        """A process that sends and notes, of the next seed."""
+        """Start a producer process with the next seed."""
         self._produced += 1
         plain = ["--plain"] if self._plan.plain else []
         options = {
@@ -178,7 +178,7 @@ class Crew:
 def run(
     place: Place, plan: Plan, folder: Path, *, tell: Callable[[str], object] = lambda _: None
 ) -> Outcome:
-    """Put load on *place*, let its faults happen, and judge what became of every task."""
+    """Put load on *place*, let its faults happen, and judge every task."""
     with ExitStack() as stack:
         kinds = _chosen(place, plan.only)
         crew = Crew(place, plan, folder, stack)
@@ -198,7 +198,7 @@ def run(
         for fault in schedule(plan.seed, plan.minutes, kinds):
             pause(began + fault.at_seconds, "calm")
             if time() + fault.lasts_seconds > ends:
-                break  # those before it took longer to mend than planned
+                break  # earlier repairs took longer than planned
             kind, strike = by_name[fault.kind]
             struck.append(_happen(fault, kind, strike, pause))
         pause(ends, "calm")
@@ -241,7 +241,7 @@ def _happen(
 def _wait_for_all(
     sent: Sequence[Sent], struck: Sequence[Struck], crew: Crew, wait: Callable[[], None]
 ) -> None:
-    """Until all that must run have, or can only be late; and until nothing more is due."""
+    """Wait until every task that has to run has run or is too late, and no more tasks are due."""
     missing = {
         task.id for task in sent if must_run(task, struck, patience_seconds=PATIENCE_SECONDS)
     }
@@ -255,7 +255,7 @@ def _wait_for_all(
 
 
 def starts_of(record: Record) -> list[Start]:
-    """What workers noted when a task began; their names begin with their queues'."""
+    """Read the starts of tasks from the workers' notes; a worker's name begins with its queue."""
     return [
         Start(run.id, run.worker.partition("-")[0], run.worker, run.started, run.due)
         for run in record.runs()
@@ -263,7 +263,7 @@ def starts_of(record: Record) -> list[Start]:
 
 
 def _read_notes(path: Path) -> list[Sent]:
-    if not path.exists():  # at a low rate nothing may have been sent
+    if not path.exists():  # at a low rate there may be no task
         return []
     with path.open() as file:
         return read_notes(json.loads(line) for line in file)

@@ -1,4 +1,4 @@
-"""When which fault happens: pure data, made of a seed."""
+"""Make a schedule of faults from a seed."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from random import Random
 
 SETTLE_SECONDS = 4.0
-"""Before the first fault: producers declare what they need and send their first tasks."""
+"""Seconds before the first fault, in which producers declare queues and send first tasks."""
 
 SHORTEST_GAP_SECONDS, LONGEST_GAP_SECONDS = 1.0, 20.0
-"""Between the end of a fault and the next one; in a short run there is not so much time."""
+"""Seconds between two faults; fewer in a short run."""
 
 
 @dataclass(frozen=True)
 class FaultKind:
-    """A fault that a broker or its users can have."""
+    """A kind of fault of a broker, worker or producer."""
 
     name: str
     shortest_seconds: float
     longest_seconds: float
     targets: int = 1
-    """How many nodes, workers or producers it can hit."""
+    """The number of nodes, workers or producers that it can hit."""
     on_request: bool = False
-    """Breaks what the broker promises: only happens where it is asked for by name."""
+    """True if the fault breaks a promise of the broker: it happens only on request."""
     wipes: bool = False
-    """Deletes what waits."""
+    """True if the fault deletes waiting tasks."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Fault:
     at_seconds: float
     kind: str
     target: int
-    """Which node, worker or producer, from 0."""
+    """The number of the node, worker or producer, from 0."""
     lasts_seconds: float
 
 
 def schedule(seed: int, minutes: float, kinds: Sequence[FaultKind]) -> list[Fault]:
-    """The faults of a run of *minutes*, one after the other: every kind once before any twice.
+    """The faults of a run of *minutes*, one after another, with every kind once before any twice.
 
-    They end when the run does, at the latest. A short run has only as many as fit into it.
+    All faults end within the run; a short run has fewer faults.
     """
     chance = Random(seed)
     faults: list[Fault] = []
@@ -58,6 +58,6 @@ def schedule(seed: int, minutes: float, kinds: Sequence[FaultKind]) -> list[Faul
 
 
 def _deal(chance: Random, kinds: Sequence[FaultKind]) -> Iterator[FaultKind]:
-    """All *kinds* in one order after the other, for ever."""
+    """Yield all *kinds* again and again, each time in a new order."""
     while kinds:
         yield from chance.sample(kinds, len(kinds))

@@ -1,4 +1,4 @@
-"""What the conformance suite needs of a broker, and the brokers that it runs on.
+"""The brokers that the conformance suite runs on.
 
 A new transport adds its broker here, to ``BROKERS`` and ``running_broker()``; the promises stay.
 """
@@ -31,7 +31,7 @@ from pytest_celery_native_delay import installed
 from tests.brokers import CI, MORTAL, in_ci, installed_rabbitmq
 from tests.postgresql import PrivatePostgreSQL, find_postgresql, private_postgresql
 
-#: Those that have room for records of keys.
+#: The brokers on which tasks can have keys.
 KEEPING_KEYS = [
     pytest.param("rabbitmq-3.10", marks=pytest.mark.rabbitmq310),
     pytest.param("rabbitmq-4.3", marks=pytest.mark.rabbitmq43),
@@ -46,12 +46,12 @@ KEEPING_KEYS = [
 
 BROKERS = KEEPING_KEYS
 
-#: kombu 5.7 sends a topic message with headers through a function that pgmq does not have.
+#: pgmq is left out: kombu 5.7 publishes a topic message with headers by a function that pgmq lacks.
 WITH_TOPICS = [each for each in BROKERS if "pgmq" not in getattr(each, "values", (each,))]
 
 
 def at_home_on(*names: str) -> list[Any]:
-    """All of them, of which ``make test`` at home takes those of *names* alone."""
+    """All brokers with topics; ``make test`` at home runs the tests on *names* only."""
     brokers = []
     for broker in WITH_TOPICS:
         (name,), marks = getattr(broker, "values", (broker,)), getattr(broker, "marks", ())
@@ -63,21 +63,21 @@ class Broker(Protocol):
     """A running broker that belongs to this suite."""
 
     def new_space(self) -> str:
-        """The url of an empty part of it, which no other test meets."""
+        """The URL of an empty part of the broker, for one test."""
 
     def remove_space(self, url: str) -> None:
-        """The test is over; nobody is connected any more."""
+        """Remove a space after its test; all connections are closed."""
 
     def wipe(self, url: str) -> None:
-        """Lose everything in there, declarations as well; whoever is connected stays so."""
+        """Delete all messages and declarations of the space; connections stay open."""
 
     def restart(self) -> None:
-        """Stop in good order and start again, with the same urls and data."""
+        """Stop the broker cleanly and start it again, with the same URLs and data."""
 
 
 @contextmanager
 def running_broker(name: str, running_rabbitmq: Callable[..., PrivateRabbitMQ]) -> Iterator[Broker]:
-    """The broker of that id until the block ends; where it is not installed, skip or fail."""
+    """The broker of that name, until the block ends; skips or fails the test if not installed."""
     match name.split("-"):
         case ["rabbitmq", "3.10" | "4.3" as version]:
             yield RabbitMQ(running_rabbitmq(installed_rabbitmq(version), **MORTAL))
@@ -109,21 +109,21 @@ def running_broker(name: str, running_rabbitmq: Callable[..., PrivateRabbitMQ]) 
 
 
 def knows_bindings(url: str) -> bool:
-    """Whether all who are connected know every binding, so that broadcasts and remote control work.
+    """True if each connection sees all bindings, so that broadcasts and remote control work.
 
-    kombu's sqlalchemy and SQS transports keep those of each connection to itself, and have no
-    broadcasts. Its pgmq keeps those of direct exchanges to itself.
+    In kombu's sqlalchemy and SQS transports a connection sees its own bindings only; in pgmq this
+    holds for bindings to direct exchanges.
     """
     return not url.startswith(("sqla+", "sqs://", "pgmq://"))
 
 
 def keeps_no_records(url: str) -> bool:
-    """Whether records there need a place beside it, as a Redis."""
+    """True if the broker cannot keep records, so that they need a Redis or a database."""
     return url.startswith(("amqp", "sqs://"))
 
 
 def whole_seconds(url: str) -> bool:
-    """Whether a delay ends with a whole second there, so that 0.5 s are 1 s."""
+    """True if the broker rounds delays up to whole seconds."""
     return url.startswith(("sqs://", "pgmq://"))
 
 
@@ -134,15 +134,15 @@ def folder() -> Iterator[Path]:
 
 
 def options_of(url: str) -> dict[str, Any]:
-    """The transport options without which kombu does not find this space."""
+    """The transport options with which kombu reaches a space."""
     scheme, _, path = url.partition("://")
     if scheme == "sqs":
-        # One who drains several queues asks for one after the other.
+        # A consumer of several queues asks for one after the other.
         return {"wait_time_seconds": 0, "polling_interval": 0.1}
     if scheme == "pgmq":
         more = {"init_extension": False, "wait_time_seconds": 0, "polling_interval": 0.1}
         name, folder = database_of(url)
-        # It takes no URL of a socket.
+        # kombu's pgmq accepts no URL with a socket.
         return {"conn_string": f"user=postgres dbname={name} host={folder}", **more}
     if scheme != "filesystem":
         return {}
@@ -156,7 +156,7 @@ def options_of(url: str) -> dict[str, Any]:
 
 
 def settings_of(url: str) -> dict[str, Any]:
-    """The settings without which nothing can wait there."""
+    """The settings that delayed tasks need on this broker."""
     scheme, _, path = url.partition("://")
     if scheme == "pgmq":
         name, folder = database_of(url)
@@ -165,7 +165,7 @@ def settings_of(url: str) -> dict[str, Any]:
 
 
 def database_of(url: str) -> tuple[str, str]:
-    """The database of a pgmq, and the folder of its server's socket."""
+    """The name of a pgmq's database, and the folder of its server's socket."""
     name, _, folder = url.rpartition("/")[2].partition("@")
     return name, unquote(folder)
 
@@ -201,7 +201,7 @@ class RabbitMQ:
 
 
 class Redis:
-    """A space is a database; of a Valkey as well."""
+    """A space is a database of a Redis or Valkey."""
 
     CONFIG = "databases 1000"
 
@@ -216,7 +216,7 @@ class Redis:
         self.wipe(url)
 
     def wipe(self, url: str) -> None:
-        """Scripts are forgotten as well, as by a new server."""
+        """Empty the database and drop the server's scripts, as on a new server."""
         client = self._server.client
         client.select(int(url.rpartition("/")[2]))
         client.flushdb()
@@ -236,7 +236,7 @@ class Filesystem:
         self._numbers = count(1)
 
     def new_space(self) -> str:
-        # What is bound in one folder kombu takes to be bound in all of a process.
+        # kombu shares bindings between all folders of a process.
         filesystem.Transport.global_state.clear()
         space = self._folder / str(next(self._numbers))
         for name in ("queues", "control"):
@@ -249,7 +249,7 @@ class Filesystem:
         shutil.rmtree(url.partition("://")[2])
 
     def wipe(self, url: str) -> None:
-        """The file of the store is removed under whoever has it open, tables are dropped."""
+        """Delete the files, also while they are open, and drop the tables of a PostgreSQL."""
         space = Path(url.partition("://")[2])
         for name in ("queues", "control"):
             for file in (space / name).iterdir():
@@ -260,7 +260,7 @@ class Filesystem:
             drop_tables(settings_of(url)["store"])
 
     def restart(self) -> None:
-        """A folder cannot be."""
+        """Restart the PostgreSQL; a folder needs no restart."""
         if self._server:
             self._server.stop()
             self._server.start()
@@ -281,15 +281,15 @@ class Database:
             file.unlink()
 
     def wipe(self, url: str) -> None:
-        """kombu never makes its tables again where they were; they are emptied."""
+        """Drop our tables and empty kombu's, which kombu does not create twice."""
         drop_tables(url.removeprefix("sqla+"))
 
     def restart(self) -> None:
-        """A file cannot be."""
+        """A file needs no restart."""
 
 
 def drop_tables(url: str) -> None:
-    """Drop our tables and empty kombu's."""
+    """Drop the package's tables and empty kombu's."""
     engine = create_engine(url)
     with engine.begin() as connection:
         tables = MetaData()
@@ -303,7 +303,7 @@ def drop_tables(url: str) -> None:
 
 
 class Pgmq:
-    """A space is a database with the functions of pgmq, which keeps its records as well."""
+    """A space is a database with the functions of pgmq, and with the records."""
 
     def __init__(self, server: PrivatePostgreSQL) -> None:
         self._server = server
@@ -319,7 +319,7 @@ class Pgmq:
         return url
 
     def remove_space(self, url: str) -> None:
-        """The server goes soon."""
+        """Nothing to do: the server is removed at the end."""
 
     def wipe(self, url: str) -> None:
         self._execute(url, "SELECT pgmq.drop_queue(queue_name) FROM pgmq.list_queues()")
@@ -331,7 +331,7 @@ class Pgmq:
         self._server.start()
 
     def _declare(self, url: str) -> None:
-        """Create the queues of these tests: kombu publishes to no other, delayed or not."""
+        """Create the queues of these tests: kombu publishes only to queues that exist."""
         for queue in ("jobs", "other"):
             self._execute(url, f"SELECT pgmq.create('{queue}')")
 
@@ -344,7 +344,7 @@ class Pgmq:
 
 
 class SQS:
-    """A space is a moto server of its own: no AWS, see example_project.private_sqs."""
+    """A space is a moto server of its own, which stands for AWS."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack

@@ -1,4 +1,4 @@
-"""Every broker that conforms, one after the other."""
+"""Run each test of the suite on each broker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.conformance.brokers import BROKERS, Broker, running_broker
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """On all brokers, or on those that the module names."""
+    """Parametrize *broker* with all brokers, or with the module's ``BROKERS``."""
     if "broker" in metafunc.fixturenames:
         names = getattr(metafunc.module, "BROKERS", BROKERS)
         metafunc.parametrize("broker", names, indirect=True, scope="session")
@@ -21,14 +21,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def broker(
     request: pytest.FixtureRequest, running_rabbitmq: Callable[..., PrivateRabbitMQ]
 ) -> Iterator[Broker]:
-    """The broker that all promises of one round are made to; it is restarted now and then."""
+    """A running broker, shared by all tests on it; some tests restart it."""
     with running_broker(request.param, running_rabbitmq) as broker:
         yield broker
 
 
 @pytest.fixture
 def url(broker: Broker) -> Iterator[str]:
-    """An empty space of the broker, for this test alone."""
+    """The URL of an empty space of the broker, for one test."""
     url = broker.new_space()
     yield url
     broker.remove_space(url)

@@ -1,4 +1,4 @@
-"""A process with Sentry, which patches Celery and kombu for good: sends three batches, tells all.
+"""Sends three batches in a process with Sentry, and prints the spans and messages.
 
 ``python -m tests.conformance.sentry_process URL`` prints JSON: the ids of what was sent, and
 Sentry's spans of publishing.

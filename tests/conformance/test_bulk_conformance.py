@@ -1,4 +1,4 @@
-"""``bulk(app)`` on every broker: each task as ``apply_async`` would have sent it, none unseen."""
+"""``bulk(app)`` on every broker: each task is sent as by ``apply_async``, and confirmed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_app(url: str) -> Celery:
 
 
 class Acknowledging(Inbox):
-    """On SQS nobody but a worker can do without."""
+    """An inbox that acknowledges each message, as SQS needs it."""
 
     def consume(self, queues: Iterable[str]) -> Self:
         for queue in queues:
@@ -76,7 +76,7 @@ def inbox(url: str, *queues: str) -> Iterator[Inbox]:
 
 @contextmanager
 def ready_app(url: str) -> Iterator[Celery]:
-    """An app that has declared what it needs, and whose broker is attended to."""
+    """An app with declared queues, and with a worker's background jobs."""
     app = make_app(url)
     with attended(url):
         with bulk(app) as batch:
@@ -96,7 +96,7 @@ def app(url: str) -> Iterator[Celery]:
 
 @pytest.fixture(scope="module")
 def shared_app(broker: Broker) -> Iterator[Celery]:
-    """For tests that leave nothing behind."""
+    """An app shared by tests that consume all their messages."""
     url = broker.new_space()
     with ready_app(url) as app:
         yield app
@@ -104,7 +104,7 @@ def shared_app(broker: Broker) -> Iterator[Celery]:
 
 
 def seen(arrival: Arrival) -> dict[str, Any]:
-    """All that a worker sees of a message, except what is told apart by."""
+    """Everything that a worker sees of a message, except ids and times."""
     message = arrival.message
     headers = {k: v for k, v in message.headers.items() if k not in PER_TASK}
     properties = {
@@ -162,7 +162,7 @@ def test_a_task_in_bulk_is_the_task_that_apply_async_sends(
 
 
 def test_mixed_due_times_and_queues_arrive_once_and_on_time(app: Celery, url: str) -> None:
-    """Due already, due at once, later; by countdown, aware and naive ETA, and as text."""
+    """By countdown, by aware and naive ETA, by ISO text, and with a past ETA."""
     count = 100 if whole_seconds(url) else 1_000  # moto takes its time
     with inbox(url, "plain", "orders") as letters:
         with bulk(app, window=50) as batch:
@@ -191,8 +191,8 @@ def test_mixed_due_times_and_queues_arrive_once_and_on_time(app: Celery, url: st
     assert (result.sent, result.confirmed, result.refused) == (count, count, [])
 
 
-def test_what_a_batch_says_stands_in_every_message(app: Celery, url: str) -> None:
-    """Whichever way it goes; of its own headers each has its own."""
+def test_headers_of_a_batch_are_in_every_message(app: Celery, url: str) -> None:
+    """Sent by template or not; a task's own headers win."""
     with inbox(url, "plain") as letters:
         with bulk(app, headers={"tenant": "a", "run": "r/0/0"}) as batch:
             for _ in range(3):
@@ -205,8 +205,8 @@ def test_what_a_batch_says_stands_in_every_message(app: Celery, url: str) -> Non
     assert batch.result.by_template == 1
 
 
-def test_a_signal_is_sent_for_every_task(app: Celery, url: str) -> None:
-    """Whoever listens sees each task, and may change it."""
+def test_before_task_publish_is_sent_for_every_task(app: Celery, url: str) -> None:
+    """A receiver sees each task, and may change its headers."""
     heard = []
 
     def listen(headers: Any = None, **_: Any) -> None:
@@ -228,7 +228,7 @@ def test_a_signal_is_sent_for_every_task(app: Celery, url: str) -> None:
     assert sorted(tenants, key=str) == [None, None, "a", "a", "a"]
 
 
-def test_what_cannot_wait_is_refused_and_the_rest_goes_on(app: Celery, url: str) -> None:
+def test_a_refused_task_does_not_stop_the_batch(app: Celery, url: str) -> None:
     with bulk(app) as batch:
         for _ in range(2):
             batch.send("shop.remind", countdown=1)
@@ -245,7 +245,7 @@ def test_what_cannot_wait_is_refused_and_the_rest_goes_on(app: Celery, url: str)
 
 
 def test_large_and_unknown_tasks(app: Celery, url: str) -> None:
-    """A body of several frames; a task that is registered nowhere here."""
+    """A body of several AMQP frames, and a task that is not registered."""
     text = "x" * 300_000
     with inbox(url, "plain") as letters:
         with bulk(app) as batch:
@@ -259,7 +259,7 @@ def test_large_and_unknown_tasks(app: Celery, url: str) -> None:
 
 @pytest.mark.parametrize("nothing", [(), []], ids=str)
 def test_tasks_without_positional_arguments_go_by_template(app: Celery, nothing: Any) -> None:
-    """An empty list is told as Celery tells it, as an empty tuple."""
+    """An empty list is shown as an empty tuple, as by Celery."""
     with bulk(app) as batch:
         for number in range(6):
             batch.send("shop.remind", nothing, {"number": number}, countdown=60)
@@ -282,33 +282,28 @@ def test_an_app_that_is_not_installed_is_refused(url: str) -> None:
         bulk(Celery("plain", broker=url, set_as_current=False))
 
 
-def test_what_is_not_enough_for_a_batch_is_sent_in_time(app: Celery, url: str) -> None:
-    """Nobody has to send another, or to leave the block, for a task to arrive when it is due.
-
-    By template, as the last ones, or not.
-    """
+def test_an_incomplete_batch_is_sent_in_time(app: Celery, url: str) -> None:
+    """A task arrives when it is due, without a further send() and before the block ends."""
     with inbox(url, "plain") as letters, bulk(app) as batch:
         for _ in range(6):
             batch.send("shop.remind", eta=eta_in(0.3))
         assert letters.wait_for(6)
 
 
-def test_what_is_held_back_when_the_connection_is_lost_goes_out_on_the_next(
-    app: Celery, url: str
-) -> None:
-    """Also if it is the last: nothing is lost that is not told."""
+def test_held_tasks_are_sent_on_the_next_connection(app: Celery, url: str) -> None:
+    """Also if the block ends right after the connection was lost."""
     with inbox(url, "plain") as letters:
         with bulk(app) as batch:
             outbox = batch._publisher.outbox
             with outbox.lock:
                 batch.send("shop.remind", countdown=1)
                 outbox._lose()
-        # On RabbitMQ it may be there twice.
+        # On RabbitMQ it may arrive twice.
         assert letters.receive_until(lambda: letters.arrivals)
     assert batch.result.confirmed == 1
 
 
-def test_its_threads_end_with_the_batch(app: Celery) -> None:
+def test_a_batch_ends_its_threads(app: Celery) -> None:
     def threads() -> set[threading.Thread]:
         return {each for each in threading.enumerate() if each.name.startswith("native-delay")}
 

@@ -1,4 +1,4 @@
-"""The promises of debounce, throttle and unique, the same on every broker that can keep them."""
+"""Debounce, throttle and unique on every broker that keeps records of keys."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TASK = "shop.reindex"
 
 T = TypeVar("T")
 
-#: Longer than any test takes, and than the levels of these tests are too short for.
+#: Longer than any test takes, and within the longest delay.
 LONG = 100.0
 
 
@@ -65,7 +65,7 @@ def reindexed(*args: Any) -> tuple[Any, ...]:
 def app(
     broker: Broker, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Celery]:
-    """Installed, with results, and with records beside RabbitMQ; what is due is handed over."""
+    """An installed app with results, and with records in Redis if its broker keeps none."""
     url = broker.new_space()
     more: dict[str, Any] = settings_of(url)
     if keeps_no_records(url):
@@ -83,7 +83,7 @@ def app(
 
 @pytest.fixture
 def key(app: Celery, broker: Broker) -> Iterator[str]:
-    """A key of this test's own; nothing of it is left."""
+    """A key for one test; deletes waiting messages and empties the queue afterwards."""
     yield uuid4().hex
     app.conf.update(task_always_eager=False, task_protocol=2)
     with app.connection_for_write() as connection:
@@ -107,7 +107,7 @@ def reindex(app: Celery) -> Any:
 
 
 class Counting(Inbox):
-    """An inbox that leaves out what the records say must not run, as a worker does."""
+    """An inbox that drops cancelled and replaced messages, as a worker does."""
 
     def __init__(self, connection: Any, settings: Any) -> None:
         super().__init__(connection)
@@ -128,7 +128,7 @@ class Counting(Inbox):
 
 @pytest.fixture
 def jobs(app: Celery) -> Iterator[Counting]:
-    """All that would run of what comes into the queue."""
+    """The arriving messages that a worker would run."""
     with app.connection_for_read() as connection:
         counting = Counting(connection, app._native_delay.settings())
         with connection.Consumer([Queue("jobs")], callbacks=[counting.receive]):
@@ -138,12 +138,12 @@ def jobs(app: Celery) -> Iterator[Counting]:
 
 
 def waiting_ids(delay: Delay, *ids: str) -> set[str]:
-    """Those of *ids* that wait."""
+    """The *ids* whose tasks are waiting."""
     return {*delay.ids()} & {*ids}
 
 
 def at_once(call: Callable[[int], T], callers: int = 4) -> list[T]:
-    """The answers of as many *callers* that call at the same time, each with its number."""
+    """The results of *callers* concurrent calls, each given its number."""
     barrier = Barrier(callers)
 
     def calling(number: int) -> T:
@@ -172,7 +172,7 @@ def records_of(app: Celery) -> Iterator[KeyRecords]:
 # ---- debounce -----------------------------------------------------------------------------------
 
 
-def test_a_debounced_task_runs_once_it_has_been_quiet_with_the_last_arguments(
+def test_a_debounced_task_runs_with_the_last_arguments_after_a_quiet_period(
     key: str, delay: Delay, reindex: Any, jobs: Counting
 ) -> None:
     results: list[KeyedResult] = []
@@ -194,7 +194,7 @@ def test_a_debounced_task_runs_once_it_has_been_quiet_with_the_last_arguments(
     assert waiting_ids(delay, *ids) == set()
 
 
-def test_a_debounced_task_waits_no_longer_than_it_may(
+def test_a_debounced_task_waits_no_longer_than_max_wait_seconds(
     key: str, delay: Delay, reindex: Any, jobs: Counting
 ) -> None:
     began, number = time(), count()
@@ -205,7 +205,7 @@ def test_a_debounced_task_waits_no_longer_than_it_may(
     assert jobs.args[0] > 0
 
 
-def test_what_is_replaced_is_forgotten_or_announced_with_the_reason(
+def test_a_replaced_task_becomes_revoked_only_if_it_is_announced(
     key: str, app: Celery, delay: Delay, reindex: Any
 ) -> None:
     first, second, third = (
@@ -218,10 +218,10 @@ def test_what_is_replaced_is_forgotten_or_announced_with_the_reason(
     assert waiting_ids(delay, first.id, second.id, third.id) == {third.id}
 
 
-def test_what_waits_for_a_key_can_be_seen_and_changed_as_ever(
+def test_a_keyed_task_can_be_shown_moved_cancelled_and_run(
     key: str, delay: Delay, reindex: Any, jobs: Counting
 ) -> None:
-    """And the next call knows: it takes out what was moved, and leaves what was cancelled."""
+    """The next call then replaces a moved task, and ignores a cancelled one."""
     first = delay.debounce(reindex.s(1), key=key, seconds=LONG)
     (task,) = delay.show(first)
     assert (task.name, task.queue, task.args) == (TASK, "jobs", "(1,)")
@@ -241,7 +241,7 @@ def test_what_waits_for_a_key_can_be_seen_and_changed_as_ever(
     assert [arrival.body[0][0] for arrival in ran] == [3, 4]
 
 
-def test_a_key_is_shown_searched_and_cancelled_by(
+def test_tasks_are_searched_and_cancelled_by_key(
     key: str, delay: Delay, reindex: Any, jobs: Counting
 ) -> None:
     key = f"käse:{key}"
@@ -277,10 +277,10 @@ def test_a_key_is_shown_searched_and_cancelled_by(
     assert str(nothing) == f"nothing waits for key '{key}-other' of {TASK} (unique)"
 
 
-def test_a_task_replaced_while_its_key_is_being_cancelled_is_cancelled_all_the_same(
+def test_a_cancel_by_key_also_cancels_a_task_that_replaces_another_meanwhile(
     key: str, delay: Delay, reindex: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The record was read before the call that replaced it."""
+    """The cancel has read the record before the other call replaces its task."""
     first = delay.debounce(reindex.s(1), key=key, seconds=LONG)
     replacing = iter([2, 3])
     cancel_all = Delay.cancel_all
@@ -301,10 +301,10 @@ def test_a_task_replaced_while_its_key_is_being_cancelled_is_cancelled_all_the_s
 
 
 @pytest.mark.parametrize("kind", ["debounce", "throttle-trailing", "throttle"])
-def test_a_task_that_was_moved_to_later_is_taken_out_by_the_next_call(
+def test_the_next_call_replaces_a_task_that_was_moved_to_later(
     key: str, app: Celery, delay: Delay, reindex: Any, kind: str
 ) -> None:
-    """Also by a call that comes after the task was due as its own call had it."""
+    """Also after the task's original due time."""
 
     def call(number: int) -> str:
         if kind == "debounce":
@@ -346,10 +346,10 @@ app.close()
 
 
 @pytest.mark.parametrize("ahead_seconds", [-3, 3600])
-def test_the_clock_of_a_producer_does_not_matter(
+def test_a_producers_wrong_clock_changes_nothing(
     key: str, app: Celery, jobs: Counting, ahead_seconds: float
 ) -> None:
-    """Neither is what waits late by the producer's clock, nor is what was replaced run."""
+    """The task is on time by the server's clock, and the replaced task does not run."""
     url, settings = app.conf.broker_url, settings_of(app.conf.broker_url)
     if "sqlite" in f"{url}{settings}":
         pytest.skip("SQLite has the clock of whoever asks")
@@ -364,7 +364,9 @@ def test_the_clock_of_a_producer_does_not_matter(
     assert -0.1 <= arrival.at - seen.record.due_us / 1e6 <= 2 + 2 * whole_seconds(url)
 
 
-def test_of_many_producers_one_is_the_last(key: str, delay: Delay, reindex: Any) -> None:
+def test_of_concurrent_debounce_calls_one_task_remains(
+    key: str, delay: Delay, reindex: Any
+) -> None:
     ids: list[str] = []
     for _ in range(5):
         ids += at_once(
@@ -376,7 +378,7 @@ def test_of_many_producers_one_is_the_last(key: str, delay: Delay, reindex: Any)
 # ---- throttle -----------------------------------------------------------------------------------
 
 
-def test_the_first_of_a_window_runs_at_once_and_stands_for_the_others(
+def test_throttle_runs_the_first_call_and_answers_the_others_with_it(
     key: str, delay: Delay, reindex: Any, jobs: Counting
 ) -> None:
     results = at_once(lambda number: delay.throttle(reindex.s(number), key=key, seconds=LONG))
@@ -389,7 +391,9 @@ def test_the_first_of_a_window_runs_at_once_and_stands_for_the_others(
     assert {arrival.message.headers["id"] for arrival in jobs.wait_for(1)} == set(ids)
 
 
-def test_a_window_ends(key: str, delay: Delay, reindex: Any, jobs: Counting) -> None:
+def test_throttle_runs_again_after_its_window(
+    key: str, delay: Delay, reindex: Any, jobs: Counting
+) -> None:
     began, number = time(), count()
     while len(jobs.arrivals) < 3 and time() < began + 60:
         delay.throttle(reindex.s(next(number)), key=key, seconds=0.4)
@@ -399,7 +403,7 @@ def test_a_window_ends(key: str, delay: Delay, reindex: Any, jobs: Counting) -> 
     assert all(later - former >= 0.4 for former, later in pairwise(starts))
 
 
-def test_on_both_edges_the_first_and_the_last_run(
+def test_throttle_on_both_edges_runs_the_first_and_the_last_call(
     key: str, delay: Delay, reindex: Any, jobs: Counting
 ) -> None:
     results = [
@@ -413,7 +417,7 @@ def test_on_both_edges_the_first_and_the_last_run(
     assert jobs.args == [0, 4]
 
 
-def test_on_the_trailing_edge_the_last_of_a_window_runs(
+def test_throttle_on_the_trailing_edge_runs_the_last_call(
     key: str, delay: Delay, reindex: Any
 ) -> None:
     before = time()
@@ -431,7 +435,7 @@ def test_on_the_trailing_edge_the_last_of_a_window_runs(
 
 
 @pytest.mark.parametrize("until", ["start", "end"])
-def test_a_unique_task_stands_while_it_waits_and_while_it_is_in_its_queue(
+def test_a_unique_task_is_the_answer_while_it_waits_and_in_its_queue(
     key: str, delay: Delay, reindex: Any, jobs: Counting, until: Any
 ) -> None:
     def call(number: int) -> KeyedResult:
@@ -449,7 +453,7 @@ def test_a_unique_task_stands_while_it_waits_and_while_it_is_in_its_queue(
     assert delay.unique(reindex.s(1), key=f"{key}-other", countdown=LONG).id not in ids
 
 
-def test_a_unique_task_without_a_countdown_comes_at_once(
+def test_a_unique_task_without_countdown_is_published_at_once(
     key: str, delay: Delay, reindex: Any, jobs: Counting
 ) -> None:
     result = delay.unique(reindex.s(1), key=key)
@@ -457,10 +461,10 @@ def test_a_unique_task_without_a_countdown_comes_at_once(
     assert arrival.message.headers["id"] == result.id
 
 
-def test_a_call_that_dies_before_its_message_is_there_has_not_taken_the_key(
+def test_a_refused_call_does_not_take_the_key(
     key: str, app: Celery, delay: Delay, reindex: Any
 ) -> None:
-    """It is refused where the message is made: the record is written with it or not at all."""
+    """Record and message are written in one step."""
     with pytest.raises(DelayTooLong):
         delay.unique(reindex.s(1), key=key, countdown=1e9)
     assert read(app, name_for("unique", key)).record is None
@@ -480,18 +484,16 @@ def test_options_of_a_signature_are_kept(key: str, delay: Delay, reindex: Any) -
     assert abs(delay.show(other)[0].due_us / 1e6 - eta.timestamp()) <= 1
 
 
-def test_a_name_that_no_producer_knows_can_be_sent_under_a_key(
-    key: str, app: Celery, delay: Delay
-) -> None:
+def test_a_task_that_is_not_registered_can_have_a_key(key: str, app: Celery, delay: Delay) -> None:
     signature = app.signature("elsewhere.task", args=(1,))
     result = delay.debounce(signature, key=key, seconds=LONG)
     assert delay.show(result)[0].name == "elsewhere.task"
 
 
-# ---- what is refused ----------------------------------------------------------------------------
+# ---- errors -------------------------------------------------------------------------------------
 
 
-def test_what_cannot_stand_for_a_key_is_refused_in_plain_words(
+def test_wrong_arguments_of_keyed_calls_are_refused_with_the_reason(
     key: str, app: Celery, delay: Delay, reindex: Any
 ) -> None:
     several = [
@@ -541,7 +543,7 @@ def test_what_cannot_stand_for_a_key_is_refused_in_plain_words(
         Delay(app).debounce(reindex.s(), key=key, seconds=5)
 
 
-def test_without_a_place_for_records_the_way_out_is_told(app: Celery, key: str) -> None:
+def test_without_records_a_keyed_call_names_the_setting(app: Celery, key: str) -> None:
     url = app.conf.broker_url
     if not url.startswith("amqp"):
         url = "memory://"
@@ -553,7 +555,7 @@ def test_without_a_place_for_records_the_way_out_is_told(app: Celery, key: str) 
                 call(signature, key=key, **times)  # type: ignore[arg-type]
 
 
-def test_a_message_that_never_reaches_this_broker_is_told(
+def test_a_keyed_call_on_another_brokers_connection_is_refused(
     key: str, app: Celery, delay: Delay, reindex: Any
 ) -> None:
     with Connection("memory://") as elsewhere:
@@ -562,7 +564,7 @@ def test_a_message_that_never_reaches_this_broker_is_told(
             delay.debounce(signature, key=key, seconds=1)
 
 
-def test_eagerly_it_runs_at_once(key: str, app: Celery, delay: Delay, reindex: Any) -> None:
+def test_eager_tasks_run_at_once(key: str, app: Celery, delay: Delay, reindex: Any) -> None:
     app.conf.task_always_eager = True
     assert delay.debounce(reindex.s(1), key=key, seconds=LONG).get() == (1,)
     assert delay.throttle(reindex.s(2), key=key, seconds=LONG).get() == (2,)

@@ -1,4 +1,4 @@
-"""Rates per key, on every broker that has somewhere to count: what the tasks noted is judged."""
+"""Rates per key on every broker: the start times that the tasks recorded are checked."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _databases = count(1)
 
 
 def conf_of(url: str, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """A configuration with which lines are kept there."""
+    """The configuration of an app whose broker, or a Redis beside it, counts rates."""
     conf = {f"native_delay_{name}": value for name, value in settings_of(url).items()}
     conf |= {"broker_transport_options": options_of(url), "native_delay_levels": FEW_LEVELS}
     if keeps_no_records(url):
@@ -74,8 +74,8 @@ def by_tenant(runs: list[Run]) -> dict[str, list[float]]:
     return found
 
 
-def test_many_workers_count_in_one_line(fleet: Fleet) -> None:
-    """Those that ask at the same time, each with a connection of its own, with a burst."""
+def test_concurrent_workers_share_one_rate(fleet: Fleet) -> None:
+    """Four threads ask at the same time, each on its own connection; the rate has a burst."""
     app, rate = fleet.app(), Rate("50/s", burst=5)
     settings = DelaySettings.from_mapping(
         {
@@ -107,8 +107,8 @@ def test_many_workers_count_in_one_line(fleet: Fleet) -> None:
     assert 0 < seen.starts_last_period <= 50 + rate.burst
 
 
-def test_no_window_exceeds_its_rate_though_a_worker_is_killed(fleet: Fleet) -> None:
-    """And what the rate allows is used; another tenant does not wait for the first."""
+def test_the_rate_holds_in_every_window_although_a_worker_is_killed(fleet: Fleet) -> None:
+    """The rate is used up, and one tenant's tasks do not delay another's."""
     rates = {"native_delay_rates": {"call_api": rated(RATE.limit, "tenant")}}
     app = fleet.app(**rates)
     workers = [fleet.worker(name=name, **rates) for name in ("one", "two")]
@@ -117,7 +117,7 @@ def test_no_window_exceeds_its_rate_though_a_worker_is_killed(fleet: Fleet) -> N
     fleet.record.wait_for_ids(few)
     fleet.record.wait_for(15, name="call_api")
     workers[0].kill()
-    # What it had in its hands comes again when the broker has noticed, or on Redis in an hour.
+    # The killed worker's tasks are redelivered later, on Redis after an hour.
     fleet.record.wait_for(len(ids) + len(few) - 20, name="call_api")
     starts = by_tenant(fleet.record.runs(name="call_api"))
     assert most_in_a_window(starts["ada"], LOOKED_AT * RATE.period_us / 1_000_000) <= RATE.count
@@ -125,8 +125,8 @@ def test_no_window_exceeds_its_rate_though_a_worker_is_killed(fleet: Fleet) -> N
     assert span >= LOOKED_AT * (len(starts["ada"]) - 1) * RATE.spacing_us / 1_000_000
 
 
-def test_others_run_beside_thousands_that_wait_for_their_turn(fleet: Fleet) -> None:
-    """With one process that may have one message at a time."""
+def test_other_tasks_run_while_rate_limited_ones_wait(fleet: Fleet) -> None:
+    """On one worker process with a prefetch of 1."""
     rates = {"native_delay_rates": {"call_api": "10/h"}, "worker_prefetch_multiplier": 1}
     app = fleet.app(**rates)
     for number in range(50):
@@ -146,8 +146,8 @@ def test_others_run_beside_thousands_that_wait_for_their_turn(fleet: Fleet) -> N
     )
 
 
-def test_no_message_ends_a_worker_or_keeps_other_keys_waiting(fleet: Fleet) -> None:
-    """Keys that cannot be encoded stand in the line without; forged places count nothing."""
+def test_malformed_messages_neither_end_a_worker_nor_hold_up_other_keys(fleet: Fleet) -> None:
+    """A task whose key cannot be encoded counts without a key; forged places are ignored."""
     rates = {"native_delay_rates": {"call_api": rated("1000/s", "tenant")}}
     app = fleet.app(**rates)
     worker = fleet.worker(concurrency=1, **rates)
@@ -170,12 +170,12 @@ def test_no_message_ends_a_worker_or_keeps_other_keys_waiting(fleet: Fleet) -> N
     # A line that is unreachable is asked again after five seconds.
     assert max(run.started for (run,) in runs.values()) - began < 4.5 * SLOWNESS
     assert worker.process.poll() is None
-    assert worker.log_lines("call_api", "cannot be told", "without lone surrogates")
-    assert not worker.log_lines("wait until it answers")
+    assert worker.log_lines("call_api", "cannot compute the rate key", "without lone surrogates")
+    assert not worker.log_lines("wait until the rates can be read")
 
 
-def test_one_worker_hands_a_line_over_in_its_order(fleet: Fleet) -> None:
-    """Only what the broker delivers late, as on a busy machine, may come late."""
+def test_one_worker_starts_the_tasks_of_a_rate_in_order(fleet: Fleet) -> None:
+    """Except for messages that a busy broker delivers late."""
     rates = {"native_delay_rates": {"call_api": "100/s"}}
     app = fleet.app(**rates)
     ids = [app.send_task("call_api", ("ada", number)).id for number in range(200)]
@@ -187,8 +187,8 @@ def test_one_worker_hands_a_line_over_in_its_order(fleet: Fleet) -> None:
         assert len(late) <= 5
 
 
-def test_the_tasks_of_a_held_line_are_shown_due_when_the_hold_ends(fleet: Fleet) -> None:
-    """Though their messages come back to ask for their turn before."""
+def test_tasks_behind_a_retry_after_are_shown_due_when_it_ends(fleet: Fleet) -> None:
+    """Although their messages come back to the worker before."""
     rates = {"native_delay_rates": {"turned_away": "4/m"}}
     app = fleet.app(**rates)
     for _ in range(4):
@@ -209,8 +209,8 @@ def test_the_tasks_of_a_held_line_are_shown_due_when_the_hold_ends(fleet: Fleet)
     assert delay.show(tasks[0].id)[0].due_us >= held_until_us
 
 
-def test_a_task_that_was_turned_away_holds_its_line(fleet: Fleet) -> None:
-    """And is the first of it to come again, as slots are further apart than a broker is late."""
+def test_a_retry_after_holds_all_tasks_of_its_rate(fleet: Fleet) -> None:
+    """The task that raised it starts first again."""
     rates = {"native_delay_rates": {"turned_away": "2/s"}}
     app = fleet.app(**rates)
     fleet.worker(concurrency=1, **rates)
@@ -220,7 +220,7 @@ def test_a_task_that_was_turned_away_holds_its_line(fleet: Fleet) -> None:
     others = [app.send_task("turned_away", (2.0, 0)).id for _ in range(5)]
     fleet.record.wait_for(7)
     runs = fleet.record.runs(name="turned_away")
-    # Consumers look into folders now and then, and SQS delays whole seconds.
+    # Consumers poll folders, and SQS delays by whole seconds.
     if not fleet.broker_url.startswith(("filesystem:", "sqs:")):
         assert [run.id for run in runs[:2]] == [first, first]
     assert runs[1].started - runs[0].started >= 2.0 * LOOKED_AT

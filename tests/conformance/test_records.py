@@ -1,4 +1,4 @@
-"""The promises of the records, held by both backends: Redis, and a database."""
+"""The records in both backends: Redis and a database."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def records(url: str, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Empty records, of an owner of this test alone."""
+    """Empty records of a namespace that no other test uses."""
     found = records_at(url, f"test{time_ns() % 10**12}")
     yield found
     found.close()
@@ -81,7 +81,7 @@ def put(records: Any, text: str) -> None:
     records.change(NAME, lambda seen: Change(text, seen.now_us + HOUR_US, None))
 
 
-def test_a_record_is_changed_by_a_rule_that_sees_it(records: Any) -> None:
+def test_a_rule_sees_a_record_and_changes_it(records: Any) -> None:
     seen: list[Any] = []
 
     def count(looked: Snapshot) -> Change[int]:
@@ -116,10 +116,8 @@ def test_a_record_that_is_kept_no_longer_is_none(records: Any) -> None:
     assert records.change(NAME, lambda seen: Change("new", seen.now_us, seen.text)) is None
 
 
-def test_callers_that_change_one_record_at_the_same_time_lose_nothing(
-    records: Any, url: str
-) -> None:
-    """From four threads, and of a record that is not there at first."""
+def test_concurrent_changes_of_one_record_are_not_lost(records: Any, url: str) -> None:
+    """Four threads change a record that does not exist at first."""
 
     def count(seen: Snapshot) -> Change[None]:
         return Change(str(int(seen.text or 0) + 1), seen.now_us + HOUR_US, None)
@@ -136,7 +134,7 @@ def test_callers_that_change_one_record_at_the_same_time_lose_nothing(
     assert records.load([NAME]) == ["100"]
 
 
-def test_the_records_that_are_kept_longest_are_listed_first(records: Any) -> None:
+def test_records_that_expire_last_are_listed_first(records: Any) -> None:
     for number in (2, 3, 1):
         records.change(
             RecordName("rate", f"line {number}"),
@@ -164,7 +162,7 @@ def test_a_message_that_was_not_sent_is_forgotten(records: Any) -> None:
     assert records.state_of(member) is MessageState.UNKNOWN
 
 
-def test_a_message_that_was_replaced_must_not_run_and_the_new_one_may(records: Any) -> None:
+def test_a_replaced_message_is_void_and_its_replacement_runs(records: Any) -> None:
     (old,) = note(records, 1)
     new = listed(2)
     records.look(None, "delivery-2", 60_000)
@@ -178,20 +176,20 @@ def test_a_message_that_was_replaced_must_not_run_and_the_new_one_may(records: A
 
 
 @pytest.mark.parametrize("dies_after", ["the mark", "the publish"])
-def test_a_process_that_dies_before_it_decides_has_changed_nothing(
+def test_a_process_that_dies_before_its_compare_and_set_changes_nothing(
     records: Any, dies_after: str
 ) -> None:
-    """The message that it may have published is void, and the old one runs."""
+    """A message that it has published is void, and the old message runs."""
     (old,) = note(records, 1)
     records.look(None, "delivery-2", 60_000)
     if dies_after == "the publish":
         assert records.received("order-1:delivery-2") is False
-        # Alive after all, and too late.
+        # The process is alive after all, but too late.
         assert not records.compare_and_set(CompareAndSet(new=listed(2), gone=[old]))
     assert records.received(old) is True
 
 
-def test_a_replacement_comes_too_late_for_a_message_that_was_received(records: Any) -> None:
+def test_a_message_that_a_worker_received_cannot_be_replaced(records: Any) -> None:
     (old,) = note(records, 1)
     records.look(None, "delivery-2", 60_000)
     assert records.received(old) is True
@@ -199,7 +197,7 @@ def test_a_replacement_comes_too_late_for_a_message_that_was_received(records: A
     assert records.received(listed(2).member) is False
 
 
-def test_a_cancelled_message_counts_and_is_not_listed(records: Any) -> None:
+def test_the_copy_that_announces_a_cancel_is_delivered_and_not_listed(records: Any) -> None:
     (old,) = note(records, 1)
     records.look(None, "delivery-2", 60_000)
     new = IndexEntry("order-1:delivery-2", now_us(), "")
@@ -208,7 +206,7 @@ def test_a_cancelled_message_counts_and_is_not_listed(records: Any) -> None:
     assert records.received(new.member) is True
 
 
-def test_record_and_message_change_together_or_not_at_all(records: Any) -> None:
+def test_record_and_message_change_in_one_step(records: Any) -> None:
     (old,) = note(records, 1)
     text = json.dumps({"id": "order-1"})
     put(records, text)
@@ -234,6 +232,25 @@ def test_record_and_message_change_together_or_not_at_all(records: Any) -> None:
     assert records.look(NAME, None, 0).messages == ()
 
 
+def test_a_rule_publishes_a_message_with_its_record_and_replaces_the_one_before(
+    records: Any,
+) -> None:
+    published: list[str] = []
+
+    def publish(due_us: int, delivery_id: str, ahead_us: int) -> IndexEntry:
+        assert abs(ahead_us) < 60_000_000
+        published.append(f"order-1:{delivery_id}")
+        return IndexEntry(published[-1], due_us, "entry")
+
+    def decide(seen: Snapshot) -> Change[int]:
+        text, due_us = json.dumps({"id": "order-1", "at": seen.now_us}), seen.now_us + HOUR_US
+        return Change(text, due_us, len(seen.messages), due_us, replaces=True)
+
+    assert [records.change(NAME, decide, publish) for _ in range(3)] == [0, 1, 1]
+    assert [records.received(member) for member in published] == [False, False, True]
+    assert records.read(NAME).messages == ()
+
+
 def test_a_mark_that_was_taken_back_leaves_no_trace(records: Any) -> None:
     records.look(None, "delivery-1", 60_000)
     records.unmark("delivery-1", 30_000)
@@ -243,7 +260,7 @@ def test_a_mark_that_was_taken_back_leaves_no_trace(records: Any) -> None:
     assert records.received("order-1:delivery-1") is True
 
 
-def test_entries_of_lost_messages_are_swept_and_what_waits_is_purged(records: Any) -> None:
+def test_old_entries_are_swept_and_waiting_ones_are_purged(records: Any) -> None:
     records.note(listed(1, wait_us=-2 * 86_400_000_000))
     records.note(listed(2, wait_us=-60_000_000))
     note(records, 3)
@@ -253,7 +270,7 @@ def test_entries_of_lost_messages_are_swept_and_what_waits_is_purged(records: An
     assert standings == [MessageState.UNKNOWN, MessageState.KNOWN, MessageState.UNKNOWN]
 
 
-def test_owners_never_meet(records: Any, url: str) -> None:
+def test_namespaces_share_no_records(records: Any, url: str) -> None:
     other = records_at(url, "other")
     (member,) = note(records, 1)
     put(records, "mine")
@@ -269,7 +286,7 @@ def test_healthy_records_have_no_fault_that_loses_something(records: Any) -> Non
 @pytest.mark.parametrize(
     "url", ["redis://127.0.0.1:1/0", "sqlite:////no/such/folder/records.db"], indirect=False
 )
-def test_records_that_are_away_hold_nobody_up(url: str) -> None:
+def test_unreachable_records_cost_a_bounded_time(url: str) -> None:
     records = records_at(url, "test")
     started = monotonic()
     for number in range(100):
@@ -284,16 +301,16 @@ def test_records_that_are_away_hold_nobody_up(url: str) -> None:
     records.close()
 
 
-def test_an_undecided_mark_is_no_secret(records: Any) -> None:
-    """A worker that receives such a message makes it void for good."""
+def test_a_received_message_whose_mark_is_undecided_becomes_void(records: Any) -> None:
+    """The process that marked it can no longer decide otherwise."""
     records.look(None, "delivery-2", 60_000)
     assert UNDECIDED
     assert records.received("order-2:delivery-2") is False
     assert records.state_of("order-2:delivery-2") is MessageState.VOID
 
 
-def test_a_record_whose_text_stays_is_kept_as_long_as_before(records: Any) -> None:
-    """Whoever looks at it with a rule neither shortens nor prolongs its life."""
+def test_a_rule_that_keeps_the_text_keeps_the_expiry(records: Any) -> None:
+    """Reading a record by a rule neither shortens nor extends its life."""
     brief_us = 1_500_000
     records.change(NAME, lambda seen: Change("same", seen.now_us + brief_us, None))
     records.change(NAME, lambda seen: Change(seen.text, seen.now_us + HOUR_US, None))
@@ -306,8 +323,8 @@ BEGUN = Run(OPEN, 1000.25, deadline=1060.0, jobs=("j",))
 DONE = Run(COMMITTED, 1009.0, winners={"0": "1-b"}, by="the driver")
 
 
-def test_a_run_is_sealed_once(records: Any) -> None:
-    """By whoever comes first, and its record is kept for as long as that one said."""
+def test_a_fenced_run_is_sealed_once(records: Any) -> None:
+    """The first caller wins, and decides how long the record is kept."""
     runs = Runs(records)
     assert runs.load(["r/1:é", "other"]) == [None, None]
     assert runs.open("r/1:é", BEGUN, kept_seconds=1000, job="j") == BEGUN
@@ -320,14 +337,14 @@ def test_a_run_is_sealed_once(records: Any) -> None:
     assert runs.load(["r/1:é"]) == [done]
 
 
-def test_a_run_whose_time_is_over_is_lost(records: Any) -> None:
+def test_a_fenced_run_expires(records: Any) -> None:
     runs = Runs(records)
     runs.seal("r", DONE, kept_seconds=0.5)
     wait_until(lambda: runs.load(["r"]) == [None])
 
 
-def test_of_all_who_seal_a_run_at_once_one_does(records: Any) -> None:
-    """And whoever opens it meanwhile is told which one."""
+def test_of_concurrent_seals_of_a_run_one_wins(records: Any) -> None:
+    """A caller that opens the run meanwhile gets the winner's record."""
     runs = Runs(records)
     runs.open("r", BEGUN, kept_seconds=1000, job="j")
     found: list[Run] = []

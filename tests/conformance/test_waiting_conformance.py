@@ -1,4 +1,4 @@
-"""Waiting tasks are listed, searched, cancelled and moved: the same on every broker."""
+"""List, search, cancel and move waiting tasks on every broker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.waiting import wait_until
 
 BROKERS = KEEPING_KEYS
 
-#: Enough levels for hours.
+#: For delays of hours.
 LEVELS = 20
 
 
@@ -43,9 +43,9 @@ def plain_app(url: str, tmp_path: Path) -> Iterator[Celery]:
 
 @pytest.fixture
 def app(url: str, tmp_path: Path) -> Iterator[Celery]:
-    """An installed app; a broker that keeps no records has them in SQLite beside it.
+    """An installed app, with records in SQLite if its broker keeps none.
 
-    In Redis they are beside the brokers of test_keyed_conformance.
+    test_keyed_conformance has the records of such brokers in Redis.
     """
     app = Celery("shop", broker=url, backend=f"file://{tmp_path}", set_as_current=False)
     app.conf.broker_transport_options = options_of(url)
@@ -64,14 +64,12 @@ def delay(app: Celery) -> Delay:
 
 @pytest.fixture
 def arrivals(app: Celery) -> Iterator[Inbox]:
-    """A plain consumer of the queue; what comes is not run."""
+    """A kombu consumer of the queue, which runs no task."""
     with app.connection_for_read() as connection, inbox(connection, JOBS) as arriving:
         yield arriving
 
 
-def test_what_waits_is_listed_by_due_time_with_all_that_is_known_of_it(
-    app: Celery, delay: Delay
-) -> None:
+def test_waiting_tasks_are_listed_by_due_time_with_all_fields(app: Celery, delay: Delay) -> None:
     before = time()
     for number in (3, 1, 2):
         send_task(app, number, countdown=number * 1000)
@@ -96,7 +94,7 @@ def test_what_waits_is_listed_by_due_time_with_all_that_is_known_of_it(
     assert delay.show("order") == delay.show("order-1:") == []
 
 
-def test_searches_and_histograms_see_every_task(app: Celery, delay: Delay) -> None:
+def test_search_count_and_histogram(app: Celery, delay: Delay) -> None:
     for number in range(20):
         send_task(app, number, countdown=100 + number * 100)
     odd = [f"order-{number}" for number in range(1, 20, 2)]
@@ -119,10 +117,8 @@ def test_searches_and_histograms_see_every_task(app: Celery, delay: Delay) -> No
     assert sum(bar.count for bar in bars) == 20
 
 
-def test_ids_are_read_a_few_at_a_time_and_all_of_them(
-    app: Celery, delay: Delay, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also of more tasks that are due together than are read at a time."""
+def test_ids_are_read_in_pages(app: Celery, delay: Delay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if more tasks than a page are due at the same time."""
     monkeypatch.setattr("celery_native_delay.records.waiting.IDS_AT_ONCE", 3)
     eta = datetime.now(UTC) + timedelta(hours=1)
     for number in range(12):
@@ -139,7 +135,7 @@ def test_ids_are_read_a_few_at_a_time_and_all_of_them(
     assert delay.ids(Query(until_us=due_us[0])) == []
 
 
-def test_a_cancelled_task_leaves_at_once_marked_so_that_no_worker_runs_it(
+def test_a_cancelled_task_is_delivered_at_once_with_the_mark_cancelled(
     app: Celery, delay: Delay, arrivals: Inbox
 ) -> None:
     send_task(app, 1, countdown=3600, expires=7200)
@@ -156,7 +152,7 @@ def test_a_cancelled_task_leaves_at_once_marked_so_that_no_worker_runs_it(
     assert delay.reschedule("order-1", countdown=1).verdict is Verdict.UNKNOWN
 
 
-def test_a_worker_without_this_package_takes_a_cancelled_task_for_expired(
+def test_for_a_plain_worker_a_cancelled_task_has_expired(
     app: Celery, delay: Delay, plain_app: Celery
 ) -> None:
     send_task(app, 1, countdown=3600)
@@ -169,10 +165,8 @@ def test_a_worker_without_this_package_takes_a_cancelled_task_for_expired(
     assert datetime.fromisoformat(arrival.message.headers["expires"]) < datetime.now(UTC)
 
 
-def test_a_task_that_is_moved_is_due_at_the_new_time(
-    app: Celery, delay: Delay, arrivals: Inbox
-) -> None:
-    """Later, then earlier; with the header that says so."""
+def test_a_moved_task_is_due_at_its_new_time(app: Celery, delay: Delay, arrivals: Inbox) -> None:
+    """Moved later, then earlier; the header eta has the new time."""
     send_task(app, 1, countdown=3600)
     later = datetime.now(UTC) + timedelta(hours=2)
     moved = delay.reschedule("order-1", eta=later)
@@ -190,7 +184,7 @@ def test_a_task_that_is_moved_is_due_at_the_new_time(
     assert arrival.body[1] == {"order": 1, "text": "käse"}
 
 
-def test_a_task_runs_now_if_asked_to(app: Celery, delay: Delay, arrivals: Inbox) -> None:
+def test_run_now_delivers_a_task_at_once(app: Celery, delay: Delay, arrivals: Inbox) -> None:
     send_task(app, 1, countdown=3600)
     assert delay.run_now("order-1")
     (arrival,) = arrivals.wait_for(1)
@@ -198,13 +192,15 @@ def test_a_task_runs_now_if_asked_to(app: Celery, delay: Delay, arrivals: Inbox)
     assert datetime.fromisoformat(arrival.message.headers["eta"]) <= datetime.now(UTC)
 
 
-def test_a_countdown_that_is_over_is_now(app: Celery, delay: Delay, arrivals: Inbox) -> None:
+def test_a_negative_countdown_delivers_a_task_at_once(
+    app: Celery, delay: Delay, arrivals: Inbox
+) -> None:
     send_task(app, 1, countdown=3600)
     assert delay.reschedule("order-1", countdown=-1e20)
     assert arrivals.wait_for(1)
 
 
-def test_what_cannot_be_stays_as_it_is(app: Celery, delay: Delay) -> None:
+def test_a_refused_change_leaves_the_task_unchanged(app: Celery, delay: Delay) -> None:
     send_task(app, 1, countdown=3600)
     (task,) = delay.show("order-1")
     with pytest.raises(DelayTooLong):
@@ -219,20 +215,20 @@ def test_what_cannot_be_stays_as_it_is(app: Celery, delay: Delay) -> None:
     assert delay.cancel("order-2").verdict is Verdict.UNKNOWN
 
 
-def test_a_result_backend_that_is_away_keeps_nobody_from_cancelling(
+def test_tasks_are_cancelled_while_the_result_backend_is_unreachable(
     app: Celery, delay: Delay, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is asked once."""
+    """The backend is tried once for all tasks."""
     ids = [send_task(app, number, countdown=3600) for number in range(3)]
     results = app.backend
     app.conf.result_backend = "file:///no/such/folder"
     app._local.backend = app._backend_cache = None
     assert all(delay.cancel_all(ids))
-    assert sum("when a worker has announced it" in each.message for each in caplog.records) == 1
+    assert sum("its result is not REVOKED yet" in each.message for each in caplog.records) == 1
     app._local.backend = results
 
 
-def test_all_that_waits_under_one_id_is_cancelled(app: Celery, delay: Delay) -> None:
+def test_cancel_covers_all_messages_of_an_id(app: Celery, delay: Delay) -> None:
     send_task(app, 1, countdown=3600)
     send_task(app, 1, countdown=7200)
     assert len(delay.show("order-1")) == 2
@@ -242,8 +238,8 @@ def test_all_that_waits_under_one_id_is_cancelled(app: Celery, delay: Delay) -> 
     assert delay.show("order-1") == []
 
 
-def test_celerys_own_revoke_reaches_what_waits(app: Celery, delay: Delay) -> None:
-    """And what does not wait is broadcast as ever."""
+def test_celerys_revoke_cancels_waiting_tasks(app: Celery, delay: Delay) -> None:
+    """Other ids are broadcast to workers as ever."""
     for number in range(4):
         send_task(app, number, countdown=3600)
     app.control.revoke("order-0")
@@ -258,7 +254,7 @@ def test_celerys_own_revoke_reaches_what_waits(app: Celery, delay: Delay) -> Non
     ]
 
 
-def test_tasks_sent_in_bulk_are_there_too(app: Celery, delay: Delay) -> None:
+def test_tasks_sent_in_bulk_are_listed_and_cancelled(app: Celery, delay: Delay) -> None:
     with bulk(app) as batch:
         for number in range(30):
             batch.send("shop.remind", ("ada",), {"order": number}, countdown=3600, queue=JOBS)

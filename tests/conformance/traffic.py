@@ -1,4 +1,4 @@
-"""Plain kombu traffic over any broker, with what a worker does for it beside consuming."""
+"""kombu connections to any broker, and a worker's background jobs without its consumer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def delaying(url: str, *, transport_options: dict[str, Any] | None = None) -> An
 
 @contextmanager
 def attended(url: str) -> Iterator[None]:
-    """A worker that consumes nothing: it prepares the broker, promotes and rescues."""
+    """Run a worker's background jobs until the block ends: prepare, promote, rescue."""
     settings = DelaySettings.from_mapping(SETTINGS | settings_of(url))
     with ExitStack() as stack:
         connection = stack.enter_context(delaying(url))
@@ -53,7 +53,7 @@ def attended(url: str) -> Iterator[None]:
 
 
 def waiting_count(connection: Any) -> int:
-    """How many messages wait; they are thrown away."""
+    """The number of waiting messages; deletes them."""
     part = connection.default_channel.admin_part(DelaySettings.from_mapping(SETTINGS))
     if isinstance(part, ServesQueues):  # and throws away part of it only
         return waiting_now(connection, "jobs", "other")
@@ -61,7 +61,7 @@ def waiting_count(connection: Any) -> int:
 
 
 def waiting_now(connection: Any, *queues: str) -> int:
-    """How many messages wait, on a broker that counts them by queue for *queues*."""
+    """The number of waiting messages; brokers that count by queue count those of *queues*."""
     part: AdminPart = connection.default_channel.admin_part(DelaySettings.from_mapping(SETTINGS))
     if isinstance(part, ServesQueues):
         part.serve(queues)

@@ -1,4 +1,4 @@
-"""Brokers that several modules start."""
+"""Brokers and fixtures that several modules use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shared_sqs() -> Iterator[PrivateSqs]:
 
 @pytest.fixture
 def short_hops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hops on SQS are so short that a test can wait for several."""
+    """Make hops on SQS one second long, so that a test can wait for several."""
     from tests.integration.sqs_traffic import HOP_SECONDS  # imports boto3
 
     monkeypatch.setattr("celery_native_delay.transports.sqs.hops.HOP_SECONDS", HOP_SECONDS)
@@ -34,14 +34,14 @@ def short_hops(monkeypatch: pytest.MonkeyPatch) -> None:
     params=["filesystem", in_ci("filesystem-postgresql"), in_ci("sqla")],
 )
 def broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
-    """One whose messages wait in a store."""
+    """A broker whose delayed messages wait in a database."""
     with running_broker(request.param, pytest.fail) as broker:
         yield broker
 
 
 @pytest.fixture
 def url(broker: Broker) -> str:
-    """An empty space of it."""
+    """The URL of an empty space of the broker."""
     return broker.new_space()
 
 

@@ -1,4 +1,4 @@
-"""A small Celery app in a folder of its own, and its command line in a process of its own."""
+"""A small Celery app in a folder, and its command line as a process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Project:
         return self
 
     def delay(self, *arguments: str, answer: str = "") -> subprocess.CompletedProcess[str]:
-        """Run ``celery -A shop delay …``; never with a traceback."""
+        """Run ``celery -A shop delay …``; fails if it prints a traceback."""
         done = subprocess.run(
             [sys.executable, "-m", "celery", "-A", "shop", "delay", *arguments],
             cwd=self.folder,
@@ -51,13 +51,13 @@ class Project:
         return done
 
     def told(self, *arguments: str, status: int = 0) -> Any:
-        """What it prints with ``--json``, and nothing else."""
+        """The output with ``--json``, parsed; fails if it prints anything else."""
         done = self.delay(*arguments, "--json")
         assert (done.returncode, done.stderr) == (status, "")
         return json.loads(done.stdout)
 
     def lines(self, *arguments: str) -> list[str]:
-        """What it prints, when all is well, without what lines up columns."""
+        """The printed lines, with single spaces between columns; fails on an error."""
         done = self.delay(*arguments)
         assert (done.returncode, done.stderr) == (0, "")
         return [" ".join(line.split()) for line in done.stdout.splitlines()]

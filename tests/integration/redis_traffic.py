@@ -1,4 +1,4 @@
-"""What the integration tests need on Redis: connections that delay, and promoters."""
+"""Delaying connections and promoters on Redis."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def store_of(connection: Any) -> Store:
 
 
 def promote(store: Store) -> HandedOver:
-    """Hand over what is due now, as the server's version wants it."""
+    """Hand over the due messages, by the script for the server's version."""
     return store.promote(version=Server.from_info(store.client.info()).version)
 
 
 @contextmanager
 def promoting(connect: Callable[..., Any]) -> Iterator[Promoter]:
-    """A promoter in a thread of its own, as a worker has it."""
+    """Run a promoter in a thread, as a worker does."""
     promoter = Promoter(connect)
     with beside(promoter.run, stop=promoter.stop):
         yield promoter
 
 
 def connector(url: str, **options: Any) -> Callable[..., Any]:
-    """What a promoter makes its connections with."""
+    """A function with which a promoter opens its connections."""
 
     def connect(*, transport_options: dict[str, Any]) -> Any:
         return delaying(url, transport_options=options | transport_options)

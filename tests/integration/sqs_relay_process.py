@@ -1,4 +1,4 @@
-"""A relay that dies: ``python -m tests.integration.sqs_relay_process URL QUEUE VISIBILITY``.
+"""A relay that is killed: ``python -m tests.integration.sqs_relay_process URL QUEUE VISIBILITY``.
 
 Says "ready"; is killed by SIGKILL once it has sent its first messages on, before it deletes them.
 """

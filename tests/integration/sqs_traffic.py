@@ -1,4 +1,4 @@
-"""What the integration tests need on SQS: connections that delay, relays, delay queues."""
+"""Delaying connections, relays and delay queues on SQS."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.traffic import beside
 #: Seconds of one hop; 900 outside of tests.
 HOP_SECONDS = 1
 
-#: The same in an app of another process.
+#: Source code that sets it in an app of another process.
 SHORT_HOPS = f"""
 from celery_native_delay.transports.sqs import hops
 hops.HOP_SECONDS = {HOP_SECONDS}
@@ -36,7 +36,7 @@ def delaying(url: str, *, transport_options: dict[str, Any] | None = None, **set
 
 
 def part_of(connection: Any, *queues: str) -> Any:
-    """What a worker does that consumes from *queues*."""
+    """The worker's part of the transport, for a worker that consumes *queues*."""
     part = connection.default_channel.worker_part(DelaySettings())
     part.serve(queues)
     return part
@@ -44,7 +44,7 @@ def part_of(connection: Any, *queues: str) -> Any:
 
 @contextmanager
 def relaying(connect: Callable[..., Any], *queues: str, **options: Any) -> Iterator[Relay]:
-    """A relay in a thread of its own, as a worker has it."""
+    """Run a relay in a thread, as a worker does."""
     relay = Relay(connect, queues, **options)
     with beside(relay.run, stop=relay.stop):
         yield relay
@@ -55,11 +55,11 @@ def url_of(sqs: PrivateSqs, name: str) -> str:
 
 
 def names(sqs: PrivateSqs) -> list[str]:
-    """Of all queues."""
+    """The names of all queues."""
     return [url.rpartition("/")[2] for url in sqs.client.list_queues().get("QueueUrls", [])]
 
 
 def waiting_on(sqs: PrivateSqs, name: str = "jobs-delay.fifo") -> int:
-    """How many messages are in a delay queue, received ones as well."""
+    """The number of messages in a delay queue, including received ones."""
     answer = sqs.client.get_queue_attributes(QueueUrl=url_of(sqs, name), AttributeNames=ASKED)
     return waiting_in(answer["Attributes"])

@@ -1,6 +1,6 @@
-"""``bulk(app)`` on RabbitMQ: what it refuses is named, what it forgets is sent again.
+"""``bulk(app)`` on RabbitMQ: refused tasks are reported, lost ones are sent again.
 
-What holds on every broker is tested in tests/conformance.
+tests/conformance has the tests for all brokers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_app(url: str, **settings: Any) -> Celery:
 
 
 def test_refused_tasks_are_in_the_result(mortal_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task that the broker does not take is named; all others are confirmed."""
+    """A task that the broker refuses is reported; all others are confirmed."""
     app = make_app(mortal_url)
     batch = bulk(app)
     too_large = "x" * (2 * LARGEST_MESSAGE)
@@ -55,7 +55,7 @@ def test_refused_tasks_are_in_the_result(mortal_url: str, monkeypatch: pytest.Mo
     assert "larger than" in message.reason
     assert message.headers["task"] == "shop.remind"
     assert batch.result.confirmed == 9
-    # As many as stop sending: with check=False leaving the block does not raise.
+    # Even with MOST_REFUSED refused tasks, leaving the block does not raise with check=False.
     monkeypatch.setattr("celery_native_delay.bulk.batch.MOST_REFUSED", 1)
     with bulk(app, check=False) as batch:
         batch.send("shop.remind", (1, too_large), countdown=4)
@@ -72,7 +72,7 @@ def test_no_more_than_the_window_is_unconfirmed(vhost_url: str) -> None:
     assert batch.result.confirmed == 200
 
 
-def test_what_a_full_level_does_not_take_is_named(
+def test_tasks_that_a_full_level_queue_refuses_are_reported(
     vhost_url: str, vhost: str, rabbitmq: PrivateRabbitMQ
 ) -> None:
     app = make_app(vhost_url)
@@ -83,7 +83,7 @@ def test_what_a_full_level_does_not_take_is_named(
     wait_until(lambda: any(queue.get("policy") == "full" for queue in rabbitmq.queues(vhost)))
 
     def refused() -> list[RefusedMessage] | None:
-        """The queue tells its publishers a moment after it is full."""
+        """The refused messages; the queue refuses a moment after it is full."""
         with bulk(app, check=False) as batch:
             for number in range(20):
                 batch.send("shop.remind", (number,), countdown=5)
@@ -99,7 +99,7 @@ def test_what_a_full_level_does_not_take_is_named(
 def test_levels_that_are_deleted_under_a_batch_are_declared_again(
     vhost_url: str, rabbitmq: PrivateRabbitMQ, with_exchanges: bool
 ) -> None:
-    """What came back, or was cut off with its channel, is sent again."""
+    """Returned messages, and those on a closed channel, are sent again."""
     with bulk(make_app(vhost_url)) as batch:
         batch.send("shop.remind", (-1,), countdown=5)
         batch._publisher.outbox.settle(timeout_seconds=PATIENCE_SECONDS)
@@ -126,7 +126,7 @@ def numbers(letters: Inbox) -> set[int]:
 def test_the_broker_is_killed_in_the_middle_of_a_batch(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, options: dict[str, Any], count: int
 ) -> None:
-    """It waits for it to return, and loses nothing: by template, and the way apply_async goes."""
+    """The batch waits for the broker and loses nothing, with and without templates."""
     app = make_app(mortal_url, levels=12)
     with bulk(app) as batch:
         for number in range(count):

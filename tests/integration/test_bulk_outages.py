@@ -1,4 +1,4 @@
-"""``bulk(app)`` and a broker that is away: an outage is waited out once, a refusal is an answer."""
+"""``bulk(app)`` waits for an unreachable broker once, and does not wait after a refused login."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.brokers import on_one_version, self_signed_certificate
 from tests.integration.traffic import SETTINGS
 from tests.postgresql import private_postgresql
 
-#: No wait for a broker ends before that.
+#: How long a batch waits for an unreachable broker.
 PATIENCE_SECONDS = outbox.PATIENCE_SECONDS
 
 NOBODY = "127.0.0.1:1"
@@ -40,7 +40,7 @@ def make_app(url: str, **settings: Any) -> Celery:
 
 
 def answer_of(app: Celery) -> tuple[str, float]:
-    """What sending a task raises, and after how many seconds the batch has ended."""
+    """The error of sending a task, and the seconds until the batch has ended."""
     begun = monotonic()
     with pytest.raises(Exception, match=r"\S") as raised, bulk(app, check=False) as batch:
         batch.send("shop.remind", countdown=60)
@@ -63,7 +63,7 @@ def with_user(url: str, user: str) -> str:
     ],
     ids=["password", "vhost", "permission"],
 )
-def test_rabbitmq_that_does_not_let_us_in_is_asked_once(
+def test_a_login_that_rabbitmq_refuses_is_not_retried(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, broken: Callable[[str], str], said: str
 ) -> None:
     with suppress(Exception):  # from the test before
@@ -90,7 +90,7 @@ def locked_redis_url() -> Iterator[str]:
     ],
     ids=["password", "none", "database"],
 )
-def test_redis_that_does_not_let_us_in_is_asked_once(
+def test_a_login_that_redis_refuses_is_not_retried(
     locked_redis_url: str, broken: Callable[[str], str], said: str
 ) -> None:
     text, seconds = answer_of(make_app(broken(locked_redis_url)))
@@ -98,7 +98,7 @@ def test_redis_that_does_not_let_us_in_is_asked_once(
     assert seconds < PATIENCE_SECONDS / 2
 
 
-def test_redis_with_a_certificate_that_is_not_trusted_is_asked_once(tmp_path: Path) -> None:
+def test_a_certificate_that_is_not_trusted_is_not_retried(tmp_path: Path) -> None:
     installed(require_redis, "redis")
     certificate, key = self_signed_certificate(tmp_path)
     with private_redis(server="redis", tls=(certificate, key)) as redis:
@@ -111,10 +111,10 @@ def test_redis_with_a_certificate_that_is_not_trusted_is_asked_once(tmp_path: Pa
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", ["broker", "store"])
 @pytest.mark.parametrize("fault", ["database", "role", "folder", "no database"])
-def test_a_database_that_does_not_let_us_in_is_asked_once(
+def test_a_database_that_cannot_be_opened_is_not_retried(
     kind: str, fault: str, tmp_path: Path
 ) -> None:
-    """As the broker itself, and as the store beside one."""
+    """As the broker, and as the store of another broker."""
     with ExitStack() as stack:
         if fault in ("database", "role"):
             server = stack.enter_context(private_postgresql())
@@ -146,9 +146,7 @@ def test_a_database_that_does_not_let_us_in_is_asked_once(
         ),
     ],
 )
-def test_an_outage_is_waited_out_once_however_many_tasks_are_sent_meanwhile(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_outage_is_waited_for_once_per_batch(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "PATIENCE_SECONDS", 10.0)
     took = []
     with bulk(make_app(url), check=False) as batch:
@@ -159,13 +157,13 @@ def test_an_outage_is_waited_out_once_however_many_tasks_are_sent_meanwhile(
             took.append(monotonic() - begun)
     assert batch.result.sent == 0
     assert took[0] > 10
-    # Each of the others is one attempt.
+    # Each further task is tried once.
     assert max(took[1:]) < 10
 
 
 @pytest.mark.ci
 @on_one_version
-def test_what_is_not_confirmed_when_the_password_changes_is_waited_for_no_more(
+def test_a_changed_password_ends_the_wait_for_confirms(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str
 ) -> None:
     ctl = mortal_rabbitmq.rabbitmqctl
@@ -173,7 +171,7 @@ def test_what_is_not_confirmed_when_the_password_changes_is_waited_for_no_more(
     ctl("set_permissions", "-p", vhost_name(mortal_url), "bulk", ".*", ".*", ".*")
     app = make_app(with_user(mortal_url, "bulk"))
     longest_seconds = 2 * PATIENCE_SECONDS
-    # Some pass before the broker takes nothing more.
+    # The broker accepts some before it blocks publishers.
     text = "x" * 20_000
     try:
         with bulk(app, check=False, timeout_seconds=longest_seconds) as batch:

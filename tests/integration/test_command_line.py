@@ -1,6 +1,6 @@
-"""``celery delay ls | show | cancel | reschedule | run-now``: what is asked, refused and printed.
+"""``celery delay ls | show | cancel | reschedule | run-now``: questions, errors and output.
 
-It is the same on every broker, so Redis stands for all; the answers are those of its records.
+They are the same on every broker, so these tests use Redis.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ def app(empty_redis: PrivateRedis) -> Iterator[Celery]:
     app.close()
 
 
-def test_the_command_line_lists_cancels_and_moves(app: Celery, delay: Delay, shop: Project) -> None:
+def test_tasks_are_listed_cancelled_moved_and_run(app: Celery, delay: Delay, shop: Project) -> None:
     for number in range(6):
         send_task(app, number, countdown=1000 + number)
     listed = shop.told("ls", "--search", "käse", "--limit", "2")
     assert [task["id"] for task in listed["tasks"]] == ["order-1", "order-3"]
     assert shop.lines("ls", "-n", "1")[-1] == "1 of 6 waiting"
-    assert shop.lines("ls", "--histogram")[-1] == "6 waiting"
     assert shop.told("show", "order-2")["kwargs"] == "{'order': 2, 'text': 'wurst'}"
     assert shop.delay("cancel", "--search", "käse", answer="n\n").returncode == 1
     assert delay.count() == 6
@@ -69,7 +68,7 @@ def test_the_command_line_lists_cancels_and_moves(app: Celery, delay: Delay, sho
 
 
 @pytest.mark.ci
-def test_what_users_wrote_stays_in_its_cell_and_a_closed_pipe_is_no_broker_that_is_away(
+def test_control_characters_are_escaped_and_a_closed_pipe_is_no_error(
     app: Celery, shop: Project
 ) -> None:
     for number in range(2000):  # more than a pipe holds
@@ -90,10 +89,8 @@ def test_what_users_wrote_stays_in_its_cell_and_a_closed_pipe_is_no_broker_that_
 
 
 @pytest.mark.ci
-def test_the_command_line_shows_control_characters_and_never_writes_them(
-    app: Celery, delay: Delay, shop: Project
-) -> None:
-    """A terminal obeys an escape, and turns text round behind a bidirectional override."""
+def test_no_command_prints_control_characters(app: Celery, delay: Delay, shop: Project) -> None:
+    """A terminal would run an escape sequence, and reverse text after a bidirectional override."""
     hostile, shown = "\x1b[2J\x9b\u202eexe", r"\x1b[2J\x9b\u202eexe"
     name, task_id, queue = (f"{what}{hostile}" for what in "niq")
     app.send_task(name, (hostile,), task_id=task_id, countdown=1000, queue=queue)
@@ -110,7 +107,9 @@ def test_the_command_line_shows_control_characters_and_never_writes_them(
 
 
 @pytest.mark.ci
-def test_one_id_is_shown_as_one_object_and_several_as_a_list(shop: Project, app: Celery) -> None:
+def test_show_prints_an_object_for_one_id_and_a_list_for_several(
+    shop: Project, app: Celery
+) -> None:
     for number, countdown in ((1, 4230), (2, 1000), (2, 900)):
         send_task(app, number, countdown=countdown)
     one = shop.told("show", "order-1")
@@ -130,7 +129,7 @@ def test_one_id_is_shown_as_one_object_and_several_as_a_list(shop: Project, app:
 
 
 @pytest.mark.ci
-def test_the_key_of_a_task_is_listed_shown_and_searched(
+def test_ls_show_and_search_know_the_key_of_a_task(
     shop: Project, app: Celery, delay: Delay
 ) -> None:
     send_task(app, 1, countdown=1000)
@@ -157,9 +156,7 @@ def test_what_a_search_finds_is_counted(shop: Project, app: Celery) -> None:
     assert (told["total"], [task["id"] for task in told["tasks"]]) == (3, ["order-1"])
 
 
-def test_questions_are_no_part_of_what_scripts_read(
-    shop: Project, app: Celery, delay: Delay
-) -> None:
+def test_questions_are_asked_on_standard_error(shop: Project, app: Celery, delay: Delay) -> None:
     for number in range(2):
         send_task(app, number, countdown=1000)
     for arguments in (
@@ -179,10 +176,8 @@ def test_questions_are_no_part_of_what_scripts_read(
     assert (done.returncode, done.stdout[0], json.loads(done.stdout)["done"]) == (0, "{", 2)
 
 
-def test_a_task_is_not_moved_into_the_past_unasked(
-    shop: Project, app: Celery, delay: Delay
-) -> None:
-    """It would run at once; `run-now` is named, and --yes goes on."""
+def test_moving_a_task_into_the_past_needs_yes(shop: Project, app: Celery, delay: Delay) -> None:
+    """The task would run at once; the error names `run-now`."""
     send_task(app, 1, countdown=1000)
     past = (datetime.now(UTC) - timedelta(days=3)).isoformat()
     for option, told in (("--countdown=-90", "1 min 30 s ago"), (f"--eta={past}", "3 d ago")):
@@ -196,7 +191,7 @@ def test_a_task_is_not_moved_into_the_past_unasked(
 
 
 @pytest.mark.ci
-def test_options_that_exclude_each_other_are_told_from_those_that_lack(shop: Project) -> None:
+def test_missing_and_conflicting_options_are_refused(shop: Project) -> None:
     for arguments, said in (
         (("reschedule", "a"), "give --countdown or --eta"),
         (("reschedule", "a", "--countdown", "1h", "--eta", "2099-01-01"), "--eta, not both"),
@@ -208,7 +203,7 @@ def test_options_that_exclude_each_other_are_told_from_those_that_lack(shop: Pro
 
 
 @pytest.mark.ci
-def test_times_are_given_as_people_write_them(shop: Project, app: Celery, delay: Delay) -> None:
+def test_durations_such_as_1h30m_are_understood(shop: Project, app: Celery, delay: Delay) -> None:
     send_task(app, 1, countdown=1000)
     for text, seconds in (("1h 30min", 5400), ("2d", 172_800)):
         before = time()
@@ -222,13 +217,13 @@ def test_times_are_given_as_people_write_them(shop: Project, app: Celery, delay:
         assert (done.returncode, "expected " in done.stderr) == (2, True), arguments
 
 
-def test_a_log_level_that_there_is_not_is_refused(shop: Project) -> None:
+def test_an_unknown_log_level_is_refused(shop: Project) -> None:
     done = shop.delay("promote", "--loglevel", "loud")
     assert (done.returncode, "'LOUD' is not one of 'DEBUG', " in done.stderr) == (2, True)
 
 
 @pytest.mark.ci
-def test_promote_and_relay_say_what_each_does(shop: Project) -> None:
+def test_help_says_what_promote_and_relay_do(shop: Project) -> None:
     promote, relay = (shop.delay(name, "--help").stdout for name in ("promote", "relay"))
     assert "Redis" in promote
     assert "--queues" not in promote

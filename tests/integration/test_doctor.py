@@ -1,4 +1,4 @@
-"""``celery delay doctor``: healthy, or what to do."""
+"""``celery delay doctor`` finds problems and says what to do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def project(tmp_path: Path) -> Project:
 
 @contextmanager
 def promoting(project: Project) -> Iterator[None]:
-    """``delay promote``, as a process of its own."""
+    """Run ``delay promote`` as a process."""
     command = [sys.executable, "-m", "celery", "-A", "shop", "delay", "promote"]
     with subprocess.Popen(
         command, cwd=project.folder, stdout=subprocess.PIPE, text=True
@@ -73,14 +73,14 @@ def the_wrong(app: Celery, check: str) -> Finding:
 
 
 def make_overdue(server: PrivateRedis, number: int, *, seconds: float = 60) -> None:
-    """Have the first messages that wait be due for some time."""
+    """Make the first *number* waiting messages *seconds* overdue."""
     due = Keys("", "celery_delay").due
     (now, _), members = server.client.time(), server.client.zrange(due, 0, number - 1)
     server.client.zadd(due, dict.fromkeys(members, (now - seconds) * 1000000))
 
 
 @redis_only
-def test_on_redis_overdue_tasks_that_nothing_promotes_are_named_until_something_does(
+def test_redis_overdue_tasks_without_a_promoter_are_found(
     project: Project, empty_redis: PrivateRedis
 ) -> None:
     project.write(APP, empty_redis.url)
@@ -105,7 +105,7 @@ def test_on_redis_overdue_tasks_that_nothing_promotes_are_named_until_something_
 
 
 @redis_only
-def test_on_redis_nothing_that_promotes_is_found_before_anything_is_overdue(
+def test_redis_a_missing_promoter_is_found_before_tasks_are_overdue(
     empty_redis: PrivateRedis,
 ) -> None:
     app = app_on(empty_redis.url)
@@ -115,7 +115,7 @@ def test_on_redis_nothing_that_promotes_is_found_before_anything_is_overdue(
 
 
 @redis_only
-def test_a_promoter_that_may_not_hand_over_is_told_from_one_that_does_not_run(
+def test_redis_overdue_tasks_beside_a_running_promoter_are_found(
     empty_redis: PrivateRedis,
 ) -> None:
     app = app_on(empty_redis.url)
@@ -126,8 +126,8 @@ def test_a_promoter_that_may_not_hand_over_is_told_from_one_that_does_not_run(
 
 
 @redis_only
-def test_a_redis_that_cannot_be_configured_is_given_advice_only(own_redis: PrivateRedis) -> None:
-    """Hosted ones know no CONFIG."""
+def test_redis_without_config_gets_advice_only(own_redis: PrivateRedis) -> None:
+    """Hosted Redis servers refuse CONFIG."""
     own_redis.client.config_set("appendonly", "no")
     own_redis.client.execute_command(
         *["ACL", "SETUSER", "tenant", "on", ">tenant", "~*", "&*", "+@all", "-config"]
@@ -141,9 +141,7 @@ def test_a_redis_that_cannot_be_configured_is_given_advice_only(own_redis: Priva
 
 
 @redis_only
-def test_a_broker_that_is_down_is_a_finding_that_names_it(
-    project: Project, own_redis: PrivateRedis
-) -> None:
+def test_an_unreachable_broker_is_a_finding(project: Project, own_redis: PrivateRedis) -> None:
     project.write(APP, own_redis.url, telemetry="/proc/nowhere")
     own_redis.stop()
     told = project.told("doctor", status=1)
@@ -158,10 +156,10 @@ def test_a_broker_that_is_down_is_a_finding_that_names_it(
 
 
 @redis_only
-def test_a_producer_says_once_that_nothing_promotes(
+def test_a_producer_warns_once_that_no_promoter_runs(
     empty_redis: PrivateRedis, project: Project
 ) -> None:
-    """In a process of its own, as it looks once a minute; and not while something promotes."""
+    """It checks once a minute, hence a new process each time; a running promoter is no warning."""
     project.write(APP, empty_redis.url)
     app = app_on(empty_redis.url)
     app.send_task("shop.remind", countdown=600)
@@ -176,10 +174,10 @@ def test_a_producer_says_once_that_nothing_promotes(
 
 
 @redis_only
-def test_a_producer_is_silent_while_nothing_is_overdue_for_long(
+def test_a_producer_does_not_warn_of_tasks_overdue_for_seconds(
     empty_redis: PrivateRedis, project: Project
 ) -> None:
-    """A worker may just start, or be of a release that shows nothing."""
+    """A worker may be starting, or its release may not show that it promotes."""
     project.write(APP, empty_redis.url)
     assert produce(project) == ""
     make_overdue(empty_redis, 1, seconds=3)
@@ -187,7 +185,7 @@ def test_a_producer_is_silent_while_nothing_is_overdue_for_long(
 
 
 @redis_only
-def test_a_producer_who_may_not_look_publishes_all_the_same(
+def test_a_producer_without_permission_to_check_publishes(
     empty_redis: PrivateRedis, project: Project
 ) -> None:
     project.write(APP, empty_redis.url)
@@ -204,7 +202,7 @@ def test_a_producer_who_may_not_look_publishes_all_the_same(
 
 
 def produce(project: Project) -> str:
-    """What a process says that sends three tasks: two alone, one in bulk."""
+    """The standard error of a process that sends three tasks: two by send_task, one by bulk."""
     code = (
         "from shop import app; from celery_native_delay.bulk import bulk\n"
         "for _ in range(2): app.send_task('shop.remind', countdown=600)\n"
@@ -223,10 +221,10 @@ def produce(project: Project) -> str:
 
 @pytest.mark.ci
 @redis_only
-def test_a_worker_that_promotes_shows_it_although_memory_is_short(
+def test_a_promoter_shows_that_it_runs_on_a_full_redis(
     own_redis: PrivateRedis, project: Project
 ) -> None:
-    """Prolonging takes none."""
+    """Extending a key's TTL needs no memory."""
     project.write(APP, own_redis.url)
     app = app_on(own_redis.url)
     with promoting(project):
@@ -237,11 +235,11 @@ def test_a_worker_that_promotes_shows_it_although_memory_is_short(
         wait_until(lambda: own_redis.client.ttl(key) > 12, timeout_seconds=PATIENCE_SECONDS)
 
 
-# ---- the records of RabbitMQ -------------------------------------------------------------------
+# ---- RabbitMQ ----------------------------------------------------------------------------------
 
 
 @pytest.mark.ci
-def test_what_lies_parked_on_rabbitmq_and_policies_are_named(
+def test_rabbitmq_missing_levels_policies_and_parked_messages_are_found(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str, project: Project
 ) -> None:
     app = app_on(vhost_url, management_url=rabbitmq.management_url, **SETTINGS)
@@ -276,7 +274,7 @@ def test_what_lies_parked_on_rabbitmq_and_policies_are_named(
 
 @pytest.mark.ci
 @pytest.mark.usefixtures("short_hops")
-def test_a_delay_queue_without_a_relay_is_named(project: Project, shared_sqs: PrivateSqs) -> None:
+def test_sqs_a_missing_relay_is_found(project: Project, shared_sqs: PrivateSqs) -> None:
     register_transports()
     shared_sqs.wipe()
     project.write(APP + SHORT_HOPS, shared_sqs.url)
@@ -328,9 +326,7 @@ def file_of(url: str) -> Path:
     return Path(settings_of(url)["store"].partition("///")[2])
 
 
-def test_a_store_that_is_not_there_is_named_and_not_made(
-    folder_url: str, store_app: Celery
-) -> None:
+def test_a_missing_store_is_found_and_not_created(folder_url: str, store_app: Celery) -> None:
     found = the_wrong(store_app, "store")
     assert "has none of our tables" in found.problem
     assert not file_of(folder_url).exists()
@@ -339,7 +335,7 @@ def test_a_store_that_is_not_there_is_named_and_not_made(
 
 
 @pytest.mark.ci
-def test_a_store_that_somebody_locks_is_named(folder_url: str, store_app: Celery) -> None:
+def test_a_locked_store_is_found(folder_url: str, store_app: Celery) -> None:
     store_app.send_task("shop.remind", countdown=600)
     with sqlite3.connect(file_of(folder_url), isolation_level=None) as connection:
         connection.execute("BEGIN IMMEDIATE")
@@ -349,7 +345,7 @@ def test_a_store_that_somebody_locks_is_named(folder_url: str, store_app: Celery
 
 
 @pytest.mark.parametrize("kind", ["filesystem", in_ci("filesystem-postgresql"), in_ci("sqla")])
-def test_from_a_store_nothing_dispatches_until_something_does(kind: str, project: Project) -> None:
+def test_a_store_without_a_dispatcher_is_found(kind: str, project: Project) -> None:
     with running_broker(kind, pytest.fail) as broker:
         url = broker.new_space()
         write_on_store(project, url)
@@ -361,7 +357,7 @@ def test_from_a_store_nothing_dispatches_until_something_does(kind: str, project
             wait_until(lambda: not examine(app), timeout_seconds=PATIENCE_SECONDS)
 
 
-def test_a_producer_says_that_nothing_dispatches(folder_url: str, project: Project) -> None:
+def test_a_producer_warns_that_no_dispatcher_runs(folder_url: str, project: Project) -> None:
     app_on_store(folder_url).send_task("shop.remind", countdown=600)
     with sqlite3.connect(file_of(folder_url)) as connection:
         connection.execute("UPDATE native_delay_message SET due_us = due_us - 700000000")
@@ -381,7 +377,7 @@ AN_HOUR_SECONDS = 3600
 def declared_app(
     request: pytest.FixtureRequest,
 ) -> Iterator[tuple[Celery, ModuleType, str]]:
-    """An app on a broker, the module that asks it for the time, and the name of our clock there."""
+    """An app, the module that reads the broker's clock, and the name of our clock in it."""
     match request.param:
         case "redis":
             with private_redis(server="redis") as server:
@@ -393,7 +389,7 @@ def declared_app(
                 yield app, database, "time"
 
 
-def test_a_clock_that_is_an_hour_slow_is_named(
+def test_a_clock_that_is_an_hour_slow_is_found(
     declared_app: tuple[Celery, ModuleType, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app, module, clock = declared_app
@@ -409,10 +405,10 @@ def test_a_clock_that_is_an_hour_slow_is_named(
 
 
 @redis_only
-def test_records_beside_any_broker_are_looked_at(
+def test_problems_of_the_records_are_found(
     empty_redis: PrivateRedis, own_redis: PrivateRedis
 ) -> None:
-    """Fenced runs are kept there."""
+    """On any broker, as fenced Spark jobs keep their runs in the records."""
     app = app_on(empty_redis.url, records=own_redis.url)
     empty_redis.client.set(Keys("", "celery_delay").promoting, "", ex=600)
     assert examine(app) == []
@@ -435,7 +431,7 @@ def test_records_beside_any_broker_are_looked_at(
 
 
 @redis_only
-def test_a_telemetry_folder_that_takes_nothing_is_named(
+def test_a_telemetry_folder_without_write_permission_is_found(
     empty_redis: PrivateRedis, tmp_path: Path
 ) -> None:
     empty_redis.client.set(Keys("", "celery_delay").promoting, "", ex=600)
@@ -445,15 +441,15 @@ def test_a_telemetry_folder_that_takes_nothing_is_named(
     folder.mkdir()
     assert examine(app) == []
     assert list(folder.iterdir()) == []
-    # Nobody may write there, not even root.
+    # Not even root may write there.
     app = app_on(empty_redis.url, telemetry="/proc/self")
     assert "on this machine: " in the_wrong(app, "telemetry").problem
 
 
-# ---- what nobody can be asked ------------------------------------------------------------------
+# ---- apps without install() --------------------------------------------------------------------
 
 
-def test_an_app_that_was_never_installed_or_is_misconfigured_is_told_so(project: Project) -> None:
+def test_a_missing_install_and_a_wrong_setting_are_found(project: Project) -> None:
     (project.folder / "shop.py").write_text('from celery import Celery\napp = Celery("shop")\n')
     assert "install(app)" in project.delay("doctor").stderr
     project.write(
@@ -482,7 +478,9 @@ def of_rates(app: Celery) -> list[Finding]:
 
 
 @redis_only
-def test_a_rate_that_limits_nothing_is_named(project: Project, empty_redis: PrivateRedis) -> None:
+def test_a_rate_for_an_unknown_task_or_argument_is_found(
+    project: Project, empty_redis: PrivateRedis
+) -> None:
     def on(rates: dict[str, Any]) -> Celery:
         return rated(app_on(empty_redis.url, rates=rates))
 
@@ -502,7 +500,7 @@ def test_a_rate_that_limits_nothing_is_named(project: Project, empty_redis: Priv
 @pytest.mark.ci
 @pytest.mark.rabbitmq310
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
-def test_rates_that_cannot_be_counted_are_named(vhost_url: str) -> None:
+def test_rates_without_reachable_records_are_found(vhost_url: str) -> None:
     def on(**records: str) -> Celery:
         return rated(app_on(vhost_url, rates={"shop.call_api": "10/s"}, **records, **SETTINGS))
 
@@ -517,7 +515,7 @@ def test_rates_that_cannot_be_counted_are_named(vhost_url: str) -> None:
     assert "native_delay_records" in found.remedy
 
 
-def test_a_store_that_is_not_there_is_not_made_for_rates(folder_url: str) -> None:
+def test_a_missing_store_is_not_created_for_rates(folder_url: str) -> None:
     app = rated(app_on_store(folder_url, rates={"shop.call_api": "10/s"}))
     assert {each.check for each in of_level(app, WRONG)} == {"store"}
     assert not file_of(folder_url).exists()

@@ -1,4 +1,4 @@
-"""What `delay export` writes, declared by other tools on an empty broker, is what delays need."""
+"""`delay export`: other tools import its definitions, and delays work."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ REMEDY = "import what `celery -A PROJ delay export` writes, or set native_delay_
 
 @pytest.fixture
 def shop(tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> Project:
-    """An app that may not declare, on a broker that has nothing yet."""
+    """An app with native_delay_declare off, on an empty virtual host."""
     settings = SMALL | {"management_url": rabbitmq.management_url}
     return Project(tmp_path, settings).write(APP, vhost_url)
 
 
 def by_command(rabbitmq: PrivateRabbitMQ, file: Path) -> None:
-    """`rabbitmqctl import_definitions`, which may see another root."""
+    """Import by `rabbitmqctl import_definitions`, which may run in a chroot."""
     there = rabbitmq.data_dir / "exported.json"
     there.write_text(file.read_text())
     inside = "/" / there.relative_to(rabbitmq.installation.root or "/")
@@ -76,7 +76,7 @@ BY = pytest.mark.parametrize("imports", [by_command, by_api])
 
 
 def held(rabbitmq: PrivateRabbitMQ, vhost: str) -> set[str]:
-    """All exchanges, queues and bindings of a virtual host, as far as declaring decides on them."""
+    """All exchanges, queues and bindings of a virtual host, with the fields that declaring sets."""
     kept = (
         *("name", "type", "durable", "auto_delete", "arguments", "source", "destination"),
         *("destination_type", "routing_key"),
@@ -94,7 +94,7 @@ def exported(shop: Project) -> None:
 
 
 @BY
-def test_what_is_exported_and_imported_is_verified(
+def test_imported_definitions_pass_verify(
     shop: Project, rabbitmq: PrivateRabbitMQ, imports: Callable[[PrivateRabbitMQ, Path], None]
 ) -> None:
     """By `rabbitmqctl import_definitions`, and by the management API."""
@@ -106,10 +106,10 @@ def test_what_is_exported_and_imported_is_verified(
     assert shop.told("verify")["healthy"] is True
 
 
-def test_the_management_api_takes_definitions_for_their_host_or_its_own(
+def test_the_management_api_imports_into_any_virtual_host(
     rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
-    """Of any virtual host, if they are posted for one."""
+    """Posted for one virtual host, or for the host named in the definitions."""
     settings = DelaySettings.from_mapping(SMALL)
     exported = json.loads(export(settings, QUEUES, vhost).text)
     rabbitmq.api("POST", "/definitions", exported)
@@ -124,10 +124,10 @@ def test_the_management_api_takes_definitions_for_their_host_or_its_own(
 
 
 @pytest.mark.ci
-def test_all_that_declaring_makes_is_in_the_export_of_the_default_levels(
+def test_the_export_has_everything_that_declare_makes(
     tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
-    """And it is verified, with the 64 level queues of the default settings."""
+    """With the 64 level queues of the default settings."""
     settings = {"management_url": rabbitmq.management_url, "declare": False}
     shop = Project(tmp_path, settings).write(APP, vhost_url)
     exported(shop)
@@ -145,7 +145,7 @@ def test_all_that_declaring_makes_is_in_the_export_of_the_default_levels(
 
 
 @on_one_version
-def test_a_queue_that_delays_do_not_lead_to_is_named(
+def test_verify_finds_a_missing_binding_after_an_import(
     shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
     """Where workers may not bind it, nothing but a new import does."""
@@ -161,7 +161,9 @@ def test_a_queue_that_delays_do_not_lead_to_is_named(
 
 
 @on_one_version
-def test_declaring_by_hand_is_refused_too(shop: Project, rabbitmq_version: str) -> None:
+def test_delay_declare_is_refused_if_native_delay_declare_is_off(
+    shop: Project, rabbitmq_version: str
+) -> None:
     done = shop.delay("declare")
     assert done.returncode == 1
     assert "native_delay_declare is off" in done.stderr
@@ -192,7 +194,7 @@ def test_other_brokers_have_nothing_to_export(
     assert why in done.stderr
 
 
-def test_the_virtual_host_is_that_of_the_url_or_as_asked(tmp_path: Path) -> None:
+def test_the_virtual_host_comes_from_the_url_or_the_option(tmp_path: Path) -> None:
     shop = Project(tmp_path).write(APP, "amqp://127.0.0.1:9/shop%2Feu", **SMALL)
     said = json.loads(shop.delay("export").stdout)
     told = shop.told("export", "--vhost", "other")
@@ -208,8 +210,8 @@ def test_the_virtual_host_is_that_of_the_url_or_as_asked(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("confirm", [True, False])
-def test_what_is_missing_is_named_and_both_ways_out(vhost_url: str, confirm: bool) -> None:
-    """Nothing is declared meanwhile; as soon as it is there, messages wait."""
+def test_a_publish_without_levels_names_both_remedies(vhost_url: str, confirm: bool) -> None:
+    """It declares nothing; delays work as soon as somebody else has declared the levels."""
     with delaying(vhost_url, declare=False, confirm_publish=confirm) as connection:
         declare_queue(connection, "orders")
         with pytest.raises(NotDeclared, match=rf"{TOPOLOGY.ready_exchange} is missing") as refused:
@@ -226,7 +228,7 @@ def test_what_is_missing_is_named_and_both_ways_out(vhost_url: str, confirm: boo
 
 
 @pytest.mark.parametrize("damage", ["queue_delete", "exchange_delete"])
-def test_a_level_that_vanishes_is_named(vhost_url: str, damage: str) -> None:
+def test_a_publish_names_a_deleted_level(vhost_url: str, damage: str) -> None:
     with delaying(vhost_url) as admin:
         declare_queue(admin, "orders")
         delays_of(admin).prepare()
@@ -242,10 +244,10 @@ def test_a_level_that_vanishes_is_named(vhost_url: str, damage: str) -> None:
                 assert bodies(letters.wait_for(1)) == ["later"]
 
 
-def test_the_users_own_declarations_change_nothing_of_ours(
+def test_users_declarations_leave_imported_objects_unchanged(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
-    """Declaring, binding, unbinding and deleting: what was imported is the importer's alone."""
+    """The user declares, binds, unbinds and deletes."""
     with delaying(vhost_url) as admin:
         declare_exchange(admin, "shop", "topic")
         declare_queue(admin, "orders")
@@ -275,7 +277,7 @@ def test_the_users_own_declarations_change_nothing_of_ours(
     assert gone == set()
 
 
-def test_who_may_configure_nothing_delays_to_every_exchange_of_the_export(
+def test_a_user_without_configure_permission_delays_to_every_exported_exchange(
     shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
     """A fanout exchange as well, although its type cannot be asked for."""

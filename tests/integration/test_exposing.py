@@ -1,4 +1,4 @@
-"""``expose(app)``, while no broker is there."""
+"""``expose(app)`` without a running broker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def app_without_broker() -> Celery:
     return Celery("shop", broker="redis://127.0.0.1:1", set_as_current=False)
 
 
-def test_an_app_is_exposed_once_in_a_registry_and_taken_away_again() -> None:
+def test_an_app_is_exposed_once_per_registry_until_close() -> None:
     app, registry = install(app_without_broker()), CollectorRegistry()
     exposed = expose(app, registry)
     try:
@@ -31,6 +31,6 @@ def test_an_app_is_exposed_once_in_a_registry_and_taken_away_again() -> None:
     assert list(registry.collect()) == []
 
 
-def test_an_app_that_is_not_installed_is_not_exposed() -> None:
+def test_an_app_without_install_cannot_be_exposed() -> None:
     with pytest.raises(SettingsError, match="install"):
         expose(app_without_broker(), CollectorRegistry())

@@ -1,4 +1,4 @@
-"""Looking at the broker: verify, status, and the commands that show them."""
+"""RabbitMQ: ``delay declare | verify | status | parked | plan``."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def connection(vhost_url: str) -> Iterator[Any]:
 
 
 def declared_with(connection: Any, queue: str, **arguments: Any) -> None:
-    """Put another queue of that name where *queue* was, with its bindings."""
+    """Replace *queue* by one with other arguments, and bind it again."""
     there = next(d for d in TOPOLOGY.plan() if isinstance(d, Queue) and d.name == queue)
     connection.default_channel.queue_delete(queue)
     bindings = [
@@ -100,7 +100,7 @@ def declared_with(connection: Any, queue: str, **arguments: Any) -> None:
 
 @dataclass(frozen=True)
 class Damage:
-    """Something on the broker that is not as planned, and the sentences that say so."""
+    """A difference from the plan, how to make it, and the expected findings."""
 
     name: str
     make: Callable[[Any], object]
@@ -196,10 +196,10 @@ each_damage = pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: dama
     ],
     ids=str,
 )
-def test_what_was_just_declared_is_as_planned(
+def test_verify_finds_nothing_after_declaring(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, settings: dict[str, Any]
 ) -> None:
-    """Whatever the settings, and with the user's own queues and exchanges bound to it."""
+    """With various settings, and with the user's own queues and exchanges."""
     with delaying(vhost_url, **settings) as connection:
         declare_exchange(connection, "news", "fanout")
         declare_exchange(connection, "shop", "topic")
@@ -212,7 +212,7 @@ def test_what_was_just_declared_is_as_planned(
         assert verified(connection, rabbitmq.management_url).unchecked == []
 
 
-def test_nothing_declared_is_found_missing_and_stays_so(
+def test_verify_finds_everything_missing_and_declares_nothing(
     rabbitmq: PrivateRabbitMQ, vhost_url: str
 ) -> None:
     with delaying(vhost_url) as connection:
@@ -226,7 +226,7 @@ def test_nothing_declared_is_found_missing_and_stays_so(
 
 
 @each_damage
-def test_each_difference_is_found(
+def test_verify_finds_each_difference(
     rabbitmq: PrivateRabbitMQ, connection: Any, damage: Damage
 ) -> None:
     assert verified(connection, rabbitmq.management_url).differences == []
@@ -240,7 +240,7 @@ def test_each_difference_is_found(
     assert verified(connection, rabbitmq.management_url).differences == damage.by_api
 
 
-def test_policies_that_override_our_queues_are_named(
+def test_verify_finds_policies_on_delay_queues(
     rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
 ) -> None:
     declare_queue(connection, "orders")
@@ -274,10 +274,10 @@ def test_policies_that_override_our_queues_are_named(
     wait_until(clean_again)
 
 
-def test_a_pattern_for_celerys_queues_leaves_out_the_levels_as_the_docs_have_it(
+def test_the_documented_pattern_matches_no_level_queue(
     rabbitmq: PrivateRabbitMQ, vhost: str, vhost_url: str
 ) -> None:
-    """As a policy, and as KEDA asks the management API."""
+    """As the pattern of a policy, and as KEDA's query to the management API."""
     repository = Path(__file__).parents[2]
     (pattern,) = re.findall(
         r"\| `(\^celery\S+)` \|", (repository / "docs/brokers/rabbitmq.md").read_text()
@@ -310,7 +310,7 @@ def set_operator_policy(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
 
 
 def policies_named(connection: Any, management_url: str) -> list[str]:
-    """What verify says of policies, as soon as the broker has applied them."""
+    """The findings of verify about policies, once the broker has applied them."""
 
     def named() -> list[str] | None:
         return verified(connection, management_url).differences or None
@@ -318,7 +318,7 @@ def policies_named(connection: Any, management_url: str) -> list[str]:
     return [sentence.partition(" such as ")[0] for sentence in wait_until(named)]
 
 
-def test_a_policy_is_not_blamed_for_what_an_operator_policy_sets(
+def test_verify_tells_operator_policies_from_policies(
     rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
 ) -> None:
     rabbitmq.set_policy(vhost, "harmless", r"level-00$", {"queue-leader-locator": "balanced"})
@@ -333,7 +333,7 @@ def test_a_policy_is_not_blamed_for_what_an_operator_policy_sets(
     ]
 
 
-def test_policies_are_named_to_a_user_who_may_only_monitor(
+def test_verify_finds_policies_with_the_monitoring_tag(
     rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
 ) -> None:
     rabbitmq.add_user(f"watch-{vhost}", "watch", vhost=vhost, tags="monitoring")
@@ -381,7 +381,7 @@ def test_without_the_plugin_missing_queues_are_found_and_messages_counted(
             assert [level.waiting for level in counts.levels] == [0] * 3 + [None] + [0] * 4
 
 
-def test_a_user_without_the_tag_gets_what_amqp_tells(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
+def test_verify_without_the_monitoring_tag_uses_amqp(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
     url = rabbitmq.add_user(f"clerk-{vhost}", "secret-word", vhost=vhost)
     with delaying(url) as connection:
         delays_of(connection).prepare()
@@ -395,7 +395,7 @@ def test_a_user_without_the_tag_gets_what_amqp_tells(rabbitmq: PrivateRabbitMQ, 
         assert verified(connection, with_credentials) == Verified([], [], found.advice)
 
 
-def test_old_brokers_are_given_advice(rabbitmq: PrivateRabbitMQ, connection: Any) -> None:
+def test_verify_gives_advice_on_old_brokers(rabbitmq: PrivateRabbitMQ, connection: Any) -> None:
     advice = verified(connection, rabbitmq.management_url).advice
     if rabbitmq.version.startswith("3."):
         [sentence] = advice
@@ -412,7 +412,7 @@ SLOW = {"resolution": 1.0}
 SLOW_TOPOLOGY = Topology(DelaySettings.from_mapping(SETTINGS | SLOW))
 
 
-def test_status_counts_what_is_stuck_in_dead_lettering(
+def test_status_counts_messages_stuck_in_dead_lettering(
     rabbitmq: PrivateRabbitMQ, connection: Any, vhost_url: str
 ) -> None:
     connection.default_channel.exchange_delete(TOPOLOGY.delivery_exchange)
@@ -427,10 +427,10 @@ def test_status_counts_what_is_stuck_in_dead_lettering(
 
 
 @pytest.mark.ci
-def test_status_counts_what_a_landing_queue_holds(
+def test_status_counts_messages_in_landing_queues(
     rabbitmq: PrivateRabbitMQ, connection: Any
 ) -> None:
-    """Behind an exchange that routes nowhere."""
+    """An exchange without bindings keeps them there."""
     declare_exchange(connection, "news", "fanout")
     for _ in range(3):
         publish(connection, "held", "", exchange="news", delay=1)
@@ -461,7 +461,7 @@ def project(tmp_path: Path) -> Project:
 
 @pytest.fixture
 def shop(project: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> Project:
-    """An installed app on a broker that has nothing yet."""
+    """An installed app on an empty virtual host."""
     return project.write(APP, vhost_url, management_url=rabbitmq.management_url)
 
 
@@ -484,7 +484,7 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
     assert told["healthy"] is True
     assert {finding["level"] for finding in told["findings"]} <= {ADVICE}
 
-    # The app's queue is bound, so a message that nobody prepared for any further arrives.
+    # declare has bound the app's queue, so a delayed message arrives.
     with Connection(vhost_url) as stranger, delaying(vhost_url) as connection:
         publish(connection, "hello", "orders", delay=0.1)
         with inbox(vhost_url, "orders") as letters:
@@ -508,7 +508,9 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
 
 
 @on_one_version
-def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> None:
+def test_status_prints_levels_waiting_parked_and_stuck_messages(
+    shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str
+) -> None:
     shop.write(APP, vhost_url, management_url=rabbitmq.management_url, **SLOW)
     assert shop.lines("status")[0] == (
         f"8 level queue(s) are not declared, such as {SLOW_TOPOLOGY.level_queue(1)}"
@@ -554,7 +556,7 @@ def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost
 
 
 def four_tasks(app: Celery) -> None:
-    """One is cancelled, one moved, one overdue, and one waits as it was sent."""
+    """Send four tasks: one is cancelled, one moved, one overdue, one unchanged."""
     for number, countdown in enumerate((7000, 7000, 0.3, 7000)):
         app.send_task("shop.remind", task_id=f"task-{number}", countdown=countdown, queue="orders")
     delay = Delay(app)
@@ -570,10 +572,10 @@ def four_tasks(app: Celery) -> None:
 
 @pytest.mark.ci
 @on_one_version
-def test_status_tells_tasks_by_the_records_and_explains_the_copies_in_the_levels(
+def test_status_counts_tasks_by_the_records(
     tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str
 ) -> None:
-    """As `ls` lists them. While the records are away, it says so, and what the broker knows."""
+    """While the records are unreachable, it says so and counts messages in the levels."""
     settings = {"management_url": rabbitmq.management_url, "levels": 20}
     with private_redis() as records:
         shop = Project(tmp_path).write(APP, vhost_url, records=records.url, **settings)
@@ -663,7 +665,7 @@ def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url
         assert parked_count(connection) == 0
 
 
-# ---- what can go wrong -------------------------------------------------------------------------
+# ---- plan, and errors --------------------------------------------------------------------------
 
 NEED_A_BROKER = [
     ("declare",),
@@ -682,7 +684,7 @@ DEAD_SHOWN = "amqp://guest:**@127.0.0.1:9//"
 
 
 def the_error(done: subprocess.CompletedProcess[str]) -> str:
-    """The one error that was told, and nothing besides."""
+    """The printed error; fails if there is other output."""
     assert done.returncode != 0
     assert done.stdout == ""
     [sentence] = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
@@ -720,14 +722,14 @@ def test_plan_needs_no_broker(project: Project) -> None:
     assert "expected" in the_error(project.delay("plan", "nan"))
 
 
-def test_plan_tells_what_a_load_makes_of_each_queue(project: Project) -> None:
-    """Half of the messages wait 0.4 s, the others any time up to that."""
+def test_plan_of_a_load_prints_the_rate_of_each_level_queue(project: Project) -> None:
+    """Half of the messages wait 0.4 s, the others 0 to 0.4 s."""
     project.write(APP, DEAD_URL)
     load = "plan", "--rate", "100", "--delay", "0.4", "--delay", "0..0.4"
     told = project.told(*load)
     assert (told["per_second"], told["waiting"], told["memory_bytes"]) == (100, 30, 69_000)
     by_queue = {each["queue"]: each for each in told["queues"]}
-    # Twenty units are 16 and 4; of 1 to 20 five are 16 or more, and nine have the 4.
+    # 20 units are 16 + 4; of 1 to 20 units five include 16, and nine include 4.
     assert by_queue[TOPOLOGY.level_queue(16)]["per_second"] == pytest.approx(62.5, abs=0.01)
     assert by_queue[TOPOLOGY.level_queue(4)]["per_second"] == pytest.approx(72.5, abs=0.01)
     assert by_queue[TOPOLOGY.level_queue(4)]["ttl_seconds"] == 0.08
@@ -754,14 +756,12 @@ def test_plan_tells_what_a_load_makes_of_each_queue(project: Project) -> None:
         (("--rate", "5", "--delay", "1..6"), "native_delay_levels"),
     ],
 )
-def test_a_load_that_cannot_be_is_refused(
-    project: Project, arguments: tuple[str, ...], why: str
-) -> None:
+def test_plan_refuses_wrong_options(project: Project, arguments: tuple[str, ...], why: str) -> None:
     project.write(APP, DEAD_URL)
     assert why in the_error(project.delay("plan", *arguments))
 
 
-def test_a_broker_that_is_down_is_one_sentence(project: Project) -> None:
+def test_an_unreachable_broker_is_a_one_line_error(project: Project) -> None:
     project.write(APP, DEAD_URL)
     with ThreadPoolExecutor() as pool:  # each waits for a second try
         outcomes = pool.map(lambda command: project.delay(*command), NEED_A_BROKER)
@@ -771,7 +771,7 @@ def test_a_broker_that_is_down_is_one_sentence(project: Project) -> None:
         assert sentence.endswith("check that it runs, and its URL (celery -b)"), command
 
 
-def test_an_app_without_install_is_told_so(project: Project) -> None:
+def test_commands_need_an_installed_app(project: Project) -> None:
     project.write(PLAIN, DEAD_URL)
     for command in (("declare",), ("verify", "--json"), ("parked", "list")):
         done = project.delay(*command)
@@ -790,25 +790,25 @@ def test_an_app_without_install_is_told_so(project: Project) -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_a_wrong_setting_is_one_sentence(
+def test_a_wrong_setting_is_a_one_line_error(
     project: Project, settings: dict[str, Any], expected: str
 ) -> None:
-    """In the app's configuration: `install()` itself refuses its keywords."""
+    """A setting in the app's configuration; `install()` refuses wrong keywords itself."""
     lines = [f"app.conf.native_delay_{name} = {value!r}" for name, value in settings.items()]
     project.write("\n".join([APP.replace("**{settings!r}", ""), *lines]), DEAD_URL)
     for command in (("plan", "1"), ("verify",), ("status", "--json")):
         assert expected in the_error(project.delay(*command)), command
 
 
-def test_an_app_that_has_it_off_is_told_so(project: Project) -> None:
+def test_commands_name_native_delay_enabled_if_it_is_off(project: Project) -> None:
     done = project.write(APP, DEAD_URL, enabled=False).delay("status")
     assert done.returncode == 1
     assert the_error(done) == "native_delay_enabled is off in this app"
 
 
 @on_one_version
-def test_a_broker_that_has_something_else_of_that_name(shop: Project, vhost_url: str) -> None:
-    """`declare` names it and the way out; `verify` says what differs."""
+def test_a_foreign_queue_with_a_levels_name_is_reported(shop: Project, vhost_url: str) -> None:
+    """`declare` says what to do; `verify` says what differs."""
     with Connection(vhost_url) as stranger:
         declare_queue(stranger, LEVEL, **{"x-queue-type": "quorum"})
     done = shop.delay("declare")
@@ -819,7 +819,7 @@ def test_a_broker_that_has_something_else_of_that_name(shop: Project, vhost_url:
     assert f"{LEVEL}: x-message-ttl None, expected 160" in shop.delay("verify").stdout
 
 
-def test_a_wrong_password_is_one_sentence(shop: Project, vhost_url: str) -> None:
+def test_a_wrong_password_is_a_one_line_error(shop: Project, vhost_url: str) -> None:
     shop.write(APP, vhost_url.replace("guest:guest", "guest:mistyped"))
     sentence = the_error(shop.delay("status"))
     assert "ACCESS_REFUSED" in sentence
@@ -828,7 +828,7 @@ def test_a_wrong_password_is_one_sentence(shop: Project, vhost_url: str) -> None
 
 @pytest.mark.ci
 @on_one_version
-def test_a_user_without_permissions_is_told_what_was_refused(
+def test_missing_permissions_are_a_one_line_error(
     shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
     assert shop.delay("declare").returncode == 0

@@ -1,4 +1,4 @@
-"""Who cannot be delivered to holds up himself, never anybody else; and heals by himself."""
+"""An exchange or queue that takes no messages does not delay messages for others."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DELAY_SECONDS = 63 * SETTINGS["resolution"]
 """Through all levels but the two highest."""
 
 
-# ---- a flood beside others ---------------------------------------------------------------------
+# ---- sending to a destination that takes nothing -----------------------------------------------
 
 
 def assert_none_early(arrivals: list[Arrival]) -> None:
@@ -48,17 +48,16 @@ def assert_none_early(arrivals: list[Arrival]) -> None:
 
 
 def send_others(connection: Any, letters: Inbox, numbers: range) -> None:
-    """Delayed messages for a healthy queue, which *letters* consumes."""
+    """Send delayed messages to another queue, which *letters* consumes."""
     for number in numbers:
         publish(connection, f"other {number}", "others", delay=DELAY_SECONDS)
         letters.receive_until(lambda: True)
 
 
 def flood_beside_others(connection: Any, routing_key: str, *, exchange: str = "") -> None:
-    """Delay FLOOD messages to where they cannot be delivered.
+    """Send FLOOD delayed messages to a destination that takes none.
 
-    Fails unless other messages through the same levels, before, amid and behind them, arrive while
-    the flood stays: what is held up by it waits as long.
+    Fails unless other messages, sent before, between and after them, arrive on time.
     """
     url = connection.as_uri(include_password=True)
     declare_queue(connection, "others")
@@ -79,7 +78,7 @@ def levels_are_empty(connection: Any) -> bool:
 
 
 def held_in(rabbitmq: PrivateRabbitMQ, vhost: str, queue: str) -> int:
-    """Messages that wait in *queue* or for being dead-lettered from it."""
+    """Messages in *queue*, including those being dead-lettered from it."""
     counts = held(rabbitmq, vhost).get(queue) or {}
     return int(counts.get("messages_ready", 0) + counts.get("messages_dlx", 0))
 
@@ -89,11 +88,11 @@ def assert_each_once(letters: Inbox) -> None:
     assert Counter(bodies(letters.arrivals)) == Counter(FLOOD)
 
 
-# ---- whoever cannot be delivered to ------------------------------------------------------------
+# ---- destinations that take nothing ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [in_ci("fanout"), "headers"])
-def test_an_exchange_that_routes_nowhere_holds_up_only_itself_and_heals(
+def test_an_exchange_without_bindings_keeps_only_its_own_messages(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, kind: str
 ) -> None:
     vhost = vhost_name(mortal_url)
@@ -119,10 +118,10 @@ def test_an_exchange_that_routes_nowhere_holds_up_only_itself_and_heals(
 
 @pytest.mark.ci
 @pytest.mark.parametrize(("queue_type", "exchange"), [("classic", ""), ("quorum", "shop")])
-def test_a_full_queue_that_rejects_holds_up_only_itself_and_drains(
+def test_a_full_rejecting_queue_delays_only_its_own_messages(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, queue_type: str, exchange: str
 ) -> None:
-    """Reached by its name, and by a binding that another queue has, too."""
+    """Published to by queue name, or through an exchange that another queue is bound to."""
     with delaying(mortal_url) as connection:
         declare_queue(
             connection,
@@ -151,7 +150,7 @@ def test_a_full_queue_that_rejects_holds_up_only_itself_and_drains(
         assert_each_once(letters)
 
 
-def test_messages_for_a_vanished_queue_park_while_others_are_on_time(
+def test_messages_for_a_deleted_queue_are_parked_while_others_are_on_time(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
     with delaying(vhost_url) as connection, Connection(vhost_url) as stranger:
@@ -174,14 +173,14 @@ def test_messages_for_a_vanished_queue_park_while_others_are_on_time(
     assert_nothing_held(rabbitmq, vhost)
 
 
-# ---- neighbours --------------------------------------------------------------------------------
+# ---- namespaces and settings -------------------------------------------------------------------
 
 
 def topology_of(**settings: Any) -> Topology:
     return Topology(DelaySettings.from_mapping(SETTINGS | settings))
 
 
-def test_two_namespaces_on_one_vhost_never_meet(
+def test_two_namespaces_on_one_virtual_host_are_separate(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
     sides = ("left", "right")
@@ -223,7 +222,7 @@ def test_two_namespaces_on_one_vhost_never_meet(
             expected = [f"{side} {n}" for n in range(10)] + [f"{side} order {n}" for n in range(10)]
             assert Counter(bodies(each.arrivals)) == Counter([*expected, f"{other} to {side}"])
 
-        # What is thrown away or rescued on one side leaves the other as it is.
+        # A purge or rescue in one namespace changes nothing in the other.
         assert right.default_channel.queue_purge(topology_of(namespace="right").parking_queue) == 1
         assert parked_count(left, topology_of(namespace="left")) == 1
         declare_queue(left, "nowhere")
@@ -242,7 +241,7 @@ def test_two_namespaces_on_one_vhost_never_meet(
 
 
 def test_two_settings_of_one_namespace_deliver_side_by_side(vhost_url: str) -> None:
-    """And share one parking queue."""
+    """The two share one parking queue."""
     with delaying(vhost_url, levels=8) as old, delaying(vhost_url, levels=9) as new:
         for name, connection in (("old", old), ("new", new)):
             declare_queue(connection, "orders")

@@ -1,4 +1,4 @@
-"""Debounce and unique while a Redis fails over: it undoes whole calls, the last ones, or none."""
+"""Debounce and unique during a failover of Redis: a call is kept or lost as a whole."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ LONG = 600.0
 
 
 class Call(NamedTuple):
-    """A call under *key* for the task *id*, from *began* to *ended*; which task *stood* then.
+    """A call for *key*, and *stood*, the id that it returned.
 
-    One that failed may have been done all the same: it has no end. *is_safe*: the replica had it.
+    A failed call has no end and may have had its effect. *is_safe*: the replica has the call.
     """
 
     kind: str
@@ -66,16 +66,16 @@ def producing(sentinel: PrivateSentinel) -> Iterator[Celery]:
         app.close()
 
 
-def test_a_failover_undoes_whole_calls_the_last_ones_or_none() -> None:
-    """One task waits for each key: of the last call that had reached the replica, or a later one.
+def test_a_failover_loses_the_last_calls_as_a_whole_or_none() -> None:
+    """One task waits for each key: that of the last call on the replica, or of a later call.
 
-    A unique task that had reached the replica stands for all calls before and after.
+    If a unique task is on the replica, all calls before and after return its id.
     """
     calls: list[Call] = []
     numbers, stopping = count(), Event()
 
     def produce(seed: int) -> None:
-        """Until a call fails."""
+        """Make calls until one fails."""
         random = Random(seed)
         with (
             client_of(host="127.0.0.1", port=old_port) as probe,
@@ -114,8 +114,8 @@ def test_a_failover_undoes_whole_calls_the_last_ones_or_none() -> None:
             waiting = delay.ids()
             assert len(waiting) == len(KINDS) * len(KEYS)
             for key in KEYS:
-                assert_the_last_stands(key, calls, waiting)
-                stands = assert_one_stands(key, calls, waiting)
+                assert_the_last_debounced_task_waits(key, calls, waiting)
+                stands = assert_one_unique_task_waits(key, calls, waiting)
                 assert call(app, delay, "unique", key, "another") == stands
                 last = f"last-{key}"
                 assert call(app, delay, "debounce", key, last) == last
@@ -125,7 +125,7 @@ def test_a_failover_undoes_whole_calls_the_last_ones_or_none() -> None:
 
 
 def call(app: Celery, delay: Delay, kind: str, key: str, task_id: str) -> str:
-    """The id of the task that stands then."""
+    """Make the call; the id of the task that now waits for the key."""
     signature = app.signature("shop.reindex", task_id=task_id)
     if kind == "debounce":
         return str(delay.debounce(signature, key=key, seconds=LONG).id)
@@ -133,7 +133,7 @@ def call(app: Celery, delay: Delay, kind: str, key: str, task_id: str) -> str:
 
 
 def arrived(probe: Any) -> bool:
-    """True if all that was written until now is with the replica as well."""
+    """True if the replica has everything written so far."""
     try:
         probe.set("probe", "")
         return bool(probe.wait(1, 5_000))
@@ -141,14 +141,14 @@ def arrived(probe: Any) -> bool:
         return False
 
 
-def assert_the_last_stands(key: str, calls: list[Call], waiting: list[str]) -> None:
+def assert_the_last_debounced_task_waits(key: str, calls: list[Call], waiting: list[str]) -> None:
     mine = {call.id: call for call in calls if (call.kind, call.key) == ("debounce", key)}
     (stands,) = mine.keys() & {*waiting}
     last_safe = max(call.began for call in mine.values() if call.is_safe)
     assert mine[stands].ended >= last_safe, "a later call had been confirmed, and is lost"
 
 
-def assert_one_stands(key: str, calls: list[Call], waiting: list[str]) -> str:
+def assert_one_unique_task_waits(key: str, calls: list[Call], waiting: list[str]) -> str:
     mine = [call for call in calls if (call.kind, call.key) == ("unique", key)]
     (stands,) = {call.id for call in mine} & {*waiting}
     assert {call.stood for call in mine if call.is_safe} == {stands}
@@ -156,7 +156,7 @@ def assert_one_stands(key: str, calls: list[Call], waiting: list[str]) -> str:
 
 
 def run_all(sentinel: PrivateSentinel, delay: Delay, waiting: list[str]) -> None:
-    """What waits is what comes into the queue, each once."""
+    """Run all waiting tasks now; each arrives once."""
     redis = sentinel.master.client
     with promoting(connector(sentinel.url, master_name=sentinel.master_name)):
         assert all(delay.run_now(each) for each in waiting)

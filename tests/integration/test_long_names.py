@@ -1,7 +1,8 @@
-"""Names as long as AMQP allows: the broker's refusals, which quote them, have only 255 bytes.
+"""Names of queues, exchanges and virtual hosts as long as AMQP allows.
 
-If such a text is not ASCII and longer, RabbitMQ 4.3 closes the connection with 541, and py-amqp may
-fail to decode what 3.10 sends. An immediate message provokes no refusal, so a delayed one must not.
+A broker's error text quotes the name and has at most 255 bytes. If it has to cut a text that is not
+ASCII, RabbitMQ 4.3 closes the connection with 541, and 3.10 may send half a character. So delays
+must not provoke such errors.
 """
 
 from __future__ import annotations
@@ -63,10 +64,10 @@ names = pytest.mark.parametrize(
 
 
 @names
-def test_delayed_messages_arrive_under_any_name_that_immediate_ones_have(
+def test_delayed_messages_arrive_at_queues_and_exchanges_of_any_name(
     long_url: str, name: str
 ) -> None:
-    """As queue and as exchange of each type, declared by a stranger or by a consumer with us."""
+    """A queue, and an exchange of each type, declared by a plain or an installed connection."""
     with Connection(long_url) as stranger, delaying(long_url) as consumer:
         declaring: list[tuple[str, Callable[[], Any]]] = [
             ("", lambda: declare_queue(stranger, name)),
@@ -97,9 +98,7 @@ def test_delayed_messages_arrive_under_any_name_that_immediate_ones_have(
 
 
 @names
-def test_a_delayed_message_waits_for_a_queue_that_is_not_there_yet(
-    long_url: str, name: str
-) -> None:
+def test_a_message_is_parked_until_its_long_named_queue_exists(long_url: str, name: str) -> None:
     with delaying(long_url) as producer:
         delays_of(producer).prepare()
         publish(producer, "later", name, delay=0.5)
@@ -111,7 +110,7 @@ def test_a_delayed_message_waits_for_a_queue_that_is_not_there_yet(
 
 
 @names
-def test_a_copy_parked_behind_the_landing_queue_of_one_queue_finds_it_again(
+def test_a_message_parked_from_a_queues_landing_queue_returns_to_it(
     long_url: str, name: str
 ) -> None:
     with delaying(long_url) as connection:
@@ -127,10 +126,10 @@ def test_a_copy_parked_behind_the_landing_queue_of_one_queue_finds_it_again(
 
 
 @names
-def test_a_producer_who_may_only_write_delays_messages(
+def test_a_producer_with_write_permission_only_delays_messages(
     rabbitmq: PrivateRabbitMQ, long_url: str, name: str
 ) -> None:
-    """RabbitMQ 4.3 refuses it even to look, and quotes its name, too."""
+    """RabbitMQ 4.3 refuses its passive declare, and quotes the user's name."""
     with delaying(long_url) as consumer:
         declare_queue(consumer, "orders")
         declare_exchange(consumer, name, "topic")

@@ -1,7 +1,7 @@
-"""Every property, header, byte and flag of a delayed message is that of the undelayed one.
+"""A delayed message has the same properties, headers and body as the undelayed one.
 
-Random messages as py-amqp sends them, each without a delay from a plain connection and then by all
-the ways that a delay can take, to an installed consumer and to a plain one. Examples are drawn the
+Random messages as py-amqp sends them: each is sent without a delay, and then on each path that a
+delayed message can take, to an installed and to a plain consumer. Examples are drawn the
 same in every run; `NATIVE_DELAY_PARITY_EXAMPLES=1000` draws that many new ones.
 """
 
@@ -50,7 +50,7 @@ EXAMPLES = 10
 
 any_text = st.text(st.characters(codec="utf-8"), max_size=12)
 
-#: What AMQP knows in a table, as far as py-amqp writes it.
+#: The types of an AMQP table that py-amqp can write.
 leaves = st.one_of(
     st.none(),
     st.booleans(),
@@ -75,7 +75,7 @@ values = st.recursive(
     max_leaves=6,
 )
 
-#: None: absent.
+#: Optional properties.
 properties = st.fixed_dictionaries(
     {},
     optional={
@@ -106,7 +106,7 @@ bodies = st.one_of(
 
 @dataclass(frozen=True)
 class Sent:
-    """What is published, anew for each way: py-amqp writes into the message that it is given."""
+    """A message to publish; made anew for each publish, because py-amqp changes it."""
 
     body: str | bytes
     properties: dict[str, Any]
@@ -126,11 +126,11 @@ def messages(draw: st.DrawFn) -> Sent:
     return Sent(body, drawn, draw(st.dictionaries(names, values, max_size=4)))
 
 
-# ---- what is seen of them --------------------------------------------------------------------
+# ---- a message as a consumer sees it ---------------------------------------------------------
 
 
 def as_received(raw: amqp.Message, channel: Any) -> dict[str, Any]:
-    """All that a consumer sees of a message, but when it was due."""
+    """Everything that a consumer sees of a message, except its ETA."""
     if hasattr(channel, "delays"):
         message = channel.message_to_python(raw)
         came = {
@@ -153,7 +153,7 @@ def as_received(raw: amqp.Message, channel: Any) -> dict[str, Any]:
 
 
 def as_plainly_seen(came: dict[str, Any], way: str) -> dict[str, Any]:
-    """What is left of *came* without that which a plain consumer sees of the wait."""
+    """*came* without our header and the other traces that a plain consumer sees."""
     properties = dict(came["properties"])
     properties.pop("expiration", None)
     if way in SENT_AGAIN:
@@ -176,13 +176,13 @@ def as_plainly_seen(came: dict[str, Any], way: str) -> dict[str, Any]:
     }
 
 
-# ---- the ways --------------------------------------------------------------------------------
+# ---- the paths -------------------------------------------------------------------------------
 
-#: Two levels, and time enough for what happens meanwhile.
+#: A delay through two levels, long enough for the tests' steps.
 DELAY_UNITS = 9
 DELAY_SECONDS = DELAY_UNITS * SETTINGS["resolution"]
 
-#: What each way sends to, exchange and routing key; its queue has its name.
+#: The exchange and routing key of each path; its queue has the path's name.
 WAYS = {
     "returned": ("", "returned"),  # the first: it takes a level away
     "confirmed": ("", "confirmed"),
@@ -198,13 +198,13 @@ WAYS = {
     "cancelled": ("", "cancelled"),
 }
 
-#: Those on which a worker sends it again: it cannot say for whom, to those who do not know us.
+#: The paths on which a worker publishes the message again, for plain consumers without user_id.
 SENT_AGAIN = {"adopted", "parked", "parked early", "moved", "cancelled"}
 
 
 @dataclass
 class Site:
-    """A broker with a queue for each way, and the connections that send and receive."""
+    """A broker with a queue for each path, and the connections that send and receive."""
 
     plain: Any
     producers: dict[str, Any]
@@ -216,14 +216,14 @@ class Site:
     put_back_early: int = 0
 
     def task(self) -> dict[str, str]:
-        """What the records know a message by."""
+        """The headers by which the records identify a message."""
         return {"task": "shop.remind", "id": f"id-{next(self.numbers)}"}
 
     def declare(self) -> None:
         installed = self.producers["confirmed"]
         for name, kind in (("billing", "direct"), ("shop", "topic"), ("news", "fanout")):
             declare_exchange(installed, name, kind)
-        # Its consumers are known, all but one.
+        # All bindings to it but one are mirrored.
         declare_exchange(installed, "half-known", "direct")
         declare_queue(installed, "known")
         bind(installed, "known", "half-known", "known")
@@ -260,7 +260,7 @@ class Site:
         self._plainly(way, sent, way)
 
     def _returned(self, way: str, sent: Sent) -> None:
-        """The level queue that it is to wait in was deleted."""
+        """The message is returned: its level queue was deleted."""
         hop = delays_of(self.producers["confirmed"]).topology.path(DELAY_UNITS)[0]
         self.plain.default_channel.queue_delete(hop.queue)
         self._plainly(way, sent)
@@ -276,7 +276,7 @@ class Site:
         message.ack()
 
     def _parked(self, way: str, sent: Sent) -> None:
-        """Nobody mirrored its queue's binding; a worker rescues it."""
+        """The message is parked, as its queue's binding is not mirrored; a worker rescues it."""
         self._plainly(way, sent)
 
         def arrived() -> bool:
@@ -286,7 +286,7 @@ class Site:
         wait_until(arrived)
 
     def _parked_early(self, way: str, sent: Sent) -> None:
-        """A level's binding was gone; a worker puts it back into the levels."""
+        """The message is parked before it is due; a worker puts it back into the levels."""
         eta = eta_in(5 * DELAY_SECONDS)
         delays = delays_of(self.producers["confirmed"])
         sooner = Publication(sent.message(eta), *WAYS[way])
@@ -304,23 +304,23 @@ class Site:
         wait_until(waits_again)
 
     def _rescue(self) -> Rescue:
-        """One round over all that is parked.
+        """One rescue of all parked messages.
 
-        That may be a message of an earlier example, which met the level that was away; and a busy
-        broker may let a round go by without one.
+        A parked message may be from an earlier example, which met a deleted level queue; and on a
+        busy broker a round may find none.
         """
         outcome = rescue(delays_of(self.worker))
         assert outcome is not None
         return outcome
 
     def _moved(self, way: str, sent: Sent) -> None:
-        """What it replaces comes, too, much later, for a worker to drop."""
+        """The message is moved; the replaced message arrives much later, and a worker drops it."""
         self._plainly(way, sent, "records", seconds=5)
         outcome = self.records.move(sent.headers["id"], due_us(eta_in(DELAY_SECONDS)))
         assert outcome, outcome
 
     def _cancelled(self, way: str, sent: Sent) -> None:
-        """The copy that is to be announced comes at once."""
+        """The message is cancelled; a copy that announces it arrives at once."""
         self._plainly(way, sent, "records", seconds=5)
         outcome = self.records.cancel(sent.headers["id"])
         assert outcome, outcome
@@ -369,7 +369,7 @@ def site_of(
 @pytest.mark.timeout(600 if not MORE_EXAMPLES else 0)
 @pytest.mark.parametrize("queue_type", ["quorum", "classic"])
 @pytest.mark.parametrize("consumer", ["installed", "plain"])
-def test_whatever_way_it_took_it_is_seen_as_without_its_delay(
+def test_on_every_path_a_message_arrives_as_without_its_delay(
     rabbitmq: PrivateRabbitMQ,
     vhost_url: str,
     vhost: str,
@@ -400,7 +400,7 @@ def test_whatever_way_it_took_it_is_seen_as_without_its_delay(
             if consumer == "plain":
                 expected, came = as_plainly_seen(expected, way), as_plainly_seen(came, way)
                 if way == "cancelled":
-                    # By which a plain worker announces it as expired.
+                    # So that a plain worker announces it as expired.
                     assert came["headers"].pop("expires") == "2000-01-01T00:00:00+00:00"
                     expected["headers"].pop("expires", None)
             if came != expected:

@@ -1,4 +1,4 @@
-"""``delay migrate | prune``: what waits elsewhere waits in the levels of now, as it was."""
+"""``delay migrate | prune``: move waiting messages unchanged into the app's delay levels."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def plain_app(url: str, **conf: Any) -> Celery:
     app = Celery("shop", broker=url, set_as_current=False)
     app.conf.update(task_queues=queues(), task_default_queue="reminders", **conf)
     if url.startswith("amqp"):
-        # Also without install() a message is there once it is sent, to be counted.
+        # Confirmed, so that a sent message can be counted at once.
         app.conf.broker_transport_options = {"confirm_publish": True}
     return app
 
 
 @contextmanager
 def an_app(url: str, **settings: Any) -> Iterator[Celery]:
-    """An installed app; its delay levels are few."""
+    """An installed app with few delay levels."""
     with closing(install(plain_app(url), **{**LEVELS, **settings})) as app:
         yield app
 
@@ -91,7 +91,7 @@ def command(app: Celery, name: str, *words: str, answer: str = "") -> Any:
 
 
 def migrated(app: Celery, *names: str, status: int = 0, more: tuple[str, ...] = ()) -> Any:
-    """What ``delay migrate --json`` tells of these sources."""
+    """The result of ``delay migrate --json`` from these sources."""
     words = [word for name in names for word in ("--from", name)]
     done = command(app, "migrate", *words, "--yes", "--json", *more)
     assert done.exit_code == status, done.output
@@ -108,7 +108,7 @@ def topology_of(app: Celery) -> Topology:
 
 
 def in_levels(app: Celery) -> list[Any]:
-    """The messages in the levels of an app, as they lie there; they stay."""
+    """The messages in the delay levels of an app; they stay there."""
     found = []
     with Connection(app.conf.broker_url) as connection:
         channel = connection.default_channel
@@ -119,7 +119,7 @@ def in_levels(app: Celery) -> list[Any]:
 
 
 def headers_of(message: Any) -> dict[str, Any]:
-    """Its headers, without what a quorum queue counts."""
+    """A message's headers, without a quorum queue's counters."""
     return {k: v for k, v in message.headers.items() if k not in COUNTED_BY_THE_QUEUE}
 
 
@@ -159,7 +159,7 @@ def celerys_levels(
 
 
 @pytest.mark.parametrize("queue_type", ["quorum", in_ci("classic")])
-def test_tasks_of_celerys_own_levels_are_due_when_they_were_and_where_they_were(
+def test_tasks_in_celerys_own_levels_keep_due_time_and_destination(
     app: Celery, vhost_url: str, queue_type: str
 ) -> None:
     with celerys_levels(vhost_url, queue_type=queue_type) as plain:
@@ -207,7 +207,7 @@ def test_levels_with_a_prefix_are_found_and_a_message_without_an_eta_stays(
 
 
 @on_one_version
-def test_what_leads_nowhere_stays_in_its_level_and_is_told(app: Celery, vhost_url: str) -> None:
+def test_a_message_without_destination_stays_and_is_reported(app: Celery, vhost_url: str) -> None:
     with celerys_levels(vhost_url, queue_type="classic") as plain:
         send(plain, 1, 400)
         with plain.connection_for_write() as connection:
@@ -223,7 +223,7 @@ def test_what_leads_nowhere_stays_in_its_level_and_is_told(app: Celery, vhost_ur
         assert depth(connection, "celery_delayed_8") == 1
 
 
-# ---- earlier sets of ours ----------------------------------------------------------------------
+# ---- earlier levels of ours --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_what_leads_nowhere_stays_in_its_level_and_is_told(app: Celery, vhost_ur
     [EARLIER, in_ci(EARLIER | {"queue_type": "classic"}), in_ci({"namespace": "old_delay"})],
     ids=["levels", "classic", "namespace"],
 )
-def test_messages_of_an_earlier_set_keep_all_that_they_were(
+def test_messages_in_earlier_levels_stay_unchanged(
     app: Celery, vhost_url: str, settings: dict[str, Any], earlier: dict[str, Any]
 ) -> None:
     with an_app(vhost_url, **settings, **earlier) as old:
@@ -255,7 +255,7 @@ def test_messages_of_an_earlier_set_keep_all_that_they_were(
 
 
 @on_one_version
-def test_a_set_is_found_without_the_management_api_if_it_is_named(
+def test_levels_given_by_name_need_no_management_api(
     vhost_url: str, settings: dict[str, Any]
 ) -> None:
     nobody = {"management_url": "http://127.0.0.1:9"}
@@ -268,10 +268,10 @@ def test_a_set_is_found_without_the_management_api_if_it_is_named(
 
 
 @on_one_version
-def test_what_was_cancelled_or_moved_stays_so(
+def test_cancelled_and_moved_tasks_stay_so(
     vhost_url: str, settings: dict[str, Any], records_redis: PrivateRedis
 ) -> None:
-    """In the records of both sets, which lists each task once."""
+    """Old and new levels share the records, which list each task once."""
     settings["records"] = records_redis.url
     with an_app(vhost_url, **settings, **EARLIER) as old, an_app(vhost_url, **settings) as app:
         for number in (1, 2, 3):
@@ -292,14 +292,14 @@ def test_what_was_cancelled_or_moved_stays_so(
 
 @pytest.fixture
 def other_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
-    """Another virtual host, which is as good as another broker."""
+    """The URL of another virtual host, which stands for another broker."""
     url = rabbitmq.new_vhost()
     yield url
     rabbitmq.delete_vhost(vhost_name(url))
 
 
 @on_one_version
-def test_another_rabbitmq_is_emptied_of_celerys_levels_and_of_ours(
+def test_from_another_rabbitmq_celerys_levels_and_ours_are_moved(
     app: Celery, other_url: str, settings: dict[str, Any]
 ) -> None:
     with celerys_levels(other_url, queue_type="classic") as plain:
@@ -370,10 +370,10 @@ def test_a_store_to_rabbitmq_and_back(app: Celery, vhost_url: str, tmp_path: Pat
 
 
 @on_one_version
-def test_tasks_in_ordinary_queues_of_redis_are_told_and_left(
+def test_delayed_tasks_in_redis_queues_are_reported_and_left(
     app: Celery, records_redis: PrivateRedis
 ) -> None:
-    """Also those that a plain worker holds."""
+    """Also tasks that a plain worker holds unacknowledged."""
     with closing(plain_app(records_redis.url)) as plain, plain.connection_for_write() as connection:
         send(plain, 1, 500, queue="reminders", priority=6)
         send(plain, 2, 500, queue="reminders")
@@ -401,7 +401,7 @@ def test_tasks_in_ordinary_queues_of_redis_are_told_and_left(
 
 
 @on_one_version
-def test_sources_that_cannot_be_are_refused_with_a_sentence(
+def test_wrong_sources_are_refused_with_the_reason(
     app: Celery, vhost_url: str, records_redis: PrivateRedis
 ) -> None:
     for name, says in [
@@ -418,11 +418,11 @@ def test_sources_that_cannot_be_are_refused_with_a_sentence(
         assert "about RabbitMQ" in done.output
 
 
-# ---- asking, counting, ending ------------------------------------------------------------------
+# ---- asking, counting, interrupting ------------------------------------------------------------
 
 
 @on_one_version
-def test_it_asks_and_a_dry_run_only_counts(
+def test_migrate_asks_first_and_a_dry_run_only_counts(
     app: Celery, vhost_url: str, settings: dict[str, Any]
 ) -> None:
     with an_app(vhost_url, **settings, **EARLIER) as old:
@@ -444,7 +444,7 @@ def test_it_asks_and_a_dry_run_only_counts(
 
 @pytest.mark.ci
 @on_one_version
-def test_ctrl_c_ends_it_after_the_present_message(
+def test_ctrl_c_ends_migrate_after_the_current_message(
     vhost_url: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     Project(tmp_path).write(APP, vhost_url, **LEVELS, **settings)
@@ -472,11 +472,11 @@ def test_ctrl_c_ends_it_after_the_present_message(
 
 
 class Killed(Exception):
-    """Stands for SIGKILL: nothing is acknowledged, the connection is gone."""
+    """Stands for SIGKILL: nothing is acknowledged and the connection closes."""
 
 
 def killed_in_the_middle(app: Celery, *names: str, records: str | None = None) -> None:
-    """Move one message, and end before its original is gone."""
+    """Move one message, and stop before the original is deleted."""
     with ExitStack() as stack:
         connection = stack.enter_context(app.connection_for_write())
         part, sources = stack.enter_context(moving(app, connection, names, records=records))
@@ -501,7 +501,7 @@ def killed_in_the_middle(app: Celery, *names: str, records: str | None = None) -
 
 
 @pytest.mark.parametrize("records", [False, True], ids=["without records", "with records"])
-def test_a_message_that_was_in_both_places_is_known_by_records_and_told_without(
+def test_a_message_in_both_places_is_recognised_or_reported_as_doubtful(
     vhost_url: str, settings: dict[str, Any], records_redis: PrivateRedis, records: bool
 ) -> None:
     if records:
@@ -522,7 +522,7 @@ def test_a_message_that_was_in_both_places_is_known_by_records_and_told_without(
 
 
 @on_one_version
-def test_redis_and_stores_take_a_message_once_however_often_it_is_moved(
+def test_redis_and_stores_recognise_a_message_that_is_moved_twice(
     app: Celery, vhost_url: str, records_redis: PrivateRedis, tmp_path: Path
 ) -> None:
     store = f"sqla+sqlite:///{tmp_path}/delays.db"
@@ -536,7 +536,7 @@ def test_redis_and_stores_take_a_message_once_however_often_it_is_moved(
 
 
 @on_one_version
-def test_out_of_redis_and_stores_what_was_in_both_places_is_told(
+def test_from_redis_and_stores_a_message_in_both_places_is_reported(
     app: Celery, records_redis: PrivateRedis, tmp_path: Path
 ) -> None:
     store = f"sqla+sqlite:///{tmp_path}/delays.db"
@@ -553,7 +553,7 @@ def test_out_of_redis_and_stores_what_was_in_both_places_is_told(
 
 
 @on_one_version
-def test_a_due_time_beyond_the_levels_is_refused_and_stays(
+def test_a_message_due_beyond_the_levels_is_refused_and_stays(
     app: Celery, vhost_url: str, settings: dict[str, Any]
 ) -> None:
     with an_app(vhost_url, **settings, levels=20) as old:
@@ -566,8 +566,8 @@ def test_a_due_time_beyond_the_levels_is_refused_and_stays(
 
 
 @on_one_version
-def test_what_is_cancelled_already_comes_to_be_announced(app: Celery, vhost_url: str) -> None:
-    """Through another broker's form of a message, too."""
+def test_a_cancelled_message_is_delivered_to_be_announced(app: Celery, vhost_url: str) -> None:
+    """A message as it is moved between brokers."""
     now_us = time_ns() // 1000
     headers = {"task": "shop.remind", "id": "order-1"}
     delayed = Delayed("ab" * 16, now_us, "", "reminders", cancelled=True)
@@ -582,14 +582,14 @@ def test_what_is_cancelled_already_comes_to_be_announced(app: Celery, vhost_url:
     assert arrival.message.native_delay.cancelled
 
 
-# ---- keys and places ---------------------------------------------------------------------------
+# ---- keys, and places in the queues of rates ---------------------------------------------------
 
 
 @pytest.fixture
 def place(
     vhost_url: str, settings: dict[str, Any], records_redis: PrivateRedis, tmp_path: Path
 ) -> Callable[[str], Any]:
-    """An app on a place of some kind, which keeps records of keys."""
+    """A function that opens an app on a kind of broker, with records of keys."""
 
     def opened(kind: str) -> Any:
         match kind:
@@ -606,7 +606,7 @@ def place(
 
 
 def keyed_calls(app: Celery) -> list[tuple[str, Any]]:
-    """Calls under keys that let a task wait, by the kind of each."""
+    """Keyed calls after which a task waits, with their kinds."""
     delay, remind = Delay(app), app.signature("shop.remind", queue="reminders")
     return [
         ("unique", lambda: delay.unique(remind, key="ada", countdown=500)),
@@ -617,7 +617,7 @@ def keyed_calls(app: Celery) -> list[tuple[str, Any]]:
 
 
 def ids_after(app: Celery) -> dict[str, str]:
-    """The task that waits under each kind of call after one of each."""
+    """The waiting task of each kind of keyed call, after calling each twice."""
     for call in dict(keyed_calls(app)).values():
         call()
     # The first call of "both" runs at once.
@@ -641,10 +641,10 @@ def waiting(app: Celery) -> set[str]:
     ],
 )
 @on_one_version
-def test_a_key_goes_with_its_task(
+def test_a_key_moves_with_its_task(
     place: Callable[[str], Any], records_redis: PrivateRedis, source: str, target: str
 ) -> None:
-    """The next call at the new place knows of the task, and the key is free at the old one."""
+    """The next call on the new broker finds the task; on the old one the key is free."""
     with place(source) as old, place(target) as new:
         ids = ids_after(old)
         assert waiting(old) == {*ids.values()}
@@ -663,12 +663,12 @@ def test_a_key_goes_with_its_task(
 
 
 def name_of(app: Celery) -> str:
-    """The name of its place for ``--from``."""
+    """The app's broker as an argument of ``--from``."""
     return str(app.conf.broker_url).removeprefix("sqla+")
 
 
 @on_one_version
-def test_where_no_keys_are_kept_a_task_goes_without_and_its_key_is_free(
+def test_into_a_broker_without_records_a_task_moves_without_its_key(
     app: Celery, records_redis: PrivateRedis
 ) -> None:
     with an_app(records_redis.url) as old:
@@ -684,7 +684,7 @@ def test_where_no_keys_are_kept_a_task_goes_without_and_its_key_is_free(
 
 
 @on_one_version
-def test_tasks_whose_records_are_not_known_stay_and_that_is_told_before(
+def test_keyed_tasks_stay_unless_the_old_records_are_given(
     vhost_url: str, settings: dict[str, Any], records_redis: PrivateRedis, tmp_path: Path
 ) -> None:
     with (
@@ -708,7 +708,7 @@ def test_tasks_whose_records_are_not_known_stay_and_that_is_told_before(
 
 
 @on_one_version
-def test_a_task_stays_where_another_waits_for_its_key(
+def test_a_keyed_task_stays_if_another_waits_for_its_key(
     vhost_url: str, settings: dict[str, Any], records_redis: PrivateRedis
 ) -> None:
     with (
@@ -727,10 +727,10 @@ def test_a_task_stays_where_another_waits_for_its_key(
 
 
 @on_one_version
-def test_a_place_in_a_line_stays_in_its_line(
+def test_a_place_in_a_rates_queue_is_kept_on_the_same_broker_only(
     vhost_url: str, settings: dict[str, Any], records_redis: PrivateRedis
 ) -> None:
-    """It counts nowhere else: a task that is moved comes at its turn, and stands anew."""
+    """On another broker the task queues for its rate again."""
     options = {"headers": {PLACE: "17 ada"}}
     with (
         an_app(records_redis.url) as redis_app,
@@ -747,10 +747,10 @@ def test_a_place_in_a_line_stays_in_its_line(
 # ---- prune -------------------------------------------------------------------------------------
 
 
-def test_what_is_left_is_shown_and_then_deleted(
+def test_prune_lists_and_deletes_unused_levels(
     app: Celery, rabbitmq: PrivateRabbitMQ, vhost: str, vhost_url: str, settings: dict[str, Any]
 ) -> None:
-    """Empty sets, Celery's own levels, and the bindings that Celery added; all else stays."""
+    """Empty levels of ours, Celery's levels, and Celery's bindings; everything else stays."""
     with celerys_levels(vhost_url) as plain:
         send(plain, 1, 400)
     with (
@@ -796,7 +796,7 @@ def names_of(rabbitmq: PrivateRabbitMQ, vhost: str, beginning: str) -> list[str]
 
 @pytest.mark.ci
 @on_one_version
-def test_a_set_that_gets_a_message_while_it_is_pruned_is_left(
+def test_prune_leaves_levels_that_get_a_message_meanwhile(
     app: Celery, vhost_url: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with an_app(vhost_url, **settings, **EARLIER) as old:

@@ -57,7 +57,7 @@ TOPOLOGY = Topology(DelaySettings.from_mapping(SETTINGS | {"fused_bits": 4}))
 MORE_EXAMPLES = int(os.environ.get("NATIVE_DELAY_PARITY_EXAMPLES", "0"))
 EXAMPLES = 40 if IN_CI else 15
 
-#: The default exchange and those that a vhost is born with.
+#: The exchanges that a new virtual host has.
 BUILT_IN = {
     "amq.direct": "direct",
     "amq.topic": "topic",
@@ -81,7 +81,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Queue:
-    """*foreign*: declared and bound by a plain connection."""
+    """A queue; a *foreign* one is declared and bound by a plain connection."""
 
     name: str
     foreign: bool = False
@@ -113,17 +113,17 @@ class Graph:
     bindings: list[Binding]
     messages: list[Message]
     one_connection: bool
-    """Whether the producer is the connection that declared everything."""
+    """True if the producer is the connection that declared everything."""
 
     def kind(self, exchange: str) -> str:
         return next((e.kind for e in self.exchanges if e.name == exchange), "direct")
 
     def is_mirrored(self, exchange: str) -> bool:
-        """Whether a consumer of ours is bound there, which mirrors its binding."""
+        """True if an installed consumer is bound there, which mirrors its binding."""
         return any(b.exchange.name == exchange and not b.queue.foreign for b in self.bindings)
 
     def lands(self, message: Message) -> bool:
-        """Whether *message* has to go through a landing queue."""
+        """True if *message* has to go through a landing queue."""
         if not message.exchange:
             return False
         kind = self.kind(message.exchange)
@@ -143,13 +143,13 @@ class Graph:
         return not all(map(TOPOLOGY.fits, addresses))
 
     def is_refused(self, message: Message) -> bool:
-        """Whether *message* cannot be told from one of ours beside a landing queue's key."""
+        """True if the routing key of *message* looks like one of ours, behind a landing queue."""
         return self.lands(message) and TOPOLOGY.collides(message.key)
 
     def may_see_too_much(self, message: Message) -> set[str]:
-        """Queues whose topic pattern can match our own key, which travels beside *message*'s.
+        """Queues whose topic pattern may also match our own routing key.
 
-        The one documented gap: `#.0.#` or `#.*.*` behind a landing queue.
+        The documented exception: `#.0.#` or `#.*.*` behind a landing queue.
         """
         if self.kind(message.exchange) != "topic" or not self.lands(message):
             return set()
@@ -164,12 +164,12 @@ class Graph:
 
 
 def is_not_asked_for(exchange: str) -> bool:
-    """Whether a producer that did not declare *exchange* cannot learn its type from the broker."""
+    """True if a producer that did not declare *exchange* cannot ask the broker for its type."""
     is_built_in = exchange in BUILT_IN
     return not is_built_in and not refusal_fits(exchange, "test-123456789012", "guest")
 
 
-# ---- drawing them ----------------------------------------------------------------------------
+# ---- random graphs ---------------------------------------------------------------------------
 
 WORDS = ["a", "b", "0", "1", "*", "#", "", "%", "%2A", "%2a", "%25", "é", "日本", "a b", "l" * 40]
 
@@ -186,7 +186,7 @@ keys = limited(
         st.lists(word, max_size=5).map(".".join),
         st.lists(word, max_size=5).map(".".join),
         any_text,
-        # About as many words as our own keys have, some of them read like a delay.
+        # About as many words as our own keys have; some look like our keys.
         st.lists(st.sampled_from(["a", "b", "0", "1", "%a", "*"]), min_size=7, max_size=11).map(
             ".".join
         ),
@@ -194,12 +194,12 @@ keys = limited(
     )
 )
 
-#: Exchange names end in a number of their own, so they never meet those of another example.
+#: Names of exchanges; a number is added, so that no two examples share a name.
 names = limited(
     st.one_of(
         st.lists(word, min_size=1, max_size=4).map(".".join),
         any_text,
-        # Not longer in unicode: RabbitMQ 4.3 crashes where it has to cut an error's text amid it.
+        # Not longer in unicode: RabbitMQ 4.3 crashes if it has to cut an error's text.
         st.sampled_from(["n" * 200, "%" * 80, "n.*" * 80, "é.*" * 25]),
     ),
     max_bytes=240,
@@ -216,7 +216,7 @@ header_arguments = st.builds(
 
 @st.composite
 def patterns(draw: st.DrawFn, key_pool: list[str]) -> str:
-    """A key of the pool, some of its words replaced by wildcards."""
+    """A key of the pool with some words replaced by wildcards."""
     words = draw(st.sampled_from(key_pool)).split(".")
     for _ in range(draw(st.integers(0, 2))):
         index = draw(st.integers(0, len(words) - 1))
@@ -301,7 +301,7 @@ _numbers = count()
 def with_own_exchanges(graph: Graph) -> Graph:
     """*graph* with exchange names that no other example has.
 
-    Landing queues stay, so that the last step finds what one of them may keep back.
+    Landing queues are not deleted, so the last step finds messages that they still hold.
     """
     number = next(_numbers)
     renamed = {
@@ -326,7 +326,7 @@ def with_own_exchanges(graph: Graph) -> Graph:
 
 @dataclass
 class Site:
-    """A graph, declared: its connections and an inbox on every queue."""
+    """A graph on the broker: its connections and an inbox on every queue."""
 
     graph: Graph
     declarer: Any
@@ -357,7 +357,7 @@ class Site:
         self.foreign_letters.consume(queue.name for queue in self.graph.queues if queue.foreign)
 
     def remove(self) -> None:
-        """Everything but the exchanges' landing queues: the last step finds what they hold."""
+        """Delete everything but the exchanges' landing queues, which the last step looks at."""
         self.letters.close()
         self.foreign_letters.close()
         channel = self.foreigner.default_channel
@@ -389,9 +389,9 @@ class Site:
         return self.letters.receive_until(also_foreign)
 
     def everything_that_came(self) -> list[Arrival]:
-        """What is in the inboxes once a last word has come through every queue.
+        """The arrived messages, after a last message has come through every queue.
 
-        From the channel that everything else was published on, for the order's sake.
+        It is sent on the same channel as the others, so it comes after them.
         """
         for queue in self.graph.queues:
             publish(self.producer, "last word", queue.name)
@@ -442,8 +442,8 @@ def check(site: Site) -> None:
         for message in graph.messages
     }
 
-    # Behind a landing queue a message that nobody wants waits for somebody to bind; see
-    # test_isolation. Elsewhere it parks.
+    # A message without a queue stays in a landing queue, if it goes through one (see
+    # test_isolation), else it is parked.
     refused: dict[int, str] = {}
     sent: dict[int, str] = {}
     park: dict[int, bool] = {}  # True where the message was certainly sent before it was due
@@ -526,7 +526,7 @@ def test_a_delayed_message_arrives_where_the_undelayed_one_does(
 def test_behind_exchange_to_exchange_bindings(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
-    """What lies behind one cannot be mirrored: whoever publishes goes through a landing queue.
+    """Such bindings cannot be mirrored, so delayed messages go through a landing queue.
 
     orders (topic) -> archive (fanout) -> everything; orders -> by-key (direct) -> fine;
     orders -> new, directly.
@@ -547,7 +547,7 @@ def test_behind_exchange_to_exchange_bindings(
             for key in ("order.new", "order.fine", "other"):
                 publish(producer, f"now {key}", key, exchange="orders")
                 publish(producer, f"later {key}", key, exchange="orders", delay=0.1)
-            # The exchanges behind are there on their own, too.
+            # Delayed messages to the exchanges behind the bindings.
             publish(producer, "later order.fine", "order.fine", exchange="by-key", delay=0.1)
             publish(producer, "later archived", "order.new", exchange="archive", delay=0.1)
         letters.receive_until(lambda: len(letters.arrivals) >= 24)

@@ -1,4 +1,4 @@
-"""The parking queue: what nobody was bound for, and its way back."""
+"""The parking queue: messages that no queue was bound for, and their rescue."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture
 def connection(vhost_url: str) -> Iterator[Any]:
-    """A delaying connection; the levels are there, so that declaring eats up no delay."""
+    """A delaying connection whose delay levels are declared."""
     with delaying(vhost_url) as connection:
         delays_of(connection).prepare()
         yield connection
@@ -46,7 +46,7 @@ def wait_parked(connection: Any, number: int) -> None:
 
 
 def rescued(connection: Any) -> Rescue:
-    """One round, which nobody else keeps us from."""
+    """The result of one rescue, with no other rescue running."""
     outcome = rescue(delays_of(connection))
     assert outcome is not None
     return outcome
@@ -58,10 +58,7 @@ def park(connection: Any, body: Any, routing_key: str, **options: Any) -> None:
 
 
 def park_early(connection: Any, body: Any, *, queue: str, delay: float) -> str:
-    """A message in the parking queue that still has to wait, as when a level queue was gone.
-
-    Its ETA is returned.
-    """
+    """Park a message that is not due yet, as after a level queue was deleted; return its ETA."""
     park(connection, body, queue)
     wait_until(lambda: parked_count(connection) > 0)
     channel = amqp.Channel(connection.connection, auto_decode=False)
@@ -77,22 +74,22 @@ def park_early(connection: Any, body: Any, *, queue: str, delay: float) -> str:
     return eta
 
 
-# ---- the way back ----------------------------------------------------------------------------
+# ---- rescue ----------------------------------------------------------------------------------
 
 
-def test_nothing_parked_is_nothing_to_do(vhost_url: str) -> None:
-    """Not even where nothing was ever declared."""
+def test_rescue_without_parked_messages_does_nothing(vhost_url: str) -> None:
+    """Also on a virtual host without delay levels."""
     with delaying(vhost_url) as connection:
         assert count(delays_of(connection)) == 0
         assert peek(delays_of(connection), limit=10) == []
         assert rescued(connection) == Rescue()
 
 
-def test_due_ones_go_where_they_would_have_gone_undelayed(connection: Any, vhost_url: str) -> None:
-    """Through the user's exchange, so that a stranger's queue gets them as well.
+def test_a_due_message_is_published_to_its_exchange(connection: Any, vhost_url: str) -> None:
+    """So that queues bound by plain connections get it as well.
 
-    While nobody was bound the exchange knew one queue of ours for another key, so that the
-    message went by mirrored bindings and parked.
+    Before, an installed queue is bound with another key, so the message goes by mirrored bindings
+    and is parked.
     """
     declare_exchange(connection, "shop", "topic")
     declare_queue(connection, "ours")
@@ -134,8 +131,10 @@ def test_due_ones_go_where_they_would_have_gone_undelayed(connection: Any, vhost
 
 @pytest.mark.ci
 @pytest.mark.parametrize("consumer", ["plain", "installed"])
-def test_a_cancelled_one_stays_cancelled(connection: Any, vhost_url: str, consumer: str) -> None:
-    """A worker that knows nothing of us must not run it: to such it has expired long ago."""
+def test_a_cancelled_message_stays_cancelled(
+    connection: Any, vhost_url: str, consumer: str
+) -> None:
+    """For a plain worker it has expired long ago."""
     eta = eta_in(0)
     headers = {"task": "t", "id": "task-1", "eta": eta, "expires": "2999-01-01T00:00:00+00:00"}
     message = amqp.Message("hello", application_headers=dict(headers))
@@ -154,8 +153,8 @@ def test_a_cancelled_one_stays_cancelled(connection: Any, vhost_url: str, consum
         assert seen.headers["expires"] == headers["expires"]
 
 
-def test_what_is_beyond_the_levels_stays_parked_and_keeps_no_other(connection: Any) -> None:
-    """Until they reach: sooner it would come to a consumer that knows nothing of us."""
+def test_a_message_due_beyond_the_levels_stays_parked(connection: Any) -> None:
+    """In the levels it would reach a plain consumer too early."""
     longest = TOPOLOGY.max_units * TOPOLOGY.resolution_ms / 1000
     park_early(connection, "far", queue="elsewhere", delay=longest + 60)
     park(connection, "late", "nobody")
@@ -166,7 +165,7 @@ def test_what_is_beyond_the_levels_stays_parked_and_keeps_no_other(connection: A
     assert parked_count(connection) == 1
 
 
-def test_the_levels_are_made_whole_before_anything_returns_to_them(
+def test_early_messages_return_to_levels_that_rescue_declares_again(
     connection: Any, vhost_url: str
 ) -> None:
     declare_queue(connection, "orders")
@@ -182,7 +181,7 @@ def test_the_levels_are_made_whole_before_anything_returns_to_them(
     assert arrival.message.headers.keys() == {"eta"}
 
 
-def test_expired_ones_are_dropped(connection: Any) -> None:
+def test_expired_messages_are_dropped(connection: Any) -> None:
     declare_queue(connection, "last")
     park(connection, "stale", "orders", expiration=0.2)
     park(connection, "fresh", "orders", expiration=600)
@@ -194,8 +193,8 @@ def test_expired_ones_are_dropped(connection: Any) -> None:
     assert bodies(Inbox(connection).consume(["orders"]).wait_for(1)) == ["fresh"]
 
 
-def test_what_is_not_ours_stays(connection: Any) -> None:
-    """Somebody bound or published into the parking queue: it is not for us to throw away."""
+def test_foreign_messages_stay_parked(connection: Any) -> None:
+    """Messages that somebody else published to the parking queue are not deleted."""
     declare_queue(connection, "orders")
     junk: list[dict[str, Any]] = [
         {"headers": None},
@@ -216,9 +215,7 @@ def test_what_is_not_ours_stays(connection: Any) -> None:
     connection.default_channel.queue_delete("orders")
 
 
-def test_an_exchange_that_is_gone_keeps_its_messages_parked(
-    connection: Any, vhost_url: str
-) -> None:
+def test_messages_of_a_deleted_exchange_stay_parked(connection: Any, vhost_url: str) -> None:
     declare_exchange(connection, "shop", "direct")
     declare_queue(connection, "orders")
     bind(connection, "orders", "shop", "new")
@@ -239,13 +236,13 @@ def test_an_exchange_that_is_gone_keeps_its_messages_parked(
     assert bodies(Inbox(connection).consume(["orders"]).wait_for(1)) == ["lost"]
 
 
-# ---- who rescues, and how many ---------------------------------------------------------------
+# ---- one rescue at a time, and its limits ----------------------------------------------------
 
 
-def test_two_copies_of_one_delivery_that_nobody_wants_stay(
+def test_two_copies_of_one_delivery_are_both_kept(
     connection: Any, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
-    """A broker may double a message while it fails over; both have the same delivery id."""
+    """A broker may duplicate a message in a failover; both copies have one delivery id."""
     park(connection, "hello", "nobody")
     wait_parked(connection, 1)
     channel = connection.default_channel
@@ -261,7 +258,7 @@ def test_two_copies_of_one_delivery_that_nobody_wants_stay(
     assert_nothing_held(rabbitmq, vhost)
 
 
-def test_only_one_rescues_at_a_time(connection: Any, vhost_url: str) -> None:
+def test_one_rescue_runs_at_a_time(connection: Any, vhost_url: str) -> None:
     park(connection, "hello", "nobody")
     wait_parked(connection, 1)
     with delaying(vhost_url) as other:
@@ -271,13 +268,13 @@ def test_only_one_rescues_at_a_time(connection: Any, vhost_url: str) -> None:
         with pytest.raises(ResourceLocked):
             peek(delays_of(connection), limit=1)
         publish(connection, "x", "nobody")  # and the connection is none the worse for it
-    # The lock dies with its connection, however that ends.
+    # The lock ends with its connection.
     wait_until(lambda: rescue(delays_of(connection)) == Rescue(still_parked=1))
     wait_parked(connection, 1)
     assert rescued(connection) == Rescue(still_parked=1)
 
 
-def test_peek_leaves_everything_in_its_place(
+def test_peek_leaves_the_order_of_messages(
     connection: Any, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
     for number in range(5):
@@ -301,7 +298,9 @@ def test_peek_leaves_everything_in_its_place(
     assert rescued(connection) == Rescue(delivered=5, still_parked=1)
 
 
-def test_a_limited_round_leaves_the_rest(connection: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rescue_of_limited_size_leaves_the_rest(
+    connection: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(10):
         park(connection, number, "nobody")
     wait_parked(connection, 10)
@@ -316,10 +315,10 @@ def test_a_limited_round_leaves_the_rest(connection: Any, monkeypatch: pytest.Mo
     assert sorted(bodies(letters.wait_for(10))) == list(range(10))
 
 
-def test_another_users_message_keeps_its_user_id_while_it_stays_and_when_it_goes(
+def test_another_users_message_keeps_its_user_id(
     connection: Any, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
-    """RabbitMQ closes the channel of who sends in another's name; others are rescued beside it."""
+    """RabbitMQ closes a channel that publishes another user's id; rescue goes on."""
     url = rabbitmq.add_user(f"worker-{vhost}", "secret", vhost=vhost)
     park(connection, "signed", "nobody", user_id="guest")
     Producer(connection).publish("junk", routing_key=TOPOLOGY.parking_queue, user_id="guest")

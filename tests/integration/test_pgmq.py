@@ -1,4 +1,4 @@
-"""On pgmq messages wait in their queue, invisible: PostgreSQL itself delays."""
+"""pgmq: a delayed message waits in its queue until its visibility timeout."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def connection(database: str) -> Iterator[Any]:
 @pytest.mark.parametrize(
     "queue", [Queue("jobs"), Queue("headlines", NEWS)], ids=["queue", "fanout"]
 )
-def test_a_message_arrives_when_it_is_due_and_not_before(connection: Any, queue: Queue) -> None:
-    """To the second, for every way that kombu takes to pgmq."""
+def test_a_message_is_not_delivered_before_its_due_time(connection: Any, queue: Queue) -> None:
+    """For queues and for fanout exchanges."""
     with inbox(connection, queue) as received:
         publish(connection, "late", queue.name, exchange=queue.exchange or "", delay=1.4)
         publish(connection, "now", queue.name, exchange=queue.exchange or "")
@@ -67,7 +67,7 @@ def test_a_message_arrives_when_it_is_due_and_not_before(connection: Any, queue:
     assert late.lateness_seconds >= 0
 
 
-def test_doctor_says_that_there_is_nothing_to_ask(database: str) -> None:
+def test_doctor_cannot_check_pgmq(database: str) -> None:
     app = Celery("shop", broker="pgmq://", set_as_current=False)
     app.conf.broker_transport_options = options_of(database)
     (finding,) = examine(install(app))
@@ -75,8 +75,8 @@ def test_doctor_says_that_there_is_nothing_to_ask(database: str) -> None:
     assert "delays by itself" in finding.problem
 
 
-def test_many_tasks_at_once(database: str, connection: Any) -> None:
-    """Each once and when it is due; one that PostgreSQL does not take is named, alone."""
+def test_bulk_sends_each_task_once(database: str, connection: Any) -> None:
+    """Due as asked; a task that PostgreSQL refuses is reported."""
     app = Celery("shop", broker="pgmq://", set_as_current=False)
     app.conf.update(task_default_queue="many", broker_transport_options=options_of(database))
     install(app)
@@ -93,7 +93,7 @@ def test_many_tasks_at_once(database: str, connection: Any) -> None:
     assert min(each.lateness_seconds for each in came if each.message.headers["eta"]) >= 0
 
 
-def test_the_command_line_says_that_it_has_nothing_to_do_there(connection: Any) -> None:
+def test_commands_refuse_pgmq_with_the_reason(connection: Any) -> None:
     app = install(Celery("shop", broker="pgmq://", set_as_current=False))
     with pytest.raises(UnsupportedBroker, match="delays by itself and cannot be asked"):
         delaying_channel(app, connection)

@@ -1,4 +1,4 @@
-"""Delayed publishing through plain kombu: what declares itself, what heals, what is refused."""
+"""Delayed publishing on RabbitMQ with kombu: declarations, retries and refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture
 def connection(vhost_url: str) -> Iterator[Any]:
-    """A delaying connection; the levels are there, so that declaring eats up no delay."""
+    """A delaying connection whose delay levels are declared."""
     with delaying(vhost_url) as connection:
         delays_of(connection).prepare()
         yield connection
@@ -57,15 +57,15 @@ def arrives(url: str, queue: str, count: int = 1) -> list[Arrival]:
 
 
 def assert_on_time(arrival: Arrival) -> None:
-    """It waited in the broker, and not too short."""
+    """Check that a message waited in the broker until its due time."""
     assert arrival.waited
     assert arrival.lateness_seconds >= 0
 
 
-# ---- declaring -------------------------------------------------------------------------------
+# ---- declarations ----------------------------------------------------------------------------
 
 
-def test_a_producer_declares_all_it_needs_on_an_empty_vhost(vhost_url: str) -> None:
+def test_a_producer_declares_the_levels_on_an_empty_virtual_host(vhost_url: str) -> None:
     with delaying(vhost_url) as connection:
         declare_queue(connection, "orders")
         publish(connection, "hello", "orders", delay=3)
@@ -85,8 +85,8 @@ def test_a_connection_keeps_its_own_confirm_mode(vhost_url: str, confirm: bool) 
 
 
 @pytest.mark.skipif(not hasattr(Producer, "batch"), reason="kombu has it since 5.7")
-def test_in_a_batch_of_kombus_each_message_is_published_at_once(connection: Any) -> None:
-    """As with kombu's own transport for RabbitMQ; those with an ETA ahead wait as ever."""
+def test_in_kombus_producer_batch_each_message_is_published_at_once(connection: Any) -> None:
+    """As with kombu's own transport for RabbitMQ; delayed messages wait."""
     declare_queue(connection, "orders")
     producer = Producer(connection)
     with producer.batch():
@@ -101,10 +101,10 @@ def test_in_a_batch_of_kombus_each_message_is_published_at_once(connection: Any)
 # ---- retries and lost brokers ----------------------------------------------------------------
 
 
-def test_a_publish_that_kombu_repeats_keeps_its_delivery_id(
+def test_a_publish_that_kombu_retries_keeps_its_delivery_id(
     connection: Any, vhost_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The confirm is lost on the way: a worker can tell that the second copy is one."""
+    """The confirm was lost, so the message is there twice; workers recognise the copy."""
     declare_queue(connection, "orders")
     wait_all = WindowChannel.wait_all
     lost: list[Any] = []
@@ -125,10 +125,10 @@ def test_a_publish_that_kombu_repeats_keeps_its_delivery_id(
     assert len(ids) == 2
 
 
-def test_what_falls_due_while_kombu_repeats_it_is_confirmed_as_well(
+def test_a_message_that_becomes_due_during_a_retry_is_confirmed(
     connection: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It need not wait any more, and its sender counts on the confirm as before."""
+    """It is published without a delay, and a nack is still raised."""
     declare_queue(connection, "full", **{"x-max-length": 1, "x-overflow": "reject-publish"})
     publish(connection, "first", "full")
     due, tried = time() + 0.5, []
@@ -148,10 +148,10 @@ def test_what_falls_due_while_kombu_repeats_it_is_confirmed_as_well(
     assert isinstance(raised.value.__cause__, MessageNacked)
 
 
-def test_the_levels_are_deleted_by_hand_under_a_producer(
+def test_deleted_levels_are_declared_again_by_the_next_publish(
     connection: Any, vhost_url: str, rabbitmq: PrivateRabbitMQ
 ) -> None:
-    """The next delayed publish declares them again, and binds what it knows."""
+    """With the bindings that the connection knows."""
     declare_exchange(connection, "shop", "topic")
     declare_queue(connection, "orders")
     bind(connection, "orders", "shop", "order.#")
@@ -170,7 +170,7 @@ def test_the_levels_are_deleted_by_hand_under_a_producer(
 @pytest.mark.ci
 @on_one_version
 def test_the_connection_fails_over_to_another_broker(rabbitmq_version: str, vhost_url: str) -> None:
-    """Neither has anything yet; the first one is killed in mid-life."""
+    """Both brokers are empty; the first one is killed."""
     with (
         private_rabbitmq(version=rabbitmq_version, management=False) as first,
         delaying(f"{first.url};{vhost_url}") as connection,
@@ -201,7 +201,7 @@ def test_the_connection_fails_over_to_another_broker(rabbitmq_version: str, vhos
 
 
 def refused(connection: Any, error: type[Exception], match: str, **options: Any) -> None:
-    """A delayed publish raises *error*; the user's channel goes on as if nothing had been."""
+    """Check that a delayed publish raises *error*, and that the user's channel stays open."""
     if connection.default_channel.connection is None:
         connection.ensure_connection()
     channel = connection.default_channel
@@ -215,13 +215,13 @@ def refused(connection: Any, error: type[Exception], match: str, **options: Any)
     channel.queue_purge("orders")
 
 
-def test_refusals_leave_the_channel_and_immediate_messages_alone(connection: Any) -> None:
+def test_refused_publishes_leave_the_channel_open(connection: Any) -> None:
     declare_queue(connection, "orders")
     refused(connection, NotFound, "nowhere", exchange="nowhere")
     refused(connection, CannotDelay, "CC or BCC", headers={"CC": ["other"]})
     refused(connection, CannotDelay, "CC or BCC", headers={"BCC": ["other"]})
     refused(connection, DelayTooLong, r"longest delay of 5\.1 s.*native_delay_levels", delay=10)
-    # CC is the user's own affair where nothing is delayed.
+    # Undelayed messages may have CC.
     publish(connection, "copied", "nobody", headers={"CC": ["orders"]})
     publish(connection, "later", "orders", delay=0.1)
     letters = Inbox(connection).consume(["orders"])
@@ -233,7 +233,7 @@ def level_arguments(name: str) -> dict[str, Any]:
     return next(queue.arguments for queue in queues if queue.name == name)
 
 
-def test_a_level_queue_with_another_ttl_is_named(vhost_url: str) -> None:
+def test_a_publish_names_a_level_queue_with_another_ttl(vhost_url: str) -> None:
     wrong = TOPOLOGY.level_queue(8)
     with Connection(vhost_url) as admin:
         declare_queue(admin, wrong, **(level_arguments(wrong) | {"x-message-ttl": 161}))
@@ -249,10 +249,10 @@ def test_a_level_queue_with_another_ttl_is_named(vhost_url: str) -> None:
     connection.release()
 
 
-def test_a_user_who_may_not_configure(
+def test_a_user_without_configure_permission(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
-    """Delayed messages are refused until somebody else declares the levels."""
+    """Delayed publishes are refused until another user has declared the levels."""
     limited_url = rabbitmq.add_user(f"limited-{vhost}", "secret", configure="^q.*", vhost=vhost)
     with delaying(limited_url) as connection:
         connection.default_channel.queue_declare("q.orders", durable=True, auto_delete=False)
@@ -269,7 +269,7 @@ def test_a_user_who_may_not_configure(
         assert_on_time(came[1])
 
 
-# ---- where it goes ---------------------------------------------------------------------------
+# ---- destinations ----------------------------------------------------------------------------
 
 LONG_KEYS = {
     "200 bytes": "k" * 200,
@@ -283,7 +283,7 @@ LONG_KEYS = {
 @pytest.mark.parametrize("key", LONG_KEYS.values(), ids=LONG_KEYS)
 @pytest.mark.parametrize("kind", ["direct", "topic"])
 def test_a_long_routing_key(connection: Any, vhost_url: str, kind: str, key: str) -> None:
-    """A hash stands for it, or the landing queue of a topic exchange leaves it as it is."""
+    """A long key travels as a hash, or, for a topic exchange, by its landing queue."""
     declare_exchange(connection, "shop", kind)
     declare_queue(connection, "right")
     declare_queue(connection, "wrong")
@@ -301,7 +301,7 @@ def test_a_long_routing_key(connection: Any, vhost_url: str, kind: str, key: str
 
 @pytest.mark.parametrize("kind", ["direct", "topic", "fanout", "headers"])
 @pytest.mark.parametrize("overflow", ["drop-head", "reject-publish"])
-def test_unbinding_holds_for_delayed_messages_too(
+def test_an_unbound_queue_gets_no_delayed_messages(
     connection: Any, vhost_url: str, kind: str, overflow: str
 ) -> None:
     declare_exchange(connection, "shop", kind)
@@ -331,7 +331,7 @@ def test_unbinding_holds_for_delayed_messages_too(
 
 
 @pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "through us"])
-def test_messages_of_a_deleted_queue_park_until_it_is_back(
+def test_messages_of_a_deleted_queue_are_parked_until_it_exists_again(
     connection: Any, vhost_url: str, by_hand: bool
 ) -> None:
     declare_queue(connection, "orders")
@@ -349,10 +349,10 @@ def test_messages_of_a_deleted_queue_park_until_it_is_back(
 
 
 @pytest.mark.parametrize("known_by", ["arguments", "passive", "nothing"])
-def test_a_rejecting_queue_gets_each_message_once_whoever_knows_it(
+def test_a_queue_with_reject_publish_gets_each_message_once(
     connection: Any, vhost_url: str, known_by: str
 ) -> None:
-    """Of its `x-overflow` only the connection knows that declared it."""
+    """Only the connection that declared it knows its `x-overflow`."""
     arguments = {"x-overflow": "reject-publish"}
     declare_queue(connection, "small", **arguments)
     publish(connection, "one", "small", delay=0.1)
@@ -373,7 +373,7 @@ def test_a_rejecting_queue_gets_each_message_once_whoever_knows_it(
 
 
 @pytest.mark.parametrize("delete", ["by hand", "through us"])
-def test_a_queue_that_no_longer_rejects_gets_each_message_once(
+def test_a_queue_declared_again_without_reject_publish_gets_each_message_once(
     connection: Any, vhost_url: str, delete: str
 ) -> None:
     declare_queue(connection, "small", **{"x-overflow": "reject-publish"})
@@ -392,10 +392,10 @@ def test_a_queue_that_no_longer_rejects_gets_each_message_once(
         assert bodies(letters.wait_for(3)) == ["two", "last", "the end"]
 
 
-# ---- as what it arrives ----------------------------------------------------------------------
+# ---- content ---------------------------------------------------------------------------------
 
 
-def test_priorities_and_expirations_are_those_of_the_publisher(connection: Any) -> None:
+def test_priority_and_expiration_are_kept(connection: Any) -> None:
     declare_queue(connection, "orders", **{"x-max-priority": 10})
     for priority in range(10):
         publish(connection, priority, "orders", delay=0.5, priority=priority, expiration=600)
@@ -407,8 +407,8 @@ def test_priorities_and_expirations_are_those_of_the_publisher(connection: Any) 
         assert arrival.message.native_delay.expires_ms is not None
 
 
-def test_a_short_expiration_does_not_cut_the_wait_short(connection: Any) -> None:
-    """It is over before the message is due; whoever receives it sees that, and never early."""
+def test_a_message_that_expires_before_it_is_due_is_delivered_when_due(connection: Any) -> None:
+    """The receiver sees that it has expired."""
     declare_queue(connection, "orders")
     publish(connection, "hello", "orders", delay=0.5, expiration=0.05)
     (arrival,) = Inbox(connection).consume(["orders"]).wait_for(1)
@@ -417,7 +417,7 @@ def test_a_short_expiration_does_not_cut_the_wait_short(connection: Any) -> None
 
 
 def dead_letter(connection: Any) -> Any:
-    """A message that has died in somebody else's queue, as received from `dead`."""
+    """A message that was dead-lettered by a user's queue, as received from `dead`."""
     declare_queue(connection, "dead")
     declare_queue(
         connection,
@@ -429,8 +429,8 @@ def dead_letter(connection: Any) -> Any:
     return arrival.message
 
 
-def test_other_peoples_death_records_stay(connection: Any) -> None:
-    """Published again with its headers, and delayed: what our levels add is taken off."""
+def test_x_death_headers_of_users_queues_are_kept(connection: Any) -> None:
+    """A dead-lettered message is published again with a delay; our levels add no header."""
     died = dead_letter(connection)
     assert died.headers["x-death"][0]["queue"] == "short"
     declare_queue(connection, "orders")
@@ -442,7 +442,7 @@ def test_other_peoples_death_records_stay(connection: Any) -> None:
 
 
 def test_a_task_put_back_twice_has_one_delivery_id(connection: Any, vhost_url: str) -> None:
-    """As after a confirm that was lost: both are copies of one delivery."""
+    """Put back twice after a lost confirm: both messages are copies of one delivery."""
     declare_queue(connection, "orders")
     eta = eta_in(0.5)
     with Connection(vhost_url) as plain:

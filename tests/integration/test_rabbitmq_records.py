@@ -1,4 +1,4 @@
-"""Beside RabbitMQ, waiting tasks are listed in records: in each backend."""
+"""RabbitMQ with records, in each backend."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.waiting import wait_until
 def records_url(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """Records beside RabbitMQ."""
+    """The URL of the records."""
     if request.param == "redis":
         yield request.getfixturevalue("records_server").url
     elif request.param == "sqlite":
@@ -53,7 +53,7 @@ def records_url(
 
 @pytest.fixture(scope="module")
 def vhost_url(rabbitmq: PrivateRabbitMQ, records_url: str) -> Iterator[str]:
-    """One for all: what a test leaves in its levels is due in an hour."""
+    """A virtual host for all tests; their messages in the levels are due in an hour."""
     url = rabbitmq.new_vhost()
     yield url
     rabbitmq.delete_vhost(vhost_name(url))
@@ -61,7 +61,7 @@ def vhost_url(rabbitmq: PrivateRabbitMQ, records_url: str) -> Iterator[str]:
 
 @pytest.fixture
 def app(vhost_url: str, records_url: str, records_server: PrivateRedis) -> Iterator[Celery]:
-    """With empty records."""
+    """An installed app with empty records."""
     app = Celery("shop", broker=vhost_url, set_as_current=False)
     install(app, records=records_url)
     empty(records_of(app), records_server)
@@ -75,7 +75,7 @@ def records_of(app: Celery) -> Any:
 
 
 def empty(records: Any, server: PrivateRedis) -> None:
-    """Remove all that other tests have left in *records*, which may be in *server*."""
+    """Empty the *records*, which may be in *server*."""
     server.client.flushall()
     if hasattr(records, "engine"):
         from celery_native_delay.records.sql import METADATA
@@ -83,7 +83,7 @@ def empty(records: Any, server: PrivateRedis) -> None:
         METADATA.drop_all(records.engine)
 
 
-def test_without_records_the_way_out_is_told(vhost_url: str) -> None:
+def test_without_records_the_error_names_the_setting(vhost_url: str) -> None:
     with install(Celery("shop", broker=vhost_url, set_as_current=False)) as app:
         with pytest.raises(NoRecords, match="set native_delay_records"):
             Delay(app).ls()
@@ -94,7 +94,7 @@ def test_without_records_the_way_out_is_told(vhost_url: str) -> None:
 def test_virtual_hosts_may_share_records(
     app: Celery, rabbitmq: PrivateRabbitMQ, records_url: str
 ) -> None:
-    """Their tasks never meet, though all settings be the same."""
+    """Tasks stay separate, although all settings are the same."""
     url = rabbitmq.new_vhost()
     with install(Celery("bills", broker=url, set_as_current=False), records=records_url) as other:
         send_task(app, 1, countdown=3600)
@@ -114,10 +114,8 @@ def test_the_password_of_the_records_is_not_shown(records: str) -> None:
     app.close()
 
 
-def test_what_is_thrown_away_where_it_is_parked_is_listed_no_more(
-    app: Celery, delay: Delay
-) -> None:
-    """What waits in the levels is, as ever."""
+def test_purged_parked_messages_are_no_longer_listed(app: Celery, delay: Delay) -> None:
+    """Messages in the levels stay listed."""
     send_task(app, 1, countdown=3600)
     send_task(app, 2, countdown=3600, queue="nobody")
     with app.connection_for_write() as connection:
@@ -135,7 +133,7 @@ def test_what_is_thrown_away_where_it_is_parked_is_listed_no_more(
 
 
 def test_a_template_records_what_apply_async_does(app: Celery, delay: Delay) -> None:
-    """All that is needed to publish the message again, when its task is moved or cancelled."""
+    """The entry from which a moved or cancelled task is published again."""
     entries: dict[str, Entry] = {}
     options = {"countdown": 3600, "priority": 3, "queue": "side", "headers": {"tenant": 7}}
     note = Index.note
@@ -168,10 +166,10 @@ def test_a_template_records_what_apply_async_does(app: Celery, delay: Delay) -> 
     assert replace(last, properties=same) == expected
 
 
-def test_what_was_never_sent_is_not_listed_and_a_purge_keeps_what_is_due(
+def test_failed_publishes_are_not_listed_and_a_purge_keeps_due_entries(
     app: Celery, delay: Delay
 ) -> None:
-    """A due message is with a worker soon, so its entry stays."""
+    """A worker receives a due message soon, so its entry stays."""
     with pytest.raises(struct.error):  # AMQP has room for 255 bytes
         send_task(app, 1, countdown=3600, task_id="x" * 300)
     assert delay.ls().tasks == ()
@@ -185,11 +183,11 @@ def test_what_was_never_sent_is_not_listed_and_a_purge_keeps_what_is_due(
     assert delay.show("order-2") == []
 
 
-# ---- records that are away -------------------------------------------------------------------
+# ---- unreachable records ---------------------------------------------------------------------
 
 
 def timed(app: Celery, count: int, **options: Any) -> float:
-    """Seconds that so many delayed publishes take."""
+    """The seconds that *count* delayed publishes take."""
     started = monotonic()
     for _ in range(count):
         app.send_task("shop.remind", countdown=3600, queue=JOBS, **options)
@@ -198,10 +196,10 @@ def timed(app: Celery, count: int, **options: Any) -> float:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("how", ["down", "slow"])
-def test_publishing_goes_on_while_the_records_are_away(
+def test_publishing_goes_on_while_the_records_are_unreachable(
     vhost_url: str, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    """With one warning; and the records are used again when they are back."""
+    """With one warning; later the records are used again."""
     with private_redis() as server:
         app = Celery("shop", broker=vhost_url, set_as_current=False)
         install(app, records=server.url)
@@ -214,7 +212,7 @@ def test_publishing_goes_on_while_the_records_are_away(
         else:
             server.client.execute_command("CLIENT", "PAUSE", 5000, "ALL")
         away_seconds = timed(app, 100)
-        # Not waiting for the records once for each.
+        # The publishes do not each wait for the records.
         assert away_seconds < usual_seconds + 100 * PATIENCE_SECONDS / 2
 
         def told() -> int:
@@ -238,11 +236,11 @@ def test_publishing_goes_on_while_the_records_are_away(
 
 
 def reset() -> None:
-    """What a pooled connection raises whose broker was restarted."""
+    """Raise the error of a pooled connection after a restart of its broker."""
     raise ConnectionResetError
 
 
-def test_a_change_of_many_goes_on_over_a_new_connection_and_says_how_far_it_came(
+def test_cancelling_many_tasks_reconnects_and_reports_its_progress(
     vhost_url: str,
 ) -> None:
     with private_redis() as server:
@@ -262,7 +260,7 @@ def test_a_change_of_many_goes_on_over_a_new_connection_and_says_how_far_it_came
         app.close()
 
 
-def test_a_sweep_removes_what_no_worker_told_the_records_of(app: Celery) -> None:
+def test_a_sweep_removes_entries_long_past_their_due_time(app: Celery) -> None:
     records, now_us = records_of(app), time_ns() // 1000
     for number in range(3):
         due_us = now_us - number * 2 * STALE_AFTER_US // 3
@@ -276,10 +274,10 @@ def test_a_sweep_removes_what_no_worker_told_the_records_of(app: Celery) -> None
     assert standings == [MessageState.KNOWN, MessageState.KNOWN, MessageState.UNKNOWN]
 
 
-def test_calls_under_a_key_leave_no_mark_of_what_was_not_sent_or_counts(
+def test_keyed_calls_that_send_nothing_leave_no_mark(
     app: Celery, records_server: PrivateRedis, records_url: str
 ) -> None:
-    """A mark makes void what a worker gets before its key knows it."""
+    """A mark left behind would make a message void."""
     delay, signature = Delay(app), app.signature("shop.reindex")
     with pytest.raises(DelayTooLong):
         delay.debounce(signature, key="k", seconds=1e9)

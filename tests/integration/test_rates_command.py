@@ -1,4 +1,4 @@
-"""``celery delay rates``: what is printed of lines; Redis stands for all brokers."""
+"""``celery delay rates``, on Redis; it is the same on every broker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def app_on(url: str) -> Celery:
 
 
 @on_redis
-def test_lines_are_listed_those_with_most_waiting_first(
+def test_rates_are_listed_with_the_longest_queue_first(
     tmp_path: Path, empty_redis: PrivateRedis
 ) -> None:
     shop = Project(tmp_path).write(APP, empty_redis.url, rates=RATES)
@@ -51,17 +51,15 @@ def test_lines_are_listed_those_with_most_waiting_first(
 
 
 @on_redis
-def test_an_app_without_rates_is_told_the_setting(
-    tmp_path: Path, empty_redis: PrivateRedis
-) -> None:
+def test_without_rates_the_setting_is_named(tmp_path: Path, empty_redis: PrivateRedis) -> None:
     shop = Project(tmp_path).write(APP, empty_redis.url)
     (said,) = shop.lines("rates")
     assert said == "no task of this app has a rate: see native_delay_rates"
 
 
 @on_redis
-def test_lines_are_looked_at_as_often_as_one_likes(empty_redis: PrivateRedis) -> None:
-    """On one connection of the app, whose pool has few."""
+def test_reading_rates_again_and_again_uses_one_connection(empty_redis: PrivateRedis) -> None:
+    """The app's pool has few connections."""
     with app_on(empty_redis.url) as app:
         fill(app, "shop.call_api", "ada", "10/h", waiting=7)
         with app.connection_for_write() as connection:

@@ -1,4 +1,4 @@
-"""Where an app records its fenced runs: the same place in every process."""
+"""Where an app keeps its records: on its broker, or at native_delay_records."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def place_of(broker_url: str, **conf: Any) -> Place | None:
         ),
     ],
 )
-def test_the_setting_counts_first_then_the_broker_itself(
+def test_native_delay_records_comes_before_the_broker(
     broker_url: str, conf: dict[str, Any], expected: tuple[str, str] | None
 ) -> None:
-    """Whatever the virtual host; no broker is asked."""
+    """Computed from the configuration, without a connection."""
     assert place_of(broker_url, **conf) == expected
 
 
-def test_records_on_the_broker_are_reached_as_celery_reaches_it(server_name: Any) -> None:
-    """By a socket, with a password, and in a database of its number."""
+def test_records_on_the_broker_are_reached_by_the_brokers_url(server_name: Any) -> None:
+    """By a socket, with a password, and in a numbered database."""
     done = Record(COMMITTED, 1.0)
     with private_redis(server=server_name, password="s3 cret") as server:
         for url, found in (

@@ -1,6 +1,6 @@
-"""``bulk(app)`` on Redis: stored as ever, each task once whatever is lost on the way, none unseen.
+"""``bulk(app)`` on Redis: each task is stored once, in doubt or refused.
 
-What holds on every broker is tested in tests/conformance.
+tests/conformance has the tests for all brokers.
 """
 
 from __future__ import annotations
@@ -55,17 +55,14 @@ def numbers(redis: PrivateRedis, queue: str = "plain") -> list[int]:
     return sorted(json.loads(body)[0][0] for body in bodies)
 
 
-# ---- the same as the long way --------------------------------------------------------------------
-
-
-# ---- each once -----------------------------------------------------------------------------------
+# ---- nothing lost, nothing twice -----------------------------------------------------------------
 
 
 @pytest.mark.ci
-def test_connections_that_are_killed_again_and_again(
+def test_killed_connections_neither_lose_nor_duplicate_tasks(
     empty_redis: PrivateRedis, app: Celery
 ) -> None:
-    """What was not answered for is sent again: what is handed over by then does not come twice."""
+    """Unconfirmed tasks are sent again; tasks handed over meanwhile are not stored twice."""
     ended = Event()
     kills = 0
 
@@ -92,8 +89,8 @@ def test_connections_that_are_killed_again_and_again(
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
-def test_a_server_that_goes_away_in_the_middle(own_redis: PrivateRedis, how: str) -> None:
-    """It comes back with its append-only file, and the batch waits for it."""
+def test_a_batch_waits_for_a_restarted_server(own_redis: PrivateRedis, how: str) -> None:
+    """The server keeps its messages in its append-only file."""
     own_redis.client.config_set("appendfsync", "always")
     app = make_app(own_redis.url)
     with bulk(app) as batch:
@@ -110,9 +107,7 @@ def test_a_server_that_goes_away_in_the_middle(own_redis: PrivateRedis, how: str
     assert numbers(own_redis) == list(range(3_000))
 
 
-def test_scripts_that_the_server_forgot_are_sent_again(
-    empty_redis: PrivateRedis, app: Celery
-) -> None:
+def test_flushed_scripts_are_sent_again(empty_redis: PrivateRedis, app: Celery) -> None:
     with bulk(app, window=250) as batch:
         for number in range(2_000):
             if number % 300 == 0:
@@ -134,14 +129,14 @@ def test_through_sentinel_and_a_failover(server_name: ServerName) -> None:
                 batch.send("shop.remind", (number,), countdown=600)
         app.close()
         assert batch.result.confirmed == 400
-        # Replication is asynchronous: what the old master alone has confirmed may be gone.
+        # Replication is asynchronous: tasks that only the old master has may be lost.
         assert 200 <= sentinel.master.client.zcard(KEYS.due) <= 400
 
 
 # ---- refused and in doubt ------------------------------------------------------------------------
 
 
-def test_a_full_server_refuses_by_name(own_redis: PrivateRedis) -> None:
+def test_tasks_that_a_full_server_refuses_are_reported(own_redis: PrivateRedis) -> None:
     app = make_app(own_redis.url)
     own_redis.client.config_set("maxmemory-policy", "noeviction")
     batch = bulk(app)
@@ -165,7 +160,7 @@ def test_a_full_server_refuses_by_name(own_redis: PrivateRedis) -> None:
     assert own_redis.client.zcard(KEYS.due) == own_redis.client.hlen(KEYS.messages) == 249
 
 
-def test_a_server_that_does_not_answer_leaves_them_in_doubt(own_redis: PrivateRedis) -> None:
+def test_tasks_without_an_answer_are_reported_in_doubt(own_redis: PrivateRedis) -> None:
     app = make_app(own_redis.url)
     batch = bulk(app, timeout_seconds=0.5, window=200)
 
@@ -173,7 +168,7 @@ def test_a_server_that_does_not_answer_leaves_them_in_doubt(own_redis: PrivateRe
         with batch:
             batch.send("shop.remind", (0,), countdown=600)
             wait_until(lambda: own_redis.client.zcard(KEYS.due) == 1)
-            # The server has told that it has it; the answer to the line itself may be under way.
+            # The message is stored; its confirm may still be on its way.
             wait_until(
                 lambda: not (batch._publisher.outbox._held or batch._publisher.outbox._unanswered)
             )

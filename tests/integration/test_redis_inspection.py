@@ -1,4 +1,4 @@
-"""``celery delay …`` on Redis: what it shows, what it finds, what it changes."""
+"""Redis: ``delay declare | verify | status | parked | purge | plan``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def connection(empty_redis: PrivateRedis) -> Iterator[Any]:
 
 
 def park(connection: Any, server: PrivateRedis) -> None:
-    """One message whose destination is no list."""
+    """Park one message, whose destination is not a list."""
     server.client.set("poison", "no list")
     headers = {"task": "shop.remind", "id": "task-1"}
     publish(connection, "bad", "poison", delay=60, headers=headers)
@@ -55,7 +55,9 @@ def test_verify_finds_nothing_on_a_server_as_it_should_be(shop: Project) -> None
     assert shop.lines("verify") == [f"{NAME}: as expected"]
 
 
-def test_verify_names_what_may_lose_messages(shop: Project, empty_redis: PrivateRedis) -> None:
+def test_verify_finds_settings_that_may_lose_messages(
+    shop: Project, empty_redis: PrivateRedis
+) -> None:
     client = empty_redis.client
     client.config_set("maxmemory-policy", "allkeys-lru")
     client.config_set("appendonly", "no")
@@ -75,14 +77,14 @@ def test_verify_names_what_may_lose_messages(shop: Project, empty_redis: Private
     assert done.stdout.endswith("\n2 problem(s) found\n")
 
 
-def test_examine_names_what_is_lost(connection: Any) -> None:
+def test_examine_finds_lost_messages(connection: Any) -> None:
     store = store_of(connection)
     store.client.zadd(store.keys.due, {"gone": 0})
     lost, *_ = RedisAdminPart(connection.default_channel).examine()
     assert lost.problem == f"{NAME}: 1 message(s) lost"
 
 
-def test_verify_says_what_it_could_not_look_at(
+def test_verify_reports_what_it_could_not_check(
     connection: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = RedisAdminPart(connection.default_channel)
@@ -166,7 +168,7 @@ def test_purge_asks_first(shop: Project, connection: Any, empty_redis: PrivateRe
     assert (census.waiting, census.parked) == (0, 1)
 
 
-def test_a_message_that_is_lost_keeps_no_other_from_being_moved(
+def test_a_lost_message_does_not_stop_migrate(
     connection: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(moving, "_CHUNK", 2)
@@ -193,14 +195,14 @@ def test_plan_needs_no_levels(shop: Project) -> None:
     }
 
 
-def test_plan_names_the_key_behind_the_prefix(shop: Project) -> None:
+def test_plan_shows_the_key_with_its_prefix(shop: Project) -> None:
     """Without a broker."""
     app = APP + 'app.conf.broker_transport_options = {{"global_keyprefix": "shop:"}}\n'
     shop.write(app, "redis://127.0.0.1:9")
     assert shop.told("plan", "1")["key"] == "shop:celery_delay.v2.due"
 
 
-def test_a_user_without_permission_is_one_sentence(
+def test_missing_permissions_are_a_one_line_error(
     tmp_path: Path, empty_redis: PrivateRedis
 ) -> None:
     client = empty_redis.client

@@ -1,4 +1,4 @@
-"""Lines in Redis: the Lua says what the arithmetic says, and the connection is bounded in time."""
+"""Rates in Redis: the Lua script agrees with the Python arithmetic."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _numbers = count()
         max_size=30,
     ),
 )
-def test_the_script_decides_as_the_arithmetic_does(
+def test_the_script_agrees_with_the_arithmetic(
     server: PrivateRedis, lines: RedisLines, rate: Rate, steps: list[tuple[str, int, int]]
 ) -> None:
     task, now_us, line = f"shop.t{next(_numbers)}", NOON_US, Line()
@@ -83,7 +83,7 @@ def test_the_script_decides_as_the_arithmetic_does(
         assert tuple(map(int, log)) == line.log
 
 
-def test_lines_are_seen_longest_first_and_go_by_themselves(server: PrivateRedis) -> None:
+def test_the_queues_of_rates_are_listed_longest_first_and_expire(server: PrivateRedis) -> None:
     server.client.flushdb()
     lines = lines_on(server)
     rate = Rate("10/m")
@@ -103,7 +103,7 @@ def test_lines_are_seen_longest_first_and_go_by_themselves(server: PrivateRedis)
     lines.close()
 
 
-def test_a_server_that_is_away_is_told_and_asked_again(server: PrivateRedis) -> None:
+def test_an_unreachable_server_raises_and_is_tried_again(server: PrivateRedis) -> None:
     lines = lines_on(server)
     assert lines.ask("shop.call_api", "new", Rate("1/h"), None).starts
     server.stop()
@@ -111,6 +111,6 @@ def test_a_server_that_is_away_is_told_and_asked_again(server: PrivateRedis) -> 
         with pytest.raises(RecordsUnavailable, match="unreachable"):
             lines.ask("shop.call_api", "new", Rate("1/h"), None)
     server.start()
-    lines._link._away._retry_at = 0
+    lines._link._failures._retry_at = 0
     assert lines.ask("shop.call_api", "newer", Rate("1/h"), None).starts
     lines.close()

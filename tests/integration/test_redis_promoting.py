@@ -1,4 +1,4 @@
-"""The promoting loop: in time, whatever happens to connections, scripts, servers and processes."""
+"""The promoter's loop: it goes on after lost connections, scripts and servers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def blocked_clients(server: PrivateRedis) -> int:
-    """Promoters that wait for the marker; kombu's consumers block only while they drain."""
+    """The number of promoters that block on the wake-up marker."""
     return int(server.client.info("clients")["blocked_clients"])
 
 
 def test_an_earlier_arrival_wakes_the_promoter_up(
     empty_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It sleeps until a due time far away when something comes that is due at once."""
+    """It sleeps for a message due in an hour when a nearer one is published."""
     monkeypatch.setattr(module, "LONGEST_SLEEP_SECONDS", 3600)
     with (
         delaying(empty_redis.url) as connection,
@@ -47,10 +47,10 @@ def test_an_earlier_arrival_wakes_the_promoter_up(
         assert arrival.lateness_seconds >= -0.001
 
 
-def test_another_promoter_takes_over_from_one_that_died_with_its_knowledge(
+def test_a_promoter_finds_messages_without_a_wake_up_marker(
     empty_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The marker is gone and nobody knows of the message; all look within their longest sleep."""
+    """A promoter that took the marker has died; others look after their longest sleep at latest."""
     monkeypatch.setattr(module, "LONGEST_SLEEP_SECONDS", 0.5)
     with (
         delaying(empty_redis.url) as connection,
@@ -66,7 +66,7 @@ def test_another_promoter_takes_over_from_one_that_died_with_its_knowledge(
         assert not received.arrivals
 
 
-def test_poison_is_parked_and_said(
+def test_a_message_that_its_destination_refuses_is_parked_and_logged(
     empty_redis: PrivateRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
     empty_redis.client.set("poison", "no list")
@@ -84,7 +84,7 @@ def test_poison_is_parked_and_said(
 def test_a_promoter_stops_at_once(
     empty_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not sleep on until it would have looked again; the block fails if it does."""
+    """It does not finish its sleep; `promoting` fails if it does."""
     monkeypatch.setattr(module, "LONGEST_SLEEP_SECONDS", 3600)
     with (
         delaying(empty_redis.url) as connection,
@@ -94,7 +94,7 @@ def test_a_promoter_stops_at_once(
         wait_until(lambda: blocked_clients(empty_redis) == 1)
 
 
-def test_connections_that_are_killed_are_made_again(empty_redis: PrivateRedis) -> None:
+def test_a_promoter_reconnects_after_its_connection_was_killed(empty_redis: PrivateRedis) -> None:
     with promoting(connector(empty_redis.url)) as promoter:
         for number in range(3):
             wait_until(lambda: blocked_clients(empty_redis) == 1)
@@ -105,10 +105,8 @@ def test_connections_that_are_killed_are_made_again(empty_redis: PrivateRedis) -
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
-def test_a_server_that_was_away_finds_its_messages_and_its_promoter(
-    own_redis: PrivateRedis, how: str
-) -> None:
-    """It has an append-only file, written before every answer: nothing is lost to a SIGKILL."""
+def test_promoting_goes_on_after_a_restart_of_the_server(own_redis: PrivateRedis, how: str) -> None:
+    """The server writes its append-only file before every answer, so SIGKILL loses nothing."""
     own_redis.client.config_set("appendfsync", "always")
     with promoting(connector(own_redis.url)) as promoter:
         with delaying(own_redis.url) as connection:
@@ -122,7 +120,7 @@ def test_a_server_that_was_away_finds_its_messages_and_its_promoter(
 
 @pytest.mark.ci
 def test_many_promoters_share_what_is_due(empty_redis: PrivateRedis) -> None:
-    """Each message is promoted by one of them, and not all of them come for each."""
+    """One of them promotes each message, without all four looking for each."""
     with delaying(empty_redis.url) as connection, ExitStack() as stack:
         promoters = [stack.enter_context(promoting(connector(empty_redis.url))) for _ in range(4)]
         store = store_of(connection)
@@ -136,8 +134,6 @@ def test_many_promoters_share_what_is_due(empty_redis: PrivateRedis) -> None:
     assert empty_redis.client.llen("jobs") == 300
     assert looks < 4 * 300, "four that all come for each message would look 1200 times"
 
-
-# ---- many at once ------------------------------------------------------------------------------
 
 # ---- Sentinel and TLS --------------------------------------------------------------------------
 
@@ -157,7 +153,7 @@ def test_messages_wait_through_a_failover(sentinel: PrivateSentinel) -> None:
             wait_until(lambda: promoter.promoted == 1)
             for number in range(20):
                 publish(connection, number, "jobs", delay=5)
-            # Replication is asynchronous: wait for it, as WAIT does.
+            # Replication is asynchronous: wait until the replica has all.
             assert store_of(connection).client.wait(1, 10_000) == 1
         sentinel.failover()
         wait_until(lambda: promoter.promoted == 21)
@@ -168,7 +164,7 @@ def test_messages_wait_through_a_failover(sentinel: PrivateSentinel) -> None:
 
 
 def test_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not on Valkey: that of the wheel is built without TLS."""
+    """On Redis only: the Valkey of the wheel has no TLS."""
     monkeypatch.setattr(module, "LONGEST_SLEEP_SECONDS", 3600)
     installed(require_redis, "redis")
     with private_redis(server="redis", tls=self_signed_certificate(tmp_path)) as server:
@@ -184,7 +180,7 @@ def test_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert arrival.body == "near"
 
 
-def test_a_promoter_says_why_it_cannot_and_tries_on(
+def test_a_promoter_logs_why_it_cannot_connect_and_retries(
     empty_redis: PrivateRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refusing(**_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Delayed publishing through plain kombu over Redis: as undelayed, only later."""
+"""Delayed publishing on Redis with kombu."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ WITH_BATCH = hasattr(kombu_redis, "PublishBatch")  # kombu 5.7
 
 
 def promote_all(connection: Any) -> int:
-    """Hand over what is due now; how many."""
+    """Hand over all due messages; their number."""
     return promote(store_of(connection)).delivered
 
 
 def make_due(connection: Any) -> None:
-    """Let time pass for all that waits."""
+    """Make all waiting messages due."""
     store = store_of(connection)
     for member in store.client.zrange(store.keys.due, 0, -1):
         store.client.zadd(store.keys.due, {member: 0})
 
 
 def lists(server: PrivateRedis) -> dict[str, list[Any]]:
-    """Every list on the server, its envelopes decoded but for what differs by nature."""
+    """All lists on the server, with decoded messages, without ids and ETAs."""
     found = {}
     for key in server.client.scan_iter():
         if server.client.type(key) == b"list":
@@ -61,7 +61,7 @@ def lists(server: PrivateRedis) -> dict[str, list[Any]]:
     return found
 
 
-# ---- parity ------------------------------------------------------------------------------------
+# ---- destination and content -------------------------------------------------------------------
 
 ROUTES: dict[str, dict[str, Any]] = {
     "default exchange": {"routing_key": "default"},
@@ -76,7 +76,7 @@ ROUTES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("prefix", ["", "pfx:", "{queue}:"])
 @pytest.mark.parametrize("priority", [None, 0, 3, 5, 6, 9])
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_delayed_message_goes_where_the_immediate_one_goes(
+def test_a_delayed_message_goes_to_the_lists_of_the_immediate_one(
     empty_redis: PrivateRedis, route: str, priority: int | None, prefix: str
 ) -> None:
     found = []
@@ -104,7 +104,7 @@ def test_a_delayed_message_goes_where_the_immediate_one_goes(
     assert found[0] == found[1]
 
 
-def test_what_is_returned_unacknowledged_does_not_wait_again(empty_redis: PrivateRedis) -> None:
+def test_a_requeued_message_does_not_wait_again(empty_redis: PrivateRedis) -> None:
     with delaying(empty_redis.url) as connection:
         channel = connection.default_channel
         publish(connection, "hello", "jobs", delay=60)
@@ -119,8 +119,8 @@ def test_what_is_returned_unacknowledged_does_not_wait_again(empty_redis: Privat
         assert store_of(connection).census().waiting == 0
 
 
-def test_a_trace_that_somebody_took_along_is_none(empty_redis: PrivateRedis) -> None:
-    """A plain worker sends unknown headers again with a retry."""
+def test_our_header_on_a_users_message_is_ignored(empty_redis: PrivateRedis) -> None:
+    """A plain worker copies unknown headers to a retry."""
     with delaying(empty_redis.url) as connection, Connection(empty_redis.url) as plain:
         trace = {HEADER: {"v": 1, "due": 1}}
         publish(plain, "hello", "jobs", headers=trace | {"eta": eta_in(60)})
@@ -133,11 +133,11 @@ def test_a_trace_that_somebody_took_along_is_none(empty_redis: PrivateRedis) -> 
         assert connection.default_channel.basic_get("jobs", no_ack=True).native_delay is not None
 
 
-# ---- never early -------------------------------------------------------------------------------
+# ---- ETAs --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("eta", [datetime(2020, 1, 1, tzinfo=UTC).isoformat(), None, "no date"])
-def test_what_is_due_already_or_never_is_published_at_once(
+def test_a_past_missing_or_malformed_eta_is_published_at_once(
     empty_redis: PrivateRedis, eta: str | None
 ) -> None:
     with delaying(empty_redis.url) as connection:
@@ -148,7 +148,7 @@ def test_what_is_due_already_or_never_is_published_at_once(
 # ---- kombu's own options -----------------------------------------------------------------------
 
 
-def test_a_queue_that_expires_lives_as_long_after_a_delayed_message(
+def test_a_delayed_message_extends_the_ttl_of_its_queue(
     empty_redis: PrivateRedis,
 ) -> None:
     if not WITH_BATCH:
@@ -165,7 +165,9 @@ def test_a_queue_that_expires_lives_as_long_after_a_delayed_message(
 
 @pytest.mark.skipif(not WITH_BATCH, reason="kombu 5.7 brought batches")
 @pytest.mark.parametrize("prefix", ["", "pfx:"])
-def test_a_batch_delays_what_is_to_be_delayed(empty_redis: PrivateRedis, prefix: str) -> None:
+def test_kombus_producer_batch_delays_messages_with_an_eta(
+    empty_redis: PrivateRedis, prefix: str
+) -> None:
     options = {"global_keyprefix": prefix} if prefix else {}
     with delaying(empty_redis.url, transport_options=options) as connection:
         producer = connection.Producer()
@@ -182,7 +184,7 @@ def test_a_batch_delays_what_is_to_be_delayed(empty_redis: PrivateRedis, prefix:
 
 
 @pytest.mark.skipif(not WITH_BATCH, reason="kombu 5.7 brought batches")
-def test_a_batch_that_is_given_up_delays_nothing(empty_redis: PrivateRedis) -> None:
+def test_kombus_producer_batch_sends_nothing_after_an_error(empty_redis: PrivateRedis) -> None:
     with delaying(empty_redis.url) as connection:
         producer = connection.Producer()
 
@@ -206,7 +208,7 @@ def test_over_a_unix_socket(empty_redis: PrivateRedis) -> None:
         received.wait_for(1)
 
 
-def test_two_databases_and_two_namespaces_never_meet(empty_redis: PrivateRedis) -> None:
+def test_databases_and_namespaces_are_separate(empty_redis: PrivateRedis) -> None:
     with (
         delaying(empty_redis.url) as zero,
         delaying(empty_redis.url[:-1] + "1") as one,
@@ -239,8 +241,10 @@ def test_a_server_that_cannot_hold_messages_is_refused_on_every_publish(
         assert_nothing_sent(empty_redis)
 
 
-def test_a_full_server_refuses_and_hands_over(own_redis: PrivateRedis) -> None:
-    """The whole way: publishing raises, what waits arrives, and then there is room again."""
+def test_a_full_server_refuses_new_messages_and_hands_over_waiting_ones(
+    own_redis: PrivateRedis,
+) -> None:
+    """Publishing raises, waiting messages arrive, and then there is room again."""
     with delaying(own_redis.url) as connection:
         for number in range(20):
             publish(connection, number, "jobs", delay=0.5)
@@ -251,13 +255,13 @@ def test_a_full_server_refuses_and_hands_over(own_redis: PrivateRedis) -> None:
             wait_until(lambda: promoter.promoted == 20)
             own_redis.client.config_set("maxmemory", 0)
             publish(connection, "again", "jobs", delay=0.1)
-            # kombu's own consumers write as well, and cannot before there is room.
+            # kombu's consumers write to Redis, too, so they need room.
             with inbox(connection, "jobs") as received:
                 received.wait_for(21)
 
 
-def test_without_info_it_goes_on(empty_redis: PrivateRedis) -> None:
-    """Proxies and strict ACLs do not tell; the script for old servers works everywhere."""
+def test_without_permission_for_info_delays_work(empty_redis: PrivateRedis) -> None:
+    """Some proxies and ACLs refuse INFO; the script for old servers works everywhere."""
     client = empty_redis.client
     client.execute_command(*["ACL", "SETUSER", "shy", "on", ">shy", "~*", "&*", "+@all", "-info"])
     url = empty_redis.url.replace("//", "//shy:shy@")
@@ -272,10 +276,10 @@ def test_without_info_it_goes_on(empty_redis: PrivateRedis) -> None:
     client.execute_command("ACL", "DELUSER", "shy")
 
 
-def test_what_is_put_back_waits_for_the_rest_by_the_servers_clock(
+def test_a_message_put_back_waits_by_the_servers_clock(
     empty_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ours is 20 s behind: the server took for due what is 10 s away, and must not again."""
+    """Our clock is 20 s slow: the server delivered the message 10 s before its ETA by our clock."""
     with delaying(empty_redis.url) as connection:
         delays, store = delays_of(connection), store_of(connection)
         assert abs(delays.clock_ahead_seconds()) < 1
@@ -293,7 +297,7 @@ def test_what_is_put_back_waits_for_the_rest_by_the_servers_clock(
         assert 5_000_000 < within_us <= 10_001_000
 
 
-def test_put_back_waits_once_however_often_it_is_put_back(empty_redis: PrivateRedis) -> None:
+def test_a_message_put_back_twice_waits_once(empty_redis: PrivateRedis) -> None:
     due = datetime.now(UTC) + timedelta(seconds=60)
     due_us = int(due.timestamp() * 1_000_000)
     with delaying(empty_redis.url) as connection, Connection(empty_redis.url) as plain:
@@ -317,7 +321,7 @@ def test_put_back_waits_once_however_often_it_is_put_back(empty_redis: PrivateRe
 def test_a_channel_that_outlives_its_connection_closes_without_an_error(
     empty_redis: PrivateRedis,
 ) -> None:
-    """An error there would end the worker; what is unacknowledged is restored by others."""
+    """An error there would end the worker. Others restore its unacknowledged messages."""
     options = {"visibility_timeout": 1, "unacked_restore_throttle": 1}
     with delaying(empty_redis.url, transport_options=options) as connection:
         channel = connection.default_channel

@@ -1,4 +1,4 @@
-"""What waits in Redis: stored whole, handed over when due, never lost to a destination gone bad."""
+"""The store in Redis: messages wait unchanged, and are handed over or parked when due."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE_SECONDS
 
 KEYS = Keys("", "tests")
 
-#: What cjson would not bring back as it was.
+#: JSON that Redis's cjson would change.
 ENVELOPE = json.dumps({"a": [], "f": 1.0, "big": 12345678901234567, "text": "äöü\n\x00"})
 
 
@@ -30,7 +30,7 @@ def store(empty_redis: PrivateRedis) -> Store:
 
 @pytest.fixture(params=[(7, 0), (6, 2)], ids=["with script flags", "without"])
 def version(request: pytest.FixtureRequest, store: Store) -> tuple[int, ...]:
-    """Which script promotes; that for Redis 6.2 runs on newer ones, too."""
+    """The server version whose script promotes; the script for 6.2 runs on newer servers, too."""
     wanted: tuple[int, ...] = request.param
     if Server.from_info(store.client.info()).version < wanted:
         pytest.skip("this server knows no script flags")
@@ -38,12 +38,12 @@ def version(request: pytest.FixtureRequest, store: Store) -> tuple[int, ...]:
 
 
 def add(store: Store, name: str, *, to: str = "jobs", in_ms: int = 0, **more: Any) -> None:
-    """Store an envelope that is its name."""
+    """Store a message whose body is its name."""
     store.add(name, store.now_us() + in_ms * 1000, entry_of(Destination((to,), **more), name))
 
 
 def queue(store: Store, name: str = "jobs") -> list[str]:
-    """A queue's envelopes in the order in which a consumer would get them."""
+    """A queue's messages in the order of delivery."""
     return [envelope.decode() for envelope in reversed(store.client.lrange(name, 0, -1))]
 
 
@@ -55,7 +55,9 @@ def test_a_due_message_is_handed_over_byte_for_byte(store: Store, version: tuple
     assert store.client.keys("tests.*") == [b"tests.v2.wake"]
 
 
-def test_what_is_not_due_stays_and_says_how_long(store: Store, version: tuple[int, ...]) -> None:
+def test_a_message_that_is_not_due_stays_and_its_wait_is_returned(
+    store: Store, version: tuple[int, ...]
+) -> None:
     add(store, "late", in_ms=60_000)
     handed = store.promote(version=version)
     assert handed.taken == 0
@@ -65,7 +67,7 @@ def test_what_is_not_due_stays_and_says_how_long(store: Store, version: tuple[in
 
 
 def test_a_due_time_is_kept_to_the_microsecond(store: Store) -> None:
-    """Nothing is rounded: neither later than asked for, nor early."""
+    """The due time is not rounded."""
     due_us = store.now_us() + 200_000 + 1
     store.add("one", due_us, entry_of(Destination(("jobs",)), "one"))
     handed = promote(store)
@@ -86,10 +88,8 @@ def test_messages_for_many_queues_keep_their_order_in_each(store: Store) -> None
         assert queue(store, name) == [f"{n:02}" for n in range(60) if n % 7 % 3 == at]
 
 
-def test_rounds_asked_for_together_share_what_is_due(
-    store: Store, version: tuple[int, ...]
-) -> None:
-    """Also when the server has to be told the script first."""
+def test_pipelined_rounds_share_the_due_messages(store: Store, version: tuple[int, ...]) -> None:
+    """Also if the server does not know the script yet."""
     for number in range(BATCH + 1):
         add(store, f"{number:03}")
     store.client.script_flush()
@@ -112,15 +112,15 @@ def test_a_queue_may_have_any_name(store: Store, key: str) -> None:
     assert queue(store) == ["two"]
 
 
-def test_adding_again_is_the_same_as_adding_once(store: Store) -> None:
-    """A client that lost the answer asks again."""
+def test_a_message_added_twice_waits_once(store: Store) -> None:
+    """A client that lost the answer adds it again."""
     due_us = store.now_us()
     for _ in range(2):
         store.add("one", due_us, entry_of(Destination(("jobs",)), "one"))
     assert promote(store).delivered == 1
 
 
-def test_a_due_time_without_its_entry_is_passed_over(store: Store) -> None:
+def test_a_due_time_without_a_message_is_skipped(store: Store) -> None:
     add(store, "one")
     store.client.zadd(KEYS.due, {"nobody": 0})
     handed = promote(store)
@@ -131,7 +131,7 @@ def test_a_due_time_without_its_entry_is_passed_over(store: Store) -> None:
 # ---- the wake-up marker ------------------------------------------------------------------------
 
 
-def test_only_what_comes_first_of_all_touches_the_marker(store: Store) -> None:
+def test_only_a_new_first_due_time_sets_the_wake_up_marker(store: Store) -> None:
     def marked() -> bool:
         return bool(store.client.zpopmin(KEYS.wake))
 
@@ -146,7 +146,7 @@ def test_only_what_comes_first_of_all_touches_the_marker(store: Store) -> None:
 # ---- destinations that refuse ------------------------------------------------------------------
 
 
-def test_a_destination_of_the_wrong_type_is_parked_and_the_rest_goes_on(
+def test_messages_for_a_key_of_the_wrong_type_are_parked_and_others_delivered(
     store: Store, version: tuple[int, ...]
 ) -> None:
     store.client.set("poison", "no list")
@@ -161,7 +161,7 @@ def test_a_destination_of_the_wrong_type_is_parked_and_the_rest_goes_on(
     assert store.promote(version=version).taken == 0, "nothing is tried again and again"
 
 
-def test_parked_messages_are_rescued_when_their_destination_is_back(
+def test_parked_messages_are_rescued_when_their_destination_is_a_list(
     store: Store, version: tuple[int, ...]
 ) -> None:
     store.client.set("poison", "no list")
@@ -177,7 +177,7 @@ def test_parked_messages_are_rescued_when_their_destination_is_back(
     assert store.census().entries == 0
 
 
-def test_a_broadcast_reaches_whoever_listens_when_it_is_due(store: Store) -> None:
+def test_a_due_broadcast_reaches_all_subscribers(store: Store) -> None:
     pubsub = store.client.pubsub()
     pubsub.subscribe("/0.news", "/{db}.news")
     for _ in range(2):
@@ -193,7 +193,7 @@ def test_a_broadcast_reaches_whoever_listens_when_it_is_due(store: Store) -> Non
     pubsub.close()
 
 
-def test_a_queue_with_a_ttl_is_prolonged_with_all_its_steps(store: Store) -> None:
+def test_a_delivery_extends_the_ttl_of_all_priority_lists(store: Store) -> None:
     store.client.lpush("jobs:9", "another")
     store.client.lpush("other", "not ours")
     destination = Destination(("jobs", "jobs:3", "jobs:9"), ttl_ms=50_000)
@@ -209,7 +209,7 @@ def test_a_queue_with_a_ttl_is_prolonged_with_all_its_steps(store: Store) -> Non
 
 @pytest.fixture
 def full(store: Store) -> Iterator[Store]:
-    """A store with 500 due messages, on a server without memory for one more."""
+    """A store with 500 due messages, on a full server."""
     for number in range(500):
         add(store, f"{number:03}")
     store.client.config_set("maxmemory-policy", "noeviction")
@@ -218,7 +218,7 @@ def full(store: Store) -> Iterator[Store]:
     store.client.config_set("maxmemory", 0)
 
 
-def test_a_full_server_takes_nothing_new_but_hands_over_what_waits(
+def test_a_full_server_refuses_messages_and_hands_over_waiting_ones(
     full: Store, version: tuple[int, ...]
 ) -> None:
     with pytest.raises(BrokerFull, match="reached maxmemory"):
@@ -230,7 +230,7 @@ def test_a_full_server_takes_nothing_new_but_hands_over_what_waits(
     assert full.census().entries == 0
 
 
-def test_a_full_server_parks_as_well(full: Store, version: tuple[int, ...]) -> None:
+def test_a_full_server_parks_messages(full: Store, version: tuple[int, ...]) -> None:
     full.client.config_set("maxmemory", 0)
     full.client.set("poison", "no list")
     add(full, "bad", to="poison", in_ms=-60_000)
@@ -242,7 +242,7 @@ def test_a_full_server_parks_as_well(full: Store, version: tuple[int, ...]) -> N
 # ---- permissions -------------------------------------------------------------------------------
 
 
-def test_a_user_without_permission_is_told_what_to_grant(
+def test_missing_permissions_are_named_in_the_error(
     store: Store, empty_redis: PrivateRedis
 ) -> None:
     client = empty_redis.client
@@ -253,7 +253,7 @@ def test_a_user_without_permission_is_told_what_to_grant(
     client.execute_command("ACL", "DELUSER", "guest")
 
 
-# ---- looking and throwing away -----------------------------------------------------------------
+# ---- census and purge --------------------------------------------------------------------------
 
 
 def test_the_census_counts(store: Store) -> None:
@@ -272,7 +272,7 @@ def test_the_census_counts(store: Store) -> None:
     assert 40_000_000 < due_us <= 60_000_000
 
 
-def test_purge_throws_away_what_waits_and_leaves_what_is_parked(store: Store) -> None:
+def test_purge_deletes_waiting_or_parked_messages(store: Store) -> None:
     store.client.set("poison", "no list")
     add(store, "bad", to="poison")
     promote(store)
@@ -284,7 +284,7 @@ def test_purge_throws_away_what_waits_and_leaves_what_is_parked(store: Store) ->
     assert store.census().entries == 0
 
 
-def test_scripts_come_back_after_a_flush(store: Store) -> None:
+def test_flushed_scripts_are_loaded_again(store: Store) -> None:
     add(store, "one")
     store.client.script_flush()
     add(store, "two")

@@ -1,4 +1,4 @@
-"""Waiting tasks on a Redis broker, which needs no records beside it."""
+"""Waiting tasks on a Redis broker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def app(empty_redis: PrivateRedis) -> Iterator[Celery]:
         yield app
 
 
-def test_nothing_is_left_of_what_was_handed_over(app: Celery, empty_redis: PrivateRedis) -> None:
+def test_delivered_tasks_leave_no_keys(app: Celery, empty_redis: PrivateRedis) -> None:
     send_task(app, 1, countdown=0.3)
     send_task(app, 2, countdown=3600)
     with app.connection_for_read() as connection, inbox(connection, JOBS) as arriving:
@@ -37,10 +37,10 @@ def test_nothing_is_left_of_what_was_handed_over(app: Celery, empty_redis: Priva
         assert left <= {store.keys.wake, store.keys.promoting}
 
 
-def test_what_is_no_task_is_listed_and_stops_no_change_of_many(
+def test_a_message_that_is_no_task_is_listed_and_does_not_stop_run_all_now(
     app: Celery, delay: Delay, empty_redis: PrivateRedis
 ) -> None:
-    """Whatever its headers are like."""
+    """Its headers are not those of a task."""
     with app.connection_for_write() as connection:
         connection.Producer().publish(
             {},
@@ -59,10 +59,8 @@ def test_what_is_no_task_is_listed_and_stops_no_change_of_many(
     assert delay.cancel(note)
 
 
-def test_a_search_of_thousands_finds_each_once_and_earliest_first(
-    app: Celery, delay: Delay
-) -> None:
-    """Also those that one script after the other looks into, and when somebody looks no further."""
+def test_a_search_of_thousands_of_tasks_in_several_scripts(app: Celery, delay: Delay) -> None:
+    """Each match is found once, the earliest first, with and without a limit."""
     with bulk(app) as batch:
         for number in range(2100):
             text = f"Käse-{number % 300}-Rest" if number % 2 else f"WURST {number % 300} rest"

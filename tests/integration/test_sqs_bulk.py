@@ -1,7 +1,7 @@
-"""``bulk(app)`` on SQS: ten in a request, and what one of them is refused for is its own affair.
+"""``bulk(app)`` on SQS: ten messages in a request, of which some may be refused.
 
-What holds on every broker is tested in tests/conformance. On moto, which refuses no single message
-of a request: its answers are altered on their way to the client here, nothing else is.
+moto refuses whole requests only, so these tests change its answers on their way to the client.
+tests/conformance has the tests for all brokers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HOUR = 3600
 
 @pytest.fixture
 def app(shared_sqs: PrivateSqs, monkeypatch: pytest.MonkeyPatch) -> Iterator[Celery]:
-    """With a delay queue beside its queue."""
+    """An installed app whose queue has a delay queue."""
     register_transports()
     shared_sqs.wipe()
     monkeypatch.setattr(delays, "_said", set())
@@ -40,7 +40,7 @@ def app(shared_sqs: PrivateSqs, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cel
 
 
 def listen(batch: Bulk, event: str, listener: Callable[..., None]) -> None:
-    """Tell *listener* of the requests of *batch*, which has sent something."""
+    """Call *listener* on the *event* of each further request of *batch*."""
     events = batch._publisher.outbox.channel.sqs().meta.events
     events.register(f"{event}.sqs.SendMessageBatch", listener)
 
@@ -50,11 +50,11 @@ def numbers(batch: Bulk) -> list[int]:
 
 
 def assert_waiting(sqs: PrivateSqs, count: int) -> None:
-    """moto looks at each message more than once while it counts them, as their hops end."""
+    """Wait until so many messages are in the delay queue; moto's count varies while hops end."""
     wait_until(lambda: waiting_on(sqs) == count)
 
 
-def test_ten_go_in_a_request(shared_sqs: PrivateSqs, app: Celery) -> None:
+def test_ten_messages_go_in_a_request(shared_sqs: PrivateSqs, app: Celery) -> None:
     sizes: list[int] = []
 
     def count(params: dict[str, Any], **_: Any) -> None:
@@ -73,10 +73,10 @@ def test_ten_go_in_a_request(shared_sqs: PrivateSqs, app: Celery) -> None:
     assert_waiting(shared_sqs, 101)
 
 
-def test_what_is_refused_for_now_is_sent_again_alone_and_is_there_once(
+def test_a_throttled_message_is_sent_again_and_stored_once(
     shared_sqs: PrivateSqs, app: Celery
 ) -> None:
-    """SQS recognises the entries that it had taken after all."""
+    """SQS recognises a message that it already has."""
     asked: list[set[str]] = []
 
     def throttle(parsed: dict[str, Any], **_: Any) -> None:
@@ -98,8 +98,8 @@ def test_what_is_refused_for_now_is_sent_again_alone_and_is_there_once(
     assert_waiting(shared_sqs, 11)
 
 
-def test_what_is_refused_for_good_is_named(shared_sqs: PrivateSqs, app: Celery) -> None:
-    """By an answer for one of ten, and by a queue that takes none of its size."""
+def test_a_refused_message_is_reported(shared_sqs: PrivateSqs, app: Celery) -> None:
+    """The queue takes no message of its size."""
     sqs = shared_sqs.client
     sqs.set_queue_attributes(
         QueueUrl=url_of(shared_sqs, "jobs-delay.fifo"), Attributes={"MaximumMessageSize": "4096"}
@@ -113,7 +113,7 @@ def test_what_is_refused_for_good_is_named(shared_sqs: PrivateSqs, app: Celery) 
     assert_waiting(shared_sqs, 19)
 
 
-def test_what_is_too_large_for_sqs_is_refused_at_once(app: Celery) -> None:
+def test_a_message_too_large_for_sqs_is_refused_at_once(app: Celery) -> None:
     with bulk(app) as batch:
         for _ in range(2):
             batch.send("shop.remind", (0,), countdown=HOUR)
@@ -122,7 +122,9 @@ def test_what_is_too_large_for_sqs_is_refused_at_once(app: Celery) -> None:
     assert (batch.result.sent, batch.result.confirmed) == (2, 2)
 
 
-def test_an_sqs_that_is_away_leaves_them_in_doubt(shared_sqs: PrivateSqs, app: Celery) -> None:
+def test_messages_to_an_unreachable_sqs_are_reported_in_doubt(
+    shared_sqs: PrivateSqs, app: Celery
+) -> None:
     app.conf.broker_transport_options = {
         "client-config": {"retries": {"max_attempts": 0}, "connect_timeout": 1}
     }

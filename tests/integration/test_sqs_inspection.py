@@ -1,4 +1,4 @@
-"""``celery -A shop delay …`` on SQS, which is moto's."""
+"""SQS (moto): ``delay declare | verify | status | purge | relay | plan``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def shop(tmp_path: Path, sqs: PrivateSqs) -> Project:
     return Project(tmp_path).write(APP + SHORT_HOPS, sqs.url)
 
 
-def test_declare_makes_what_verify_misses(shop: Project, sqs: PrivateSqs) -> None:
+def test_declare_creates_the_delay_queues_that_verify_misses(
+    shop: Project, sqs: PrivateSqs
+) -> None:
     found = shop.told("verify", status=1)
     assert found["findings"] == [
         {
@@ -64,7 +66,7 @@ def test_declare_makes_what_verify_misses(shop: Project, sqs: PrivateSqs) -> Non
     assert finding["remedy"].startswith("aws sqs set-queue-attributes ")
 
 
-def test_status_counts_by_queue_and_purge_spares_what_it_cannot_tell_apart(
+def test_status_counts_by_queue_and_purge_empties_delay_queues_only(
     shop: Project, sqs: PrivateSqs
 ) -> None:
     shop.delay("declare")
@@ -73,7 +75,7 @@ def test_status_counts_by_queue_and_purge_spares_what_it_cannot_tell_apart(
         for _ in range(2):
             publish(connection, "far", "jobs", delay=3600)
         assert shop.told("status")["queues"][0]["on_the_way"] == 2
-        # A hop is a second here, and nobody relays.
+        # A hop takes a second here, and no relay runs.
         wait_until(lambda: shop.told("status")["overdue"] == 2, timeout_seconds=PATIENCE_SECONDS)
         told = shop.told("status")
         assert (told["name"], told["waiting"], told["parked"]) == (NAME, 2, 0)
@@ -98,7 +100,7 @@ def test_status_counts_by_queue_and_purge_spares_what_it_cannot_tell_apart(
 
 
 def test_a_relay_as_a_process_of_its_own(shop: Project, sqs: PrivateSqs) -> None:
-    """It makes the delay queue, relays until it is told to stop, and says how much it did."""
+    """It creates the delay queue, relays until SIGTERM, and prints how many messages it relayed."""
     command = [sys.executable, "-m", "celery", "-A", "shop", "delay", "relay", "-Q", "jobs"]
     with subprocess.Popen(command, cwd=shop.folder, stdout=subprocess.PIPE, text=True) as relay:
         assert relay.stdout is not None
@@ -128,7 +130,7 @@ def test_plan_tells_hops_and_requests(shop: Project) -> None:
     assert "expected a duration in seconds, or such as 1h30m" in shop.delay("plan", "1y").stderr
 
 
-def test_nobody_can_look_into_it_and_a_broker_that_is_not_there_is_one_sentence(
+def test_ls_without_records_and_an_unreachable_broker_are_one_line_errors(
     shop: Project,
 ) -> None:
     assert "cannot list its waiting messages" in shop.delay("ls").stderr

@@ -1,9 +1,8 @@
-"""Delays on SQS and the relay: right times over any number of hops, no loss, whoever dies.
+"""Delays on SQS and the relay: messages are on time after any number of hops, and not lost.
 
-On moto's server over HTTP, with hops of one second instead of fifteen minutes. What that cannot
-prove: that AWS recognises a deduplication id for five minutes also when its message is deleted
-meanwhile (moto forgets it then), that it keeps FIFO queues in this order at any throughput, and
-anything about throttling and permissions.
+On a moto server, with hops of one second instead of 15 minutes. moto cannot show that AWS
+recognises a deduplication id for five minutes after its message was deleted, that AWS keeps the
+order of FIFO queues at any throughput, and how AWS throttles and checks permissions.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def sqs(shared_sqs: PrivateSqs, monkeypatch: pytest.MonkeyPatch) -> PrivateSqs:
-    """An SQS without any queue, and a process that has not warned of anything yet."""
+    """An SQS without queues, in a process that has logged no warning yet."""
     register_transports()
     shared_sqs.wipe()
     monkeypatch.setattr(delays, "_said", set())
@@ -57,7 +56,7 @@ def sqs(shared_sqs: PrivateSqs, monkeypatch: pytest.MonkeyPatch) -> PrivateSqs:
 
 
 def make_delay_queue(sqs: PrivateSqs, queue: str = "jobs", **changed: str) -> str:
-    """As an administrator creates it beforehand."""
+    """Create the delay queue of *queue*, with some attributes changed; its URL."""
     attributes = {**attributes_of({}), **changed}
     name = f"{queue}-delay.fifo"
     made = sqs.client.create_queue(QueueName=name, Attributes=attributes)
@@ -67,8 +66,8 @@ def make_delay_queue(sqs: PrivateSqs, queue: str = "jobs", **changed: str) -> st
 # ---- hops --------------------------------------------------------------------------------------
 
 
-def test_it_comes_when_it_is_due_after_any_number_of_hops(sqs: PrivateSqs) -> None:
-    """None: in the destination itself. One to three: through the delay queue."""
+def test_a_message_arrives_when_due_after_0_to_3_hops(sqs: PrivateSqs) -> None:
+    """Without a hop it waits in its own queue, else in the delay queue."""
     with delaying(sqs.url) as connection, relaying(lambda: delaying(sqs.url), "jobs") as relay:
         assert "jobs-delay.fifo" in part_of(connection, "jobs").prepare(sqs.url)
         for delay in (0.9, 1.9, 2.9, 3.9):
@@ -85,7 +84,7 @@ def test_it_comes_when_it_is_due_after_any_number_of_hops(sqs: PrivateSqs) -> No
     assert 2 <= relay.relayed <= 0 + 1 + 2, "one hop less for who is received a second late"
 
 
-def test_what_kombu_keeps_beside_the_body_arrives_after_hops(sqs: PrivateSqs) -> None:
+def test_message_attributes_are_kept_over_hops(sqs: PrivateSqs) -> None:
     attributes = {"shop": {"DataType": "String", "StringValue": "Löhne"}}
     received: list[dict[str, Any]] = []
     with delaying(sqs.url) as connection, relaying(lambda: delaying(sqs.url), "jobs"):
@@ -131,7 +130,7 @@ def test_a_batch_of_ten_costs_three_requests(sqs: PrivateSqs) -> None:
     ]  # fmt: skip
 
 
-# ---- relays that die, or are many --------------------------------------------------------------
+# ---- relays that die, and several relays -------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -140,11 +139,10 @@ def test_a_batch_of_ten_costs_three_requests(sqs: PrivateSqs) -> None:
 def test_a_relay_is_killed_between_sending_and_deleting(
     sqs: PrivateSqs, delay: float, copies: int
 ) -> None:
-    """Nothing is lost. On its way a message is not doubled either: SQS recognises the second send.
+    """No message is lost. Between hops none is duplicated, as SQS recognises the second send.
 
-    At the end, where it goes to a standard queue, there is no such thing: at least once, and both
-    copies are one delivery. Moto recognises a send only while the first one is still in the queue,
-    which it is here; AWS for five minutes, whatever became of it.
+    The last send goes to a standard queue, where there may be two copies of one delivery. moto
+    recognises a send while the first message is in the queue, as here; AWS for five minutes.
     """
     make_delay_queue(sqs)
     with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
@@ -165,8 +163,8 @@ def test_a_relay_is_killed_between_sending_and_deleting(
     assert received.arrivals[0].lateness_seconds >= 0
 
 
-def test_two_relays_share_the_work_and_double_nothing(sqs: PrivateSqs) -> None:
-    """Moto itself would give one message to two who ask at the same time; ours does not."""
+def test_two_relays_share_the_work_without_duplicates(sqs: PrivateSqs) -> None:
+    """Plain moto may give a message to two receivers; example_project's moto does not."""
     make_delay_queue(sqs)
     with (
         delaying(sqs.url) as connection,
@@ -184,8 +182,8 @@ def test_two_relays_share_the_work_and_double_nothing(sqs: PrivateSqs) -> None:
     assert min(arrival.lateness_seconds for arrival in arrivals) >= 0
 
 
-def test_all_that_a_relay_holds_is_given_back_when_sqs_fails(sqs: PrivateSqs) -> None:
-    """One message would go back into the delay queue, one home: neither lies there locked."""
+def test_a_relay_releases_its_messages_when_a_send_fails(sqs: PrivateSqs) -> None:
+    """Both messages can be received again at once."""
     make_delay_queue(sqs)
     with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
         publish(connection, "far", "jobs", delay=60)
@@ -199,19 +197,19 @@ def test_all_that_a_relay_holds_is_given_back_when_sqs_fails(sqs: PrivateSqs) ->
 
         events = connection.default_channel.sqs().meta.events
         events.register("before-call.sqs.SendMessageBatch", fail)
-        wait_until(lambda: lying(sqs) == 2)
+        wait_until(lambda: receivable_count(sqs) == 2)
         with pytest.raises(ConnectionError):
             line.step()
         events.unregister("before-call.sqs.SendMessageBatch", fail)
-        assert lying(sqs) == 2
+        assert receivable_count(sqs) == 2
         line.step()
         assert received.wait_for(1)[0].body == "hello"
 
 
-def test_what_was_sent_and_could_not_be_deleted_is_not_sent_again(
+def test_a_message_that_cannot_be_deleted_is_not_sent_twice(
     sqs: PrivateSqs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without permission to delete it would be, by each relay every half minute for 14 days."""
+    """Else a relay without permission to delete would send it every 30 s for 14 days."""
     monkeypatch.setattr(relay_module, "VISIBILITY_SECONDS", 1)
     make_delay_queue(sqs)
     with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
@@ -225,11 +223,11 @@ def test_what_was_sent_and_could_not_be_deleted_is_not_sent_again(
         events = connection.default_channel.sqs().meta.events
         events.register("before-call.sqs.DeleteMessageBatch", fail)
         for _ in range(2):
-            wait_until(lambda: lying(sqs) == 1)
+            wait_until(lambda: receivable_count(sqs) == 1)
             with pytest.raises(ConnectionError):
                 line.step()
         events.unregister("before-call.sqs.DeleteMessageBatch", fail)
-        wait_until(lambda: lying(sqs) == 1)
+        wait_until(lambda: receivable_count(sqs) == 1)
         line.step()
         assert waiting_on(sqs) == 0
         publish(connection, "the last one", "jobs")
@@ -237,8 +235,8 @@ def test_what_was_sent_and_could_not_be_deleted_is_not_sent_again(
         assert sorted(bodies) == ["hello", "the last one"]
 
 
-def lying(sqs: PrivateSqs) -> int:
-    """How many messages in the delay queue can be received now."""
+def receivable_count(sqs: PrivateSqs) -> int:
+    """The number of messages in the delay queue that can be received now."""
     asked = ["ApproximateNumberOfMessages"]
     answer = sqs.client.get_queue_attributes(
         QueueUrl=url_of(sqs, "jobs-delay.fifo"), AttributeNames=asked
@@ -247,7 +245,7 @@ def lying(sqs: PrivateSqs) -> int:
 
 
 def test_a_relay_outlives_an_outage_of_sqs(sqs: PrivateSqs) -> None:
-    """It sets its delay queue up again: moto has lost it, which AWS would not."""
+    """It creates its delay queue again, which moto has lost."""
     with relaying(lambda: delaying(sqs.url), "jobs") as relay:
         wait_until(lambda: "jobs-delay.fifo" in names(sqs))
         sqs.kill()
@@ -259,7 +257,7 @@ def test_a_relay_outlives_an_outage_of_sqs(sqs: PrivateSqs) -> None:
     assert relay.promoted == 1
 
 
-def test_one_relay_has_a_socket_for_each_of_many_queues(
+def test_a_relay_has_a_connection_for_each_queue(
     sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
 ) -> None:
     queues = [f"jobs-{number}" for number in range(15)]
@@ -276,7 +274,7 @@ def test_one_relay_has_a_socket_for_each_of_many_queues(
     assert "pool is full" not in caplog.text
 
 
-def test_a_destination_that_is_gone_is_made_again_as_kombu_does(sqs: PrivateSqs) -> None:
+def test_a_deleted_destination_is_created_again(sqs: PrivateSqs) -> None:
     make_delay_queue(sqs)
     with delaying(sqs.url) as connection, relaying(lambda: delaying(sqs.url), "jobs") as relay:
         publish(connection, "first", "jobs", delay=1.5)
@@ -289,10 +287,10 @@ def test_a_destination_that_is_gone_is_made_again_as_kombu_does(sqs: PrivateSqs)
                 assert received.wait_for(1)[0].body == "second"
 
 
-def test_what_cannot_be_sent_on_rests_and_holds_up_nobody(
+def test_a_message_that_cannot_be_relayed_does_not_hold_up_others(
     sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A message that the destination takes no more, and one that is none of ours."""
+    """A message that its destination refuses, and a foreign message."""
     source = make_delay_queue(sqs)
     jobs = sqs.client.create_queue(QueueName="jobs")["QueueUrl"]
     sqs.client.send_message(
@@ -315,10 +313,10 @@ def test_what_cannot_be_sent_on_rests_and_holds_up_nobody(
     assert waiting_on(sqs) == 1
 
 
-# ---- delay queues that are not as they must be -------------------------------------------------
+# ---- wrong delay queues ------------------------------------------------------------------------
 
 
-def test_each_wrong_attribute_is_named_to_worker_and_producer(sqs: PrivateSqs) -> None:
+def test_worker_and_producer_name_each_wrong_attribute(sqs: PrivateSqs) -> None:
     make_delay_queue(sqs, DelaySeconds="3", MessageRetentionPeriod="60")
     with delaying(sqs.url) as connection:
         with pytest.raises(TopologyMismatch) as told:
@@ -331,7 +329,7 @@ def test_each_wrong_attribute_is_named_to_worker_and_producer(sqs: PrivateSqs) -
     assert waiting_on(sqs) == 0
 
 
-def test_one_wrong_delay_queue_keeps_no_other_from_its_relay(
+def test_a_wrong_delay_queue_does_not_stop_the_relay_of_others(
     sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_delay_queue(sqs, "other", MessageRetentionPeriod="60")
@@ -355,10 +353,10 @@ def test_a_redrive_policy_is_refused(sqs: PrivateSqs) -> None:
             part_of(connection, "jobs").prepare(sqs.url)
 
 
-def test_predefined_queues_are_used_and_the_one_that_lacks_is_named(
+def test_a_missing_predefined_queue_is_named(
     sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """kombu creates no queue then, nor do we."""
+    """With predefined queues neither kombu nor the relay creates any."""
     jobs = sqs.client.create_queue(QueueName="jobs")["QueueUrl"]
     fifo = make_delay_queue(sqs)
     every = {"jobs": {"url": jobs}, "jobs-delay.fifo": {"url": fifo}}
@@ -385,11 +383,11 @@ def test_predefined_queues_are_used_and_the_one_that_lacks_is_named(
     assert sorted(names(sqs)) == ["jobs", "jobs-delay.fifo"]
 
 
-# ---- mixed fleets: who relays, and who knows ---------------------------------------------------
+# ---- without a relay ---------------------------------------------------------------------------
 
 
-def test_a_short_delay_needs_nobody(sqs: PrivateSqs) -> None:
-    """Installed producer, plain consumer, no relay."""
+def test_a_short_delay_needs_no_relay(sqs: PrivateSqs) -> None:
+    """With an installed producer and a plain consumer."""
     with (
         delaying(sqs.url) as connection,
         Connection(sqs.url, transport_options={"wait_time_seconds": 0}) as plain,
@@ -401,10 +399,10 @@ def test_a_short_delay_needs_nobody(sqs: PrivateSqs) -> None:
     assert type(arrival.message).__module__.startswith("kombu.")
 
 
-def test_a_sender_is_told_that_nobody_has_ever_relayed(
+def test_a_producer_warns_if_there_is_no_delay_queue(
     sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The message is not lost in a queue that nobody reads: it waits one hop, then in a worker."""
+    """The message goes to its own queue and reaches a worker after one hop."""
     with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
         for _ in range(2):
             publish(connection, "hello", "jobs", delay=60)
@@ -414,17 +412,17 @@ def test_a_sender_is_told_that_nobody_has_ever_relayed(
         assert [round(60 + each.lateness_seconds) for each in arrivals] == [HOP_SECONDS] * 2
 
 
-def test_a_sender_is_told_that_nobody_relays_now(
+def test_a_producer_warns_if_no_relay_runs(
     sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As far as can be known: messages have done their wait, and nobody holds any."""
+    """The sign is that messages have done their wait and no relay holds any."""
     make_delay_queue(sqs)
     with delaying(sqs.url) as connection:
         publish(connection, "hello", "jobs", delay=HOP_SECONDS + 1)
         assert "no relay" not in caplog.text
         status = connection.default_channel.admin_part(None)
         status.serve(["jobs"])
-        wait_until(lambda: status.status().queues[0].overdue == 1)
+        wait_until(lambda: status.status().queues[0]["overdue"] == 1)
         said = next(each for each in status.examine() if each.level == WRONG)
         assert "no `celery -A PROJ delay relay` is running" in said.problem
     with delaying(sqs.url) as connection:
@@ -448,10 +446,8 @@ def test_a_message_that_is_too_large_is_refused_before_it_is_sent(
 
 
 @pytest.mark.parametrize("delay", [1, 60])
-def test_what_the_destination_takes_no_more_is_refused_however_long_it_would_wait(
-    sqs: PrivateSqs, delay: float
-) -> None:
-    """The delay queue would take it, and after 14 days SQS would throw it away."""
+def test_a_message_too_large_for_its_destination_is_refused(sqs: PrivateSqs, delay: float) -> None:
+    """The delay queue would keep it for 14 days, and SQS would then delete it."""
     sqs.client.create_queue(QueueName="jobs", Attributes={"MaximumMessageSize": "2048"})
     make_delay_queue(sqs)
     with delaying(sqs.url) as connection:
@@ -460,18 +456,18 @@ def test_what_the_destination_takes_no_more_is_refused_however_long_it_would_wai
         publish(connection, "hello", "jobs", delay=delay)
 
 
-def test_what_sqs_does_not_let_us_do_is_named(sqs: PrivateSqs) -> None:
-    """Here attributes that no queue can have."""
+def test_an_error_of_sqs_names_the_action(sqs: PrivateSqs) -> None:
+    """Here attributes that SQS refuses."""
     wrong = {"sqs-creation-attributes": {"Policy": "no JSON"}}
     with delaying(sqs.url, transport_options=wrong) as connection:
         with pytest.raises(UnsupportedBroker, match=r"fifo: expected SQS to do sqs:CreateQueue"):
             part_of(connection, "jobs").prepare(sqs.url)
 
 
-def test_a_queue_whose_name_is_too_long_keeps_no_other_from_its_relay(
+def test_a_queue_with_too_long_a_name_does_not_stop_the_relay_of_others(
     sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With 69 characters ``-delay.fifo`` fits; with more its own tasks come back every hop."""
+    """With more than 69 characters there is no room for ``-delay.fifo``."""
     long = "j" * 70
     with (
         delaying(sqs.url) as connection,
@@ -492,7 +488,7 @@ def test_a_queue_whose_name_is_too_long_keeps_no_other_from_its_relay(
     assert "next attempt" not in caplog.text
 
 
-def test_large_messages_travel_in_as_many_requests_as_they_need(sqs: PrivateSqs) -> None:
+def test_large_messages_are_relayed_in_several_requests(sqs: PrivateSqs) -> None:
     make_delay_queue(sqs)
     with (
         delaying(sqs.url) as connection,
@@ -504,10 +500,10 @@ def test_large_messages_travel_in_as_many_requests_as_they_need(sqs: PrivateSqs)
         assert {arrival.body[0] for arrival in received.wait_for(3)} == {"0", "1", "2"}
 
 
-def test_a_fifo_queue_of_the_users_stays_as_it_is(
+def test_tasks_for_a_users_fifo_queue_are_sent_at_once(
     sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SQS takes no delay for a single message there: it is sent at once, a worker holds it."""
+    """SQS cannot delay single messages there, so a worker holds the task."""
     with delaying(sqs.url) as connection, inbox(connection, "jobs.fifo") as received:
         publish(connection, "hello", "jobs.fifo", delay=60)
         (arrival,) = received.wait_for(1)
@@ -515,8 +511,8 @@ def test_a_fifo_queue_of_the_users_stays_as_it_is(
     assert "'jobs.fifo' is a FIFO queue" in caplog.text
 
 
-def test_only_the_queues_that_are_served_are_counted_and_purged(sqs: PrivateSqs) -> None:
-    """Others of the same account belong to somebody else."""
+def test_only_the_apps_queues_are_counted_and_purged(sqs: PrivateSqs) -> None:
+    """Other queues of the account belong to other apps."""
     make_delay_queue(sqs)
     make_delay_queue(sqs, "foreign")
     with delaying(sqs.url) as connection:
@@ -526,8 +522,8 @@ def test_only_the_queues_that_are_served_are_counted_and_purged(sqs: PrivateSqs)
         admin = connection.default_channel.admin_part(None)
         admin.serve(["jobs", "nobody"])
         (jobs, nobody) = admin.status().queues
-        assert (jobs.here, jobs.on_the_way) == (1, 1)
-        assert (nobody.here, nobody.on_the_way) == (0, None)
+        assert (jobs["here"], jobs["on_the_way"]) == (1, 1)
+        assert (nobody["here"], nobody["on_the_way"]) == (0, None)
         assert admin.backlog().waiting == 2
         assert admin.purge() == 1
     assert waiting_on(sqs) == 0

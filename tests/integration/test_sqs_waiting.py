@@ -1,4 +1,4 @@
-"""Beside SQS, waiting tasks are listed in records."""
+"""SQS with records."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def new_app(url: str, **settings: Any) -> Celery:
 def app(
     shared_sqs: PrivateSqs, records_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Celery]:
-    """With empty records, on an SQS without queues."""
+    """An installed app with empty records, on an SQS with one delay queue."""
     register_transports()
     shared_sqs.wipe()
     monkeypatch.setattr(delays, "_said", set())
@@ -58,7 +58,7 @@ def receipts_on(connection: Any) -> Any:
     return connection.default_channel.worker_part(DelaySettings()).receipts()
 
 
-def test_without_records_the_way_out_is_told(shared_sqs: PrivateSqs) -> None:
+def test_without_records_the_error_names_the_setting(shared_sqs: PrivateSqs) -> None:
     with install(new_app(shared_sqs.url)) as app:
         with pytest.raises(NoRecords, match="set native_delay_records"):
             Delay(app).ls()
@@ -68,10 +68,10 @@ def test_without_records_the_way_out_is_told(shared_sqs: PrivateSqs) -> None:
 
 
 @pytest.mark.usefixtures("short_hops")
-def test_the_records_know_a_task_through_all_its_hops(
+def test_a_task_stays_listed_over_all_hops(
     app: Celery, shared_sqs: PrivateSqs, delay: Delay
 ) -> None:
-    """One that was cancelled meanwhile is dropped at the end, and the other one is run."""
+    """A task that is cancelled meanwhile is dropped at the end, another one runs."""
     with app.connection_for_write() as connection, relaying(app.connection_for_write, "jobs"):
         for number in (1, 2):
             send_task(app, number, countdown=4)
@@ -95,10 +95,8 @@ def test_the_records_know_a_task_through_all_its_hops(
 
 
 @pytest.mark.usefixtures("short_hops")
-def test_a_task_that_comes_early_is_put_back_under_its_delivery_id_and_stays_listed(
-    app: Celery, delay: Delay
-) -> None:
-    """Without a relay a long delay comes to a worker after each hop."""
+def test_a_task_put_back_keeps_its_delivery_id_and_stays_listed(app: Celery, delay: Delay) -> None:
+    """Without a relay a task with a long delay reaches a worker after each hop."""
     send_task(app, 1, countdown=3600, queue="lonely")
     (task,) = delay.show("order-1")
     with app.connection_for_write() as connection:
@@ -114,7 +112,7 @@ def test_a_task_that_comes_early_is_put_back_under_its_delivery_id_and_stays_lis
         assert channel.delays.records.received(f"order-1:{task.delivery_id}") is False
 
 
-def test_each_copy_of_a_task_for_several_queues_is_listed_and_moved_by_itself(
+def test_each_copy_of_a_task_for_several_queues_is_listed_and_moved(
     app: Celery, shared_sqs: PrivateSqs, delay: Delay
 ) -> None:
     orders = Exchange("orders", type="topic")

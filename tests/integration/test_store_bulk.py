@@ -1,6 +1,6 @@
-"""``bulk(app)`` with a store: each task once whatever is lost on the way, none unseen.
+"""``bulk(app)`` with a store: each task is stored once, or reported.
 
-What holds on every broker is tested in tests/conformance.
+tests/conformance has the tests for all brokers.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ def postgresql() -> Iterator[Broker]:
 
 @pytest.fixture
 def shop(postgresql: Broker) -> Iterator[Celery]:
-    """Its store is a PostgreSQL of this module's own."""
+    """An app whose store is a PostgreSQL of this module."""
     url = postgresql.new_space()
     app = make_app(url, **settings_of(url))
     yield app
     app.close()
 
 
-# ---- each once -----------------------------------------------------------------------------------
+# ---- nothing lost, nothing twice -----------------------------------------------------------------
 
 
-def test_a_batch_that_is_stored_again_changes_nothing(app: Celery) -> None:
-    """Whether it still waits or was handed over since; nor does it take the next one's place."""
+def test_a_batch_stored_twice_is_there_once(app: Celery) -> None:
+    """Also if its messages were handed over meanwhile."""
     store = store_of(app)
     batches, due_us = NumberedBatches(store), time_ns() // 1000
     puts = [[StoreMessage("plain", due_us, f"task-{number}", f'"{number}"')] for number in range(3)]
@@ -106,7 +106,9 @@ def test_a_batch_that_is_stored_again_changes_nothing(app: Celery) -> None:
 
 
 @pytest.mark.ci
-def test_a_store_that_is_restarted_in_the_middle(postgresql: Broker, shop: Celery) -> None:
+def test_a_restart_of_the_store_loses_and_duplicates_nothing(
+    postgresql: Broker, shop: Celery
+) -> None:
     with bulk(shop) as batch:
         for number in range(1_000):
             if number == 500:
@@ -120,7 +122,7 @@ def test_a_store_that_is_restarted_in_the_middle(postgresql: Broker, shop: Celer
 
 
 @pytest.mark.ci
-def test_what_the_database_does_not_take_is_named_and_holds_up_nobody(shop: Celery) -> None:
+def test_a_task_that_the_database_refuses_is_reported(shop: Celery) -> None:
     with bulk(shop, check=False) as batch:
         for number in range(50):
             queue = "no\0queue" if number == 20 else "plain"
@@ -130,8 +132,8 @@ def test_what_the_database_does_not_take_is_named_and_holds_up_nobody(shop: Cele
     assert numbers(store_of(shop)) == [*range(20), *range(21, 50)]
 
 
-def test_what_leads_nowhere_is_returned(app: Celery) -> None:
-    """kombu drops it in silence."""
+def test_a_task_without_a_queue_is_reported_as_returned(app: Celery) -> None:
+    """kombu itself drops it silently."""
     with bulk(app, check=False) as batch:
         for number in range(3):
             batch.send("shop.remind", (number,), countdown=600)
@@ -142,7 +144,7 @@ def test_what_leads_nowhere_is_returned(app: Celery) -> None:
 
 
 @pytest.mark.ci
-def test_a_broadcast_waits_for_all_who_listen_when_it_is_due(shop: Celery) -> None:
+def test_a_broadcast_is_stored_once(shop: Celery) -> None:
     news = Queue("headlines", Exchange("news", type="fanout"))
     to = {"exchange": "news", "routing_key": "any", "declare": [news]}
     with bulk(shop) as batch:
@@ -154,7 +156,7 @@ def test_a_broadcast_waits_for_all_who_listen_when_it_is_due(shop: Celery) -> No
     )
 
 
-def test_without_a_store_it_is_refused_with_the_way_out() -> None:
+def test_without_a_store_the_error_names_the_setting() -> None:
     app = make_app("filesystem://")
     with pytest.raises(UnsupportedBroker, match="set native_delay_store"), bulk(app):
         pass

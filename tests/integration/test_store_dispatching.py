@@ -1,4 +1,4 @@
-"""What is due leaves the store, whatever happens to the store, the broker or a destination."""
+"""The dispatcher of a store: due messages are handed over, also after outages."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def dispatching(url: str, *, own_store: bool = False, **settings: Any) -> Iterat
             store.engine.dispose()
 
 
-def test_many_dispatchers_hand_over_each_message_once(url: str) -> None:
+def test_three_dispatchers_hand_over_each_message_once(url: str) -> None:
     if not url.startswith("sqla+") and settings_of(url)["store"].startswith("postgresql"):
-        be_strict(settings_of(url)["store"])
+        make_serializable(settings_of(url)["store"])
     with delaying(url) as connection, inbox(connection, "jobs") as received:
         due = time() + 1.5
         for number in range(500):
@@ -94,8 +94,8 @@ def test_many_dispatchers_hand_over_each_message_once(url: str) -> None:
         assert waiting_count(connection) == 0
 
 
-def be_strict(store: str) -> None:
-    """Let a database refuse what others have interfered with, unless one asks for less."""
+def make_serializable(store: str) -> None:
+    """Make serializable the default isolation level of the database."""
     engine = create_engine(store)
     with engine.begin() as connection:
         name = connection.dialect.identifier_preparer.quote(str(engine.url.database))
@@ -104,7 +104,7 @@ def be_strict(store: str) -> None:
     engine.dispose()
 
 
-def test_what_this_process_adds_wakes_its_dispatcher(folder_url: str) -> None:
+def test_a_publish_wakes_the_dispatcher_of_its_process(folder_url: str) -> None:
     with (
         delaying(folder_url) as connection,
         inbox(connection, "jobs") as received,
@@ -116,7 +116,7 @@ def test_what_this_process_adds_wakes_its_dispatcher(folder_url: str) -> None:
         assert received.wait_for(1)[0].body == "soon"
 
 
-def test_in_memory_a_broadcast_reaches_whoever_listens_when_it_is_due(tmp_path: Path) -> None:
+def test_on_kombus_memory_transport_a_due_broadcast_reaches_its_consumers(tmp_path: Path) -> None:
     settings = {"store": f"sqlite:///{tmp_path}/delays.db"}
     news = Exchange("news-in-memory", type="fanout")
 
@@ -140,10 +140,10 @@ def test_in_memory_a_broadcast_reaches_whoever_listens_when_it_is_due(tmp_path: 
 
 
 @pytest.mark.ci
-def test_a_message_that_its_destination_refuses_is_parked_and_in_nobodys_way(
+def test_a_message_that_its_destination_refuses_is_parked(
     folder_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is tried again at longer and longer intervals before."""
+    """After several attempts, while others are delivered."""
     monkeypatch.setattr(handover, "TRIES", 2)
     shop = Project(tmp_path, settings={**settings_of(folder_url), "namespace": "tests"}).write(
         SHOP, folder_url, transport_options=options_of(folder_url)
@@ -181,13 +181,10 @@ install(app, **settings)
 
 
 @pytest.mark.ci
-def test_one_message_that_the_database_refuses_does_not_hold_up_its_batch(
+def test_a_message_that_the_database_refuses_is_parked_and_rescued(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On PostgreSQL a queue of kombu's has a name of at most 200 characters.
-
-    What is parked is rescued when its destination takes it.
-    """
+    """Here the name of its queue is longer than kombu's column; it is rescued once it fits."""
     monkeypatch.setattr(handover, "TRIES", 1)
     with running_broker("filesystem-postgresql", pytest.fail) as postgresql:
         url = f"sqla+{settings_of(postgresql.new_space())['store']}"
@@ -216,8 +213,8 @@ def test_one_message_that_the_database_refuses_does_not_hold_up_its_batch(
 # ---- in one transaction -------------------------------------------------------------------------
 
 
-def test_a_hand_over_inside_one_database_happens_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
-    """A process that dies between insert and delete leaves neither."""
+def test_a_hand_over_within_one_database_is_one_transaction(tmp_path: Path) -> None:
+    """If the process dies between insert and delete, both are rolled back."""
     url = f"sqla+sqlite:///{tmp_path}/broker.db"
     with delaying(url) as connection, Connection(url) as plain:
         publish(connection, "hello", "jobs", delay=60)
@@ -243,8 +240,8 @@ def test_a_hand_over_inside_one_database_happens_as_a_whole_or_not_at_all(tmp_pa
         assert json.loads(stored.scalar_one())["headers"]["native_delay"]["v"] == 1
 
 
-def test_what_cannot_be_removed_from_the_store_is_put_once(folder_url: str) -> None:
-    """As while its disk is full: that takes as long as it takes, with an attempt every 5 s."""
+def test_a_message_that_cannot_be_deleted_is_delivered_once(folder_url: str) -> None:
+    """As with a full disk; the delete is tried every 5 s."""
     with delaying(folder_url) as connection, inbox(connection, "jobs") as received:
         publish(connection, "hello", "jobs", delay=1)
         store = store_of(connection)
@@ -260,7 +257,7 @@ def test_what_cannot_be_removed_from_the_store_is_put_once(folder_url: str) -> N
         assert [arrival.body for arrival in received.wait_for(2)] == ["hello", "the last one"]
 
 
-def test_a_delayed_publish_into_a_file_that_somebody_writes_to_says_so(
+def test_a_publish_to_a_locked_sqlite_file_raises(
     folder_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "_BUSY_MS", 100)
@@ -275,8 +272,8 @@ def test_a_delayed_publish_into_a_file_that_somebody_writes_to_says_so(
         other.engine.dispose()
 
 
-def test_a_dispatcher_leaves_a_file_to_others_now_and_then(folder_url: str) -> None:
-    """SQLite does not queue who wants to write: each asks ten times a second, and gives up."""
+def test_a_dispatcher_lets_others_write_to_a_sqlite_file(folder_url: str) -> None:
+    """SQLite has no queue of writers: each tries ten times a second, then gives up."""
     with delaying(folder_url) as connection:
         store = store_of(connection)
         publish(connection, "hello", "jobs", delay=1)
@@ -314,7 +311,7 @@ BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END
 """
 
 
-# ---- a store that is away -----------------------------------------------------------------------
+# ---- outages ------------------------------------------------------------------------------------
 
 
 def space_of(url: str) -> Path:
@@ -323,11 +320,11 @@ def space_of(url: str) -> Path:
 
 @contextmanager
 def away(store: Path) -> Iterator[None]:
-    """The database's file cannot be opened, nor made."""
+    """Make the database's file impossible to open or create, until the block ends."""
     hidden, nothing = (store.with_name(f"{name}-{store.name}") for name in ("hidden", "nothing"))
     nothing.mkdir()
     hidden.hardlink_to(store)
-    # In one: who opens it between its end and another's beginning would make it anew.
+    # Replaced in one step: else a process could create the file in between.
     symlink = store.with_name("symlink")
     symlink.symlink_to(nothing)
     symlink.replace(store)
@@ -344,8 +341,8 @@ def away(store: Path) -> Iterator[None]:
         nothing.rmdir()
 
 
-def test_a_delayed_publish_says_that_the_store_is_away_and_works_again(folder_url: str) -> None:
-    """Immediate ones go their way."""
+def test_a_delayed_publish_raises_while_the_store_is_unreachable(folder_url: str) -> None:
+    """Undelayed messages are published as ever."""
     with delaying(folder_url) as connection, inbox(connection, "jobs") as received:
         publish(connection, "before", "jobs", delay=60)
         with away(space_of(folder_url) / "delays.db"):
@@ -419,15 +416,15 @@ def test_the_command_line_declares_looks_and_promotes(folder_url: str, tmp_path:
 
 
 @pytest.mark.parametrize("url", ["memory://", "sqla+sqlite://"])
-def test_a_broker_without_a_store_refuses_what_is_delayed_and_says_the_way_out(url: str) -> None:
-    """As SQLite in memory, of which each thread has another one."""
+def test_without_a_store_a_delayed_publish_names_the_setting(url: str) -> None:
+    """SQLite in memory cannot be the store: each thread has its own."""
     with Connection(url, transport_options={"native_delay": True}) as connection:
         publish(connection, "now", "jobs-without-store")
         with pytest.raises(UnsupportedBroker, match="expected native_delay_store to be"):
             publish(connection, "later", "jobs-without-store", delay=60)
 
 
-def test_a_worker_that_would_send_where_it_does_not_look_is_told(folder_url: str) -> None:
+def test_different_filesystem_folders_for_in_and_out_are_reported(folder_url: str) -> None:
     with delaying(folder_url) as connection:
         part = connection.default_channel.worker_part(DelaySettings(**settings_of(folder_url)))
         assert part.dangers() == []
@@ -436,7 +433,7 @@ def test_a_worker_that_would_send_where_it_does_not_look_is_told(folder_url: str
         assert "due messages go to data_folder_out, elsewhere, and this" in said.problem
 
 
-def test_without_sqlalchemy_immediate_messages_go_and_delayed_ones_say_what_to_install() -> None:
+def test_without_sqlalchemy_a_delayed_publish_names_the_extra() -> None:
     code = """
 import sys
 sys.modules["sqlalchemy"] = None
@@ -476,10 +473,8 @@ def store_of_app(app: Celery) -> Store:
         return store_of(connection)
 
 
-def test_who_comes_after_the_dispatcher_is_told_that_it_is_too_late(
-    app: Celery, delay: Delay
-) -> None:
-    """It has the row's lock while the message is on its way, and then there is no row."""
+def test_a_cancel_during_the_hand_over_comes_too_late(app: Celery, delay: Delay) -> None:
+    """The dispatcher locks the row, and then deletes it."""
     outcomes = []
     send_task(app, 1, countdown=3600)
     due_us = delay.ls().tasks[0].due_us
@@ -495,7 +490,7 @@ def test_who_comes_after_the_dispatcher_is_told_that_it_is_too_late(
     assert delay.count() == 0
 
 
-def test_a_store_that_is_away_is_said_to_be(app: Celery, delay: Delay) -> None:
+def test_an_unreachable_store_raises_records_unavailable(app: Celery, delay: Delay) -> None:
     send_task(app, 1, countdown=3600)
     store = store_of_app(app)
     present, store.engine = store.engine, Store("sqlite:////nowhere/delays.db", "x").engine

@@ -1,4 +1,4 @@
-"""What the integration tests need on RabbitMQ: connections that delay, queues, an inbox."""
+"""Delaying connections, queues and inboxes on RabbitMQ."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def bodies(arrivals: Iterable[Arrival]) -> list[Any]:
 
 
 def delete_levels(rabbitmq: PrivateRabbitMQ, url: str) -> None:
-    """Delete all that we declared in that virtual host, as an administrator might."""
+    """Delete everything of ours in the virtual host, as an administrator might."""
     vhost = vhost_name(url)
     with Connection(url) as admin:
         for kind, delete in (
@@ -118,11 +118,11 @@ def delete_levels(rabbitmq: PrivateRabbitMQ, url: str) -> None:
                     delete(found["name"])
 
 
-# ---- what the broker holds -------------------------------------------------------------------
+# ---- the broker's queues ---------------------------------------------------------------------
 
 
 def depth(connection: Any, queue: str) -> int:
-    """Ready messages of *queue*, as AMQP tells it: exact and at once."""
+    """The number of ready messages in *queue*, by AMQP, which is exact."""
     with connection.channel() as channel:
         return int(channel.queue_declare(queue, passive=True).message_count)
 
@@ -135,7 +135,7 @@ _COUNTS = ("messages", "messages_ready", "messages_unacknowledged", "messages_dl
 
 
 def held(rabbitmq: PrivateRabbitMQ, vhost: str, space: str = TOPOLOGY.space) -> dict[str, Any]:
-    """Our queues that hold anything, in whatever state, or have not reported yet."""
+    """Our queues that hold messages in any state, or have not reported yet."""
     queues = [queue for queue in rabbitmq.queues(vhost) if queue["name"].startswith(f"{space}.")]
     assert queues
     counts = {
@@ -148,7 +148,7 @@ def held(rabbitmq: PrivateRabbitMQ, vhost: str, space: str = TOPOLOGY.space) -> 
 
 
 def assert_nothing_held(rabbitmq: PrivateRabbitMQ, vhost: str, **space: str) -> None:
-    """No level keeps a message back, none is parked.
+    """Check that all delay levels and the parking queue are empty.
 
     The management API's figures are up to 1.5 s old, so they must stay so for a while.
     """

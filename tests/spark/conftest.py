@@ -39,7 +39,7 @@ def remind(number=0, text="", extra=None):
 
 @contextmanager
 def runs_at(records_url: str) -> Iterator[Runs]:
-    """The fenced runs of tests' apps."""
+    """The fenced runs in the records at *records_url*."""
     with closing(records_at(records_url, LEVELS["namespace"])) as records:
         yield Runs(records)
 
@@ -47,11 +47,11 @@ def runs_at(records_url: str) -> Iterator[Runs]:
 _UNRAISABLE = pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")
 
 _TIMEZONE = "Pacific/Chatham"
-"""What the executors think is their zone: +12:45 or +13:45, which nobody takes for UTC."""
+"""The time zone of the executors: +12:45 or +13:45, which is easily told from UTC."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All of this folder is marked, and left out where there is no Spark."""
+    """Mark all tests of this folder, and skip them if Spark or Java is missing."""
     here = Path(__file__).parent
     missing = _missing()
     if missing and IN_CI:
@@ -82,7 +82,7 @@ def apps_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def spark(apps_folder: Path) -> Iterator[Any]:
-    """Two slots, four attempts for each task, executors in an odd time zone; quick to start."""
+    """A Spark with two slots and four attempts per task; its executors have an odd time zone."""
     from pyspark.sql import SparkSession
 
     root = str(Path(__file__).parents[2])
@@ -115,7 +115,7 @@ def spark(apps_folder: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def make_app(apps_folder: Path) -> Callable[..., str]:
-    """Makes an app for a broker; returns where to import it from."""
+    """A function that writes an app for a broker and returns its import path."""
 
     def make(url: str, **settings: Any) -> str:
         name = f"shop_{next(_numbers)}"

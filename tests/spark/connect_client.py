@@ -1,4 +1,4 @@
-"""A Spark Connect client and its server, in a process of their own: argument is the app's path."""
+"""A Spark Connect client with its server; the argument is the app's import path."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""An app that has never heard of the package."""
+"""A Celery app without the package."""
 
 from celery import Celery
 

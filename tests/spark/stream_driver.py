@@ -1,4 +1,4 @@
-"""A driver with a stream whose batches are fenced fan-outs; run by test_fence, which kills it.
+"""A driver whose stream sends each batch by a fenced fan-out; test_fence runs and kills it.
 
 Arguments: the app's path, the folder of the source, and the batch after whose sending the driver
 dies by itself, before Spark has noted that it is done.

@@ -1,4 +1,4 @@
-"""What a row becomes on its way: ids, due times, bodies and reasons."""
+"""The encoding of rows: task ids, due times, arguments and reasons of rejection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONGEST_SECONDS = 90 * 86_400.0
 
 
 def encode(df: Any, **options: Any) -> list[Any]:
-    """The rows as they would be sent, in their order."""
+    """The encoded rows, in their order."""
     whole = {"app": "shop:app", "task": "shop.remind", "run_id": "r", "now": NOW} | options
     frame = encoded(df, FanOutOptions(**whole), longest_seconds=LONGEST_SECONDS, keep=["row"])
     return frame.collect()  # type: ignore[no-any-return]
@@ -39,13 +39,13 @@ def eta(row: Any) -> datetime:
     return EPOCH + timedelta(microseconds=row.due_us)
 
 
-def test_the_id_that_the_docs_show_is_the_id() -> None:
-    """It never changes: somebody keeps ids made by an earlier release."""
+def test_the_task_id_in_the_docs_is_right() -> None:
+    """It must never change, because users keep ids of earlier releases."""
     assert doctest.testmod(ids) == (0, 1)
 
 
-def test_an_id_follows_from_run_task_and_key(spark: Any) -> None:
-    """Whatever the partitions and the session's zone; the same id can be made without Spark."""
+def test_a_task_id_depends_on_run_task_and_key_only(spark: Any) -> None:
+    """Neither partitions nor time zones matter; ``task_id_of`` gives the same id without Spark."""
     keys = [
         (7, "plain", True, date(2026, 3, 29)),
         (-1, 'é 🎉 % "quoted" \\', False, date(1999, 12, 31)),
@@ -61,7 +61,7 @@ def test_an_id_follows_from_run_task_and_key(spark: Any) -> None:
         assert not expected & {row.task_id for row in encode(df, **options | other)}
 
 
-def test_without_a_key_all_that_is_sent_tells_tasks_apart(spark: Any) -> None:
+def test_without_id_cols_the_task_id_depends_on_all_that_is_sent(spark: Any) -> None:
     df = spark.sql("select * from values (1, 5.0D), (1, 5.0D), (1, 6.0D), (2, 5.0D) as t(a, wait)")
     one, again = (
         [r.task_id for r in encode(df, countdown="wait", kwargs=["a"], now=now)]
@@ -72,8 +72,8 @@ def test_without_a_key_all_that_is_sent_tells_tasks_apart(spark: Any) -> None:
     assert len(set(one)) == 3
 
 
-def test_due_times_are_instants_whatever_the_zones(spark: Any) -> None:
-    """The session's zone and the executors' are neither UTC nor the etas'."""
+def test_due_times_do_not_depend_on_time_zones_of_session_and_executors(spark: Any) -> None:
+    """The zones of session and executors are neither UTC nor the due times' zone."""
     df = spark.sql("""select *, cast(text as timestamp_ntz) as naive from values
         ('2026-11-20 08:30:00', 'Europe/Berlin', '2026-11-20T07:30:00'),
         ('2026-10-25 02:30:00', 'Europe/Berlin', null),
@@ -98,7 +98,7 @@ def test_due_times_are_instants_whatever_the_zones(spark: Any) -> None:
         assert eta(row) == datetime(2026, 11, 20, 6, 30, tzinfo=UTC)
 
 
-def test_countdowns_count_from_one_instant(spark: Any) -> None:
+def test_all_countdowns_count_from_the_same_time(spark: Any) -> None:
     df = spark.sql("select explode(array(0, 0.25, 3600, 1e6)) as wait")
     for kind in ("double", "decimal(12,3)"):
         rows = encode(df.withColumn("wait", f.col("wait").cast(kind)), countdown="wait")
@@ -106,7 +106,7 @@ def test_countdowns_count_from_one_instant(spark: Any) -> None:
         assert list(map(eta, rows)) == expected
 
 
-def test_a_smeared_task_is_later_by_what_its_id_says(spark: Any) -> None:
+def test_the_smear_of_a_task_depends_on_its_id(spark: Any) -> None:
     df = spark.range(2_000)
     options: dict[str, Any] = {"countdown": f.lit(60), "id_cols": ["id"], "smear": 10}
     due = NOW.timestamp() * 1_000_000 + 60_000_000
@@ -116,8 +116,8 @@ def test_a_smeared_task_is_later_by_what_its_id_says(spark: Any) -> None:
     assert 9_500_000 < max(later.values()) < 10_000_000
 
 
-def test_bodies_are_the_rows_as_json(spark: Any) -> None:
-    """Nulls, too; text as it is; whole numbers to the last digit."""
+def test_arguments_are_sent_as_json(spark: Any) -> None:
+    """Also nulls; text is not escaped; whole numbers keep all digits."""
     df = spark.sql("""select 9007199254740993L as big, 0.1D as tenth, cast(null as string) as none,
         'é "x" \\\\ \\n /' as text, true as yes, array(1, null) as list,
         map('a', cast(0.1 as float)) as table,
@@ -138,7 +138,7 @@ def test_bodies_are_the_rows_as_json(spark: Any) -> None:
     assert json.loads(row.body) == [[], {}]
 
 
-def test_bad_rows_are_rejected_with_a_reason_and_the_others_pass(spark: Any) -> None:
+def test_bad_rows_are_rejected_with_a_reason_and_other_rows_are_sent(spark: Any) -> None:
     df = spark.sql("""select * from values
         (1, 60D, 1.0D, array(1D), 'ok', 5, 90D),
         (null, 60D, 1D, array(1D), 'id_cols[0] (column \\'key\\') is null', 5, null),
@@ -215,7 +215,7 @@ def test_bad_rows_are_rejected_with_a_reason_and_the_others_pass(spark: Any) -> 
     ],
     ids=str,
 )
-def test_what_cannot_be_meant_is_refused_at_once(
+def test_wrong_options_are_refused_at_once(
     spark: Any, options: dict[str, Any], message: str
 ) -> None:
     df = spark.sql("""select timestamp'2026-12-01' as at, timestamp_ntz'2026-12-01' as naive,
@@ -225,7 +225,7 @@ def test_what_cannot_be_meant_is_refused_at_once(
         FanOut(df, **{"app": "shop:app", "task": "shop.remind"} | options)
 
 
-def test_a_column_in_the_wrong_case_is_refused_where_case_counts(spark: Any) -> None:
+def test_a_column_in_the_wrong_case_is_refused_if_spark_is_case_sensitive(spark: Any) -> None:
     df = spark.sql("select 1.5D as Wait, 7 as Number")
     right = {"app": "shop:app", "task": "shop.remind", "countdown": "Wait", "kwargs": ["Number"]}
     wrong: list[dict[str, Any]] = [
@@ -244,8 +244,8 @@ def test_a_column_in_the_wrong_case_is_refused_where_case_counts(spark: Any) -> 
         spark.conf.unset("spark.sql.caseSensitive")
 
 
-def test_text_that_is_no_utf8_is_rejected_wherever_a_row_has_it(spark: Any) -> None:
-    """Spark would send U+FFFD in its place; the other rows of its batch go on as they are."""
+def test_a_row_with_text_that_is_no_utf8_is_rejected(spark: Any) -> None:
+    """Spark itself would send U+FFFD. Other rows of the batch are sent."""
     df = spark.sql("""select id, cast(if(id = 2, X'FF41', encode('é', 'UTF-8')) as string) as text,
         '2026-12-01 08:00:00' as eta from range(0, 4, 1, 1)""")
     whole: dict[str, Any] = {"eta": "eta", "eta_zone": "UTC", "id_cols": ["id"]}
@@ -274,7 +274,7 @@ def test_text_that_is_no_utf8_is_rejected_wherever_a_row_has_it(spark: Any) -> N
     ],
     ids=str,
 )
-def test_a_row_stands_in_the_line_that_workers_put_its_task_in(
+def test_the_rate_key_of_a_row_is_the_one_that_workers_compute(
     kind: str, values: list[Any]
 ) -> None:
     rate = Rate("1/s", key="tenant")
@@ -288,8 +288,8 @@ def test_a_row_stands_in_the_line_that_workers_put_its_task_in(
 
 
 @pytest.mark.parametrize("rate", [Rate("10/s"), Rate("100/m", burst=10)], ids=str)
-def test_with_a_rate_tasks_fall_due_when_their_line_lets_them_start(spark: Any, rate: Rate) -> None:
-    """Each at once when it comes, those of one key apart, and the same ones whenever it is sent.
+def test_with_a_rate_tasks_fall_due_when_workers_may_start_them(spark: Any, rate: Rate) -> None:
+    """Each may start when it is due, and has the same due time if it is sent again.
 
     Rows that are rejected, due long ago, or due later than all others are among them.
     """
@@ -319,8 +319,8 @@ def test_with_a_rate_tasks_fall_due_when_their_line_lets_them_start(spark: Any, 
     assert len(backlog) >= 0.97 * allowed
 
 
-def test_the_column_of_a_key_is_found(spark: Any, make_app: Callable[..., str]) -> None:
-    """By name or place, in the rates of the app or in one that is given."""
+def test_the_column_of_a_rates_key_is_found(spark: Any, make_app: Callable[..., str]) -> None:
+    """By name or position, for the app's rate and for a given rate."""
     df = spark.range(5).selectExpr("id", "1.0D as wait")
     rate = {"limit": "10/s", "key": "text", "burst": 2}
     app = make_app("amqp://127.0.0.1:1", rates={"shop.remind": rate})
@@ -347,7 +347,7 @@ def test_the_column_of_a_key_is_found(spark: Any, make_app: Callable[..., str]) 
             spread(**options)
 
 
-def test_a_row_that_a_rate_puts_off_for_too_long_is_rejected(spark: Any) -> None:
+def test_a_row_that_a_rate_delays_for_too_long_is_rejected(spark: Any) -> None:
     df = spark.range(3).selectExpr("id", "60.0D as wait", "70.0D as until")
     options = FanOutOptions(
         app="shop:app", task="shop.call", now=NOW, countdown="wait", kwargs=["id"], expires="until"
@@ -360,8 +360,10 @@ def test_a_row_that_a_rate_puts_off_for_too_long_is_rejected(spark: Any) -> None
     assert sorted(row.error or "" for row in rows)[1:] == [late, late]
 
 
-def test_a_plan_counts_what_sending_would_do(spark: Any, make_app: Callable[..., str]) -> None:
-    """No broker is there to ask."""
+def test_a_plan_counts_rows_rejects_queues_and_due_times(
+    spark: Any, make_app: Callable[..., str]
+) -> None:
+    """The plan needs no broker."""
     df = spark.range(3_000).selectExpr(
         "id", "id % 2500 as number", "if(id % 7 = 0, null, id % 300 + 0.3D) as wait",
         "if(id % 3 = 0, 'vip', null) as queue",

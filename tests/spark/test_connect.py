@@ -1,4 +1,4 @@
-"""Spark Connect: the client has no JVM, and no executors of its own."""
+"""Spark Connect, whose client has neither a JVM nor executors."""
 
 from __future__ import annotations
 

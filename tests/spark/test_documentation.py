@@ -1,4 +1,4 @@
-"""What the docs say about Spark is true: their code runs, and prints what is shown."""
+"""The examples of the docs about Spark: they run, and print what the docs show."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_examples_send_the_same_tasks(
     native_delay_rabbitmq_url: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """990 of 1,000 reminders; FanOut and the sink name them alike."""
+    """FanOut and the sink send the same 990 of 1,000 reminders."""
     (apps_folder / "shop.py").write_text(SHOP.format(url=native_delay_rabbitmq_url))
     orders = spark.range(1_000).selectExpr(
         "id as order_id",
@@ -78,7 +78,7 @@ def call_api(tenant, path):
 
 
 def test_the_example_of_a_rate_spreads_due_times(spark: Any, apps_folder: Path) -> None:
-    """What failed goes out again at its own due times, among those of the others."""
+    """Rows that failed are sent again at their own due times."""
     (apps_folder / "rated_shop.py").write_text(RATED)
     customers = spark.range(100).selectExpr(
         "concat('tenant', id % 2) as tenant", "concat('/', id) as path", "60 as wait"

@@ -1,4 +1,4 @@
-"""The example project's Spark pipeline, as far as it goes without a broker."""
+"""The Spark pipeline of the example project, without a broker."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from example_project import orders
 from example_project.spark_demo import SPEED, lead, reminders, tell
 
 
-def test_the_data_set_is_what_its_generator_makes() -> None:
+def test_the_data_set_is_the_output_of_its_generator() -> None:
     assert pq.read_table(orders.PATH).to_pylist() == orders.orders()
 
 
-def test_everybody_who_wants_a_reminder_gets_one_in_time(spark: Any) -> None:
-    """Bad rows stay behind, each with its reason; zones and the demo's clock are minded."""
+def test_each_valid_order_gets_a_reminder_at_its_due_time(spark: Any) -> None:
+    """Bad rows are rejected with a reason; time zones and the demo's clock are respected."""
     start = datetime.now(UTC) + timedelta(seconds=25)
     fan_out = reminders(spark.read.parquet(str(orders.PATH)), start)
     rows = fan_out.encoded.collect()
@@ -44,18 +44,18 @@ def test_everybody_who_wants_a_reminder_gets_one_in_time(spark: Any) -> None:
         assert json.loads(row.body)[0][0] == order["email"]
 
 
-def test_the_lead_is_longer_on_a_slower_machine() -> None:
-    """Planning again, writing the ledger and sending all lie before the first due time."""
+def test_the_demo_plans_more_time_on_a_slower_machine() -> None:
+    """Plan, ledger and sending must end before the first due time."""
     for planning_seconds in (0.5, 5.0, 50.0):
         assert lead(planning_seconds, 5_000).total_seconds() > 2 * planning_seconds + 5
     assert lead(1.0, 100_000) > lead(1.0, 1_000)
 
 
 @pytest.mark.parametrize("forgotten", [0, 1])
-def test_the_tally_tells_every_row(
+def test_the_demos_table_counts_all_rows(
     spark: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, forgotten: int
 ) -> None:
-    """Rejected ones too; those apart that were sent after they were due."""
+    """Also rejected rows, and apart from others those sent after they were due."""
     monkeypatch.chdir(tmp_path)
     due = datetime(2026, 11, 20, 9, 30, tzinfo=UTC)
     line = {"task": "send_email", "queue": "emails", "retries": 0, "worker": "w", "pid": 1}

@@ -1,4 +1,4 @@
-"""A DataFrame's rows as delayed tasks, on a real Spark and a real RabbitMQ."""
+"""FanOut on a real Spark and a real RabbitMQ."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def number_of(arrival: Arrival) -> int:
 def test_twenty_thousand_tasks_arrive_once_and_never_early_in_their_queues(
     spark: Any, make_app: MakeApp, request: pytest.FixtureRequest, broker: str
 ) -> None:
-    """Mixed due times in two zones, bad rows among them, executors in a third zone."""
+    """Due times in two zones, executors in a third one, and some bad rows."""
     url = request.getfixturevalue(f"native_delay_{broker}_url")
     promotes = (
         promoting(partial(redis_traffic.delaying, url, namespace="tests"))
@@ -108,10 +108,10 @@ def test_twenty_thousand_tasks_arrive_once_and_never_early_in_their_queues(
     ],
     ids=["missing", "no app", "not installed", "task", "arguments", "queue"],
 )
-def test_there_is_one_clear_error_before_any_row_is_sent(
+def test_a_wrong_app_task_argument_or_queue_is_one_error_before_sending(
     spark: Any, make_app: MakeApp, options: dict[str, Any], message: str
 ) -> None:
-    """No broker listens there: nobody could have been asked."""
+    """No broker is needed: none listens on that port."""
     if "queue" in options:
         options = {"queue": f.when(f.col("id") == 9, "emails").otherwise("vip")}
     defaults = {"app": make_app("amqp://127.0.0.1:1"), "task": "shop.remind"}
@@ -120,7 +120,7 @@ def test_there_is_one_clear_error_before_any_row_is_sent(
         fan_out.send()
 
 
-def test_a_task_and_a_queue_that_others_know_pass_unchecked(
+def test_unknown_tasks_and_queues_are_allowed_without_checks(
     spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
 ) -> None:
     result = FanOut(
@@ -151,7 +151,7 @@ def test_a_task_and_a_queue_that_others_know_pass_unchecked(
 def test_small_partitions_share_a_connection(
     spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
 ) -> None:
-    """On two slots, too, no matter how many partitions the DataFrame has."""
+    """Also on two slots, with any number of partitions."""
     fan_out = FanOut(
         spark.range(60, numPartitions=60),
         app=make_app(native_delay_rabbitmq_url),
@@ -174,10 +174,10 @@ class Task(celery.Task):
 """
 
 
-def test_each_row_has_what_its_own_apply_async_adds(
+def test_each_task_has_the_header_of_its_own_apply_async(
     spark: Any, make_app: MakeApp, apps_folder: Path, native_delay_rabbitmq_url: str
 ) -> None:
-    """An app whose tasks are of a class of its own, in the executors as everywhere."""
+    """The app has its own task class, which adds a header."""
     name = make_app(native_delay_rabbitmq_url)
     module = apps_folder / f"{name.partition(':')[0]}.py"
     source = module.read_text().replace("set_as_current", "task_cls=Task, set_as_current")
@@ -194,10 +194,10 @@ def test_each_row_has_what_its_own_apply_async_adds(
 
 
 @pytest.mark.ci
-def test_the_broker_is_restarted_between_jobs_and_short_of_memory_and_restarted_in_one(
+def test_restarts_and_a_memory_alarm_of_the_broker_lose_no_task(
     spark: Any, make_app: MakeApp
 ) -> None:
-    """Python workers outlive it; while it takes nothing the job waits, and nothing is lost."""
+    """Python workers survive a restart between jobs; during an outage the job waits."""
     installed_rabbitmq("3.10")
     with private_rabbitmq(management=False) as broker:
         app = make_app(broker.url, levels=16)
@@ -253,10 +253,10 @@ def test_the_broker_is_restarted_between_jobs_and_short_of_memory_and_restarted_
 
 
 @pytest.mark.parametrize("broker", ["redis", "store"])
-def test_what_waits_is_due_when_it_was_planned(
+def test_waiting_tasks_have_the_planned_due_times(
     spark: Any, make_app: MakeApp, request: pytest.FixtureRequest, tmp_path: Path, broker: str
 ) -> None:
-    """Where due times can be looked at; the executors share the file of a store."""
+    """On brokers that show due times; executors share the file of a store."""
     file = tmp_path / "shop.db"
     redis = request.getfixturevalue("native_delay_redis") if broker == "redis" else None
     url = f"sqla+sqlite:///{file}"
@@ -284,13 +284,13 @@ def test_what_waits_is_due_when_it_was_planned(
     assert sorted(waiting) == sorted(due_us)
 
 
-def test_what_is_sent_after_it_was_due_is_foretold_counted_and_warned_of(
+def test_tasks_sent_after_they_are_due_are_planned_counted_and_logged(
     spark: Any,
     make_app: MakeApp,
     native_delay_rabbitmq_url: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """At five a second 60 rows take twelve; of the 40 due in three, most are too late."""
+    """At 5 rows/s 60 rows take 12 s; most of the 40 that are due in 3 s are too late."""
     df = spark.range(60, numPartitions=1).selectExpr(
         "id as number", "if(id % 3 = 0, 200, 3) as wait"
     )
@@ -314,7 +314,7 @@ def test_what_is_sent_after_it_was_due_is_foretold_counted_and_warned_of(
     assert f"{result.sent_after_due} of 60 tasks were sent after they were due" in caplog.text
 
 
-def test_nothing_is_warned_of_that_is_sent_in_time(
+def test_tasks_sent_in_time_log_no_warning(
     spark: Any,
     make_app: MakeApp,
     native_delay_rabbitmq_url: str,
@@ -341,14 +341,14 @@ def test_nothing_is_warned_of_that_is_sent_in_time(
     ],
     ids=["rabbitmq", "store"],
 )
-def test_when_the_broker_stays_away_every_unsent_row_is_named(
+def test_during_an_outage_each_unsent_row_is_a_failure(
     make_app: MakeApp,
     apps_folder: Any,
     monkeypatch: pytest.MonkeyPatch,
     url: str,
     said: str,
 ) -> None:
-    """As an executor runs it; there it would try for a minute."""
+    """The function of executors, with a shorter patience."""
     monkeypatch.syspath_prepend(str(apps_folder))
     monkeypatch.setattr(outbox, "PATIENCE_SECONDS", 0.5)
     app = make_app(url)
@@ -365,9 +365,7 @@ def test_when_the_broker_stays_away_every_unsent_row_is_named(
     assert receipt.rejected == Counter({"no due time": 1})
 
 
-def test_a_task_that_the_broker_refuses_fails_the_run_and_is_named(
-    spark: Any, make_app: MakeApp
-) -> None:
+def test_a_task_that_the_broker_refuses_fails_the_run(spark: Any, make_app: MakeApp) -> None:
     installed_rabbitmq("3.10")
     with private_rabbitmq(management=False, config="max_message_size = 100000") as broker:
         df = spark.range(100).selectExpr(

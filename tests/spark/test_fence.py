@@ -1,4 +1,4 @@
-"""Jobs whose partitions Spark runs again, or gives up, and a real worker behind them."""
+"""Fenced runs: Spark retries or fails partitions, and a real worker runs the tasks."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ ROOT = Path(__file__).parents[2]
 
 ROWS = 400
 LOST_AT = 150
-"""The row of the first partition at which its executor is lost, when those before are sent."""
+"""The row of the first partition at which its executor is lost, after the rows before it."""
 
 BATCHES, BATCH_ROWS, MARKED = 6, 200, 50
-"""Batches of a stream, and the row of each that tells the test when it is being sent."""
+"""The batches of a stream, their rows, and the row at which the test learns of the batch."""
 
 APP = """
 from pathlib import Path
@@ -65,7 +65,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(params=["redis", "sqlite"])
 def records_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of the records beside RabbitMQ."""
+    """The URL of the records."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/records.db"
     url: str = request.getfixturevalue("native_delay_redis_url")
@@ -74,7 +74,7 @@ def records_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def make_fenced_app(apps_folder: Path) -> Callable[..., str]:
-    """Makes an app with the tasks that tests' workers run; returns where to import it from."""
+    """A function that writes an app with the tasks of tests' workers; it returns its path."""
 
     def make(url: str, records: str | None = None) -> str:
         name = f"fenced_{next(_numbers)}"
@@ -98,7 +98,7 @@ def fleet_with_worker(
 
 
 def rows(spark: Any, *, lost_times: int = 0) -> Any:
-    """Two partitions. A third of the rows is due at once; in so many attempts one fails."""
+    """Rows in two partitions, a third of them due at once. *lost_times* attempts fail."""
     return spark.range(ROWS, numPartitions=2).selectExpr(
         "id as number", "id % 3 * 2 as wait", f"if(id = {LOST_AT}, {lost_times}, 0) as lost_times"
     )
@@ -109,14 +109,14 @@ def fan_out(df: Any, app: str, run_id: str, **options: Any) -> FanOut:
     return FanOut(df, app=app, run_id=run_id, id_cols=["number"], **given | options)
 
 
-def test_a_partition_that_spark_runs_again_runs_once_behind_a_fence(
+def test_with_a_fence_a_partition_that_spark_retries_runs_once(
     spark: Any,
     make_fenced_app: Callable[..., str],
     native_delay_rabbitmq_url: str,
     records_url: str,
     tmp_path: Path,
 ) -> None:
-    """And without one its tasks come twice, with equal ids, etas and arguments."""
+    """Without a fence its tasks run twice, with the same ids, due times and arguments."""
     app = make_fenced_app(native_delay_rabbitmq_url, records_url)
     df = rows(spark, lost_times=1)
     for run_id, fence in (("fenced", True), ("plain", False)):
@@ -136,14 +136,14 @@ def test_a_partition_that_spark_runs_again_runs_once_behind_a_fence(
     assert len({(run.id, run.eta, str(run.args)) for run in runs}) == 2 * ROWS
 
 
-def test_of_a_job_that_fails_nothing_runs(
+def test_with_a_fence_no_task_of_a_failed_job_runs(
     spark: Any,
     make_fenced_app: Callable[..., str],
     native_delay_rabbitmq_url: str,
     native_delay_redis_url: str,
     tmp_path: Path,
 ) -> None:
-    """Of a fan-out and of a sink; the sink's next job, which does not fail, runs."""
+    """By a fan-out and by a sink; tasks of the sink's next job run."""
     pytest.importorskip("pyspark.sql.datasource", reason="Spark 3.5 has no data sources in Python")
     url = native_delay_rabbitmq_url
     app = make_fenced_app(url, native_delay_redis_url)
@@ -172,13 +172,13 @@ def test_of_a_job_that_fails_nothing_runs(
     assert states == {ABORTED: 2, COMMITTED: 1}
 
 
-def test_a_run_that_was_committed_is_not_sent_again(
+def test_a_committed_run_is_not_sent_again(
     spark: Any,
     make_fenced_app: Callable[..., str],
     native_delay_redis_url: str,
     tmp_path: Path,
 ) -> None:
-    """A run is a run_id and a task, with the same rows each time.
+    """A run has a run_id, a task and always the same rows.
 
     Of one that failed, or had a row that was refused, nothing runs: it is sent again as a whole.
     """
@@ -205,7 +205,7 @@ def test_a_run_that_was_committed_is_not_sent_again(
 
 
 def names(records_url: str) -> list[str]:
-    """Of all runs in a Redis."""
+    """The names of all runs in a Redis."""
     import redis
 
     begins_with = "tests.records.v1.run."
@@ -221,7 +221,7 @@ def test_a_fence_that_cannot_be_opened_or_sealed_is_an_error(
     native_delay_redis_url: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before a row is sent where that can be; afterwards the error has the result."""
+    """Before a row is sent if possible; later the error has the result."""
     df = spark.range(10).selectExpr("id as number", "600 as wait", "'' as lost_times")
     app = make_app(native_delay_redis_url, levels=20)
     given = {"task": "shop.remind"}
@@ -263,7 +263,7 @@ def rows_of(batch: int) -> range:
 @pytest.mark.parametrize(
     ("policy", "records_url"), [("run", "redis"), ("drop", "sqlite")], indirect=["records_url"]
 )
-def test_batches_run_once_however_often_their_driver_is_killed(
+def test_batches_run_once_even_if_their_driver_is_killed(
     make_fenced_app: Callable[..., str],
     native_delay_rabbitmq_url: str,
     records_url: str,
@@ -271,7 +271,7 @@ def test_batches_run_once_however_often_their_driver_is_killed(
     tmp_path: Path,
     policy: str,
 ) -> None:
-    """At random points within a batch, and between its seal and Spark's note that it is done.
+    """At random times within a batch, and after its fence is sealed but before Spark notes its end.
 
     With the policy "drop" also if workers have given a batch up before it is sent again.
     """
@@ -313,7 +313,7 @@ def test_batches_run_once_however_often_their_driver_is_killed(
 
 
 def is_given_up(records_url: str, run: str) -> bool:
-    """True once a worker has sealed the run of a driver that is dead; its time is over now."""
+    """True if a worker has sealed the run of a dead driver; this ends the run's time-out first."""
 
     def overdue(record: Record | None) -> Record:
         assert record is not None
@@ -327,7 +327,7 @@ def is_given_up(records_url: str, run: str) -> bool:
 def driver(
     given: list[str], apps_folder: Path, folder: Path, dies_after: int = -1
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
-    """A driver with a stream, and what all drivers of a test have said; killed with the block."""
+    """A stream driver, and a function for the output of all drivers; the block's end kills it."""
     log = folder / "driver.log"
     with log.open("ab") as output:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Ctrl-C in a driver: what it has sent by then."""
+"""Ctrl-C in a driver, while it sends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("fenced", [False, True], ids=["plain", "fenced"])
-def test_an_interrupted_driver_says_what_it_has_sent(
+def test_an_interrupted_driver_logs_what_it_has_sent(
     spark: Any,
     make_app: Callable[..., str],
     native_delay_redis: Any,
@@ -28,7 +28,7 @@ def test_an_interrupted_driver_says_what_it_has_sent(
     caplog: pytest.LogCaptureFixture,
     fenced: bool,
 ) -> None:
-    """Before the traceback, and behind a fence that nothing of it runs; no more is sent then."""
+    """With a fence no task of it runs. Executors stop, and Spark's job ends."""
     df = spark.range(20_000, numPartitions=2).selectExpr("id as number", "0D as wait")
     fan_out = FanOut(
         df,

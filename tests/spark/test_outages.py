@@ -1,4 +1,4 @@
-"""A fan-out whose broker is away, or does not let it in: told once in a job, not per partition."""
+"""A fan-out during an outage, or without access to the broker: each job tries it only once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROWS, PARTITIONS = 40, 8
 
 
 def fan_out(spark: Any, app: str) -> FanOut:
-    """Each of its partitions has the same share of the rows; one in four is rejected."""
+    """A fan-out of equal partitions; one row in four is rejected."""
     df = spark.range(ROWS, numPartitions=PARTITIONS).selectExpr(
         "id as number", "if(id % 4 = 3, null, 60) as wait"
     )
@@ -39,17 +39,17 @@ def fan_out(spark: Any, app: str) -> FanOut:
 
 
 def write(spark: Any, app: str) -> None:
-    """The same through the sink."""
+    """Write the same rows by the sink."""
     df = spark.range(ROWS, numPartitions=PARTITIONS).selectExpr("id as number", "60 as wait")
     options = {"app": app, "task": "shop.remind", "countdown_col": "wait"}
     options["kwargs_cols"] = "number"
     df.write.format("celery").options(**options).mode("append").save()
 
 
-def test_what_never_lets_us_in_is_asked_once(
+def test_an_unknown_virtual_host_is_an_error_at_once(
     spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
 ) -> None:
-    """Every row is named, the rejected ones are counted, and nobody has waited."""
+    """Each row is a failure or a reject, and no task has waited."""
     nowhere = f"{native_delay_rabbitmq_url.rpartition('/')[0]}/nowhere"
     with pytest.raises(FanOutFailed, match="vhost nowhere not found") as raised:
         fan_out(spark, make_app(nowhere)).send()
@@ -61,10 +61,10 @@ def test_what_never_lets_us_in_is_asked_once(
     assert max(receipt.seconds for receipt in result.receipts) < outbox.PATIENCE_SECONDS
 
 
-def test_a_wrong_password_is_tried_once_in_each_slot(
+def test_a_wrong_password_is_tried_once_per_slot(
     spark: Any, make_app: MakeApp, tmp_path: Path
 ) -> None:
-    """Not in each partition, nor in each of Spark's attempts: accounts are locked for less."""
+    """Not once per partition or attempt, which could lock the account."""
     installed(require_redis, "redis")
     with private_redis(server="redis", password="secret") as redis:
         app = make_app(redis.url.replace("secret", "wrong"))
@@ -78,7 +78,7 @@ def test_a_wrong_password_is_tried_once_in_each_slot(
 
 
 class _HangsUp(socketserver.BaseRequestHandler):
-    """What a load balancer does whose brokers are all down."""
+    """Closes each connection, as a load balancer without brokers does."""
 
     def handle(self) -> None:
         self.server.asked_at.append(monotonic())  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ class _HangsUp(socketserver.BaseRequestHandler):
 
 @contextmanager
 def nobody_behind() -> Iterator[Any]:
-    """A port that hangs up, and notes when it was asked."""
+    """A port that closes each connection and records its time."""
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _HangsUp) as server:
         server.asked_at = []  # type: ignore[attr-defined]
         Thread(target=server.serve_forever, daemon=True).start()
@@ -98,10 +98,10 @@ def nobody_behind() -> Iterator[Any]:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("way", ["FanOut", "sink"])
-def test_an_outage_is_waited_out_once_in_a_job(
+def test_a_job_waits_for_an_outage_only_once(
     spark: Any, make_app: MakeApp, apps_folder: Path, way: str
 ) -> None:
-    """Eight partitions on two slots, and in the sink four attempts at each; then all are told."""
+    """Eight partitions on two slots, with four attempts each in the sink."""
     patience_seconds = 15
     with nobody_behind() as server:
         app = make_app(f"amqp://127.0.0.1:{server.server_address[1]}")
@@ -123,10 +123,10 @@ def test_an_outage_is_waited_out_once_in_a_job(
     assert patience_seconds - 5 < waited_seconds < 3 * patience_seconds
 
 
-def test_the_next_job_asks_again(
+def test_the_next_job_tries_the_broker_again(
     spark: Any, make_app: MakeApp, native_delay_rabbitmq: Any, native_delay_rabbitmq_url: str
 ) -> None:
-    """What one job has learnt is not held against another, of the same run too."""
+    """Also if it sends the same run."""
     native_delay_rabbitmq.rabbitmqctl("add_user", "late", "late")
     vhost = native_delay_rabbitmq_url.rpartition("/")[2]
     app = make_app(native_delay_rabbitmq_url.replace("//guest:guest@", "//late:late@"))
@@ -137,14 +137,14 @@ def test_the_next_job_asks_again(
     assert reminders.send().confirmed == ROWS - ROWS // 4
 
 
-def test_what_a_user_may_not_do_is_tried_once_for_each_queue(
+def test_a_missing_permission_is_tried_once_per_queue(
     make_app: MakeApp,
     apps_folder: Path,
     native_delay_rabbitmq: Any,
     native_delay_rabbitmq_url: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As an executor runs it; each row is named with the answer."""
+    """The function of executors; each row is a failure with the broker's error."""
     native_delay_rabbitmq.rabbitmqctl("add_user", "clerk", "clerk")
     vhost = native_delay_rabbitmq_url.rpartition("/")[2]
     own = ["^(plain|vip)$", ".*", ".*"]  # it may not declare the levels

@@ -1,4 +1,4 @@
-"""Reconcile: each planned task gets the verdict that its telemetry deserves, and only one."""
+"""``reconcile``: each planned task gets one verdict, by its telemetry."""
 
 from __future__ import annotations
 
@@ -153,14 +153,16 @@ def test_a_verdict_shows_when_and_where(ledger: DataFrame, events: DataFrame) ->
     assert (rows["revoked"].ran.attempts, rows["revoked"].ran.started) == (0, None)
 
 
-def test_what_is_missing_can_be_planned_again(ledger: DataFrame, events: DataFrame) -> None:
+def test_missing_tasks_can_be_sent_again(ledger: DataFrame, events: DataFrame) -> None:
     missing = reconcile(ledger, events, as_of=NOW).missing()
     assert missing.schema.simpleString() == ledger.schema.simpleString()
     expected = ledger.where("task_id in ('nobody', 'without a due time', 'retry that never came')")
     assert sorted(missing.collect(), key=str) == sorted(expected.collect(), key=str)
 
 
-def test_grace_and_clocks_are_the_users_to_judge(ledger: DataFrame, events: DataFrame) -> None:
+def test_grace_seconds_and_early_seconds_change_verdicts(
+    ledger: DataFrame, events: DataFrame
+) -> None:
     result = reconcile(ledger, events, as_of=NOW, grace_seconds=1, early_seconds=0.5)
     rows = result.verdicts.select("task_id", "verdict").collect()
     found = {row.task_id: row.verdict for row in rows}
@@ -187,8 +189,8 @@ def test_summaries(ledger: DataFrame, events: DataFrame, tmp_path: Path) -> None
         result.summary("quueue")
 
 
-def test_what_was_sent_after_it_was_due_is_told_from_late(spark: SparkSession) -> None:
-    """It is no less ok; but its lateness says nothing of what it waited in."""
+def test_tasks_sent_after_they_are_due_do_not_count_as_late(spark: SparkSession) -> None:
+    """Their verdict is ok, and their lateness is not in the quantiles."""
     in_time = ended("success", 0.2, waited=True)
     lines = {
         "in time": in_time,
@@ -219,9 +221,7 @@ def test_what_was_sent_after_it_was_due_is_told_from_late(spark: SparkSession) -
 
 
 @pytest.mark.ci
-def test_the_benchmark_finds_exactly_the_faults_it_puts_in(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_the_benchmark_finds_all_faults_it_injects(spark: SparkSession, tmp_path: Path) -> None:
     result = measure(spark, Bench(None, 5_000 / PLANNED, tmp_path))  # type: ignore[arg-type]
     assert {row["verdict"]: row["found"] for row in result.rows} == {
         name: len(of) * 5 for name, of in INJECTED.items()
@@ -239,7 +239,7 @@ def test_the_benchmark_finds_exactly_the_faults_it_puts_in(
         ("verdict", "string", "expected a ledger without the columns verdict: rename them"),
     ],
 )
-def test_a_ledger_that_will_not_do_is_refused(
+def test_a_ledger_without_its_columns_is_refused(
     spark: SparkSession, events: DataFrame, column: str, kind: str, message: str
 ) -> None:
     columns = {"task_id": "string", "due": "timestamp"} | {column: kind}
@@ -250,7 +250,7 @@ def test_a_ledger_that_will_not_do_is_refused(
         reconcile(spark.createDataFrame([], schema), events)
 
 
-def test_a_moment_without_a_zone_is_refused(ledger: DataFrame, events: DataFrame) -> None:
+def test_a_naive_as_of_is_refused(ledger: DataFrame, events: DataFrame) -> None:
     with pytest.raises(ValueError, match=r"expected as_of with a time zone, got .* tzinfo=UTC"):
         reconcile(ledger, events, as_of=NOW.replace(tzinfo=None))
     with pytest.raises(ValueError, match="a column id of type string in the events, got task_id"):
@@ -258,7 +258,7 @@ def test_a_moment_without_a_zone_is_refused(ledger: DataFrame, events: DataFrame
 
 
 def trace(telemetry_folder: Path, *task_ids: str) -> None:
-    """Let a worker's telemetry write down the runs of *task_ids*."""
+    """Write telemetry of runs of *task_ids*."""
     app = install(Celery("shop", broker="memory://", set_as_current=False))
 
     @app.task(name="shop.remind", shared=False)
@@ -276,7 +276,7 @@ def trace(telemetry_folder: Path, *task_ids: str) -> None:
         telemetry.disconnect()
 
 
-def test_the_example_of_the_docs_reads_what_workers_write(
+def test_the_example_of_the_docs_reads_telemetry(
     spark: SparkSession,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

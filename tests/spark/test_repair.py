@@ -1,4 +1,4 @@
-"""What a run lost is sent again as what it was."""
+"""Missing tasks are sent again with the same ids and due times."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from celery_native_delay.spark import FanOut, read_events, reconcile
 from celery_native_delay.worker.attempt import FIELDS, SUCCESS
 
 
-def test_the_missing_of_a_run_are_sent_again_under_their_ids(
+def test_missing_tasks_are_sent_again_under_their_ids(
     spark: Any, make_app: Callable[..., str], tmp_path: Path
 ) -> None:
-    """Plan, ledger, telemetry of all but two, verdicts, and a fan-out of those two. No broker."""
+    """Plan, ledger, telemetry without two tasks, verdicts, a fan-out of these two; no broker."""
     orders = spark.range(20).selectExpr(
         "id as order_id", "timestamp'2026-11-20 09:00:00' as remind_at", "concat('a', id) as text"
     )

@@ -1,4 +1,4 @@
-"""``format("celery")``: the same tasks as a FanOut's, from a sink of Spark's own."""
+"""The sink ``format("celery")``, which sends the same tasks as FanOut."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_data_frame_is_written(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_everything_is_checked_before_a_row_is_sent(
+def test_options_columns_and_app_are_checked_before_a_row_is_sent(
     spark: Any, make_app: MakeApp, options: dict[str, Any], message: str
 ) -> None:
     df = spark.sql("""select 1L as number, 5D as wait, 'x' as text, 1 as Name, 2 as NAME,
@@ -72,7 +72,7 @@ def test_everything_is_checked_before_a_row_is_sent(
         writer.save()
 
 
-def test_a_bad_row_fails_the_job_unless_it_may_be_skipped(
+def test_a_bad_row_fails_the_job_unless_on_reject_is_skip(
     spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
 ) -> None:
     df = spark.sql("select id as number, if(id = 7, null, 1D) as wait from range(0, 20, 1, 1)")
@@ -92,7 +92,7 @@ def test_a_bad_row_fails_the_job_unless_it_may_be_skipped(
 
 
 @pytest.mark.parametrize("fenced", [False, True], ids=["plain", "fenced"])
-def test_a_stream_sends_each_batch_under_ids_that_a_replay_repeats(
+def test_a_stream_replays_a_batch_with_the_same_task_ids(
     spark: Any,
     make_app: MakeApp,
     native_delay_rabbitmq_url: str,
@@ -100,7 +100,7 @@ def test_a_stream_sends_each_batch_under_ids_that_a_replay_repeats(
     tmp_path: Path,
     fenced: bool,
 ) -> None:
-    """Behind a fence, a batch that was committed is not sent again."""
+    """With a fence a committed batch is not sent again."""
     source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
     app = make_app(native_delay_rabbitmq_url, records=native_delay_redis_url)
 

@@ -1,4 +1,4 @@
-"""A unit test talks to nobody: opening a connection or looking up a name fails it."""
+"""Unit tests use no network: a test that opens a connection or looks up a host name fails."""
 
 from __future__ import annotations
 

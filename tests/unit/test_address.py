@@ -1,4 +1,4 @@
-"""Addresses: different destinations never share one, and topic patterns still mean the same."""
+"""Addresses in routing keys: one per destination, and topic patterns keep their meaning."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ names = st.one_of(keys, st.text(max_size=8))
 
 
 def matches(pattern: str, key: str) -> bool:
-    """What AMQP says of topic exchanges, by trying every length of every ``#``."""
+    """True if AMQP's rules for topic exchanges match *key*; tries every length of every ``#``."""
     of_key = key.split(".") if key else []
     of_pattern = pattern.split(".") if pattern else []
     lengths = [range(len(of_key) + 1) if word == "#" else range(1) for word in of_pattern]
@@ -64,7 +64,7 @@ def matches(pattern: str, key: str) -> bool:
         ("straße", "größe.ü", "%straße.größe.ü"),
     ],
 )
-def test_addresses_spelled_out(exchange: str, routing_key: str, address: str) -> None:
+def test_message_addresses(exchange: str, routing_key: str, address: str) -> None:
     assert message_address(exchange, routing_key) == address
 
 
@@ -79,9 +79,7 @@ def test_addresses_spelled_out(exchange: str, routing_key: str, address: str) ->
         ("100%.*", "%news.100%25.*"),
     ],
 )
-def test_topic_patterns_keep_their_wildcards_behind_the_exchange(
-    pattern: str, address: str
-) -> None:
+def test_a_topic_binding_address_keeps_its_wildcards(pattern: str, address: str) -> None:
     assert topic_binding_address("news", pattern) == address
 
 
@@ -103,7 +101,7 @@ def test_different_destinations_have_different_addresses(
 @example(exchange="", pattern="#.#", key="a")
 @example(exchange="", pattern="*", key="*")
 @example(exchange="", pattern="a.#", key="a")
-def test_a_pattern_matches_behind_the_address_exactly_when_it_matches_the_key(
+def test_a_binding_address_matches_a_message_address_if_the_pattern_matches_the_key(
     exchange: str, pattern: str, key: str
 ) -> None:
     behind = topic_matches(topic_binding_address(exchange, pattern), message_address(exchange, key))
@@ -112,7 +110,7 @@ def test_a_pattern_matches_behind_the_address_exactly_when_it_matches_the_key(
 
 @patient
 @given(pattern=keys, key=keys)
-def test_the_walk_matches_as_amqp_says(pattern: str, key: str) -> None:
+def test_topic_matches_follows_amqp(pattern: str, key: str) -> None:
     assert topic_matches(pattern, key) == matches(pattern, key)
 
 
@@ -127,14 +125,19 @@ def test_a_pattern_of_one_exchange_never_matches_a_message_to_another(
 
 @patient
 @given(exchange=names, bound=keys, key=keys)
-def test_wildcards_in_direct_keys_are_literal(exchange: str, bound: str, key: str) -> None:
-    """A direct exchange compares keys; the delivery exchange, a topic, must not do more."""
+def test_wildcards_in_the_key_of_a_direct_binding_are_literal(
+    exchange: str, bound: str, key: str
+) -> None:
+    """A direct exchange compares keys.
+
+    The delivery exchange is a topic exchange and must match no more.
+    """
     hit = topic_matches(message_address(exchange, bound), message_address(exchange, key))
     assert hit == (bound == key)
 
 
 @given(exchange=names, key=st.text(alphabet="ab.%é", max_size=6))
-def test_a_publisher_need_not_know_whether_the_exchange_is_direct_or_topic(
+def test_a_key_without_wildcards_has_one_address_on_direct_and_topic_exchanges(
     exchange: str, key: str
 ) -> None:
     assert topic_binding_address(exchange, key) == message_address(exchange, key)
@@ -145,7 +148,7 @@ def test_a_publisher_need_not_know_whether_the_exchange_is_direct_or_topic(
 @example(name="foo", exchange="l", pattern="#")
 @example(name="foo", exchange="q", pattern="#")
 @example(name="foo", exchange="l", pattern="foo")
-def test_no_binding_of_the_user_catches_what_is_meant_for_a_landing_queue(
+def test_no_user_binding_matches_the_address_of_a_landing_queue(
     name: str, exchange: str, pattern: str
 ) -> None:
     bound = topic_binding_address(exchange, pattern)
@@ -154,21 +157,21 @@ def test_no_binding_of_the_user_catches_what_is_meant_for_a_landing_queue(
 
 
 @given(one=names, other=names)
-def test_landing_addresses_differ_as_their_names_do(one: str, other: str) -> None:
+def test_landing_addresses_differ_if_their_names_differ(one: str, other: str) -> None:
     assert (landing_address(one) == landing_address(other)) == (one == other)
     assert (queue_address(one) == queue_address(other)) == (one == other)
     assert landing_address(one) != queue_address(other)
 
 
 @given(name=st.text(alphabet="ab.é名", max_size=85))
-def test_the_brokers_refusal_of_a_derived_name_fits(name: str) -> None:
+def test_the_brokers_error_about_a_derived_queue_name_fits_into_its_frame(name: str) -> None:
     derived = Topology(DelaySettings()).landing_queue(name)
     assert refusal_fits(derived, "a virtual host of 生产", "celery-user")
     if len(name.encode()) > 24:
         assert refusal_fits(derived, "v" * 255, "celery-user")
 
 
-def test_a_queue_whose_name_is_hashed_is_not_read_from_its_address() -> None:
+def test_a_hashed_queue_name_cannot_be_read_from_its_address() -> None:
     key = "0.1." + queue_address("q" * 101)
     assert queue_of_address(key) is None
     assert queue_of_address("0.1." + queue_address("q.名")) == "q.名"

@@ -1,4 +1,4 @@
-"""Our transports stand under kombu's aliases and are kombu's own until they are asked for more."""
+"""kombu's aliases lead to our transports, which are kombu's without the option ``native_delay``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
         ("SQS", sqs.Transport, KombuSqsTransport),
     ],
 )
-def test_an_alias_leads_to_our_transport_which_is_kombus(
+def test_an_alias_leads_to_our_subclass_of_kombus_transport(
     alias: str, ours: type, kombus: type
 ) -> None:
     assert resolve_transport(alias) is ours
@@ -78,14 +78,12 @@ def test_an_alias_leads_to_our_transport_which_is_kombus(
         ("gcpubsub://projects/shop", "sqlite:///delays.db", None),
     ],
 )
-def test_a_url_says_which_transport_serves_it(
-    url: str | list[str], store: str | None, ours: str | None
-) -> None:
+def test_transport_for_a_url(url: str | list[str], store: str | None, ours: str | None) -> None:
     assert transport_for(url, store=store) == ours
 
 
 @pytest.mark.parametrize("url", [None, [], 5])
-def test_what_is_no_url_is_refused(url: Any) -> None:
+def test_transport_for_refuses_anything_but_a_url(url: Any) -> None:
     with pytest.raises(TypeError, match="expected a broker's URL, or a list of them, got "):
         transport_for(url)
 
@@ -113,13 +111,13 @@ def test_a_scheme_that_kombu_does_not_know_is_refused() -> None:
     assert "secret" not in str(refused.value)
 
 
-def test_other_errors_are_left_alone() -> None:
+def test_other_errors_are_not_replaced() -> None:
     with pytest.raises(KeyError, match="another"), url_errors_explained():
         raise KeyError("another")
 
 
 @pytest.mark.parametrize("alias", ["memory", "filesystem", "sqla", "sqlalchemy"])
-def test_a_broker_without_delays_keeps_kombus_transport_with_ours_in_front(alias: str) -> None:
+def test_a_broker_without_delays_has_a_subclass_of_kombus_transport(alias: str) -> None:
     kombus = symbol_by_name(originals[alias])
     ours = resolve_transport(alias)
     assert issubclass(ours, kombus)
@@ -127,7 +125,7 @@ def test_a_broker_without_delays_keeps_kombus_transport_with_ours_in_front(alias
     assert issubclass(ours.delaying_channel, kombus.Channel)
 
 
-def test_no_other_alias_is_touched() -> None:
+def test_all_other_aliases_stay_kombus() -> None:
     ours = {
         alias
         for alias, path in kombu_transport.TRANSPORT_ALIASES.items()
@@ -136,7 +134,9 @@ def test_no_other_alias_is_touched() -> None:
     assert ours | {"pgmq"} == set(ALIASES)  # which kombu has since 5.7
 
 
-def test_registering_clears_what_kombu_had_resolved_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registering_replaces_a_transport_that_kombu_had_resolved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(
         kombu_transport.TRANSPORT_ALIASES, "amqp", "kombu.transport.pyamqp:Transport"
     )
@@ -151,7 +151,7 @@ def test_registering_clears_what_kombu_had_resolved_before(monkeypatch: pytest.M
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """py-amqp connections that are made, but never connect."""
+    """py-amqp connections whose ``connect()`` does nothing."""
     monkeypatch.setattr(amqp.Connection, "connect", lambda *args, **kwargs: None)
 
 
@@ -160,12 +160,12 @@ def established(**transport_options: Any) -> Any:
     return connection.transport.establish_connection()
 
 
-def test_a_connection_without_the_option_is_kombus_own(offline: None) -> None:
+def test_a_connection_without_the_option_is_kombus(offline: None) -> None:
     assert type(established()) is pyamqp.Connection
     assert type(established(confirm_publish=True)) is pyamqp.Connection
 
 
-def test_a_connection_with_the_option_does_not_change_the_next_one_without(offline: None) -> None:
+def test_a_connection_with_the_option_does_not_change_later_ones_without_it(offline: None) -> None:
     assert hasattr(established(native_delay=True), "delays")
     assert type(established()) is pyamqp.Connection
     assert rabbitmq.Transport.Connection is pyamqp.Connection
@@ -180,14 +180,14 @@ def test_a_connection_with_the_option_does_not_change_the_next_one_without(offli
         (DelaySettings(fused_bits=4), DelaySettings(fused_bits=4)),
     ],
 )
-def test_the_option_brings_its_settings_to_the_connection(
+def test_a_connection_has_the_settings_of_the_option(
     offline: None, option: Any, wanted: DelaySettings
 ) -> None:
     assert established(native_delay=option).delays.settings == wanted
 
 
 @pytest.mark.parametrize("option", [{"enabled": False}, DelaySettings(enabled=False)])
-def test_enabled_false_leaves_the_connection_kombus_own(offline: None, option: Any) -> None:
+def test_with_enabled_false_the_connection_is_kombus(offline: None, option: Any) -> None:
     assert type(established(native_delay=option)) is pyamqp.Connection
 
 
@@ -200,17 +200,17 @@ def test_enabled_false_leaves_the_connection_kombus_own(offline: None, option: A
         (option_of(SettingsError("expected this, got that")), "expected this, got that"),
     ],
 )
-def test_a_misconfigured_connection_connects_and_says_why_it_cannot_delay(
+def test_a_misconfigured_connection_connects_and_raises_when_it_has_to_delay(
     offline: None, option: Any, said: str
 ) -> None:
-    """Immediate messages go their way."""
+    """Immediate messages can still be sent."""
     connection = established(native_delay=option)
     with pytest.raises(SettingsError, match=said):
         connection.delays.prepare()
 
 
-def test_a_broker_that_pauses_is_given_a_minute(offline: None) -> None:
-    """py-amqp's 1 s turns a memory alarm into silent loss."""
+def test_an_unresponsive_broker_has_a_minute_to_answer(offline: None) -> None:
+    """With py-amqp's 1 s, messages are lost silently during a memory alarm."""
     user_timeout = getattr(socket, "TCP_USER_TIMEOUT", None)
     if user_timeout is None:
         pytest.skip("this system has no TCP_USER_TIMEOUT")
@@ -219,7 +219,7 @@ def test_a_broker_that_pauses_is_given_a_minute(offline: None) -> None:
     assert own.socket_settings[user_timeout] == 5
 
 
-def test_the_option_survives_clones_and_failover() -> None:
+def test_a_cloned_or_failed_over_connection_keeps_the_option() -> None:
     connection = Connection("amqp://one;amqp://two", transport_options={"native_delay": True})
     for other in (connection, connection.clone()):
         other.switch("amqp://two")
@@ -232,7 +232,7 @@ def test_the_option_survives_clones_and_failover() -> None:
 
 
 @pytest.mark.parametrize("option", [None, False, 1, "yes", ["levels"], DelaySettings])
-def test_an_option_of_another_kind_is_refused(option: Any) -> None:
+def test_an_option_of_another_type_is_refused(option: Any) -> None:
     with pytest.raises(SettingsError) as refused:
         settings_from_option(option)
     assert str(refused.value) == (
@@ -249,13 +249,13 @@ def test_an_option_of_another_kind_is_refused(option: Any) -> None:
         DelaySettings(landing_exchanges=("news",), fused_bits=4, adopt=False, queue_type="classic"),
     ],
 )
-def test_settings_become_an_option_and_settings_again(wanted: DelaySettings) -> None:
+def test_settings_survive_the_conversion_to_an_option_and_back(wanted: DelaySettings) -> None:
     assert settings_from_option(option_of(wanted)) == wanted
     assert json.loads(json.dumps(option_of(wanted)))
 
 
-def test_the_same_mistake_has_the_same_repr() -> None:
-    """The repr is part of kombu's pool key: a pool per mistake, not per message."""
+def test_equal_errors_have_equal_options() -> None:
+    """The repr is part of kombu's pool key: one pool per error, not one per message."""
     one, other = (option_of(SettingsError("levels=0")) for _ in range(2))
     assert repr(one) == repr(other)
     assert "levels=0" in repr(one)
@@ -287,6 +287,6 @@ def test_delay_headers_count_from_now_by_default() -> None:
 
 
 @pytest.mark.parametrize("countdown", [-math.inf, -(10**11)])
-def test_delay_headers_refuse_a_countdown_to_before_all_dates(countdown: float) -> None:
+def test_delay_headers_refuse_a_countdown_that_ends_before_the_first_date(countdown: float) -> None:
     with pytest.raises(InvalidDueTime):
         delay_headers(countdown=countdown)

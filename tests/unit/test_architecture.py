@@ -1,4 +1,4 @@
-"""The public surface and the shape of the package, so that changing them is a decision."""
+"""Rules for the modules of the package, its types and ARCHITECTURE.md."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_says_what_it_is_for(module: str) -> None:
+def test_every_module_has_a_docstring(module: str) -> None:
     first_line = (PACKAGE / module).read_text().splitlines()[0]
     assert first_line.startswith(('"""', "``", "#"))
 
 
-def test_the_lines_that_the_package_shows_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctests_of_the_package_run(monkeypatch: pytest.MonkeyPatch) -> None:
     # They make an app current; the tests after this one must not meet it.
     monkeypatch.setattr(_state._tls, "current_app", None, raising=False)
     results = doctest.testmod(celery_native_delay)
@@ -38,7 +38,7 @@ def test_the_package_is_typed() -> None:
 
 
 def test_a_consumer_passes_mypy_strict(tmp_path: Path) -> None:
-    """In a folder of its own, without our configuration of mypy."""
+    """mypy runs in another folder, without our configuration."""
     command = [
         sys.executable,
         "-m",
@@ -51,7 +51,7 @@ def test_a_consumer_passes_mypy_strict(tmp_path: Path) -> None:
     assert checked.stdout.startswith("Success"), checked.stdout + checked.stderr
 
 
-def test_what_the_architecture_names_is_there() -> None:
+def test_every_path_in_the_architecture_exists() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     names = re.findall(r"`([\w/.]+(?:\.py|/))`", text)
     rooms = (ROOT, PACKAGE, PACKAGE / "transports")
@@ -59,7 +59,7 @@ def test_what_the_architecture_names_is_there() -> None:
     assert [name for name in names if not any((room / name).exists() for room in rooms)] == []
 
 
-def test_every_room_stands_in_the_architecture() -> None:
+def test_the_architecture_names_every_subpackage() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert [room for room in sorted(rooms) if f"`{room}/`" not in text] == []

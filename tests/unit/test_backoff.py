@@ -1,4 +1,4 @@
-"""Pauses between attempts, and what a forked child leaves to its parent."""
+"""Back-off between attempts, and values that each process makes for itself."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from celery_native_delay.backoff import Backoff
 from celery_native_delay.per_process import PerProcess
 
 
-def test_each_pause_is_twice_as_long_up_to_the_longest() -> None:
+def test_each_failure_doubles_the_pause_up_to_the_longest() -> None:
     backoff = Backoff(0.5, 3.0)
     assert [backoff.failed() for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
 
 
-def test_success_begins_with_the_shortest_and_says_if_there_was_a_failure() -> None:
+def test_a_reset_returns_to_the_shortest_pause_and_tells_if_there_was_a_failure() -> None:
     backoff = Backoff(0.1, 5.0)
     assert not backoff.reset()
     backoff.failed()
@@ -23,7 +23,7 @@ def test_success_begins_with_the_shortest_and_says_if_there_was_a_failure() -> N
     assert backoff.seconds == 0.1
 
 
-def test_a_value_is_made_once_for_each_key_and_anew_when_it_is_not_good_any_more() -> None:
+def test_a_value_is_made_once_per_key_and_again_when_it_is_no_longer_good() -> None:
     made: PerProcess[str, list[int]] = PerProcess()
     first = made.get("a", list)
     assert made.get("a", list) is first
@@ -33,7 +33,7 @@ def test_a_value_is_made_once_for_each_key_and_anew_when_it_is_not_good_any_more
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_forked_child_abandons_what_its_parent_has_and_makes_its_own() -> None:
+def test_a_forked_child_abandons_its_parents_values_and_makes_its_own() -> None:
     abandoned: list[list[int]] = []
     made: PerProcess[str, list[int]] = PerProcess(abandoned.append)
     ours = made.get("a", list)

@@ -1,4 +1,4 @@
-"""The oracle of ``make chaos`` finds what it is there to find, and its schedule is one."""
+"""The parts of ``make chaos`` that need no broker: verdicts, load, report and schedule."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def judged(task: Sent, *runs: Start, struck: tuple[Struck, ...] = ()) -> Judgeme
 # ---- each verdict can fail a run ---------------------------------------------------------------
 
 
-def test_a_task_that_ran_once_when_it_was_due_has_no_verdict() -> None:
+def test_a_task_that_ran_once_and_on_time_has_no_verdict() -> None:
     found = judged(SENT, RAN)
     assert found.findings == ()
     assert (found.sent, found.confirmed, found.unknown, found.ran) == (1, 1, 0, 1)
@@ -111,26 +111,26 @@ def test_the_verdict_on_a_task(
     assert found.forbidden == ([] if wiped else list(found.findings))
 
 
-def test_the_fates_that_are_not_known_are_counted() -> None:
+def test_tasks_without_an_answer_and_cancelled_tasks_are_counted() -> None:
     assert judged(UNANSWERED).unknown == 1
     assert judged(CANCELLED).cancelled == 1
     assert judged(replace(SENT, cancelling_at=104)).cancels_unknown == 1
 
 
-def test_a_task_is_due_when_its_message_says_so() -> None:
-    """Its producer noted a time from before it sent it."""
+def test_the_eta_of_the_message_counts_if_it_is_later() -> None:
+    """The producer notes a due time before it sends the task."""
     assert verdicts(judged(SENT, replace(RAN, eta_at=110.5))) == [Verdict.EARLY]
     late = judged(SENT, replace(RAN, eta_at=110.005))
     assert late.lateness == ((110.005, pytest.approx(0.015)),)
 
 
-def test_a_task_may_only_run_where_it_was_sent() -> None:
+def test_a_task_that_another_queues_worker_ran_is_misrouted() -> None:
     assert verdicts(judged(SENT, replace(RAN, queue="side"))) == [Verdict.MISROUTED]
     twice = judged(SENT, RAN, replace(RAN, queue="side", at=111))
     assert verdicts(twice) == [Verdict.MISROUTED, Verdict.DOUBLED]
 
 
-def test_what_runs_twice_is_counted_and_not_forbidden() -> None:
+def test_a_task_that_ran_twice_is_counted_and_not_forbidden() -> None:
     found = judged(SENT, RAN, replace(RAN, at=112))
     assert verdicts(found) == [Verdict.DOUBLED]
     assert found.forbidden == []
@@ -150,7 +150,7 @@ def test_what_runs_twice_is_counted_and_not_forbidden() -> None:
         (Struck("node-killed", "node 0", 120, 121), "unexplained"),
     ],
 )
-def test_a_double_is_explained_by_the_fault_that_made_it(fault: Struck, reason: str) -> None:
+def test_a_second_run_is_explained_by_the_fault_that_caused_it(fault: Struck, reason: str) -> None:
     (said,) = judged(SENT, RAN, replace(RAN, at=115, worker="default-2"), struck=(fault,)).reasons
     assert reason in said
 
@@ -172,14 +172,14 @@ def test_a_finding_tells_the_history_of_its_task() -> None:
     )
 
 
-# ---- what producers note -----------------------------------------------------------------------
+# ---- notes of producers ------------------------------------------------------------------------
 
 
 def note(what: str, at: float, **more: Any) -> dict[str, Any]:
     return {"what": what, "id": "a", "at": at} | more
 
 
-def test_what_a_producer_noted_before_it_was_killed_is_of_unknown_fate() -> None:
+def test_a_task_without_a_note_after_its_publish_need_not_run() -> None:
     sending = note("sending", 100, queue="default", due=110)
     (task,) = read_notes([sending])
     assert task == Sent("a", "default", sent_at=100, due_at=110)
@@ -190,7 +190,7 @@ def test_what_a_producer_noted_before_it_was_killed_is_of_unknown_fate() -> None
     assert not must_run(asked, [], patience_seconds=60)
 
 
-def test_every_step_of_a_task_is_read() -> None:
+def test_all_notes_of_a_producer_are_read() -> None:
     sending = note("sending", 100, queue="default", due=110)
     cancelling = note("cancelling", 105)
     (failed,) = read_notes([sending, note("failed", 101, error="gone")])
@@ -203,10 +203,10 @@ def test_every_step_of_a_task_is_read() -> None:
         read_notes([sending, note("sung", 101)])
 
 
-# ---- what producers do -------------------------------------------------------------------------
+# ---- steps of producers ------------------------------------------------------------------------
 
 
-def test_a_seed_says_what_a_producer_sends() -> None:
+def test_a_seed_determines_what_a_producer_sends() -> None:
     def first(seed: int, rate: float = 20) -> list[Step]:
         return list(islice(steps(seed, rate=rate, longest_seconds=30), 3000))
 
@@ -224,7 +224,7 @@ def test_a_seed_says_what_a_producer_sends() -> None:
         assert sent / seconds == pytest.approx(rate, rel=0.1)
 
 
-def test_celery_alone_sends_the_same_tasks_at_once_and_cancels_none() -> None:
+def test_plain_mode_sends_the_same_tasks_without_delay_or_cancels() -> None:
     def first(tasks: Iterator[Step], count: int) -> list[Step]:
         return list(islice(tasks, count))
 
@@ -244,7 +244,7 @@ def outcome(*starts: Start, struck: tuple[Struck, ...] = ()) -> Outcome:
     return Outcome("Redis 7", plan, 100.0, struck, judged(SENT, *starts, struck=struck), 1)
 
 
-def test_the_report_names_what_was_lost_and_what_each_fault_did() -> None:
+def test_the_report_names_lost_tasks_and_the_effect_of_each_fault() -> None:
     kill = Struck("master-killed", "port 1", 109, 109.5)
     lost = result_of(outcome(struck=(kill,)))
     assert lost["verdicts"]["lost"] == 1
@@ -278,7 +278,7 @@ KINDS = [
 
 
 @given(st.integers(), st.floats(0, 20))
-def test_faults_come_one_after_the_other_and_end_with_the_run(seed: int, minutes: float) -> None:
+def test_faults_do_not_overlap_and_end_with_the_run(seed: int, minutes: float) -> None:
     faults = schedule(seed, minutes, KINDS)
     assert faults == schedule(seed, minutes, KINDS)
     free_at = SETTLE_SECONDS - SHORTEST_GAP_SECONDS
@@ -291,7 +291,7 @@ def test_faults_come_one_after_the_other_and_end_with_the_run(seed: int, minutes
         assert free_at <= minutes * 60 + 0.1
 
 
-def test_every_kind_comes_before_any_comes_twice() -> None:
+def test_every_kind_of_fault_comes_once_before_any_comes_twice() -> None:
     names = [fault.kind for fault in schedule(7, 10, KINDS)]
     assert len(names) > 20
     for first in range(0, len(names) - 2, 3):

@@ -1,4 +1,4 @@
-"""``Delay(app)`` and the other public functions, given what they are not made for."""
+"""``Delay(app)`` and the other public functions with wrong arguments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from celery_native_delay.transports.aliases import settings_from_option
 
 @pytest.fixture
 def app(tmp_path: Path) -> Iterator[Celery]:
-    """One whose tasks wait in a file."""
+    """An app whose delayed tasks wait in an SQLite file."""
     app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
     install(app, store=f"sqlite:///{tmp_path}/delays.db")
     yield app
@@ -38,7 +38,7 @@ def app(tmp_path: Path) -> Iterator[Celery]:
 
 @pytest.fixture
 def sent(app: Celery) -> list[AsyncResult]:
-    """Three tasks that wait."""
+    """Three waiting tasks."""
     return [app.send_task("remind", (number,), countdown=600 + number) for number in range(3)]
 
 
@@ -47,13 +47,13 @@ def delay(app: Celery, sent: list[AsyncResult]) -> Delay:
     return Delay(app)
 
 
-# ---- what is in doubt ---------------------------------------------------------------------
+# ---- unknown outcomes ---------------------------------------------------------------------
 
 
-def test_a_cancel_whose_answer_was_lost_is_not_said_to_have_failed(
+def test_a_cancel_whose_answer_was_lost_raises_that_its_outcome_is_unknown(
     app: Celery, delay: Delay, sent: list[AsyncResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asked again on another connection, the records no longer has the task: it was cancelled."""
+    """On the second attempt the task is no longer in the records: the first has cancelled it."""
     lost = iter(app.connection().recoverable_connection_errors[:1])
     cancel = Delay._cancel
 
@@ -64,16 +64,16 @@ def test_a_cancel_whose_answer_was_lost_is_not_said_to_have_failed(
         return outcome
 
     monkeypatch.setattr(Delay, "_cancel", lose_the_first_answer)
-    with pytest.raises(RecordsUnavailable, match="either it was changed, or it has run"):
+    with pytest.raises(RecordsUnavailable, match="it was changed, or it has run"):
         delay.cancel(sent[0])
     assert delay.cancel(sent[1])
     assert [task.id for task in delay.ls()] == [sent[2].id]
 
 
-# ---- what ls() gives ----------------------------------------------------------------------
+# ---- results of ls() ----------------------------------------------------------------------
 
 
-def test_a_page_is_a_sequence_of_what_waits(delay: Delay, sent: list[AsyncResult]) -> None:
+def test_a_page_is_a_sequence_of_waiting_tasks(delay: Delay, sent: list[AsyncResult]) -> None:
     page = delay.ls(limit=2)
     assert isinstance(page, Sequence)
     assert [task.id for task in page] == [result.id for result in sent[:2]]
@@ -108,7 +108,7 @@ CHANGES_OF_MANY = [
 
 
 @pytest.mark.parametrize(("change", "many"), CHANGES)
-def test_a_task_is_named_by_its_id_its_result_or_what_was_found(
+def test_a_task_is_given_by_its_id_its_result_or_a_waiting_task(
     delay: Delay, sent: list[AsyncResult], change: Callable[..., Any], many: str
 ) -> None:
     (found,) = delay.show(sent[2])
@@ -118,14 +118,14 @@ def test_a_task_is_named_by_its_id_its_result_or_what_was_found(
 
 
 @pytest.mark.parametrize("change", CHANGES_OF_MANY)
-def test_many_are_named_alike(
+def test_many_tasks_are_given_by_a_group_result(
     delay: Delay, sent: list[AsyncResult], change: Callable[..., Any]
 ) -> None:
     assert all(change(delay, GroupResult("reminders", sent)))
 
 
 @pytest.mark.parametrize(("change", "many"), CHANGES)
-def test_several_tasks_for_one_are_refused(
+def test_the_error_for_several_tasks_names_the_method_for_many(
     delay: Delay, sent: list[AsyncResult], change: Callable[..., Any], many: str
 ) -> None:
     for several in ([sent[0].id, sent[1].id], tuple(sent), GroupResult("g", sent), delay.ls()):
@@ -136,7 +136,7 @@ def test_several_tasks_for_one_are_refused(
 
 @pytest.mark.parametrize("task", [None, 7, "", b"id", object])
 @pytest.mark.parametrize(("change", "many"), CHANGES)
-def test_what_names_no_task_is_refused(
+def test_anything_but_an_id_or_a_result_is_refused(
     delay: Delay, change: Callable[..., Any], many: str, task: Any
 ) -> None:
     for ask in (change, lambda delay, task: delay.show(task)):
@@ -145,10 +145,10 @@ def test_what_names_no_task_is_refused(
 
 
 @pytest.mark.parametrize("change", CHANGES_OF_MANY)
-def test_nothing_is_changed_if_one_of_many_is_no_task(
+def test_no_task_is_changed_if_one_of_many_arguments_is_no_task(
     delay: Delay, sent: list[AsyncResult], change: Callable[..., Any]
 ) -> None:
-    """Nor is a text taken for a list of ids, one letter each."""
+    """A text is not taken for a list of one-letter ids."""
     before = delay.ls()
     for tasks in ([sent[0].id, None], [sent[0].id, ["b"]], [""]):
         with pytest.raises(TypeError, match="expected the id of a task, or its AsyncResult, got "):
@@ -159,14 +159,16 @@ def test_nothing_is_changed_if_one_of_many_is_no_task(
     assert delay.ls() == before
 
 
-def test_an_id_that_nobody_knows_is_unknown(delay: Delay) -> None:
+def test_the_outcome_for_an_unknown_id_is_unknown(delay: Delay) -> None:
     assert delay.cancel("nobody").verdict is Verdict.UNKNOWN
     assert delay.show("nobody") == []
     assert delay.cancel_all([]) == []
 
 
-def test_celerys_revoke_takes_what_it_ever_took(app: Celery, sent: list[AsyncResult]) -> None:
-    """Ids are no matter to Celery."""
+def test_revoke_accepts_whatever_celerys_revoke_accepts(
+    app: Celery, sent: list[AsyncResult]
+) -> None:
+    """Celery does not check ids."""
     for ids in ("", None, 7, [""], [None, sent[0].id, ""]):
         app.control.revoke(ids)
     assert Delay(app).count() == 2
@@ -187,9 +189,7 @@ def test_celerys_revoke_takes_what_it_ever_took(app: Celery, sent: list[AsyncRes
         (lambda delay: delay.count(7), "a search as text or as a Query, got 7"),
     ],
 )
-def test_a_question_that_makes_no_sense_is_refused(
-    delay: Delay, ask: Callable[[Delay], Any], said: str
-) -> None:
+def test_an_invalid_query_is_refused(delay: Delay, ask: Callable[[Delay], Any], said: str) -> None:
     with pytest.raises(InvalidQuery, match=f"expected {said}"):
         ask(delay)
 
@@ -210,7 +210,7 @@ def test_a_question_that_makes_no_sense_is_refused(
     ],
     ids=str,
 )
-def test_a_moment_that_is_none_changes_nothing(
+def test_an_invalid_due_time_changes_nothing(
     delay: Delay, sent: list[AsyncResult], moment: dict[str, Any], error: type[Exception]
 ) -> None:
     before = delay.ls()
@@ -227,12 +227,12 @@ def test_a_moment_that_is_none_changes_nothing(
 
 @pytest.mark.parametrize("made", [install, Delay, bulk, expose])
 @pytest.mark.parametrize("app", [None, "shop", 7, Celery, object()])
-def test_what_is_no_app_is_refused(made: Callable[[Any], Any], app: Any) -> None:
+def test_anything_but_an_app_is_refused(made: Callable[[Any], Any], app: Any) -> None:
     with pytest.raises(TypeError, match="expected a Celery app, got "):
         made(app)
 
 
-def test_a_keyword_with_the_prefix_is_told_to_leave_it_out() -> None:
+def test_the_error_for_a_keyword_with_the_prefix_says_to_leave_the_prefix_out() -> None:
     app = Celery("shop", broker="memory://", set_as_current=False)
     with pytest.raises(SettingsError) as refused:
         install(app, native_delay_levels=31)
@@ -248,6 +248,6 @@ def test_a_keyword_with_the_prefix_is_told_to_leave_it_out() -> None:
 
 
 @pytest.mark.parametrize("options", [{"window": 0}, {"window": "x"}])
-def test_a_batch_with_impossible_options_is_refused(app: Celery, options: dict[str, Any]) -> None:
+def test_bulk_refuses_impossible_options(app: Celery, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="to be a whole number from 1, got "):
         bulk(app, **options)

@@ -1,4 +1,4 @@
-"""Which broker the demo runs on, by what is asked for and what there is."""
+"""The demo's choice of a broker, by its argument and by the installed brokers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from example_project.demo_broker import DemoBroker, choose
         ("sqs", "", "sqs"),
     ],
 )
-def test_what_was_asked_for_else_the_best_there_is(
+def test_the_demo_takes_the_broker_asked_for_or_the_best_installed_one(
     asked: str | None, there: str, chosen: str
 ) -> None:
     assert choice(asked, there) == chosen
@@ -39,7 +39,7 @@ def test_what_was_asked_for_else_the_best_there_is(
         ("redis", "rabbitmq", "expected BROKER to be .*, sqs or a url, got 'redis'"),
     ],
 )
-def test_what_is_not_there_says_what_to_do(asked: str, there: str, said: str) -> None:
+def test_the_error_for_a_missing_broker_says_what_to_do(asked: str, there: str, said: str) -> None:
     with pytest.raises(BrokerMissing, match=said):
         choice(asked, there)
 
@@ -53,7 +53,7 @@ def choice(asked: str | None, there: str) -> str:
     )
 
 
-def test_the_way_of_a_delay_is_that_of_the_broker() -> None:
+def test_the_demo_shows_where_a_delay_waits_on_each_broker() -> None:
     rabbitmq = DemoBroker("a broker", "amqps://localhost")
     assert rabbitmq.way_of(5) == "5 s"
     redis = DemoBroker("a broker", "redis+socket:///tmp/redis.sock")

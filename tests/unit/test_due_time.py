@@ -1,4 +1,4 @@
-"""Countdowns and ETAs become units of the resolution: never early, at most one unit late."""
+"""Countdowns and ETAs are rounded up to units of the resolution: at most one unit late."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_never_early_and_at_most_one_resolution_late(
 
 
 @pytest.mark.parametrize("later_us", [0, 1, 7, 300, 999])
-def test_a_countdown_of_5_is_exactly_40_units_even_a_moment_after(later_us: int) -> None:
-    """Celery makes the ETA, then kombu, then we look at the clock: no unit more for that."""
+def test_a_countdown_of_5_s_is_40_units_even_up_to_a_millisecond_later(later_us: int) -> None:
+    """Celery makes the ETA before we look at the clock. That time costs no further unit."""
     assert units_until(NOON_US + 5_000_000, now_us=NOON_US + later_us, resolution_ms=125) == 40
 
 
@@ -54,7 +54,7 @@ def test_a_countdown_of_5_is_exactly_40_units_even_a_moment_after(later_us: int)
     ],
     ids=str,
 )
-def test_every_way_to_write_an_eta_is_the_same_moment_and_naive_is_utc(
+def test_an_eta_may_be_written_in_any_way_and_a_naive_one_is_utc(
     eta: datetime | str,
 ) -> None:
     assert due_us(eta) == NOON_US
@@ -76,7 +76,7 @@ def test_a_naive_eta_is_the_aware_one_in_utc(naive: datetime) -> None:
     assert due_us(naive) == due_us(naive.replace(tzinfo=UTC)) == due_us(naive.isoformat())
 
 
-def test_a_naive_eta_is_utc_wherever_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_naive_eta_is_utc_in_every_local_time_zone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "Asia/Kolkata")
     time.tzset()
     try:
@@ -88,7 +88,7 @@ def test_a_naive_eta_is_utc_wherever_the_machine_is(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("eta", ["", "tomorrow", "2026-13-01T00:00:00", "12:00", "NaN"])
-def test_an_eta_that_is_no_date_is_named_with_an_example_of_one(eta: str) -> None:
+def test_the_error_for_an_invalid_eta_shows_a_valid_one(eta: str) -> None:
     with pytest.raises(InvalidDueTime) as refused:
         due_us(eta)
     assert f"got {eta!r}" in str(refused.value)
@@ -97,13 +97,13 @@ def test_an_eta_that_is_no_date_is_named_with_an_example_of_one(eta: str) -> Non
 
 
 @pytest.mark.parametrize("countdown", [math.nan, math.inf, -math.inf])
-def test_a_countdown_that_is_no_time_is_refused(countdown: float) -> None:
+def test_a_countdown_that_is_not_finite_is_refused(countdown: float) -> None:
     with pytest.raises(InvalidDueTime) as refused:
         check_countdown(countdown, longest_delay_seconds=268_435_455)
     assert str(refused.value) == f"expected a countdown of 0 to 3106 d 21 h, got {countdown!r}"
 
 
-def test_a_countdown_beyond_the_levels_is_refused_with_value_limit_and_way_out() -> None:
+def test_the_error_for_a_too_long_countdown_names_value_limit_and_remedy() -> None:
     with pytest.raises(DelayTooLong) as refused:
         check_countdown(10**10, longest_delay_seconds=268_435_455.875)
     assert str(refused.value) == (
@@ -115,11 +115,11 @@ def test_a_countdown_beyond_the_levels_is_refused_with_value_limit_and_way_out()
 
 
 @pytest.mark.parametrize("countdown", [0, -5, -(10**12), 0.3, 5, 268_435_455, None, "5", True])
-def test_a_countdown_within_reach_passes_and_other_types_are_celerys(countdown: Any) -> None:
+def test_a_countdown_within_the_limit_or_of_another_type_passes(countdown: Any) -> None:
     check_countdown(countdown, longest_delay_seconds=268_435_455)
 
 
-def test_an_eta_beyond_the_levels_is_refused_with_value_limit_and_way_out() -> None:
+def test_the_error_for_a_too_late_eta_names_value_limit_and_remedy() -> None:
     check_reach(2**31 - 1, max_units=2**31 - 1, resolution_ms=125)
     with pytest.raises(DelayTooLong) as refused:
         check_reach(2**31, max_units=2**31 - 1, resolution_ms=125)

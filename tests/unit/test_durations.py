@@ -1,4 +1,4 @@
-"""Durations are told in one form, and what is told is understood again."""
+"""Durations as text: how they are written, and that the text can be parsed again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ spans_seconds = st.integers(0, 4_000 * DAY * 1000).map(lambda ms: ms / 1000)
 
 
 def shown_to_seconds(seconds: float) -> float:
-    """The precision that is promised."""
+    """The precision in which *seconds* are written."""
     for least, step in ((DAY, HOUR), (HOUR, MINUTE), (10, 1), (1, 0.1)):
         if seconds >= least:
             return step
@@ -23,13 +23,13 @@ def shown_to_seconds(seconds: float) -> float:
 
 
 @given(spans_seconds)
-def test_what_is_told_exactly_is_understood_to_the_millisecond(seconds: float) -> None:
+def test_an_exact_duration_is_parsed_back_to_the_millisecond(seconds: float) -> None:
     assert seconds_of(duration(seconds, exact=True)) == seconds
     assert seconds_of(duration(-seconds, exact=True)) == -seconds
 
 
 @given(spans_seconds)
-def test_what_is_told_is_understood_to_the_precision_that_is_shown(seconds: float) -> None:
+def test_a_duration_is_parsed_back_to_the_precision_written(seconds: float) -> None:
     told = duration(seconds)
     assert abs(seconds_of(told) - seconds) <= shown_to_seconds(seconds) / 2 + 1e-6
     assert duration(seconds_of(told)) == told
@@ -37,7 +37,7 @@ def test_what_is_told_is_understood_to_the_precision_that_is_shown(seconds: floa
 
 
 @given(spans_seconds)
-def test_an_upper_bound_is_never_told_too_short(seconds: float) -> None:
+def test_a_duration_rounded_up_is_never_too_short(seconds: float) -> None:
     told = seconds_of(duration(seconds, up=True))
     assert 0 <= told - seconds < shown_to_seconds(seconds)
 
@@ -63,7 +63,7 @@ def test_an_upper_bound_is_never_told_too_short(seconds: float) -> None:
         (-90, "-1 min 30 s"),
     ],
 )
-def test_durations_are_told_in_their_two_largest_units(seconds: float, told: str) -> None:
+def test_durations_are_written_in_their_two_largest_units(seconds: float, told: str) -> None:
     assert duration(seconds) == told
 
 
@@ -90,13 +90,13 @@ def test_an_exact_duration_has_all_units() -> None:
         ("-1h", -3600),
     ],
 )
-def test_durations_are_understood_as_people_write_them(text: str, seconds: float) -> None:
+def test_durations_are_parsed_in_every_usual_notation(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
 
 
 @pytest.mark.parametrize(
     "text", ["", "-", "h", "1y", "30m1h", "1h1h", "1:30", "nan", "inf", "1h30", "soon", "1,5h"]
 )
-def test_what_is_no_duration_is_refused_with_examples(text: str) -> None:
+def test_the_error_for_an_invalid_duration_shows_examples(text: str) -> None:
     with pytest.raises(InvalidDueTime, match=r"such as 1h30m, 1h 30min or 2d, got "):
         seconds_of(text)

@@ -1,4 +1,4 @@
-"""What a message that waits elsewhere is, and when it is due."""
+"""Reading messages that wait in Celery's own delay levels or in an earlier set of ours."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def moving(found: Found) -> Moving:
     not hasattr(celerys, "_celery_delayed_delivery_exchange"), reason="no prefixes in this kombu"
 )
 @pytest.mark.parametrize("prefix", ["", "eu", "shop_eu"])
-def test_the_names_are_those_that_kombu_gives(prefix: str) -> None:
+def test_the_names_of_celerys_levels_are_kombus(prefix: str) -> None:
     levels = CelerysLevels(prefix)
     assert levels.queues[0] == levels.level(27) == celerys.level_name(27, prefix)
     assert levels.queues[-1] == celerys.level_name(0, prefix)
@@ -76,19 +76,19 @@ def test_the_names_are_those_that_kombu_gives(prefix: str) -> None:
     assert celerys_levels([*levels.queues, levels.delivery_exchange, "celery"]) == [levels]
 
 
-def test_the_names_without_a_prefix_are_those_of_every_kombu() -> None:
+def test_the_names_without_a_prefix_are_the_same_in_every_kombu() -> None:
     levels = CelerysLevels("")
     assert levels.queues[0] == celerys.level_name(27)
     assert levels.delivery_exchange == celerys.CELERY_DELAYED_DELIVERY_EXCHANGE
 
 
-def test_all_prefixes_are_found_and_nothing_else() -> None:
+def test_only_celerys_levels_are_found_with_every_prefix() -> None:
     names = ["celery_delayed_0", "eu_celery_delayed_27", "celery_delayed_28", "celery_delayed_x"]
     assert celerys_levels(names) == [CelerysLevels(), CelerysLevels("eu")]
     assert celerys_levels(["celery_delay.v1.31x125ms.f12.quorum.level-00"]) == []
 
 
-def test_a_message_goes_where_the_tail_of_its_key_leads_and_is_due_at_its_eta() -> None:
+def test_the_end_of_the_routing_key_names_the_destination_and_the_eta_the_due_time() -> None:
     eta = (NOW + timedelta(seconds=99.25)).isoformat()
     found = moving(read(99, "orders.new", task="shop.remind", id="order-7", eta=eta))
     delayed = found.delayed
@@ -97,13 +97,13 @@ def test_a_message_goes_where_the_tail_of_its_key_leads_and_is_due_at_its_eta() 
     assert found.headers == {"task": "shop.remind", "id": "order-7", "eta": eta}
 
 
-def test_of_two_bindings_that_end_alike_the_key_itself_decides() -> None:
-    """Celery would deliver to both."""
+def test_of_two_bindings_with_one_ending_the_exact_key_decides() -> None:
+    """Celery would deliver the message through both."""
     assert moving(read(5, "welcome")).delayed.exchange == "mail"
     assert moving(read(5, "sent.welcome")).delayed.exchange == "post"
 
 
-def test_a_key_that_leads_to_two_exchanges_is_left_and_both_are_named() -> None:
+def test_a_message_for_two_exchanges_stays_and_the_reason_names_both() -> None:
     two = [*REACHES, Reach("spam", "topic", "welcome", "spams")]
     info = {"exchange": "x", "routing_key": celerys.calculate_routing_key(5, "welcome")}
     found = read_celerys(b"", {}, info, now_us=NOW_US, reaches=two)
@@ -112,26 +112,26 @@ def test_a_key_that_leads_to_two_exchanges_is_left_and_both_are_named() -> None:
     assert found.should
 
 
-def test_a_key_that_the_app_does_not_know_is_left() -> None:
+def test_a_message_with_a_key_unknown_to_the_app_stays() -> None:
     assert isinstance(read(5, "unknown"), Stays)
 
 
-def test_direct_exchanges_are_none_of_its_ways() -> None:
+def test_a_message_to_a_direct_exchange_stays() -> None:
     assert "task_queues" in getattr(read(5, "invoice"), "why", "")
 
 
 @pytest.mark.parametrize("key", ["orders.new", "0.1.orders", "2." * 28 + "orders.new", "0." * 28])
-def test_a_foreign_key_is_left(key: str) -> None:
+def test_a_message_with_a_foreign_routing_key_stays(key: str) -> None:
     info = {"exchange": "celery_delayed_27", "routing_key": key}
     found = read_celerys(b"", {}, info, now_us=NOW_US, reaches=REACHES)
     assert isinstance(found, Stays)
 
 
-def test_without_an_eta_it_stays() -> None:
+def test_a_message_without_an_eta_stays() -> None:
     assert "no ETA" in getattr(read(13, "orders.new", eta=None), "why", "")
 
 
-def test_the_deaths_in_its_levels_are_forgotten() -> None:
+def test_death_headers_of_celerys_levels_are_removed() -> None:
     headers = {
         "x-death": [{"queue": "celery_delayed_3"}],
         "x-first-death-queue": "celery_delayed_3",
@@ -151,11 +151,11 @@ def test_an_expiration_ends_when_the_task_expires() -> None:
     assert found.delayed.expires_ms == NOW_US // 1000 + 90_000
 
 
-def test_an_eta_that_is_no_date_is_left() -> None:
+def test_a_message_with_an_invalid_eta_stays() -> None:
     assert "ISO 8601" in getattr(read(5, "orders.new", task="x", eta="soon"), "why", "")
 
 
-# ---- earlier sets of ours ----------------------------------------------------------------------
+# ---- earlier sets of levels --------------------------------------------------------------------
 
 
 def test_settings_are_read_from_the_names_of_a_set() -> None:
@@ -171,11 +171,11 @@ def test_settings_are_read_from_the_names_of_a_set() -> None:
     assert all(each in wanted for each in found)
 
 
-def test_what_only_looks_like_a_set_is_none() -> None:
+def test_a_name_with_impossible_settings_is_no_set() -> None:
     assert sets_of(["x.v1.99x1ms.f4.quorum.level-00"], DelaySettings()) == []
 
 
-def test_a_message_of_ours_is_what_it_was_before_it_waited() -> None:
+def test_a_message_of_an_earlier_set_is_unwrapped() -> None:
     delayed = Delayed("ab" * 16, NOW_US + 9_000_000, "shop", "orders.new", "orders", 5_000)
     own = {"priority": 3, "application_headers": {"task": "shop.remind", "id": "order-7"}}
     wrapped = wrap(own | {"expiration": "7"}, delayed, now_us=NOW_US, limit_priority=False)
@@ -187,20 +187,20 @@ def test_a_message_of_ours_is_what_it_was_before_it_waited() -> None:
     assert found.again
 
 
-def test_what_has_no_header_of_ours_is_left() -> None:
+def test_a_message_without_our_header_stays() -> None:
     assert isinstance(read_ours(b"", {}, {"exchange": "", "routing_key": ""}), Stays)
 
 
-def test_returns_are_counted_as_the_broker_does() -> None:
+def test_deliveries_are_read_from_the_brokers_headers() -> None:
     assert deliveries_of({}) == 0
     assert deliveries_of({"application_headers": {"x-delivery-count": 3}}) == 3
     assert deliveries_of({"application_headers": {"x-acquired-count": 7}}) == 7
 
 
-# ---- what Celery left behind -------------------------------------------------------------------
+# ---- leftovers of Celery's own delays ----------------------------------------------------------
 
 
-def test_a_binding_that_celery_added_stands_beside_the_apps_own() -> None:
+def test_bindings_that_celery_added_are_told_from_the_apps_own() -> None:
     bound = [
         ("shop", "orders", "orders.#"),
         ("shop", "orders", "#.orders.#"),

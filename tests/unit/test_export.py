@@ -1,4 +1,4 @@
-"""Exports: frozen on paper, and they say what the plan says.
+"""Exported definitions: frozen in a golden file, and equal to the plan of declarations.
 
 ``python -m tests.unit.test_export`` writes the golden file.
 """
@@ -47,7 +47,7 @@ QUEUES = [
     KombuQueue("few", max_length=2, queue_arguments={"x-overflow": "reject-publish"}),
     KombuQueue("passing", KombuExchange("passing", auto_delete=True), auto_delete=True),
 ]
-"""One of each kind of exchange, a queue that rejects, one that others declare, one that goes."""
+"""Queues on every kind of exchange; one rejects, one is declared by others, one deletes itself."""
 
 
 def exported(**how: Any) -> str:
@@ -79,22 +79,22 @@ def _declaration(item: dict[str, Any]) -> Declaration:
 
 
 def in_order(found: Iterable[Declaration]) -> list[Declaration]:
-    """The same in an order of their names, to compare them."""
+    """The declarations in the order of their texts, to compare them."""
     return sorted(found, key=repr)
 
 
-def test_an_export_is_as_it_was() -> None:
-    """What users have under version control: a difference is theirs to apply."""
+def test_an_export_is_frozen() -> None:
+    """Users have exports under version control and must apply each difference."""
     assert exported() == GOLDEN.read_text()
 
 
-def test_an_export_says_what_the_plan_says() -> None:
+def test_an_export_has_the_declarations_of_the_plan() -> None:
     plan = blueprint(Topology(DelaySettings(**SMALL)), QUEUES)
     found = declarations(exported(), vhost="shop/eu")
     assert in_order(found) == in_order(plan.declarations())
 
 
-def test_what_is_without_queues_binds_to_them_all_the_same() -> None:
+def test_an_export_without_the_users_queues_still_binds_to_them() -> None:
     plan = blueprint(Topology(DelaySettings(**SMALL)), QUEUES)
     found = declarations(exported(own_queues=False), vhost="shop/eu")
     assert in_order(found) == in_order(plan.delays())
@@ -107,7 +107,7 @@ def plan_of(*queues: KombuQueue, **changes: Any) -> Any:
     return blueprint(Topology(DelaySettings(levels=2, **changes)), queues)
 
 
-def test_what_comes_and_goes_is_left_out_and_named() -> None:
+def test_temporary_queues_and_exchanges_are_left_out_and_named() -> None:
     exchange = KombuExchange("shop", type="topic")
     plan = plan_of(
         KombuQueue("lasting", exchange, routing_key="#"),
@@ -130,14 +130,14 @@ def test_what_comes_and_goes_is_left_out_and_named() -> None:
     assert bound == {"lasting"}
 
 
-def test_exchanges_that_foreign_consumers_bind_to_land() -> None:
+def test_a_landing_exchange_gets_a_landing_queue_and_its_marker() -> None:
     plan = plan_of(landing_exchanges=("theirs",))
     topology = plan.topology
     names = {each.name for each in plan.surroundings if not isinstance(each, Binding)}
     assert names == {topology.landing_queue("theirs"), topology.landing_marker("theirs")}
 
 
-def test_queue_arguments_are_those_that_kombu_makes() -> None:
+def test_queue_arguments_are_kombus() -> None:
     plan = plan_of(KombuQueue("few", expires=1.5, max_priority=3, message_ttl=2))
     assert plan.own == (
         Queue("few", {"x-expires": 1500, "x-max-priority": 3, "x-message-ttl": 2000}),

@@ -1,4 +1,4 @@
-"""Whose tasks run: what a header says, and what a worker makes of it and the run's record."""
+"""Fenced runs: the header of a task, and the rules by which its run's record decides if it runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOW = 1_795_200_000.5
 
 @pytest.mark.parametrize("run", ["reminders-2026-11-20:5f3a", "a/b/c", "é 1/2", "0"])
 def test_a_header_is_read_as_it_was_written(run: str) -> None:
-    """Whatever a run is called."""
+    """The name of a run may hold any character."""
     stamp = Stamp(run, 12, "1-9f86d081")
     assert str(stamp) == f"{run}/12/1-9f86d081"
     assert Stamp.parse(str(stamp)) == stamp
@@ -39,7 +39,7 @@ def test_a_header_is_read_as_it_was_written(run: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "run", "run/1", "run/x/1", "run/-1/1", "/1/1", "run/1/", 7, None]
 )
-def test_another_header_is_not_guessed_at(text: object) -> None:
+def test_a_malformed_header_raises(text: object) -> None:
     with pytest.raises(ValueError, match=r"expected run/partition/attempt, got"):
         Stamp.parse(text)
 
@@ -81,19 +81,19 @@ def test_the_record_of_a_run_decides_which_attempt_runs(
         (Record(ALL, NOW), False),
     ],
 )
-def test_a_worker_seals_what_nobody_sealed_in_time(record: Record | None, overdue: bool) -> None:
+def test_an_open_run_is_overdue_at_its_deadline(record: Record | None, overdue: bool) -> None:
     assert is_overdue(record, now=NOW) is overdue
 
 
-def test_the_policy_for_a_driver_that_died() -> None:
-    """Rather twice than never is one, rather never than twice the other."""
+def test_the_policy_decides_for_a_run_whose_driver_died() -> None:
+    """ "run" means rather twice than never, "drop" rather never than twice."""
     stamp = Stamp("run", 0, "0-a")
     assert fate(given_up("run", now=NOW, by="w"), stamp) is Fate.RUN
     assert fate(given_up("drop", now=NOW, by="w"), stamp) is Fate.DROP
 
 
-def test_only_what_cannot_change_is_remembered() -> None:
-    """A job that sends a run again opens what workers have dropped."""
+def test_only_final_states_may_be_cached() -> None:
+    """A job that sends a run again opens an aborted run anew."""
     final = [state for state in (OPEN, COMMITTED, ABORTED, ALL) if Record(state, NOW).is_final]
     assert final == [COMMITTED, ALL]
 
@@ -109,7 +109,7 @@ def test_only_what_cannot_change_is_remembered() -> None:
         (-60, 3600, SHORTEST_HOLD_SECONDS),  # the driver's clock is ahead
     ],
 )
-def test_a_message_is_looked_at_again_the_sooner_the_younger_its_run(
+def test_the_younger_a_run_the_sooner_its_messages_are_checked_again(
     open_for: float, left: float, expected: float
 ) -> None:
     record = Record(OPEN, NOW - open_for, deadline=NOW + left)
@@ -121,8 +121,8 @@ BEGUN = Record(OPEN, NOW, deadline=NOW + 60)
 SEALED = [Record(state, NOW, jobs=("j",)) for state in (COMMITTED, ABORTED, ALL)]
 
 
-def test_opening_again_puts_the_deadline_off() -> None:
-    """Executors do, whose clocks differ; when the run began stays."""
+def test_opening_a_run_again_extends_its_deadline() -> None:
+    """Executors, whose clocks differ, open the run again. The time at which it began stays."""
     held = opened(None, BEGUN, "j")
     assert held == replace(BEGUN, jobs=("j",))
     later = Record(OPEN, NOW + 5, deadline=NOW + 65)
@@ -138,7 +138,7 @@ def test_a_sealed_run_stays_as_it_is(held: Record) -> None:
 
 
 def test_an_aborted_run_is_opened_again_by_another_job() -> None:
-    """Workers may have dropped what those that had opened it have sent."""
+    """Workers may have dropped the tasks of the jobs that had opened it."""
     held = opened(opened(None, BEGUN, "j"), BEGUN, "k")
     aborted = sealed(held, Record(ABORTED, NOW, by="worker"))
     assert aborted.jobs == ("j", "k")

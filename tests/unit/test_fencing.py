@@ -1,4 +1,4 @@
-"""The gate for messages of fenced runs, without records."""
+"""The worker's gate for messages of fenced runs, without a server for records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def arrival(header: object) -> Arrival:
 
 
 class Runs:
-    """Records of one run; None: it is lost, and as sealed by a worker."""
+    """The record of one run: None if it is lost, an error if unreachable; a worker may seal it."""
 
     record: Record | Exception | None = None
     asked = 0
@@ -50,7 +50,7 @@ def fence(monkeypatch: pytest.MonkeyPatch) -> Fence:
     return Fence(DelaySettings(), "worker-1", Place("redis://127.0.0.1:1", "celery_delay"))
 
 
-def test_a_worker_without_records_runs_all_and_says_so_once(
+def test_a_worker_without_records_runs_fenced_tasks_and_warns_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     unfenced = Fence(DelaySettings(), "worker-1", None)
@@ -61,10 +61,10 @@ def test_a_worker_without_records_runs_all_and_says_so_once(
     assert "has no native_delay_records" in record.getMessage()
 
 
-def test_a_header_that_cannot_be_read_is_named_and_its_task_runs(
+def test_a_task_with_a_malformed_header_runs_and_the_header_is_logged(
     fence: Fence, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Perhaps of a later release: rather twice than never."""
+    """The header may be of a later release. Rather twice than never."""
     with caplog.at_level(logging.WARNING):
         assert fence(arrival("2;run=x")) is None
         assert fence(arrival("2;run=y")) is None
@@ -77,7 +77,7 @@ def test_a_task_without_the_header_passes(fence: Fence) -> None:
     assert fence(Arrival(message, message.headers, None, 0)) is None
 
 
-def test_the_attempt_that_won_runs_as_any_other_task(fence: Fence) -> None:
+def test_a_task_of_the_winning_attempt_runs(fence: Fence) -> None:
     Runs.record = Record(COMMITTED, NOW, winners={"0": "a"})
     won = arrival("run/0/a")
     assert fence(won) is None
@@ -86,15 +86,15 @@ def test_the_attempt_that_won_runs_as_any_other_task(fence: Fence) -> None:
     assert Runs.asked == 1, "it is remembered"
 
 
-def test_a_run_that_was_opened_again_drops_nothing(fence: Fence) -> None:
-    """Its new driver's messages may come a moment after those of the aborted attempt."""
+def test_tasks_of_a_reopened_run_are_not_dropped(fence: Fence) -> None:
+    """The messages of its new driver may come soon after messages of the aborted attempt."""
     Runs.record = Record(ABORTED, NOW, by="driver")
     assert isinstance(fence(arrival("run/0/a")), Drop)
-    Runs.record = Record(OPEN, NOW, deadline=NOW + 60)
+    Runs.record = Record(OPEN, NOW, deadline=NOW + 86_400)
     assert isinstance(fence(arrival("run/0/a")), WaitUntil)
 
 
-def test_a_run_that_the_records_have_lost_is_sealed_by_policy(fence: Fence) -> None:
+def test_a_run_without_a_record_is_sealed_by_policy(fence: Fence) -> None:
     assert fence(arrival("run/0/a")) is None
     assert isinstance(Runs.record, Record)
     assert (Runs.record.state, Runs.record.by) == ("all", "worker-1")
@@ -107,7 +107,7 @@ def test_a_run_that_the_records_have_lost_is_sealed_by_policy(fence: Fence) -> N
         (Record(ABORTED, NOW, by="driver"), "aborted"),
     ],
 )
-def test_an_attempt_that_lost_is_dropped(fence: Fence, record: Record, reason: str) -> None:
+def test_a_task_of_a_losing_attempt_is_dropped(fence: Fence, record: Record, reason: str) -> None:
     Runs.record = record
     ruling = fence(arrival("run/0/a"))
     assert isinstance(ruling, Drop)
@@ -115,12 +115,12 @@ def test_an_attempt_that_lost_is_dropped(fence: Fence, record: Record, reason: s
 
 
 @pytest.mark.parametrize(
-    "record", [RecordsUnavailable("away"), Record(OPEN, NOW, deadline=NOW + 60)]
+    "record", [RecordsUnavailable("away"), Record(OPEN, NOW, deadline=NOW + 86_400)]
 )
-def test_while_nothing_is_known_it_waits_in_the_broker(
+def test_a_task_of_an_open_or_unreachable_run_waits_in_the_broker(
     fence: Fence, record: Record | Exception
 ) -> None:
-    """The records are asked once a second, not for each of a thousand messages."""
+    """The worker reads the record once a second, not for each message."""
     Runs.record = record
     assert isinstance(fence(arrival("run/0/b")), WaitUntil)
     ruling = fence(arrival("run/0/a"))
@@ -130,9 +130,9 @@ def test_while_nothing_is_known_it_waits_in_the_broker(
     assert isinstance(ruling.otherwise, AskAgain)
 
 
-def test_a_broadcast_of_a_run_that_is_open_runs_unfenced(fence: Fence) -> None:
-    """It has no queue that it could come back to."""
-    Runs.record = Record(OPEN, NOW, deadline=NOW + 60)
+def test_a_broadcast_of_an_open_run_runs_at_once(fence: Fence) -> None:
+    """A broadcast has no queue that it could be put back into."""
+    Runs.record = Record(OPEN, NOW, deadline=NOW + 86_400)
     broadcast = arrival("run/0/a")
     broadcast.message.consumed_from = ""
     assert fence(broadcast) is None

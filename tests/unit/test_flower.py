@@ -1,4 +1,4 @@
-"""Flower's templates with our additions, and the questions that its pages ask."""
+"""Flower's templates with our additions, and the requests that our pages make."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from celery_native_delay.flower.asking import Asking
 TEMPLATES = Path(stock.__file__).parent / "templates"
 
 
-def test_flowers_bar_has_a_place_for_our_links() -> None:
+def test_our_links_are_added_to_flowers_navigation_bar() -> None:
     text = (TEMPLATES / "navbar.html").read_text()
     assert patched("navbar.html", text) != text
     PatchedTemplates().load("navbar.html")
 
 
-def test_a_template_that_has_changed_too_much_stays_as_it_is() -> None:
+def test_an_unknown_template_stays_unchanged() -> None:
     assert patched("navbar.html", "<nav></nav>") == "<nav></nav>"
 
 
-def test_a_question_that_hangs_is_given_up() -> None:
+def test_a_request_that_hangs_times_out() -> None:
     asking = Asking(install(Celery("slow", broker="redis://", set_as_current=False)))
     ends = Event()
     try:
@@ -38,7 +38,7 @@ def test_a_question_that_hangs_is_given_up() -> None:
         asking.stop()
 
 
-def test_an_app_that_is_not_installed_is_told_how() -> None:
+def test_an_app_without_install_raises_and_names_install() -> None:
     asking = Asking(Celery("plain", broker="memory://", set_as_current=False))
     for question in (asking.admin(lambda part: part.status()), asking.delay(lambda it: it.count())):
         with pytest.raises(SettingsError, match="install"):

@@ -1,4 +1,4 @@
-"""Each gate by itself: what it rules on a task that reached a worker."""
+"""The gates of a worker, one by one: the ruling of each on a received task."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def arrival(delayed: Delayed | None = None, **headers: Any) -> Arrival:
 
 
 class WaitingTasks:
-    """Receipts that say *answer*, whatever they are asked."""
+    """Receipts that always give *answer*."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -55,12 +55,12 @@ class WaitingTasks:
     ("answer", "records_away", "ruling"),
     [
         (Answer.RUN, "wait", None),
-        (Answer.DROP, "wait", Drop("it was moved")),
+        (Answer.DROP, "wait", Drop("it was cancelled or rescheduled")),
         (Answer.AWAY, "wait", WaitUntil(NOW_US + AWAY_US, "d-1", AskAgain(5.0))),
         (Answer.AWAY, "run", None),
     ],
 )
-def test_what_was_moved(answer: Answer, records_away: str, ruling: Ruling | None) -> None:
+def test_the_gate_for_moved_tasks(answer: Answer, records_away: str, ruling: Ruling | None) -> None:
     moved = Moved(DelaySettings(records_away=records_away))
     moved.receipts = WaitingTasks(answer)
     assert moved(arrival(WAITED)) == ruling
@@ -69,28 +69,28 @@ def test_what_was_moved(answer: Answer, records_away: str, ruling: Ruling | None
     assert moved(arrival(WAITED)) is None, "there are no records"
 
 
-def test_what_was_cancelled_does_not_wait_for_the_records() -> None:
-    """It would lose the mark of that."""
+def test_a_cancelled_task_does_not_wait_for_unreachable_records() -> None:
+    """It would lose its mark "cancelled" if it were put back."""
     moved = Moved(DelaySettings(records_away="wait"))
     moved.receipts = WaitingTasks(Answer.AWAY)
     assert moved(arrival(WAITED._replace(cancelled=True))) is None
 
 
-def test_what_was_cancelled_is_announced() -> None:
+def test_a_cancelled_task_is_announced() -> None:
     assert cancelled(arrival(WAITED._replace(cancelled=True))) == Announce()
     assert cancelled(arrival(WAITED)) is None
     assert cancelled(arrival()) is None
 
 
 @pytest.mark.parametrize(("late_ms", "drops"), [(0, False), (1, True)])
-def test_what_has_expired(late_ms: int, drops: bool) -> None:
+def test_an_expired_message_is_dropped(late_ms: int, drops: bool) -> None:
     over = WAITED._replace(expires_ms=NOW_US // 1000 - late_ms)
     assert expired(arrival(over)) == (Drop("it has expired", expired=True) if drops else None)
     assert expired(arrival(over, expires=IN_A_MINUTE)) is None, "Celery's own"
     assert expired(arrival(WAITED)) is None
 
 
-def test_what_is_early() -> None:
+def test_an_early_task_waits_in_the_broker() -> None:
     assert early(arrival(eta=IN_A_MINUTE)) == WaitUntil(NOW_US + 60_000_000)
     again = WaitUntil(NOW_US + 60_000_000, "d-1")
     assert early(arrival(WAITED, eta=IN_A_MINUTE)) == again, "a mark must find it when it is due"
@@ -99,7 +99,7 @@ def test_what_is_early() -> None:
 
 
 def test_the_order_of_the_gates() -> None:
-    """A copy that another has replaced is not announced; what is early is not asked about yet."""
+    """A replaced copy is not announced. The records are not asked about an early task yet."""
 
     def fence(_: Arrival) -> None:
         return None

@@ -1,4 +1,4 @@
-"""A delay on SQS is cut into hops: never early, at most a second late, not one hop too many."""
+"""A delay on SQS is cut into hops: never early, at most a second late, with the fewest hops."""
 
 from __future__ import annotations
 
@@ -51,10 +51,13 @@ def test_every_hop_but_the_last_is_whole_and_their_sum_is_the_delay(delay_ms: in
     again_ms=st.integers(0, 2**40),
     receive_count=st.integers(1, 9),
 )
-def test_what_is_left_is_never_less_than_by_the_brokers_clock(
+def test_the_remaining_delay_is_never_shorter_than_by_the_brokers_clock(
     delay_ms: int, sent_ms: int, waited_ms: int, again_ms: int, receive_count: int
 ) -> None:
-    """Also of a message that was received before; the broker dates its answers in seconds."""
+    """This holds for a message that was received before.
+
+    The broker dates its answers in whole seconds.
+    """
     first_ms = sent_ms + waited_ms
     truly_ms = first_ms if receive_count == 1 else first_ms + again_ms
     reception = Reception(sent_ms, first_ms, receive_count, truly_ms // 1000 * 1000)
@@ -70,13 +73,13 @@ def test_what_is_left_is_never_less_than_by_the_brokers_clock(
     [
         (900, None, False),  # 901 s are left
         (901, None, True),  # 900
-        (900, 30, False),  # 871, but who received it first has sent it back
+        (900, 30, False),  # 871 s, but a worker has put it back already
         (900, 299, False),
-        (900, 301, True),  # nobody recognises that any more
-        (7200, None, True),  # nobody relayed for hours
+        (900, 301, True),  # the put-back is forgotten by now
+        (7200, None, True),  # no relay ran for hours
     ],
 )
-def test_who_repeats_a_send_decides_as_the_one_that_died(
+def test_a_repeated_send_takes_the_same_way_as_the_first(
     received_after_seconds: int, again_after_seconds: int | None, home: bool
 ) -> None:
     first_ms = received_after_seconds * 1000
@@ -87,11 +90,11 @@ def test_who_repeats_a_send_decides_as_the_one_that_died(
     assert reception.is_last_hop(1_801_000) == home
 
 
-def test_who_cannot_be_sent_on_rests_twice_as_long_each_time() -> None:
+def test_the_pause_of_a_message_that_cannot_be_sent_on_doubles() -> None:
     assert [retry_seconds(count) for count in (1, 2, 3, 9)] == [2, 4, 8, 512]
     assert retry_seconds(10_000) == 900
 
 
-def test_a_year_is_35040_waits_of_which_the_last_is_at_the_destination() -> None:
+def test_a_year_takes_35040_waits_the_last_in_the_destination_queue() -> None:
     assert len(remainders(365 * 86_400_000)) == 35_040
     assert remainders(500) == [1]

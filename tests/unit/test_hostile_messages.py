@@ -1,4 +1,4 @@
-"""Messages that hold anything at all: no gate raises, for an error there would end the worker."""
+"""Messages with arbitrary content: no gate raises, because an error there would end the worker."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ STAMPS = st.builds("{}/{}/{}".format, TEXTS, SCALARS, TEXTS)
 
 
 def like(**fields: Any) -> st.SearchStrategy[Any]:
-    """Dicts with these fields, each of which may be missing or anything, or just anything."""
+    """Dicts with these fields, each as given, arbitrary or missing; or an arbitrary value."""
     loose = {name: ANYTHING | value for name, value in fields.items()}
     return ANYTHING | st.fixed_dictionaries({}, optional=loose)
 
@@ -99,7 +99,7 @@ KEYS: list[Any] = [
 
 
 class WaitingTasks:
-    """Receipts that must encode what they are asked for, as those in a Redis do."""
+    """Receipts that encode the ids that they are asked about, as a Redis client does."""
 
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
         (member_of(headers, delayed.delivery_id) or "").encode()
@@ -109,7 +109,7 @@ class WaitingTasks:
 
 
 class Leases:
-    """Leases that must encode the name of a key, whose column is that long."""
+    """Leases that encode the name of a key and check that it fits into its database column."""
 
     def begin(self, name: str, task_id: str, is_here: Any) -> tuple[str, Step]:
         assert 0 <= len(name.encode()) <= 800
@@ -127,13 +127,13 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> RecordLines:
 
 
 def looked_up(run: str) -> Record:
-    """The record of any fenced run, whose name must be one that a server can be sent."""
+    """The record of a fenced run; its name must be encodable, as a server needs it."""
     run.encode()
     return Record("committed", 0.0, winners={"0": "a"})
 
 
 def messages(headers: dict[str, Any], payload: Any, consumer: Any) -> Iterator[Arrival]:
-    """The arrivals of a message with these contents, by all transports and both protocols."""
+    """The arrivals of a message with this content, by all transports and both task protocols."""
     opened, delayed = unwrapped(headers, {"delivery_tag": "1", "delivery_info": {}})
     came = [(opened, delayed)]
     found = unwrap({"application_headers": headers}, {"exchange": "", "routing_key": "q"})
@@ -153,14 +153,14 @@ def messages(headers: dict[str, Any], payload: Any, consumer: Any) -> Iterator[A
 @pytest.mark.parametrize("key", KEYS)
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(headers=HEADERS, payload=PAYLOADS)
-def test_no_gate_raises_and_none_keeps_a_task_for_ever(
+def test_no_gate_raises_or_keeps_a_task_for_ever(
     lines: RecordLines,
     monkeypatch: pytest.MonkeyPatch,
     key: Any,
     headers: dict[str, Any],
     payload: Any,
 ) -> None:
-    """Whatever a message holds: what cannot be encoded is no key, no place and no mark."""
+    """A value that cannot be encoded is ignored as a key, a place or a mark."""
     monkeypatch.setattr(unique, "leases_of", lambda app: Leases())
     delay = DelaySettings(rates={RATED: Rate("10000/s", key=key)})
     rated = Rated(delay, {RATED: SimpleNamespace(run=call_api)})
@@ -178,7 +178,7 @@ def test_no_gate_raises_and_none_keeps_a_task_for_ever(
 
 
 @given(header=OURS)
-def test_a_header_of_ours_is_read_whole_or_not_at_all(header: Any) -> None:
+def test_our_header_is_read_completely_or_not_at_all(header: Any) -> None:
     delayed = Delayed.of(header)
     if delayed is not None:
         assert delayed.delivery_id.encode() is not None

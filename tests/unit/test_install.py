@@ -1,4 +1,4 @@
-"""``install(app)`` changes one app, whenever it is called, and leaves all others alone."""
+"""``install(app)`` changes one app, at any time, and no other app."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def plain_app(**configuration: Any) -> Celery:
 
 
 def asked_by(app: Celery) -> DelaySettings | None:
-    """The settings that connections of *app* ask their transport for; None for nothing.
+    """The settings in the transport options of *app*'s connections; None if there are none.
 
     Raises:
         SettingsError: they cannot be understood; the connection itself was made all the same.
@@ -74,20 +74,20 @@ def test_installing_again_adds_settings() -> None:
     assert asked_by(app) == DelaySettings(levels=12, fused_bits=4)
 
 
-def test_the_bootstep_is_given_to_the_worker_once() -> None:
+def test_the_bootstep_is_registered_once() -> None:
     app = install(install(plain_app()))
     assert list(app.steps["consumer"]).count(BOOTSTEP) == 1
     assert BOOTSTEP not in plain_app().steps["consumer"]
 
 
-def test_a_proxy_is_installed_as_the_app_behind_it() -> None:
+def test_installing_a_proxy_installs_the_app_behind_it() -> None:
     app = plain_app()
     proxy = Proxy(lambda: app)
     assert install(proxy) is proxy
     assert installation_of(app) is installation_of(proxy) is not None
 
 
-def test_pools_from_before_are_given_up() -> None:
+def test_connection_pools_made_before_install_are_replaced() -> None:
     app = plain_app()
     assert OPTION not in app.producer_pool.connections.connection.transport_options
     assert OPTION not in app.pool.connection.transport_options
@@ -104,7 +104,7 @@ def test_the_users_own_transport_options_stay() -> None:
     assert app.conf.broker_transport_options == {"confirm_publish": True}
 
 
-def test_transport_options_replaced_later_do_not_lose_it() -> None:
+def test_transport_options_set_after_install_keep_our_option() -> None:
     app = install(plain_app())
     app.conf.broker_transport_options = {"max_retries": 3}
     assert asked_by(app) == DelaySettings()
@@ -112,16 +112,16 @@ def test_transport_options_replaced_later_do_not_lose_it() -> None:
     assert OPTION in connection.transport_options
 
 
-def test_what_connections_ask_for_can_be_shown_as_json_without_a_password() -> None:
-    """`celery inspect stats` shows transport options to everybody who can reach a worker."""
+def test_our_transport_option_is_json_and_shows_no_password() -> None:
+    """`celery inspect stats` shows the transport options."""
     app = install(plain_app(), landing_exchanges=["news"], management_url="http://u:secret@host")
     text = json.dumps(app.connection_for_write().transport_options)
     assert "news" in text
     assert "secret" not in text
 
 
-def test_equal_settings_share_a_pool() -> None:
-    """Transport options are part of kombu's pool key through their repr."""
+def test_equal_settings_share_a_connection_pool() -> None:
+    """The repr of the transport options is part of kombu's pool key."""
     one, other = (install(plain_app(), fused_bits=4, levels=12) for _ in range(2))
     assert repr(one.connection_for_write().transport_options) == repr(
         other.connection_for_write().transport_options
@@ -164,13 +164,13 @@ def test_settings_from_a_configuration_read_before_or_after_install(
     assert asked_by(before) == asked_by(after) == expected
 
 
-def test_keywords_win_over_what_is_assigned_later() -> None:
+def test_keywords_win_over_later_assignments() -> None:
     app = install(plain_app(), levels=20)
     app.conf.native_delay_levels = 12
     assert asked_by(app) == DelaySettings(levels=20)
 
 
-def test_settings_assigned_one_by_one_count() -> None:
+def test_single_assignments_to_the_configuration_count() -> None:
     app = install(plain_app())
     app.conf.native_delay_fused_bits = 4
     assert asked_by(app) == DelaySettings(fused_bits=4)
@@ -204,17 +204,17 @@ def test_a_wrong_keyword_is_refused_and_nothing_installed(
         ({"native_delay_enabled": "no"}, "expected native_delay_enabled to be True or False"),
     ],
 )
-def test_a_mistake_in_the_configuration_waits_for_the_first_delayed_message(
+def test_an_error_in_the_configuration_raises_at_the_first_delayed_message(
     configuration: dict[str, Any], said: str
 ) -> None:
-    """Immediate tasks go their way; the connection carries the mistake, not an exception."""
+    """Immediate tasks can still be sent: the connection keeps the error until a task is delayed."""
     app = install(plain_app(**configuration))
     assert app.connection_for_write().transport_options[OPTION]
     with pytest.raises(SettingsError, match=said):
         asked_by(app)
 
 
-def test_a_mistake_can_be_corrected() -> None:
+def test_an_error_in_the_configuration_can_be_corrected() -> None:
     app = install(plain_app(native_delay_levels=0))
     with pytest.raises(SettingsError):
         asked_by(app)
@@ -226,7 +226,7 @@ def test_a_mistake_can_be_corrected() -> None:
     ("countdown", "error"),
     [(math.nan, InvalidDueTime), (math.inf, InvalidDueTime), (10**10, DelayTooLong)],
 )
-def test_a_countdown_that_celery_cannot_compute_is_refused_in_plain_words(
+def test_an_impossible_countdown_is_refused_before_celery_computes_an_eta(
     countdown: float, error: type[Exception]
 ) -> None:
     app = install(plain_app())
@@ -258,7 +258,7 @@ def test_a_pickled_app_is_installed_again_with_configuration_and_keywords() -> N
 
 
 class OwnControl(Control):  # type: ignore[misc]
-    """As an app may have it."""
+    """A control class of the user's own."""
 
     heard: list[str]
 
@@ -266,8 +266,8 @@ class OwnControl(Control):  # type: ignore[misc]
         self.heard = [*getattr(self, "heard", []), command]
 
 
-def test_an_apps_own_control_stays_beneath_ours_also_in_a_pickled_app() -> None:
-    """And what it does for revoke, it still does."""
+def test_the_users_control_class_stays_the_base_of_ours_even_after_pickling() -> None:
+    """Its methods are still called."""
     app = Celery("proj", broker="memory://", set_as_current=False, control=OwnControl)
     assert isinstance(app.control, OwnControl)
     once = install(install(app))
@@ -281,7 +281,7 @@ def test_an_apps_own_control_stays_beneath_ours_also_in_a_pickled_app() -> None:
     assert not isinstance(plain_app().control, RevokesWaiting)
 
 
-def test_a_plain_app_is_pickled_as_ever() -> None:
+def test_a_plain_app_is_still_plain_after_pickling() -> None:
     assert installation_of(pickle.loads(pickle.dumps(plain_app()))) is None
 
 
@@ -293,7 +293,7 @@ def with_quorum_queue(app: Celery) -> Celery:
     return app
 
 
-def test_another_app_of_the_process_is_untouched() -> None:
+def test_another_app_of_the_process_is_unchanged() -> None:
     other = with_quorum_queue(plain_app())
     install(with_quorum_queue(plain_app()))
     assert installation_of(other) is None
@@ -303,7 +303,7 @@ def test_another_app_of_the_process_is_untouched() -> None:
     assert celery.app.base.detect_quorum_queues(other, "amqp") == (True, "quorum")
 
 
-def test_the_current_app_is_untouched() -> None:
+def test_the_current_app_is_unchanged() -> None:
     present = installation_of(current_app)  # an example of the docs that ran before may be it
     install(plain_app())
     assert installation_of(current_app) is present
@@ -314,12 +314,12 @@ def test_celerys_own_delayed_delivery_is_off_for_an_installed_app() -> None:
     assert celery.app.base.detect_quorum_queues(app, "amqp") == (False, "")
 
 
-def test_quality_of_service_is_still_decided_by_the_queues_there_are() -> None:
-    """Global QoS does not exist for quorum queues; the worker asks the same function."""
+def test_the_worker_still_detects_quorum_queues_for_its_qos() -> None:
+    """Quorum queues have no global QoS; the worker calls the same function for it."""
     import celery.worker.consumer.delayed_delivery
     import celery.worker.consumer.tasks
 
-    import celery_native_delay.worker.bootsteps  # noqa: F401, what a worker loads
+    import celery_native_delay.worker.bootsteps  # noqa: F401, a worker loads it
 
     app = install(with_quorum_queue(plain_app()))
     consumer = celery.worker.consumer
@@ -327,7 +327,7 @@ def test_quality_of_service_is_still_decided_by_the_queues_there_are() -> None:
     assert consumer.delayed_delivery.detect_quorum_queues(app, "amqp") == (False, "")
 
 
-def test_a_celery_that_decides_elsewhere_is_refused() -> None:
+def test_a_celery_without_that_function_is_refused() -> None:
     with pytest.raises(UnsupportedBroker, match=r"expected celery\.elsewhere\.detect_quorum_queu"):
         keep_celerys_own_off(ModuleType("celery.elsewhere"))
 
@@ -346,15 +346,15 @@ OFF = [
 
 
 @pytest.mark.parametrize("make", OFF)
-def test_enabled_false_leaves_all_as_celery_has_it(make: Any) -> None:
+def test_with_enabled_false_the_app_behaves_as_without_install(make: Any) -> None:
     app = with_quorum_queue(make())
     assert asked_by(app) is None
     assert app.connection_for_write().transport_options == {}
     assert celery.app.base.detect_quorum_queues(app, "amqp") == (True, "quorum")
 
 
-def test_what_waits_is_asked_of_nobody_while_it_is_off() -> None:
-    """Not said to delay by itself, as of a broker that nobody needs to ask."""
+def test_with_enabled_false_delay_ls_raises() -> None:
+    """The error names the setting and does not claim that the broker delays by itself."""
     with pytest.raises(UnsupportedBroker, match="native_delay_enabled is off in this app"):
         Delay(install(memory_app("unit-off"), enabled=False)).ls()
 
@@ -371,7 +371,7 @@ def memory_app(queue: str) -> Celery:
     )
 
 
-def test_a_broker_we_have_nothing_for_warns_once_and_works(
+def test_an_unsupported_broker_warns_once_and_works(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     app = install(memory_app("unit-warns"))
@@ -397,16 +397,16 @@ def test_a_broker_we_have_nothing_for_warns_once_and_works(
     ("broker", "said"),
     [
         ("memory://", "no store for memory: set native_delay_store"),
-        ("qpid://", "does not support .qpid"),
+        ("qpid://", "does not support qpid"),
     ],
 )
-def test_strict_refuses_a_broker_we_have_nothing_for(broker: str, said: str) -> None:
+def test_strict_refuses_an_unsupported_broker(broker: str, said: str) -> None:
     app = install(Celery("proj", broker=broker, set_as_current=False), strict=True)
     with pytest.raises(UnsupportedBroker, match=said):
         app.connection_for_write()
 
 
-def test_a_store_is_asked_for_without_its_password() -> None:
+def test_the_transport_option_shows_a_store_without_its_password() -> None:
     store = "postgresql+psycopg://shop:secret@db/shop"
     app = install(Celery("proj", broker="memory://", set_as_current=False), store=store)
     option = app.connection_for_write().transport_options[OPTION]
@@ -414,7 +414,7 @@ def test_a_store_is_asked_for_without_its_password() -> None:
     assert asked_by(app) == DelaySettings(store=store)
 
 
-def test_task_protocol_1_carries_its_eta_in_a_header_too() -> None:
+def test_a_task_of_protocol_1_has_its_eta_in_a_header_too() -> None:
     app = install(memory_app("unit-protocol-1"))
     app.conf.task_protocol = 1
     app.send_task("t", countdown=60)
@@ -429,7 +429,7 @@ def test_task_protocol_1_carries_its_eta_in_a_header_too() -> None:
 @pytest.mark.parametrize(
     "transport", ["kombu.transport.pyamqp:Transport", "kombu.transport.pyamqp:SSLTransport"]
 )
-def test_somebody_elses_amqp_transport_is_refused_with_the_way_out(transport: str) -> None:
+def test_a_foreign_amqp_transport_is_refused_with_the_remedy(transport: str) -> None:
     app = install(plain_app(broker_transport=transport))
     with pytest.raises(UnsupportedBroker) as refused:
         app.connection_for_write()
@@ -439,7 +439,7 @@ def test_somebody_elses_amqp_transport_is_refused_with_the_way_out(transport: st
     assert asked_by(app) is None
 
 
-def test_redis_is_asked_for_delays_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_redis_urls_are_supported_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     for url in ("redis://nowhere", "rediss://nowhere", "redis+socket:///x", "sentinel://nowhere"):
         app = install(Celery("proj", broker=url, set_as_current=False))
         assert asked_by(app) == DelaySettings()

@@ -1,4 +1,4 @@
-"""The result of a call under a key is Celery's, and tells what the call did."""
+"""The result of a call with a key: Celery's result, which also tells what the call did."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def app() -> Iterator[Celery]:
 
 @pytest.mark.parametrize("copied", [copy.copy, lambda found: pickle.loads(pickle.dumps(found))])
 @pytest.mark.parametrize("told", [{}, {"created": False}, {"replaced": "six"}])
-def test_it_pickles_copies_and_compares_as_the_result_that_it_was(
+def test_a_keyed_result_pickles_copies_and_compares_as_celerys(
     app: Celery, copied: Callable[[Any], Any], told: dict[str, Any]
 ) -> None:
     plain = app.AsyncResult("seven", parent=app.AsyncResult("root"))
@@ -38,7 +38,7 @@ def test_it_pickles_copies_and_compares_as_the_result_that_it_was(
     assert found.state == plain.state == "PENDING"
 
 
-def test_what_celery_knows_of_it_stays() -> None:
+def test_a_keyed_result_keeps_the_attributes_of_celerys() -> None:
     with Celery("shop", broker="memory://", set_as_current=False) as other:
         plain = other.AsyncResult("seven")
         plain.ignored = True
@@ -49,7 +49,7 @@ def test_what_celery_knows_of_it_stays() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.copy, lambda found: pickle.loads(pickle.dumps(found))])
-def test_an_eager_one_pickles_copies_and_compares_as_well(
+def test_an_eager_keyed_result_pickles_copies_and_compares_as_celerys(
     app: Celery, copied: Callable[[Any], Any]
 ) -> None:
     plain = EagerResult("seven", 7, "SUCCESS", name="shop.add")

@@ -1,4 +1,4 @@
-"""Rules of keys, as pure functions: what one caller after the other is answered."""
+"""The rules of debounce, throttle and unique as pure functions, called one after the other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SECOND = 1_000_000
 
 @dataclass
 class Place:
-    """A broker of no substance: one record, and the messages that wait."""
+    """A broker in memory: one record, and the waiting messages."""
 
     now_us: int = 100 * SECOND
     record: Record | None = None
@@ -44,7 +44,7 @@ class Place:
     ran: dict[str, int] = field(default_factory=dict)
 
     def at(self, seconds: float) -> Place:
-        """Time goes on until *seconds* after the beginning, and what is due is handed over."""
+        """Set the clock to *seconds* after the beginning; due tasks run."""
         self.now_us = round((100 + seconds) * SECOND)
         for task_id, due_us in list(self.waiting.items()):
             if due_us <= self.now_us:
@@ -61,7 +61,7 @@ class Place:
         return step
 
     def send(self, new_id: str, rule: Rule) -> str:
-        """The id of the task that stands, the new one's if its message was put in."""
+        """Call *rule*, publish its task if it says so, and return the key's task id."""
         step = self.call(rule)
         if step.due_us is not None:
             assert step.kept_us > step.due_us
@@ -84,7 +84,7 @@ class Place:
         return self.send(new_id, partial(unique, new_id=new_id, wait_us=round(wait * SECOND)))
 
     def carry(self, task_id: str, there: Place) -> str:
-        """The id of the task that stands here, after *task_id* was moved from *there*."""
+        """Move *task_id* from *there* to here; returns the id of the task for the key here."""
         known = there.record or Record()
         rule = partial(carry, task_id=task_id, known=known, due_us=there.waiting[task_id])
         stands = self.send(task_id, rule)
@@ -94,11 +94,11 @@ class Place:
         return stands
 
     def move(self, task_id: str, seconds: float) -> None:
-        """A user lets a waiting task run in so many *seconds*."""
+        """Reschedule a waiting task to *seconds* from now."""
         self.waiting[task_id] = self.now_us + round(seconds * SECOND)
 
     def cancel(self, task_id: str) -> None:
-        """A user cancels a waiting task, and a worker announces it."""
+        """Cancel a waiting task, as a user does and a worker announces."""
         del self.waiting[task_id]
         self.call(partial(release, task_id=task_id))
 
@@ -110,8 +110,8 @@ class Place:
 # ---- debounce -----------------------------------------------------------------------------------
 
 
-def test_debounce_leaves_a_task_alone_whose_time_has_come() -> None:
-    """No promoter runs: replaced again and again in its last moment, it would never run."""
+def test_debounce_does_not_replace_a_task_that_is_due() -> None:
+    """Without a promoter a due task still waits. Replaced again and again, it would never run."""
     place = Place()
     place.at(0).debounce("a", 1)
     place.now_us += 2 * SECOND
@@ -119,7 +119,7 @@ def test_debounce_leaves_a_task_alone_whose_time_has_come() -> None:
     assert set(place.waiting) == {"a", "b"}
 
 
-def test_debounce_begins_anew_when_its_task_was_cancelled() -> None:
+def test_debounce_starts_over_after_its_task_was_cancelled() -> None:
     place = Place()
     place.at(0).debounce("a", 5, longest=6)
     place.waiting.clear()
@@ -127,7 +127,7 @@ def test_debounce_begins_anew_when_its_task_was_cancelled() -> None:
     assert place.at(60).started == [("b", 9)]
 
 
-def test_debounce_takes_out_a_task_that_was_moved_to_later() -> None:
+def test_debounce_replaces_a_task_that_was_rescheduled_to_later() -> None:
     place = Place()
     place.at(0).debounce("a", 1)
     place.move("a", 4)
@@ -142,10 +142,10 @@ def test_debounce_takes_out_a_task_that_was_moved_to_later() -> None:
     ),
     st.sampled_from(["debounce", "leading", "both"]),
 )
-def test_one_message_at_most_is_ahead_for_a_key_whatever_users_do(
+def test_a_key_has_at_most_one_waiting_message_whatever_users_do(
     actions: list[tuple[float, str]], kind: str
 ) -> None:
-    """And it is the last call's, where the last call is to run."""
+    """If the last call is to run, the message is of the last call."""
     place, at, last, cancelled = Place(), 0.0, "", False
     for number, (pause, action) in enumerate(actions):
         at += pause
@@ -175,7 +175,7 @@ def test_one_message_at_most_is_ahead_for_a_key_whatever_users_do(
 def test_debounce_runs_once_in_each_quiet_period(
     pauses_ms: list[int], quiet_ms: int, longest_ms: int | None
 ) -> None:
-    """Against the definition: a call is left out only if another one came within its wait."""
+    """Compared with the definition: a call is dropped only if another one came during its wait."""
     place, calls_ms = Place(), list(accumulate(pauses_ms))
     for number, at_ms in enumerate(calls_ms):
         longest = None if longest_ms is None else longest_ms / 1000
@@ -200,7 +200,7 @@ def test_throttle_runs_the_first_of_each_window() -> None:
     assert place.at(60).started == [("a", 0), ("d", 10)]
 
 
-def test_throttle_on_both_edges_runs_the_last_at_the_end_whose_window_follows() -> None:
+def test_throttle_on_both_edges_runs_the_last_call_at_the_end_which_opens_a_window() -> None:
     place, answers = Place(), []
     for seconds, name in ((0, "a"), (1, "b"), (9, "c"), (12, "d"), (41, "e")):
         answers.append(place.at(seconds).throttle(name, 10, trails=True))
@@ -223,8 +223,8 @@ def test_no_two_starts_of_a_throttled_key_are_closer_than_its_window(
         assert place.started[-1][0] == str(len(pauses) - 1)
 
 
-def test_throttle_on_both_edges_begins_anew_after_its_trailing_task_was_cancelled() -> None:
-    """Nothing has run for a window: the next call runs at once."""
+def test_throttle_on_both_edges_starts_over_after_its_trailing_task_was_cancelled() -> None:
+    """No task has run for a whole window, so the next call runs at once."""
     place = Place()
     place.at(0).throttle("a", 10, trails=True)
     place.at(1).throttle("b", 10, trails=True)
@@ -236,7 +236,7 @@ def test_throttle_on_both_edges_begins_anew_after_its_trailing_task_was_cancelle
     assert place.at(60).started == [("a", 0), ("d", 11)]
 
 
-def test_throttle_takes_out_a_trailing_task_that_was_moved_to_later() -> None:
+def test_throttle_replaces_a_trailing_task_that_was_rescheduled_to_later() -> None:
     place = Place()
     place.at(0).throttle("a", 10, trails=True)
     place.at(1).throttle("b", 10, trails=True)
@@ -249,7 +249,7 @@ def test_throttle_takes_out_a_trailing_task_that_was_moved_to_later() -> None:
 # ---- unique -------------------------------------------------------------------------------------
 
 
-def test_unique_answers_with_the_task_that_waits_or_runs() -> None:
+def test_unique_returns_the_task_that_waits_or_runs() -> None:
     place = Place()
     assert place.at(0).unique("a", 60) == "a"
     assert place.at(59).unique("b") == "a"
@@ -261,7 +261,7 @@ def test_unique_answers_with_the_task_that_waits_or_runs() -> None:
     assert place.unique("b") == "b"
 
 
-def test_unique_until_start_is_free_from_then_on() -> None:
+def test_unique_until_start_frees_its_key_at_the_start() -> None:
     place = Place()
     place.unique("a")
     place.call(partial(receive, task_id="a", token="1"))
@@ -271,8 +271,8 @@ def test_unique_until_start_is_free_from_then_on() -> None:
     assert place.unique("b") == "b"
 
 
-def test_unique_until_start_is_free_soon_after_the_worker_that_had_the_message_was_killed() -> None:
-    """Its broker may have lost the message with it."""
+def test_unique_until_start_frees_its_key_soon_after_its_worker_was_killed() -> None:
+    """The broker may have lost the message with the worker."""
     place = Place()
     place.at(0).unique("a")
     place.at(1).call(partial(receive, task_id="a", token="1"))
@@ -280,7 +280,7 @@ def test_unique_until_start_is_free_soon_after_the_worker_that_had_the_message_w
     assert place.at(62).unique("b") == "b"
 
 
-def test_unique_until_start_a_redelivery_takes_the_key_over_at_once() -> None:
+def test_unique_until_start_a_redelivery_takes_over_the_key_at_once() -> None:
     place = Place()
     place.at(0).unique("a")
     place.at(1).call(partial(receive, task_id="a", token="1"))
@@ -291,7 +291,7 @@ def test_unique_until_start_a_redelivery_takes_the_key_over_at_once() -> None:
     assert place.unique("b") == "b"
 
 
-def test_unique_until_start_a_retry_leaves_the_key_to_the_task_that_has_it_now() -> None:
+def test_unique_until_start_a_retry_does_not_take_the_key_from_another_task() -> None:
     place = Place()
     place.at(0).unique("b", 60)
     before = place.record
@@ -300,7 +300,7 @@ def test_unique_until_start_a_retry_leaves_the_key_to_the_task_that_has_it_now()
 
 
 def test_a_unique_task_that_never_runs_frees_its_key_unless_it_still_waits() -> None:
-    """A delivery that a move has made void may be dropped while the other one waits."""
+    """A worker may drop the old delivery of a rescheduled task while the new one waits."""
     place = Place()
     place.at(0).unique("a", 60)
     place.call(partial(release, task_id="another"))
@@ -316,7 +316,7 @@ def test_a_unique_task_that_never_runs_frees_its_key_unless_it_still_waits() -> 
     assert place.unique("c") == "c"
 
 
-def test_a_lease_that_is_renewed_holds_and_one_that_is_not_lapses() -> None:
+def test_a_lease_lapses_if_it_is_not_renewed() -> None:
     place = Place()
     place.at(0).unique("a")
     place.call(partial(begin, task_id="a", token="1"))
@@ -329,9 +329,7 @@ def test_a_lease_that_is_renewed_holds_and_one_that_is_not_lapses() -> None:
     assert step.record.run is None
 
 
-def test_a_redelivery_takes_over_once_the_lease_has_lapsed_and_never_runs_beside_the_first() -> (
-    None
-):
+def test_a_redelivery_waits_until_the_lease_of_the_first_run_has_lapsed() -> None:
     place = Place()
     place.at(0).unique("a")
     place.call(partial(begin, task_id="a", token="1"))
@@ -344,7 +342,7 @@ def test_a_redelivery_takes_over_once_the_lease_has_lapsed_and_never_runs_beside
     assert place.record is None
 
 
-def test_another_task_under_the_same_key_waits_for_the_end_of_the_lease() -> None:
+def test_another_task_with_the_same_key_waits_for_the_end_of_the_lease() -> None:
     place = Place(record=Record(run=Run("a", "1", 100 * SECOND + LEASE_US)))
     assert place.call(partial(begin, task_id="b", token="2")).free_us == 100 * SECOND + LEASE_US
 
@@ -376,7 +374,7 @@ _RUNS = st.none() | st.builds(Run, st.text(), st.text(), _TIMES)
 
 
 @given(st.builds(Record, _IDS, _TIMES, _TIMES, _TIMES, _IDS, _RUNS))
-def test_a_record_is_read_as_it_was_written_and_written_as_it_was_read(record: Record) -> None:
+def test_a_record_survives_encoding_and_decoding(record: Record) -> None:
     text = record.encoded()
     assert Record.decoded(text.encode()) == record
     assert Record.decoded(text).encoded() == text
@@ -388,7 +386,7 @@ def test_a_record_of_another_version_is_refused() -> None:
 
 
 @given(st.text(max_size=400), st.text(max_size=400))
-def test_the_name_of_a_record_is_short_and_tells_keys_apart(one: str, other: str) -> None:
+def test_record_names_are_short_and_differ_if_the_keys_differ(one: str, other: str) -> None:
     names = name_of("unique", "shop.sync", one), name_of("unique", "shop.sync", other)
     assert (names[0] == names[1]) == (one == other)
     assert all(len(name.encode()) <= 200 for name in names)
@@ -402,7 +400,7 @@ def test_the_name_of_a_record_is_short_and_tells_keys_apart(one: str, other: str
         Mark("throttle-trailing", "shop.sync", "x" * 300),
     ],
 )
-def test_a_message_tells_its_key_as_it_was_given(mark: Mark) -> None:
+def test_a_messages_header_carries_its_whole_key(mark: Mark) -> None:
     headers = {"task": mark.task, HEADER: mark.header()}
     assert Mark.of(headers) == mark
     assert mark.name == name_of(mark.kind, mark.task, mark.key)
@@ -422,7 +420,7 @@ def test_a_message_tells_its_key_as_it_was_given(mark: Mark) -> None:
         {"v": 1, "kind": "unique", "key": "a", "token": {}, "until": 1},
     ],
 )
-def test_a_mark_that_cannot_be_read_is_none(header: object) -> None:
+def test_a_malformed_header_is_no_mark(header: object) -> None:
     assert Mark.of({"task": "shop.sync", HEADER: header}) is None
     assert Mark.of({HEADER: {"v": 1, "kind": "unique", "key": "a"}}) is None
 
@@ -430,14 +428,14 @@ def test_a_mark_that_cannot_be_read_is_none(header: object) -> None:
 # ---- moved to another place ---------------------------------------------------------------------
 
 
-def test_a_task_that_is_moved_stands_for_its_key_there_and_no_longer_here() -> None:
+def test_moving_a_task_to_another_broker_moves_its_key() -> None:
     old, new = Place(), Place()
     old.unique("a", 50)
     assert new.carry("a", old) == "a"
     assert (new.unique("b"), old.unique("b")) == ("a", "b")
 
 
-def test_a_debounced_task_that_is_moved_waits_no_longer_than_it_may() -> None:
+def test_a_moved_debounced_task_keeps_its_longest_wait() -> None:
     old, new = Place(), Place()
     for tenth in range(20):
         old.at(tenth / 10).debounce(f"{tenth}", 1, longest=4)
@@ -448,7 +446,7 @@ def test_a_debounced_task_that_is_moved_waits_no_longer_than_it_may() -> None:
     assert old.record is None
 
 
-def test_a_window_goes_with_the_task_that_ends_it() -> None:
+def test_moving_a_trailing_task_moves_its_window() -> None:
     old, new = Place(), Place()
     for name in ("a", "b"):
         old.throttle(name, 5, trails=True)
@@ -458,8 +456,8 @@ def test_a_window_goes_with_the_task_that_ends_it() -> None:
     assert new.at(60).started == [("b", 5)]
 
 
-def test_a_task_that_is_moved_twice_is_there_once() -> None:
-    """The first time a process died before it was gone here."""
+def test_moving_a_task_twice_leaves_one_copy() -> None:
+    """The first process died before it had deleted the task from its old broker."""
     old, new = Place(), Place()
     old.unique("a", 50)
     there = dict(old.waiting)
@@ -469,7 +467,7 @@ def test_a_task_that_is_moved_twice_is_there_once() -> None:
     assert (step.stands, step.due_us, [*new.waiting]) == ("a", None, ["a"])
 
 
-def test_a_task_is_not_moved_to_where_another_waits_but_to_where_one_runs() -> None:
+def test_a_task_is_moved_unless_another_task_waits_for_its_key_there() -> None:
     old, new = Place(), Place()
     old.unique("a", 50)
     new.unique("b", 5)

@@ -1,4 +1,4 @@
-"""Lines of rated tasks as people and Prometheus are told of them."""
+"""The queues of rate-limited tasks as a table, as JSON and as metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINES = (
 )
 
 
-def test_a_table_tells_of_each_line_who_waits_and_until_when() -> None:
+def test_the_table_shows_the_waiting_tasks_and_the_next_start_of_each_queue() -> None:
     text = shown(LINES, False, datetime.fromtimestamp(NOW_US / 1e6, UTC))
     assert text.splitlines() == [
         "task  key  rate          waiting  next slot  utilisation  held",
@@ -37,7 +37,7 @@ def test_a_table_tells_of_each_line_who_waits_and_until_when() -> None:
     assert later[2] == "3,900 waiting in 1 row(s); there are more: raise --limit"
 
 
-def test_scripts_are_told_times_in_iso_8601_and_none_where_there_is_none() -> None:
+def test_json_has_times_in_iso_8601_or_null() -> None:
     assert LINES[1].as_json() == {
         "task": "api",
         "key": "bob",
@@ -52,13 +52,13 @@ def test_scripts_are_told_times_in_iso_8601_and_none_where_there_is_none() -> No
 
 
 def samples(lines: tuple[RateLine, ...] | None) -> Iterator[tuple[str, str, float]]:
-    """Names, tasks and values of what Prometheus is told of rated tasks."""
+    """Name, task and value of each metric of rate-limited tasks."""
     counts = Counts(rated=["api", "idle"])
     counts.hear({"queues": {}, "rate_starts": {"api": 2}})
     counts.hear({"queues": {}, "rate_starts": {"api": 1, "mail": 4}})
     reading = Reading(Backlog(0, 0), 0.0, 0.1, None, lines)
     poll: Any = SimpleNamespace(reading=lambda: reading)
-    listener: Any = SimpleNamespace(hears=True)
+    listener: Any = SimpleNamespace(is_connected=True)
     for metric in DelayCollector(poll, counts, listener, ["api", "idle"]).collect():
         for sample in metric.samples:
             if sample.name.startswith("celery_delay_rate_"):
@@ -66,7 +66,7 @@ def samples(lines: tuple[RateLine, ...] | None) -> Iterator[tuple[str, str, floa
                 yield name, sample.labels["task_name"], sample.value
 
 
-def test_metrics_add_lines_up_by_task() -> None:
+def test_metrics_add_up_the_queues_of_a_task() -> None:
     told = {(name, task): value for name, task, value in samples(LINES)}
     assert told == {
         **{("waiting", task): n for task, n in (("api", 3907), ("idle", 0), ("mail", 0))},
@@ -76,5 +76,5 @@ def test_metrics_add_lines_up_by_task() -> None:
     }
 
 
-def test_lines_that_are_out_of_reach_are_absent_from_the_metrics() -> None:
+def test_metrics_are_absent_while_the_records_are_unreachable() -> None:
     assert {name for name, *_ in samples(None)} == {"starts_total"}

@@ -1,4 +1,4 @@
-"""Which broker's management API is believed, and which policy is in force for a queue."""
+"""The management API: that it belongs to our broker, and the policy in force for a queue."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ class Answer(io.BytesIO):
     headers: dict[str, str] = {}  # noqa: RUF012 - as a response of urllib has them
 
 
-def test_an_api_that_was_away_is_asked_again_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another broker may have its port."""
+def test_after_an_outage_the_api_must_prove_again_that_it_is_our_brokers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another broker may listen on its port by now."""
     answers: list[OSError | Answer] = [
         OSError("timed out"),
         Answer(b'{"cluster_name": "rabbit@other"}'),
@@ -47,12 +49,12 @@ def test_the_matching_policy_of_highest_priority_is_in_force() -> None:
     assert applied_policy(policies, "jobs", "quorum_queues") == ("", {})
 
 
-def test_a_policy_for_other_kinds_is_not() -> None:
+def test_a_policy_for_other_types_is_not_in_force() -> None:
     policies = [policy("x", ".*", **{"apply-to": "exchanges"})]
     policies += [policy("c", ".*", **{"apply-to": "classic_queues"})]
     assert applied_policy(policies, "delay", "quorum_queues") == ("", {})
     assert applied_policy(policies, "delay", "classic_queues")[0] == "c"
 
 
-def test_a_pattern_that_only_erlang_reads_is_passed_over() -> None:
+def test_a_policy_with_a_pattern_python_cannot_compile_is_ignored() -> None:
     assert applied_policy([policy("odd", "(?|a|b)(")], "delay", "quorum_queues") == ("", {})

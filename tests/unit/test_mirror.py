@@ -1,4 +1,4 @@
-"""The user's bindings, repeated on the delivery exchange or behind a landing queue."""
+"""Mirroring the user's bindings on the delivery exchange or behind a landing queue."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def pending_landings(mirror: Mirror) -> list[str]:
 
 
 def mirrored(mirror: Mirror, queue: str, exchange: str, key: str) -> list[Change]:
-    """What is declared for one binding; see below for what is taken back before it."""
+    """The declarations for one binding, without the unbindings before them."""
     changes = mirror.declarations(Mirrored(queue, exchange, key))
     return [change for change in changes if not isinstance(change, Unbinding)]
 
 
-# ---- what becomes of a binding -------------------------------------------------------------
+# ---- mirrored bindings ---------------------------------------------------------------------
 
 
-def test_a_landing_queue_that_is_needed_no_more_gets_no_copies(mirror: Mirror) -> None:
-    """The queue may have rejected before somebody deleted it by hand and declared it anew."""
+def test_a_landing_queue_that_is_no_longer_needed_is_unbound(mirror: Mirror) -> None:
+    """The queue may have had an overflow policy before a user deleted and declared it again."""
     unbinding, binding = mirror.declarations(Mirrored("q", "", "q"))
     assert unbinding == Unbinding(DELIVERY, TOPOLOGY.queue_landing_queue("q"), "*.*.%.q")
     assert binding == Binding(DELIVERY, "q", "*.*.%.q")
@@ -66,7 +66,7 @@ def test_a_landing_queue_that_is_needed_no_more_gets_no_copies(mirror: Mirror) -
         ("topic", "news.eu", "100%", "*.*.%news%2Eeu.100%25"),
     ],
 )
-def test_a_binding_is_repeated_on_the_delivery_exchange(
+def test_a_binding_is_mirrored_on_the_delivery_exchange(
     mirror: Mirror, kind: str, exchange: str, key: str, pattern: str
 ) -> None:
     mirror.exchange_declared(exchange, kind, None)
@@ -76,13 +76,13 @@ def test_a_binding_is_repeated_on_the_delivery_exchange(
 
 
 @pytest.mark.parametrize("kind", ["fanout", "headers", "x-random"])
-def test_bindings_of_other_types_are_not_repeated(mirror: Mirror, kind: str) -> None:
+def test_bindings_to_other_exchange_types_are_not_mirrored(mirror: Mirror, kind: str) -> None:
     mirror.exchange_declared("all", kind, None)
     assert mirrored(mirror, "q", "all", "key") == []
     assert mirror.binding_of(Mirrored("q", "all", "key")) is None
 
 
-def test_a_direct_key_that_does_not_fit_is_bound_by_its_hash(mirror: Mirror) -> None:
+def test_a_direct_key_that_is_too_long_is_bound_by_its_hash(mirror: Mirror) -> None:
     mirror.exchange_declared("jobs", "direct", None)
     [binding] = mirrored(mirror, "q", "jobs", "k" * 255)
     assert isinstance(binding, Binding)
@@ -90,7 +90,7 @@ def test_a_direct_key_that_does_not_fit_is_bound_by_its_hash(mirror: Mirror) -> 
     assert len(binding.routing_key.encode()) <= 255
 
 
-def test_a_topic_pattern_that_does_not_fit_gets_its_exchange_a_landing_queue(
+def test_an_exchange_with_a_too_long_topic_pattern_gets_a_landing_queue(
     mirror: Mirror,
 ) -> None:
     mirror.exchange_declared("news", "topic", None)
@@ -108,7 +108,7 @@ def test_a_queue_that_may_reject_gets_a_landing_queue_in_front(
     landing = TOPOLOGY.queue_landing("full")
     assert [d for d in declared if isinstance(d, Queue)] == [landing]
     behind, in_front = [d for d in declared if isinstance(d, Binding)]
-    # Where the landing queue sends to leads to the queue, and nothing else of the user's does.
+    # Only the queue is bound where the landing queue dead-letters to; no other user's binding is.
     assert behind.destination == "full"
     assert (
         "0.0." + behind.routing_key.removeprefix("*.*.")
@@ -118,12 +118,12 @@ def test_a_queue_that_may_reject_gets_a_landing_queue_in_front(
     assert mirror.binding_of(Mirrored("full", "", "full")) == in_front
 
 
-def test_a_queue_that_drops_its_oldest_needs_none(mirror: Mirror) -> None:
+def test_a_queue_that_drops_its_oldest_message_needs_no_landing_queue(mirror: Mirror) -> None:
     mirror.queue_declared("ring", {"x-overflow": "drop-head"}, short_lived=False)
     assert mirrored(mirror, "ring", "", "ring") == [Binding(DELIVERY, "ring", "*.*.%.ring")]
 
 
-# ---- what is noted -------------------------------------------------------------------------
+# ---- known bindings ------------------------------------------------------------------------
 
 
 def test_a_declared_queue_is_reached_by_its_name(mirror: Mirror) -> None:
@@ -131,12 +131,12 @@ def test_a_declared_queue_is_reached_by_its_name(mirror: Mirror) -> None:
     assert pending(mirror) == [Mirrored("celery", "", "celery")]
 
 
-def test_reply_queues_are_left_alone(mirror: Mirror) -> None:
+def test_reply_queues_are_not_mirrored(mirror: Mirror) -> None:
     mirror.queue_declared("amq.gen-reply", None, short_lived=True)
     assert not mirror.is_pending
 
 
-def test_a_short_lived_queue_that_is_bound_gets_what_it_is_bound_for(mirror: Mirror) -> None:
+def test_a_bound_temporary_queue_is_mirrored(mirror: Mirror) -> None:
     mirror.queue_bound("amq.gen-feed", "news", "sport")
     assert pending(mirror) == [Mirrored("amq.gen-feed", "news", "sport")]
 
@@ -152,7 +152,7 @@ def test_a_short_lived_queue_that_is_bound_gets_what_it_is_bound_for(mirror: Mir
         "1c2d.reply.celery.pidbox",
     ],
 )
-def test_celerys_own_traffic_is_never_mirrored(mirror: Mirror, name: str) -> None:
+def test_celerys_internal_queues_are_not_mirrored(mirror: Mirror, name: str) -> None:
     assert is_internal(name)
     mirror.queue_declared(name, None, short_lived=False)
     mirror.queue_bound(name, "jobs", "key")
@@ -163,7 +163,7 @@ def test_celerys_own_traffic_is_never_mirrored(mirror: Mirror, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["celery", "pidboxes", "my_celeryev", "celeryevents.jobs", ""])
-def test_the_users_own_names_are_not_taken_for_celerys(name: str) -> None:
+def test_similar_names_of_the_users_are_not_internal(name: str) -> None:
     assert not is_internal(name)
 
 
@@ -176,14 +176,14 @@ def test_repeated_declarations_are_mirrored_once(mirror: Mirror) -> None:
     assert len(mirror.known) == 2
 
 
-def test_a_name_seen_to_already_is_not_bound_once_more(mirror: Mirror) -> None:
+def test_a_queue_is_bound_by_its_name_only_once(mirror: Mirror) -> None:
     mirror.queue_bound_once("q")
     assert pending(mirror) == [Mirrored("q", "", "q")]
     mirror.queue_bound_once("q")
     assert not mirror.is_pending
 
 
-def test_an_unbound_binding_is_neither_pending_nor_known(mirror: Mirror) -> None:
+def test_an_unbound_binding_is_forgotten(mirror: Mirror) -> None:
     mirror.queue_bound("q", "jobs", "a")
     mirror.queue_bound("q", "jobs", "b")
     assert mirror.queue_unbound("q", "jobs", "a") == Mirrored("q", "jobs", "a")
@@ -193,7 +193,7 @@ def test_an_unbound_binding_is_neither_pending_nor_known(mirror: Mirror) -> None
     assert pending(mirror) == [Mirrored("q", "jobs", "b")]
 
 
-def test_a_deleted_queue_takes_all_its_bindings_along(mirror: Mirror) -> None:
+def test_the_bindings_of_a_deleted_queue_are_forgotten(mirror: Mirror) -> None:
     mirror.queue_declared("q", {"x-overflow": "reject-publish"}, short_lived=False)
     mirror.queue_bound("q", "jobs", "a")
     mirror.queue_bound("other", "jobs", "a")
@@ -203,7 +203,7 @@ def test_a_deleted_queue_takes_all_its_bindings_along(mirror: Mirror) -> None:
     assert mirrored(mirror, "q", "", "q") == [Binding(DELIVERY, "q", "*.*.%.q")]
 
 
-def test_after_the_broker_lost_all_everything_is_pending_again(mirror: Mirror) -> None:
+def test_after_the_broker_lost_its_data_all_bindings_are_pending_again(mirror: Mirror) -> None:
     mirror.queue_bound("q", "jobs", "a")
     mirror.exchange_bound("source")
     mirror.take_pending()
@@ -214,13 +214,13 @@ def test_after_the_broker_lost_all_everything_is_pending_again(mirror: Mirror) -
 # ---- landing queues ------------------------------------------------------------------------
 
 
-def test_an_exchange_that_another_is_bound_to_gets_a_landing_queue(mirror: Mirror) -> None:
+def test_an_exchange_bound_to_another_exchange_gets_a_landing_queue(mirror: Mirror) -> None:
     mirror.exchange_bound("source")
     mirror.exchange_bound("source")
     assert pending_landings(mirror) == ["source"]
 
 
-def test_an_exchange_with_an_alternate_gets_a_landing_queue(mirror: Mirror) -> None:
+def test_an_exchange_with_an_alternate_exchange_gets_a_landing_queue(mirror: Mirror) -> None:
     mirror.exchange_declared("plain", "direct", {"x-other": 1})
     mirror.exchange_declared("careful", "direct", {"alternate-exchange": "lost"})
     assert pending_landings(mirror) == ["careful"]
@@ -243,7 +243,7 @@ def test_a_landing_queue_is_declared_before_it_is_bound() -> None:
     assert (binding.source, binding.destination) == (DELIVERY, TOPOLOGY.landing_queue("news"))
 
 
-def test_who_has_to_land_learns_it_from_a_mark_declared_last() -> None:
+def test_the_marker_of_a_landing_exchange_is_declared_last() -> None:
     *landing, mark = marked_landing(TOPOLOGY, "news.eu")
     assert landing == list(landing_declarations(TOPOLOGY, "news.eu"))
     assert mark == Exchange("celery_delay.v1.2x125ms.f15.quorum.lands.news%2Eeu", "fanout")
@@ -261,7 +261,7 @@ def test_who_has_to_land_learns_it_from_a_mark_declared_last() -> None:
         ("topic", "#", "", True),
     ],
 )
-def test_a_message_is_reached_by_the_bindings_seen_here(
+def test_reaches_tells_if_a_known_binding_matches_a_message(
     mirror: Mirror, kind: str, bound: str, routing_key: str, reached: bool
 ) -> None:
     mirror.exchange_declared("jobs", kind, None)
@@ -273,7 +273,7 @@ def test_a_message_is_reached_by_the_bindings_seen_here(
     assert not mirror.reaches("jobs", routing_key)
 
 
-def test_a_queue_is_a_stranger_until_its_arguments_are_seen(mirror: Mirror) -> None:
+def test_a_queue_is_unknown_until_its_arguments_are_known(mirror: Mirror) -> None:
     mirror.queue_bound("q", "jobs", "a")
     assert "q" not in mirror.rejects
     mirror.rejects["q"] = True

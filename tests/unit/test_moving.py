@@ -1,4 +1,4 @@
-"""The one loop that moves: a message leaves its place only after the other place has it."""
+"""Moving messages between brokers: a message is deleted only after the other broker has it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def a_message(task_id: str, more: dict[str, Any] | None = None, **options: Any) 
 
 
 class Place(Source):
-    """Holds messages; both ends write down what happens."""
+    """A source with *messages*; source and destination write to *log*."""
 
     name = "somewhere"
 
@@ -63,7 +63,7 @@ class Place(Source):
 
 
 class Other:
-    """Takes in what is not named in *refuses*."""
+    """A destination that takes every message but those whose ids are in *refuses*."""
 
     name = "elsewhere"
 
@@ -109,14 +109,14 @@ def moved(place: Place, other: Other, *, stop_after: int = 99) -> Account:
     return account
 
 
-def test_a_message_is_gone_only_after_it_is_there() -> None:
+def test_a_message_is_deleted_only_after_it_was_taken_in() -> None:
     log: list[str] = []
     account = moved(Place(a_message("one"), a_message("two"), log=log), Other(log))
     assert log == ["one in", "one gone", "two in", "two gone", "closed"]
     assert (account.moved, account.doubtful) == (2, [])
 
 
-def test_what_cannot_be_moved_stays() -> None:
+def test_a_message_that_cannot_be_moved_stays() -> None:
     log: list[str] = []
     place = Place(a_message("far"), Stays("no"), Stays("not late", should=False), Void(), log=log)
     account = moved(place, Other(log, "far"))
@@ -125,14 +125,14 @@ def test_what_cannot_be_moved_stays() -> None:
     assert (account.moved, account.stays, account.void) == (0, 1, 1)
 
 
-def test_it_ends_after_the_present_message() -> None:
+def test_stopping_finishes_the_present_message() -> None:
     log: list[str] = []
     place = Place(a_message("one"), a_message("two"), log=log)
     assert moved(place, Other(log), stop_after=1).moved == 1
     assert log == ["one in", "one gone", "closed"]
 
 
-def test_an_error_of_the_broker_leaves_the_message_where_it_is() -> None:
+def test_an_error_of_the_destination_leaves_the_message_in_its_source() -> None:
     log: list[str] = []
 
     class Broken(Other):
@@ -144,7 +144,7 @@ def test_an_error_of_the_broker_leaves_the_message_where_it_is() -> None:
     assert log == ["closed"]
 
 
-def test_what_may_run_twice_is_named() -> None:
+def test_tasks_that_may_run_twice_are_reported() -> None:
     log: list[str] = []
     account = moved(Place(a_message("one", again=True), a_message("two"), log=log), Other(log))
     assert (account.doubtful, account.moved) == (["one"], 2)
@@ -183,30 +183,30 @@ def moved_with_records(one: Records, other: Records | None) -> tuple[list[str], 
     return log, moved(place, elsewhere)
 
 
-def test_the_record_of_a_key_goes_before_its_message_is_gone() -> None:
+def test_a_keys_record_is_deleted_before_its_message() -> None:
     records = Records(**{MARK.name: Record(id="one", due_us=5)})
     log, _ = moved_with_records(records, None)
     assert log == ["one in", "one gone", "closed"]
     assert records.by_name == {}
 
 
-def test_a_task_stays_while_another_attempt_runs_under_its_key() -> None:
+def test_a_task_stays_while_another_attempt_runs_with_its_key() -> None:
     run = Run("zero", "token", lease_us=200)
     records = Records(**{MARK.name: Record(id="one", due_us=5, run=run)})
     log, account = moved_with_records(records, None)
     assert (log, account.moved) == (["closed"], 0)
-    assert "runs under its key" in next(iter(account.refused))
+    assert "a task with its key is running" in next(iter(account.refused))
 
 
-def test_what_both_places_know_alike_stays_as_it_is() -> None:
-    """Two names of one Redis: a record that let go there would be gone here."""
+def test_a_record_that_both_brokers_share_stays() -> None:
+    """Two URLs may name one Redis: deleting the record there would delete it here."""
     records = Records(**{MARK.name: Record(id="one", due_us=5)})
     log, _ = moved_with_records(records, records)
     assert log == ["one in", "one gone", "closed"]
     assert records.by_name == {MARK.name: Record(id="one", due_us=5)}
 
 
-def test_reasons_are_told_up_to_a_number() -> None:
+def test_the_account_keeps_a_limited_number_of_reasons_and_ids() -> None:
     account = Account("somewhere", 0)
     for number in range(100):
         account.refuse(f"reason {number}")
@@ -214,7 +214,7 @@ def test_reasons_are_told_up_to_a_number() -> None:
     assert account.refused.total() == 100
 
 
-def test_a_message_has_the_same_delivery_id_when_it_is_found_again() -> None:
+def test_the_derived_delivery_id_of_a_message_is_stable() -> None:
     headers = {"task": "shop.remind", "id": "order-7", "eta": "2026-11-20T10:00:00+00:00"}
     same = derived_id(headers, {}, b"[]", "shop", "orders")
     assert same == derived_id(dict(headers), {}, b"[]", "shop", "orders")
@@ -230,12 +230,12 @@ def test_a_message_has_the_same_delivery_id_when_it_is_found_again() -> None:
     assert len({same, *others}) == 5
 
 
-def test_a_message_without_the_id_of_a_task_may_be_meant_several_times() -> None:
+def test_a_message_without_a_task_id_has_no_derived_delivery_id() -> None:
     assert derived_id({}, {}, b"tick", "", "clock") is None
 
 
 @pytest.mark.parametrize("encoding", ["base64", None])
-def test_an_envelope_of_kombus_is_the_message_it_was_made_of(encoding: str | None) -> None:
+def test_a_kombu_envelope_is_read_back_into_its_message(encoding: str | None) -> None:
     body = "[[], {}, {}]"
     properties = {
         "correlation_id": "order-7",

@@ -1,4 +1,4 @@
-"""On pgmq the broker itself delays; what reaches it is told for how long. No server is asked."""
+"""pgmq delays messages itself: the delay that each message is sent with. No server is needed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def eta_in(seconds: float) -> str:
 
 
 def sent(**headers: Any) -> dict[str, Any]:
-    """What kombu hands to pgmq's ``send`` for a message with these headers."""
+    """The arguments that kombu passes to pgmq's ``send`` for a message with these headers."""
     made = object.__new__(pgmq.Channel)
     message = {"headers": headers, "properties": {"priority": 0}}
     found: dict[str, Any] = made._pgmq_send_kwargs(message)
@@ -41,21 +41,21 @@ def test_a_delay_is_rounded_up_to_whole_seconds(seconds: float, delay: int) -> N
     assert sent(eta=eta_in(seconds))["delay"] == delay
 
 
-def test_what_is_due_or_not_delayed_is_sent_at_once() -> None:
+def test_a_message_that_is_due_or_has_no_eta_has_no_delay() -> None:
     assert "delay" not in sent(eta=eta_in(-5))
     assert "delay" not in sent(task="shop.remind")
 
 
-def test_a_second_attempt_is_not_delayed_by_what_was_left_at_the_first() -> None:
+def test_a_second_attempt_computes_its_delay_again() -> None:
     made = object.__new__(pgmq.Channel)
     message = {"headers": {"eta": eta_in(60)}, "properties": {"priority": 0}}
     assert made._pgmq_send_kwargs(message)["delay"] == 60
-    message["headers"]["eta"] = eta_in(-1)  # as if the first had taken so long
+    message["headers"]["eta"] = eta_in(-1)  # as if the first call had taken this long
     assert "delay" not in made._pgmq_send_kwargs(message)
 
 
-def test_a_connection_delays_if_it_is_asked_to() -> None:
-    """By the option of the connection; beside records its messages carry our header."""
+def test_the_option_chooses_the_channel_class() -> None:
+    """With records, messages carry our header."""
     chosen = {}
     for records in (None, "redis://localhost"):
         transport = object.__new__(pgmq.Transport)

@@ -1,4 +1,4 @@
-"""The pictures in the docs are drawn from the plan of the levels and by the arithmetic of rates."""
+"""The pictures in the docs are drawn from the real plan of the levels and the real rate limiter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.documents import ROOT
 
 @pytest.fixture
 def drawing(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
-    """A module of docs/_ext."""
+    """A drawing module of docs/_ext."""
     monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
     return import_module(request.param)
 
@@ -26,7 +26,7 @@ levels = pytest.mark.parametrize("drawing", ["level_pictures"], indirect=True)
 
 @levels
 def test_every_binding_and_every_dead_lettering_is_an_arrow(drawing: Any) -> None:
-    """Three levels of a second, none fused, and one queue bound to a topic exchange."""
+    """Three delay levels of one second, not fused, and one queue bound to a topic exchange."""
     topology = Topology(DelaySettings(levels=3, resolution=1, fused_bits=0))
     pattern = topology.delivery_pattern("%shop.emails.#")
     emails = [Queue("emails"), Binding(topology.delivery_exchange, "emails", pattern)]
@@ -57,7 +57,7 @@ def test_the_path_of_a_message_has_all_its_waits(
 
 
 @pytest.mark.parametrize("drawing", ["line_pictures"], indirect=True)
-def test_every_task_starts_in_its_turn_and_none_while_the_line_is_held(drawing: Any) -> None:
+def test_tasks_in_the_picture_start_at_the_rate_and_none_during_the_pause(drawing: Any) -> None:
     rate = Rate("4/s", burst=3)
     tasks, held_from, held_until = drawing.spread(rate)
     starts = [at for _, at in tasks]

@@ -1,4 +1,4 @@
-"""A template stands in only where nobody else is on a task's way: what is proved, and by what."""
+"""``bulk()`` uses templates only if no hook, wrapper or override sees the publish of a task."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_app(app: Celery | None = None, **task_options: Any) -> Celery:
 
     @app.task(name="shop.remind", shared=False, **task_options)
     def remind() -> None:
-        """Never run here."""
+        """This task is never run."""
 
     app.finalize()
     return app
@@ -47,7 +47,7 @@ def hooks_of(app: Celery) -> tuple[Any, ...]:
 
 
 def wrapped(function: Any) -> Any:
-    """As an APM wraps: name, qualified name, module and attributes are the original's."""
+    """*function* wrapped as by an APM: with the name, module and attributes of the original."""
 
     @functools.wraps(function)
     def watching(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ def wrapped_by_wrapt(function: Any) -> Any:
     return wrapt.FunctionWrapper(function, watching)
 
 
-def test_nobody_sees_the_tasks_of_a_plain_app() -> None:
+def test_a_plain_app_has_no_customization() -> None:
     assert witness_in(make_app()) == ""
 
 
@@ -90,10 +90,10 @@ def test_nobody_sees_the_tasks_of_a_plain_app() -> None:
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_what_is_wrapped_in_a_class_is_named_by_its_true_name(
+def test_a_wrapped_method_of_a_class_is_found_and_named(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str, wrap: Callable[[Any], Any]
 ) -> None:
-    """Also what was there before the app, or this package; what comes later is seen at once."""
+    """A wrapper is found if it is older than the app, and if it comes later."""
     app = make_app()
     before = hooks_of(app)
     monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
@@ -107,7 +107,9 @@ def test_what_is_wrapped_in_a_class_is_named_by_its_true_name(
 
 @pytest.mark.parametrize("wrap", [wrapped, wrapped_by_wrapt])
 @pytest.mark.parametrize("owner", ["task", "app", "amqp"])
-def test_what_is_wrapped_in_an_object_is_named(owner: str, wrap: Callable[[Any], Any]) -> None:
+def test_a_wrapped_method_of_an_object_is_found_and_named(
+    owner: str, wrap: Callable[[Any], Any]
+) -> None:
     app = make_app()
     found, name = {
         "task": (app.tasks["shop.remind"], "apply_async"),
@@ -120,14 +122,14 @@ def test_what_is_wrapped_in_an_object_is_named(owner: str, wrap: Callable[[Any],
     assert not same(hooks_of(app), before)
 
 
-def test_what_an_app_had_before_it_was_installed_is_named() -> None:
+def test_a_method_wrapped_before_install_is_found_and_named() -> None:
     app = Celery("shop", broker="memory://", set_as_current=False)
     app.send_task = wrapped(app.send_task)
     assert "wrapped.<locals>.watching" in witness_in(make_app(app))
 
 
 @pytest.mark.parametrize("wrap", [wrapped, wrapped_by_wrapt])
-def test_another_way_to_make_messages_is_named(wrap: Callable[[Any], Any]) -> None:
+def test_a_replaced_task_protocol_is_found_and_named(wrap: Callable[[Any], Any]) -> None:
     app = make_app()
     app.amqp.task_protocols[2] = wrap(app.amqp.task_protocols[2])
     assert f"{wrap.__name__}.<locals>.watching stands for AMQP.as_task_v2" in witness_in(app)
@@ -153,7 +155,7 @@ Namesake = type("Task", (OwnTask,), {"__module__": "celery.app.task"})
 
 
 class LaterTask(OwnTask):
-    """Overrides nothing itself."""
+    """A subclass that overrides nothing."""
 
 
 class ComputedTask(celery.Task):
@@ -195,7 +197,7 @@ class ComputedTask(celery.Task):
         "task_send_sent_event",
     ],
 )
-def test_what_an_app_or_a_task_does_itself_is_named(
+def test_an_override_of_the_users_own_is_found_and_named(
     options: dict[str, Any], task_options: dict[str, Any], named: str
 ) -> None:
     options = dict(options)
@@ -206,7 +208,7 @@ def test_what_an_app_or_a_task_does_itself_is_named(
     assert named in witness_in(make_app(app, **task_options))
 
 
-def test_a_route_of_another_class_is_named() -> None:
+def test_a_router_of_another_class_is_found() -> None:
     class Route(MapRoute):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return super().__call__(*args, **kwargs)
@@ -216,7 +218,7 @@ def test_a_route_of_another_class_is_named() -> None:
     assert "Route is a router" in witness_in(make_app(app))
 
 
-def test_a_backend_that_sees_each_task_is_named() -> None:
+def test_a_backend_that_is_called_for_each_task_is_found() -> None:
     class Backend(DisabledBackend):
         def on_task_call(self, *args: Any) -> None:
             """Counts."""
@@ -227,7 +229,7 @@ def test_a_backend_that_sees_each_task_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["before_task_publish", "after_task_publish", "task_sent"])
-def test_a_receiver_is_seen_at_once(name: str) -> None:
+def test_a_signal_receiver_is_found_at_once(name: str) -> None:
     app, signal = make_app(), getattr(signals, name)
     before = hooks_of(app)
 
@@ -244,7 +246,7 @@ def test_a_receiver_is_seen_at_once(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["send_task", "_connection"])
-def test_what_a_class_is_given_after_install_is_called(
+def test_a_method_replaced_after_install_is_called(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """An APM may start later than the app."""

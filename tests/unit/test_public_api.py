@@ -1,4 +1,4 @@
-"""The public names with their signatures, so that changing one is a decision.
+"""The public names with their signatures, frozen in golden files.
 
 ``python -m tests.unit.test_public_api`` writes the golden files; the difference is what users will
 have to know of, and belongs in the changelog.
@@ -89,7 +89,7 @@ def public_name(name: str) -> bool:
 
 
 def signature(function: Any) -> str:
-    """Parameters and result as the source has them, the same in every Python."""
+    """The signature as it stands in the source, the same in every Python version."""
     found = inspect.signature(function)
     parameters = [
         parameter.replace(
@@ -114,7 +114,7 @@ def unquoted(annotation: Any) -> Any:
 
 
 def plain(default: Any) -> Any:
-    """An object without a value that can be written is an ellipsis."""
+    """*default*, or an ellipsis if its repr has an address."""
     return Unquoted("...") if " object at 0x" in repr(default) else default
 
 

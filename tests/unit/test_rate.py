@@ -1,4 +1,4 @@
-"""Rates: what they mean, whose line a task stands in, and what is refused."""
+"""Rates: their arithmetic, the key of a task, and the values that are refused."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def call_api(tenant: str, number: int = 0, *, region: str = "eu", **more: Any) -
         ("50/10s", 50, 10_000_000),
     ],
 )
-def test_slots_are_a_little_further_apart_than_asked_for(
+def test_the_spacing_of_starts_has_a_margin_of_one_percent(
     limit: str, count: int, period_us: int
 ) -> None:
-    """So that a start may be late, and the next one in time, and the promise still holds."""
+    """If a start is late and the next one on time, the limit still holds."""
     rate = Rate(limit)
     assert (rate.count, rate.period_us) == (count, period_us)
     surplus_us = rate.spacing_us * count - period_us
@@ -57,7 +57,7 @@ def test_slots_are_a_little_further_apart_than_asked_for(
         lambda: DelaySettings(rates="1/s"),  # type: ignore[arg-type]
     ],
 )
-def test_what_is_no_rate_is_refused(make: Callable[[], object]) -> None:
+def test_an_invalid_rate_is_refused(make: Callable[[], object]) -> None:
     with pytest.raises(SettingsError, match="expected"):
         make()
 
@@ -83,7 +83,7 @@ def test_what_is_no_rate_is_refused(make: Callable[[], object]) -> None:
         ("tenant", ["x" * 1000], {}, "x" * 200),
     ],
 )
-def test_whose_line_a_task_stands_in(
+def test_the_key_of_a_task(
     key: Any, args: list[Any], kwargs: dict[str, Any], found: str | None
 ) -> None:
     rate = Rate("1/s", key=key)
@@ -92,7 +92,7 @@ def test_whose_line_a_task_stands_in(
 
 @pytest.mark.parametrize("found", [object(), ("ada", "bob"), 1.5, b"ada"])
 def test_a_key_callable_returns_str_int_or_bool(found: object) -> None:
-    """The text of an object may be another for each task, and then nothing would be limited."""
+    """The text of an object may differ for each task. Then no task would be limited."""
     rate = Rate("1/s", key=lambda args, kwargs, headers: found)
     with pytest.raises(ValueError, match="key callable to return str, int, bool or None, got "):
         rate.key_of([], {}, {})
@@ -105,8 +105,8 @@ def test_a_key_that_cannot_be_encoded_is_refused() -> None:
     assert rate.key_of([], {"tenant": ["\ud800"]}, {}) == "['\\ud800']"
 
 
-def test_rates_of_the_settings() -> None:
-    """Equal ones are equal, however they were written, for connections are kept by them."""
+def test_rates_in_the_settings_are_normalized() -> None:
+    """Equal rates compare equal however they are written: connections are pooled by settings."""
     settings = DelaySettings(rates={"b": "1/s", "a": {"limit": "100/m", "key": "tenant"}})
     assert settings.rate_by_task == {"a": Rate("100/m", key="tenant"), "b": Rate("1/s")}
     assert settings == DelaySettings(rates={"a": Rate("100/m", key="tenant"), "b": Rate("1/s")})
@@ -125,18 +125,18 @@ def test_rates_of_the_settings() -> None:
         ("Wed, 31 Dec 2025 00:01:30 GMT", 0.0),
     ],
 )
-def test_when_a_task_that_was_turned_away_may_come_again(when: Any, seconds: float) -> None:
+def test_the_seconds_of_retry_after(when: Any, seconds: float) -> None:
     assert RetryAfter(when).seconds(datetime(2026, 1, 1, tzinfo=UTC)) == seconds
 
 
 @pytest.mark.parametrize("when", [None, "soon", "", [], float("nan"), float("inf"), 10**400])
-def test_a_time_that_is_none_is_refused_where_it_is_raised(when: Any) -> None:
+def test_retry_after_refuses_an_invalid_time(when: Any) -> None:
     expected = r"expected RetryAfter\(…\) of seconds, or of an HTTP server's Retry-After"
     with pytest.raises(InvalidDueTime, match=expected) as raised:
         RetryAfter(when)
     assert str(raised.value).endswith(f"got {when!r}")
 
 
-def test_a_task_pickles_what_it_was_turned_away_with() -> None:
+def test_retry_after_survives_pickling() -> None:
     again = pickle.loads(pickle.dumps(RetryAfter("Thu, 01 Jan 2026 00:01:30 GMT")))
     assert again.seconds(datetime(2026, 1, 1, tzinfo=UTC)) == 90.0

@@ -1,4 +1,4 @@
-"""A line by itself: its promise, its use and its order, in a world of messages and workers."""
+"""The queue of a rate: its limit, utilisation and order, simulated with messages and workers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ EVENTS = ["send", "send", "run", "redeliver", "forget", "hold", "outage", "lose"
 
 @dataclass
 class World:
-    """Messages that ask a line whenever they are at a worker, until each has started."""
+    """A simulation: each message asks the rate's queue whenever a worker has it."""
 
     rate: Rate
     random: Random
     late_us: int = 0
-    """One message in twenty comes back up to so much late, the others up to a hundredth."""
+    """The largest lateness of one message in twenty; all others have a hundredth of it."""
     start_us: int = 0
-    """A task starts up to so much after its gate."""
+    """The longest time from the gate to the start of the task."""
     line: Line = field(default_factory=Line)
     now_us: int = NOON_US
     starts: list[int] = field(default_factory=list)
@@ -80,7 +80,7 @@ class World:
 
     @property
     def utilisation(self) -> float:
-        """Starts over what the rate allows from first to last, but for what is late at the end."""
+        """The share of the allowed starts that was used, from the first start to the last."""
         span_us = max(self.starts) - min(self.starts) - self.rate.catch_up_us
         return (len(self.starts) - 1) * self.rate.period_us / (span_us * self.rate.count)
 
@@ -93,7 +93,7 @@ class World:
 def test_no_window_has_more_starts_than_the_rate_allows(
     rate: Rate, seed: int, data: st.DataObject
 ) -> None:
-    """Whatever is late, redelivered, out of order, lost or held, and for however long."""
+    """Messages may be late, redelivered, out of order, lost or held back for any time."""
     random = Random(seed)
     world = World(
         rate,
@@ -130,7 +130,7 @@ def test_no_window_has_more_starts_than_the_rate_allows(
 @settings(max_examples=30)
 @given(rate=RATES, seed=st.integers(0, 2**32), outage=st.booleans())
 def test_a_backlog_uses_what_the_rate_allows(rate: Rate, seed: int, outage: bool) -> None:
-    """98 % of it, although messages come late and their workers were away for a while."""
+    """At least 98 % are used, although messages come late and workers are down for a while."""
     margin_us = rate.window_us - rate.period_us
     late_us = min(rate.period_us // 8, rate.catch_up_us // 2)
     world = World(rate, Random(seed), late_us=late_us, start_us=margin_us)
@@ -149,7 +149,7 @@ def test_a_backlog_uses_what_the_rate_allows(rate: Rate, seed: int, outage: bool
 
 
 @given(rate=RATES, number=st.integers(2, 200))
-def test_a_line_is_served_in_the_order_of_its_places(rate: Rate, number: int) -> None:
+def test_tasks_start_in_the_order_of_their_places(rate: Rate, number: int) -> None:
     world = World(rate, Random(1))
     for message in range(number):
         world.send(message, NOON_US)
@@ -158,7 +158,7 @@ def test_a_line_is_served_in_the_order_of_its_places(rate: Rate, number: int) ->
     assert world.asked <= 2 * number, "each waits once"
 
 
-def test_a_hold_moves_all_that_wait_and_puts_its_task_in_front() -> None:
+def test_a_hold_delays_all_waiting_tasks_and_puts_its_task_first() -> None:
     world = World(Rate("10/s"), Random(1))
     for message in range(5):
         world.send(message, NOON_US)
@@ -175,7 +175,7 @@ def test_a_hold_moves_all_that_wait_and_puts_its_task_in_front() -> None:
     assert spaced[-1] - spaced[0] <= 6 * world.rate.spacing_us
 
 
-def test_what_waited_for_an_outage_keeps_its_distances() -> None:
+def test_after_an_outage_tasks_keep_their_spacing() -> None:
     world = World(Rate("10/s"), Random(1))
     for message in range(20):
         world.send(message, NOON_US)
@@ -193,16 +193,16 @@ def test_what_waited_for_an_outage_keeps_its_distances() -> None:
     line=st.builds(Line, *[st.integers(0, 2**52)] * 9),
     rate=RATES,
 )
-def test_a_record_is_read_as_it_was_written(line: Line, rate: Rate) -> None:
+def test_a_record_survives_encoding_and_decoding(line: Line, rate: Rate) -> None:
     assert Line.decoded(line.encoded(rate), " ".join(map(str, line.log))) == (line, rate)
 
 
 @pytest.mark.parametrize("text", [None, "", "2 1 2", "nonsense"])
-def test_no_record_is_an_empty_line(text: str | None) -> None:
+def test_a_missing_or_malformed_record_is_an_empty_queue(text: str | None) -> None:
     assert Line.decoded(text) == (Line(), None)
 
 
-def test_what_people_see_of_a_line() -> None:
+def test_the_public_view_of_a_rates_queue() -> None:
     rate = Rate("10/s", burst=2)
     line = Line()
     for number in range(7):

@@ -1,4 +1,4 @@
-"""The gate of rated tasks: what it rules, by what their line says."""
+"""The worker's gate for rate-limited tasks: its ruling by the answer of the rate's queue."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TASKS = {"shop.call_api": SimpleNamespace(run=call_api)}
 
 
 class Lines:
-    """Lines that say *turn*, and remember what they were asked."""
+    """Queues that always answer *turn*, and remember each question."""
 
     def __init__(self, turn: Turn | Exception) -> None:
         self.turn = turn
@@ -87,15 +87,15 @@ def ruled(turn: Turn | Exception, task: Arrival) -> tuple[Ruling | None, Lines]:
     return gate(task), lines
 
 
-def test_it_starts_when_its_line_says_so() -> None:
+def test_a_task_starts_when_the_queue_allows_it() -> None:
     task = arrival()
     ruling, lines = ruled(Turn(), task)
     assert ruling is None
     assert lines.asked == [("shop.call_api", "ada", None)]
 
 
-def test_its_place_is_used_up_by_its_start() -> None:
-    """A retry is another attempt, and stands in line anew."""
+def test_the_place_header_is_removed_at_the_start() -> None:
+    """A retry is another attempt and gets a new place."""
     task = arrival(**{PLACE: "123 ada"})
     ruling, lines = ruled(Turn(), task)
     assert ruling is None
@@ -104,18 +104,18 @@ def test_its_place_is_used_up_by_its_start() -> None:
 
 
 @pytest.mark.parametrize("place", ["123 bob", "123", "x ada", ""])
-def test_a_place_in_another_line_counts_nothing(place: str) -> None:
+def test_a_place_in_another_queue_is_ignored(place: str) -> None:
     assert ruled(Turn(), arrival(**{PLACE: place}))[1].asked == [("shop.call_api", "ada", None)]
 
 
-def test_a_turn_far_away_is_waited_for_in_the_broker() -> None:
-    """It comes back a little before."""
+def test_a_task_with_a_long_wait_waits_in_the_broker() -> None:
+    """It comes back a little before its start."""
     ruling, _ = ruled(Turn(5_000_000, 123), arrival())
     again = AskAgain(5.0, beside_prefetch=True, from_here=True)
     assert ruling == WaitUntil(NOW_US + 4_900_000, None, again, {PLACE: "123 ada"})
 
 
-def test_a_turn_beyond_the_longest_delay_is_waited_for_in_parts() -> None:
+def test_a_wait_beyond_the_longest_delay_is_split() -> None:
     gate = Rated(DelaySettings(rates=RATES, levels=4), TASKS)
     gate.lines = Lines(Turn(3_600_000_000, 123))
     ruling = gate(arrival())
@@ -123,7 +123,7 @@ def test_a_turn_beyond_the_longest_delay_is_waited_for_in_parts() -> None:
     assert 1_000_000 < ruling.due_us - NOW_US < 1_875_000
 
 
-def test_a_turn_that_is_near_is_waited_for_here() -> None:
+def test_a_task_with_a_short_wait_waits_in_the_worker() -> None:
     task = arrival()
     ruling, _ = ruled(Turn(150_000, 123), task)
     assert ruling == AskAgain(0.15, beside_prefetch=True, from_here=True)
@@ -131,13 +131,13 @@ def test_a_turn_that_is_near_is_waited_for_here() -> None:
 
 
 @pytest.mark.parametrize("lines", [None, Lines(RecordsUnavailable("away"))])
-def test_it_never_runs_unlimited_while_its_line_is_away(lines: Lines | None) -> None:
+def test_a_task_waits_while_the_records_are_unreachable(lines: Lines | None) -> None:
     gate = Rated(SETTINGS, TASKS)
     gate.lines = lines
     assert gate(arrival()) == WaitUntil(NOW_US + AWAY_US, otherwise=AskAgain(5.0))
 
 
-def test_others_are_not_asked_about() -> None:
+def test_tasks_without_a_rate_ask_no_queue() -> None:
     assert ruled(Turn(), arrival("other"))[1].asked == []
 
 
@@ -148,17 +148,17 @@ THIRD = AskAgain(3 * LOOK_SECONDS, from_here=True)
 
 @pytest.fixture
 def requests() -> Iterator[list[Any]]:
-    """The two requests that the pool is busy with; one that is discarded frees a process."""
+    """Two requests that keep the pool busy; discarding one frees a process."""
     busy = [SimpleNamespaceWithHash() for _ in range(2)]
     state.reserved_requests.update(busy)
     yield busy
     state.reserved_requests.clear()
 
 
-def test_without_a_free_process_it_waits_at_the_door_and_others_behind_it(
+def test_without_a_free_process_a_task_waits_before_its_gate_and_later_ones_behind_it(
     requests: list[Any],
 ) -> None:
-    """Or its gate and its start would drift apart, or it would never have its turn."""
+    """Otherwise much time would pass between its gate and its start, or it would never start."""
     gate = Rated(SETTINGS, TASKS)
     gate.lines = lines = Lines(Turn())
     assert gate(arrival("other", tag=1)) is None
@@ -171,11 +171,11 @@ def test_without_a_free_process_it_waits_at_the_door_and_others_behind_it(
 
 
 def of(tag: int, **more: Any) -> Arrival:
-    """A task with a line of its own."""
+    """A task whose key no other task has."""
     return arrival(tenant=f"tenant-{tag}", tag=tag, **more)
 
 
-def test_those_at_the_door_enter_as_they_came(requests: list[Any]) -> None:
+def test_tasks_before_the_gate_pass_in_their_order(requests: list[Any]) -> None:
     gate = Rated(SETTINGS, TASKS)
     gate.lines = Lines(Turn())
     assert [gate(of(tag)) for tag in (1, 2, 3)] == [AT_DOOR, SECOND, THIRD]
@@ -185,8 +185,8 @@ def test_those_at_the_door_enter_as_they_came(requests: list[Any]) -> None:
     assert [gate(of(tag)) for tag in (3, 2)] == [None, None]
 
 
-def test_one_that_asks_no_more_holds_the_door_against_none(requests: list[Any]) -> None:
-    """Its connection is gone, and the broker delivers it again."""
+def test_a_task_that_asks_no_more_blocks_no_other(requests: list[Any]) -> None:
+    """Its connection was lost, and the broker delivers it again."""
     gate = Rated(SETTINGS, TASKS)
     gate.lines = Lines(Turn())
     assert [gate(of(tag)) for tag in (1, 2)] == [AT_DOOR, SECOND]
@@ -195,19 +195,19 @@ def test_one_that_asks_no_more_holds_the_door_against_none(requests: list[Any]) 
     assert gate(of(2, now_us=NOW_US + 1_800_000)) is None
 
 
-def test_a_newcomer_whose_turn_is_far_does_not_wait_at_the_door(requests: list[Any]) -> None:
+def test_a_new_task_with_a_long_wait_does_not_wait_before_the_gate(requests: list[Any]) -> None:
     gate = Rated(SETTINGS, TASKS)
     gate.lines = Lines(Turn(5_000_000, 123))
     assert isinstance(gate(arrival(tag=1)), WaitUntil)
     assert gate(arrival("other", tag=2)) is None
 
 
-# ---- the order of a line -------------------------------------------------------------------------
+# ---- the order of a queue ------------------------------------------------------------------------
 
 
 @dataclass
 class Here:
-    """A worker that has tasks of one line, and asks its gate as the gate wants to be asked."""
+    """A worker with tasks of one rate's queue, which asks the gate again when the gate wants it."""
 
     gate: Rated
     started: list[int] = field(default_factory=list)
@@ -226,8 +226,8 @@ class Here:
 BEHIND = AskAgain(0.0, beside_prefetch=True, from_here=True)
 
 
-def test_of_the_tasks_of_a_line_only_the_one_with_the_first_place_asks() -> None:
-    """The others wait behind it, and the next one asks when it has started."""
+def test_in_a_worker_only_the_first_task_of_a_queue_asks() -> None:
+    """The next task asks when the first one has started."""
     lines = Lines(Turn(50_000, 10))
     gate = Rated(SETTINGS, TASKS)
     gate.begin(lines)
@@ -245,7 +245,7 @@ def test_of_the_tasks_of_a_line_only_the_one_with_the_first_place_asks() -> None
     assert [asked[2] for asked in lines.asked] == [10, 5, 5, 10, 20, 30]
 
 
-def test_a_newcomer_does_not_start_before_a_task_that_has_a_place_here() -> None:
+def test_a_new_task_does_not_start_before_a_task_with_a_place_in_this_worker() -> None:
     lines = Lines(Turn(50_000, 10))
     gate = Rated(SETTINGS, TASKS)
     gate.begin(lines)
@@ -258,7 +258,7 @@ def test_a_newcomer_does_not_start_before_a_task_that_has_a_place_here() -> None
     assert here.started == [1, 2]
 
 
-def test_one_that_goes_back_into_the_broker_lets_the_next_one_ask() -> None:
+def test_when_a_task_is_put_back_the_next_one_asks() -> None:
     lines = Lines(Turn(50_000, 10))
     gate = Rated(SETTINGS, TASKS)
     gate.begin(lines)
@@ -272,8 +272,8 @@ def test_one_that_goes_back_into_the_broker_lets_the_next_one_ask() -> None:
     assert isinstance(here.asks(2, 20), WaitUntil)
 
 
-def test_those_behind_one_at_the_door_count_as_prefetched(requests: list[Any]) -> None:
-    """Or a worker would take in a whole queue while its processes are busy."""
+def test_tasks_behind_one_before_the_gate_count_as_prefetched(requests: list[Any]) -> None:
+    """Otherwise a worker would take a whole queue while its processes are busy."""
     gate = Rated(SETTINGS, TASKS)
     gate.begin(Lines(Turn()))
     here = Here(gate)
@@ -284,7 +284,7 @@ def test_those_behind_one_at_the_door_count_as_prefetched(requests: list[Any]) -
     assert here.woken == [2]
 
 
-def test_a_new_connection_knows_nothing_of_what_stood_here() -> None:
+def test_a_new_connection_forgets_the_tasks_of_the_old_one() -> None:
     gate = Rated(SETTINGS, TASKS)
     gate.begin(Lines(Turn(50_000, 10)))
     assert Here(gate).asks(1, 10) is not None
@@ -293,15 +293,15 @@ def test_a_new_connection_knows_nothing_of_what_stood_here() -> None:
 
 
 class SimpleNamespaceWithHash:
-    """A request, as far as the set of reserved ones is concerned."""
+    """An object that can be in the set of reserved requests."""
 
 
-def test_a_key_that_is_no_argument_is_refused_at_boot() -> None:
+def test_a_key_that_is_no_argument_of_the_task_is_refused_at_boot() -> None:
     with pytest.raises(SettingsError, match=r"one of its arguments, tenant, number; got 'tenat'"):
         Rated(DelaySettings(rates={"shop.call_api": Rate("1/s", key="tenat")}), TASKS)
 
 
-def test_a_key_that_cannot_be_told_stands_in_the_line_without_one() -> None:
+def test_a_task_whose_key_cannot_be_computed_is_limited_without_a_key() -> None:
     rate = Rate("1/s", key=lambda args, kwargs, headers: 1 / 0)
     gate = Rated(DelaySettings(rates={"shop.call_api": rate}), TASKS)
     gate.lines = lines = Lines(Turn())
@@ -313,14 +313,14 @@ def test_a_key_that_cannot_be_told_stands_in_the_line_without_one() -> None:
     ("tenant", "key", "place"), [("ada", "ada", "77 ada"), ("\ud800", None, "77")]
 )
 @pytest.mark.parametrize("retries_itself", [False, True])
-def test_a_task_that_was_turned_away_is_retried_in_front_of_its_line(
+def test_a_task_that_raises_retry_after_is_retried_first_in_its_queue(
     monkeypatch: pytest.MonkeyPatch,
     retries_itself: bool,
     tenant: str,
     key: str | None,
     place: str,
 ) -> None:
-    """With a key that cannot be told, that is the line of tasks without one."""
+    """If its key cannot be computed, it is in the queue of tasks without a key."""
     app = Celery("shop", broker="memory://", set_as_current=False)
     options = {"autoretry_for": (Exception,)} if retries_itself else {}
 

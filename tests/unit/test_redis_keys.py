@@ -1,4 +1,4 @@
-"""What Redis holds, under which names: frozen, read as it was written; and where its URLs lead."""
+"""Key names, members and entries in Redis, and the URLs of a Redis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def message(tag: str = "tag-1", **headers: Any) -> dict[str, Any]:
 
 
 def test_the_names_of_version_2_are_frozen() -> None:
-    """Messages in production wait under them; to change them, add a version."""
+    """Messages in production wait in these keys. To change a name, add a version."""
     keys = Keys("shop:", "celery_delay")
     assert [keys.due, keys.messages, keys.wake, keys.parked, keys.ids] == [
         "shop:celery_delay.v2.due",
@@ -31,12 +31,12 @@ def test_the_names_of_version_2_are_frozen() -> None:
     assert member_of(message(id="task-1"), "celery") == "task-1:u2yCm81Mnozy"
 
 
-def test_a_hash_tag_in_the_prefix_comes_first() -> None:
-    """Then all keys share the slot of the queues."""
+def test_a_hash_tag_in_the_prefix_stays_first() -> None:
+    """All keys then share the cluster slot of the queues."""
     assert Keys("{queue}:", "d").due.startswith("{queue}:")
 
 
-def test_retries_and_copies_of_one_task_are_told_apart() -> None:
+def test_retries_and_copies_of_a_task_have_different_members() -> None:
     members = {
         member_of(message(tag, id="task-1"), queue) for tag in ("1", "2") for queue in ("a", "b")
     }
@@ -44,11 +44,11 @@ def test_retries_and_copies_of_one_task_are_told_apart() -> None:
     assert all(member.startswith("task-1:") for member in members)
 
 
-def test_the_same_message_has_the_same_member_again() -> None:
+def test_the_same_message_has_the_same_member() -> None:
     assert member_of(message(id="1"), "a") == member_of(message(id="1"), "a")
 
 
-def test_a_message_without_task_id_goes_by_what_it_has() -> None:
+def test_the_member_of_a_message_without_a_task_id() -> None:
     named = message() | {"properties": {"delivery_tag": "tag-1", "correlation_id": "c-1"}}
     assert member_of(named, "a").startswith("c-1:")
     assert member_of(message(), "a").startswith("tag-1:")
@@ -56,7 +56,7 @@ def test_a_message_without_task_id_goes_by_what_it_has() -> None:
 
 
 @given(st.uuids(), st.uuids(), st.text())
-def test_a_member_with_a_uuid_stays_in_its_memory_class(task: Any, tag: Any, queue: str) -> None:
+def test_a_member_with_a_uuid_has_at_most_52_bytes(task: Any, tag: Any, queue: str) -> None:
     assert len(member_of(message(str(tag), id=str(task)), queue)) <= 52
 
 
@@ -72,13 +72,13 @@ names = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
     ),
     names,
 )
-def test_an_entry_opens_to_what_it_was_made_of(destination: Destination, envelope: str) -> None:
+def test_an_entry_survives_encoding_and_decoding(destination: Destination, envelope: str) -> None:
     opened = opened_entry(entry_of(destination, envelope))
     assert opened == (destination, envelope.encode())
 
 
 def test_the_entry_of_version_1_is_frozen() -> None:
-    """Redis holds them in production, and Lua reads them."""
+    """Redis holds such entries in production, and Lua scripts read them."""
     assert entry_of(Destination(("jobs",)), '{"a": 1}') == b'push 0 4\njobs{"a": 1}'
     expiring = Destination(("jobs\x06\x163", "jöbs"), ttl_ms=500)
     assert entry_of(expiring, "{}") == b"push 500 7 5\njobs\x06\x163j\xc3\xb6bs{}"
@@ -98,6 +98,6 @@ def test_the_entry_of_version_1_is_frozen() -> None:
         ("redis://:secret@host:6380/2", {"host": "host", "port": 6380, "db": 2}),
     ],
 )
-def test_a_url_leads_where_kombu_says(url: str, expected: dict[str, object]) -> None:
+def test_redis_py_connects_where_kombu_does(url: str, expected: dict[str, object]) -> None:
     options = ConnectionPool.from_url(redis_py_url(url)).connection_kwargs
     assert expected.items() <= options.items()

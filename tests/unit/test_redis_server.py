@@ -1,4 +1,4 @@
-"""Which servers can hold delayed messages, and which may lose them."""
+"""Checks of a Redis server: can it hold delayed messages, and may it lose them?"""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def server(**info: Any) -> Server:
     return Server.from_info(INFO | info)
 
 
-def test_a_server_as_it_should_be() -> None:
+def test_a_good_server_has_no_findings() -> None:
     found = server()
     check_server(found, prefix="")
     assert str(found) == "Redis 7.0.15"
     assert kept(found) == []
 
 
-def test_valkey_tells_its_own_name_and_the_version_it_is_compatible_with() -> None:
+def test_valkey_is_named_with_its_redis_version() -> None:
     found = server(redis_version="7.2.4", valkey_version="9.1.2")
     check_server(found, prefix="")
     assert str(found) == "Valkey 7.2.4"
 
 
 @pytest.mark.parametrize("version", ["5.0.14", "6.0.16", "6.1.9"])
-def test_an_old_server_is_refused_with_a_way_out(version: str) -> None:
+def test_an_old_server_is_refused_with_the_remedy(version: str) -> None:
     with pytest.raises(UnsupportedBroker) as refused:
         check_server(server(redis_version=version), prefix="")
     assert str(refused.value) == (
@@ -57,12 +57,12 @@ def test_an_old_server_is_refused_with_a_way_out(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["6.2.0", "6.2.14", "7.2.4", "8.0.1", "255.255.255"])
-def test_newer_servers_are_taken(version: str) -> None:
+def test_newer_servers_are_accepted(version: str) -> None:
     check_server(server(redis_version=version), prefix="")
 
 
-def test_a_server_that_tells_nothing_is_taken() -> None:
-    """Proxies have no INFO, and a strict ACL forbids it."""
+def test_a_server_without_info_is_accepted() -> None:
+    """Proxies have no INFO, and an ACL may forbid it."""
     check_server(Server.from_info({}), prefix="")
     (finding,) = kept(Server())
     assert finding.level == UNCHECKED
@@ -85,14 +85,16 @@ def test_a_cluster_is_refused_unless_all_keys_share_a_slot(info: dict[str, Any])
         ({"aof_enabled": 0}, WRONG, "appendonly is no"),
     ],
 )
-def test_what_may_lose_messages_is_said(info: dict[str, Any], level: str, problem: str) -> None:
+def test_settings_that_may_lose_messages_are_found(
+    info: dict[str, Any], level: str, problem: str
+) -> None:
     (finding,) = kept(server(**info))
     assert finding.problem.startswith(problem)
     assert finding.level == level
 
 
-def test_what_has_a_ttl_is_lost_to_volatile_policies_as_well() -> None:
-    """The records of a fence, and what is marked as cancelled in records."""
+def test_keys_with_a_ttl_may_be_evicted_by_volatile_policies() -> None:
+    """Records of fenced runs and marks of cancelled tasks have a TTL."""
     (finding,) = kept(server(maxmemory_policy="volatile-lru"), has_ttls=True)
     assert finding.level == WRONG
 
@@ -108,7 +110,7 @@ def test_a_hosted_server_that_cannot_be_configured_is_given_advice_only() -> Non
     ("ahead_seconds", "said"),
     [(0, None), (-1, None), (1, None), (1.5, "1.5 s ahead of"), (-72.25, "1 min 12 s behind")],
 )
-def test_clocks_that_differ_are_said_when_it_matters(
+def test_clocks_that_differ_by_more_than_a_second_are_found(
     ahead_seconds: float, said: str | None
 ) -> None:
     problems = [finding.problem for finding in clocks(ahead_seconds)]

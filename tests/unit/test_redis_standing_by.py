@@ -1,4 +1,4 @@
-"""Promoters that stand by. Scripted, not on Redis: a busy machine decides who comes first there."""
+"""Idle promoters on Redis, with scripted answers: on a busy machine the order would be random."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP_US = 5_000
 
 
 class ScriptedRounds:
-    """Rounds that take as many messages as *takes* says, one number a round."""
+    """Rounds that each promote the next number of messages of *takes*."""
 
     def __init__(self, takes: list[int]) -> None:
         self.last_asked_at = 0.0
@@ -34,7 +34,7 @@ class ScriptedRounds:
 
 
 class RecordingAlarm:
-    """Sleeps that take no time; *wakes* says, sleep by sleep, if one ended early."""
+    """An alarm whose sleeps take no time; *wakes* tells for each if it ended early."""
 
     def __init__(self, promoter: Promoter, wakes: list[bool]) -> None:
         self.lags_ms: list[float] = []
@@ -51,25 +51,30 @@ class RecordingAlarm:
 
 
 def lags_ms(takes: list[int], monkeypatch: pytest.MonkeyPatch, woken: int | None = None) -> Any:
-    """How much later than the next due time a promoter comes, round by round."""
+    """The milliseconds by which a promoter lags behind the next due time, round by round."""
     monkeypatch.setattr(module, "monotonic", lambda: 0.0)
     promoter = Promoter(lambda **_: None)
     alarm = RecordingAlarm(promoter, [number == woken for number in range(len(takes))])
     promoter._promote(ScriptedRounds(takes), alarm)  # type: ignore[arg-type]
-    promoter.run()  # has been stopped: closes what it waited on
+    promoter.run()  # the promoter is stopped, so run() only closes its connections
     return alarm.lags_ms
 
 
-def test_who_comes_too_late_comes_later_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that of many one does the work: four that all come for each cost Redis four times."""
+def test_a_promoter_that_finds_nothing_lags_longer_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So one of several promoters does the work.
+
+    Four that look at each due time cost Redis four times.
+    """
     assert lags_ms([1, 0, 0, 0, 0, 0, 0, 0, 0], monkeypatch) == [0, 1, 2, 4, 8, 16, 32, 50, 50]
 
 
-def test_who_promotes_comes_on_time_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that works must not lag: a message would be late by it."""
+def test_a_promoter_that_promoted_is_on_time_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The promoter that works must not lag, or messages would be late."""
     assert lags_ms([1, 0, 0, 1, 1, 0], monkeypatch) == [0, 1, 2, 0, 0, 1]
 
 
-def test_who_is_woken_comes_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only one promoter is woken: no other knows of what has come."""
+def test_a_promoter_that_was_woken_is_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new message wakes only one promoter."""
     assert lags_ms([1, 0, 0, 0], monkeypatch, woken=2) == [0, 1, 2, 0]

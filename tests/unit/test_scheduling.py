@@ -1,4 +1,4 @@
-"""Which tests run in one process, and in which order, when `make test` uses several."""
+"""The grouping and order of tests when `make test` uses several processes."""
 
 from __future__ import annotations
 
@@ -13,34 +13,43 @@ CONFORMANCE = "tests/conformance/test_conformance.py"
 @pytest.mark.parametrize(
     ("nodeid", "scope"),
     [
-        (f"{ACCEPTANCE}/test_tasks.py::test_a_retry[3.10]", "RabbitMQ 3.10: test_tasks"),
-        (f"{ACCEPTANCE}/test_pools.py::test_a_pool[4.3-gevent]", "RabbitMQ 4.3: test_pools"),
-        (f"{ACCEPTANCE}/test_pools.py::test_a_pool[gevent-4.3]", "RabbitMQ 4.3: test_pools"),
+        (f"{ACCEPTANCE}/test_tasks.py::test_it[3.10]", "RabbitMQ 3.10: test_tasks"),
+        (
+            f"{ACCEPTANCE}/test_pools.py::test_it[4.3-gevent]",
+            "RabbitMQ 4.3: test_pools",
+        ),
+        (
+            f"{ACCEPTANCE}/test_pools.py::test_it[gevent-4.3]",
+            "RabbitMQ 4.3: test_pools",
+        ),
         (f"{INTEGRATION}/test_window.py::test_it[4.3]", "RabbitMQ 4.3: mortal"),
         (f"{CONFORMANCE}::test_it[rabbitmq-4.3-topic]", "RabbitMQ 4.3: mortal"),
         (f"{CONFORMANCE}::test_it[valkey-topic]", "conformance on valkey"),
-        (f"{ACCEPTANCE}/test_tasks.py::test_a_route[redis-queue]", "tasks on Redis"),
+        (
+            f"{ACCEPTANCE}/test_tasks.py::test_it[redis-queue]",
+            "tasks on Redis",
+        ),
         (f"{INTEGRATION}/test_sqs_relay.py::test_it[1]", "SQS: relay"),
         ("tests/unit/test_sqs_entry.py::test_it", "tests/unit/test_sqs_entry.py::test_it"),
         ("tests/spark/test_fan_out.py::test_it[queue]", "Spark"),
     ],
 )
-def test_tests_that_share_something_stay_together(nodeid: str, scope: str) -> None:
+def test_tests_that_share_a_broker_are_one_group(nodeid: str, scope: str) -> None:
     assert scope_of(nodeid) == scope
 
 
 @pytest.mark.parametrize("test", ["test_it", "test_it[redis]", "test_it[14.3]", "test_it[4.3.6]"])
-def test_any_other_test_runs_where_there_is_time(test: str) -> None:
+def test_any_other_test_is_its_own_group(test: str) -> None:
     assert scope_of(test) == test
     assert broker_of(test) is None
 
 
-def test_groups_of_one_version_go_where_its_broker_runs() -> None:
+def test_groups_of_one_rabbitmq_version_share_a_broker() -> None:
     assert broker_of("RabbitMQ 4.3: mortal") == broker_of("RabbitMQ 4.3: test_tasks")
     assert broker_of("RabbitMQ 4.3: mortal") != broker_of("RabbitMQ 3.10: mortal")
 
 
-def test_what_takes_longest_starts_first() -> None:
+def test_the_longest_groups_start_first() -> None:
     order = [
         f"{CONFORMANCE}::test_it[rabbitmq-4.3]",
         "tests/spark/test_sink.py::test_it",
@@ -54,8 +63,8 @@ def test_what_takes_longest_starts_first() -> None:
     assert ranks == sorted(set(ranks))
 
 
-def test_pytest_xdist_still_asks() -> None:
-    """The tests are quietly spread over all processes if it stops asking, and take much longer."""
+def test_pytest_xdist_still_has_our_hooks() -> None:
+    """Without the hooks all tests are spread over all processes and take much longer."""
     scheduler = pytest.importorskip("xdist.scheduler").LoadScopeScheduling
     assert callable(scheduler._split_scope)
     assert callable(scheduler._assign_work_unit)

@@ -1,4 +1,4 @@
-"""Settings: one frozen object, refused as a whole with the value and what was expected."""
+"""Settings: one frozen object, whose errors name the value and the expectation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STORE = 'None or a SQLAlchemy URL of a database that outlives the process, such 
         "user:secret@host",
     ],
 )
-def test_a_store_that_ends_with_its_process_is_refused_without_its_password(url: str) -> None:
+def test_a_store_in_memory_is_refused_without_showing_its_password(url: str) -> None:
     with pytest.raises(SettingsError) as refused:
         DelaySettings(store=url)
     assert STORE in str(refused.value)
@@ -34,7 +34,7 @@ def test_a_store_that_ends_with_its_process_is_refused_without_its_password(url:
 
 
 @pytest.mark.parametrize("name", ["records", "management_url"])
-def test_a_wrong_url_is_refused_without_its_password(name: str) -> None:
+def test_a_wrong_url_is_refused_without_showing_its_password(name: str) -> None:
     with pytest.raises(SettingsError, match=r"got 'sentinel://ada:.*@host/0'") as refused:
         check_settings({name: "sentinel://ada:secret@host/0"})
     assert "secret" not in str(refused.value)
@@ -158,7 +158,7 @@ RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
         ("fence_policy", None, '"run" or "drop"'),
     ],
 )
-def test_a_bad_value_is_refused_with_what_was_expected_and_what_came(
+def test_the_error_for_a_bad_value_names_the_expectation_and_the_value(
     name: str, value: Any, expected: str
 ) -> None:
     shown = tuple(value) if name == "landing_exchanges" and isinstance(value, list) else value
@@ -183,7 +183,7 @@ def test_a_bad_value_is_refused_with_what_was_expected_and_what_came(
         ("landing_exchange", "landing_exchanges"),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_one_that_was_meant(name: str, meant: str) -> None:
+def test_the_error_for_an_unknown_name_suggests_the_nearest(name: str, meant: str) -> None:
     with pytest.raises(SettingsError) as refused:
         DelaySettings.from_mapping({name: 3})
     assert str(refused.value) == (
@@ -191,7 +191,7 @@ def test_an_unknown_name_is_refused_with_the_one_that_was_meant(name: str, meant
     )
 
 
-def test_an_unknown_name_like_none_is_refused_with_all_that_there_are() -> None:
+def test_the_error_for_an_unknown_name_lists_all_if_none_is_near() -> None:
     with pytest.raises(SettingsError, match="unknown setting native_delay_zzz; known: ") as refused:
         DelaySettings.from_mapping({"zzz": 3})
     for name in asdict(DelaySettings()):
@@ -243,7 +243,7 @@ def test_settings_take_keywords_only() -> None:
         DelaySettings(True)  # type: ignore[misc]
 
 
-def test_equal_settings_have_equal_reprs_whatever_they_were_made_from() -> None:
+def test_equal_settings_have_equal_reprs() -> None:
     """The repr is part of kombu's pool key."""
     as_list = DelaySettings(landing_exchanges=["a", "b"])  # type: ignore[arg-type]
     as_tuple = DelaySettings(landing_exchanges=("a", "b"))

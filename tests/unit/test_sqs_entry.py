@@ -1,4 +1,4 @@
-"""What SQS is given: as kombu sends it, carried through every hop unread, refused if too large."""
+"""Messages on SQS: kombu's payload, our entries in delay queues, and the delay queues."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_payload_is_what_kombu_sends(base64: bool) -> None:
     entry_id=st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1),
     with_attributes=st.booleans(),
 )
-def test_an_entry_comes_out_as_it_went_in(
+def test_an_entry_survives_every_hop(
     body: str, left_ms: int, due_ms: int, entry_id: str, with_attributes: bool
 ) -> None:
     payload = Payload(body, ATTRIBUTES if with_attributes else {}, "group")
@@ -70,7 +70,7 @@ def test_an_entry_comes_out_as_it_went_in(
         entry = entry.again(left_ms // 2)
 
 
-def test_every_hop_has_a_deduplication_id_of_its_own_that_a_second_attempt_shares() -> None:
+def test_the_deduplication_id_differs_per_hop_and_not_per_attempt() -> None:
     first = Entry("id", 5000, 1, Payload("body"))
     assert first.arguments()["MessageDeduplicationId"] == "id:0"
     assert first.again(1).arguments()["MessageDeduplicationId"] == "id:1"
@@ -81,12 +81,12 @@ def test_every_hop_has_a_deduplication_id_of_its_own_that_a_second_attempt_share
 @pytest.mark.parametrize(
     "text", ["", "{}\n", "hello\nworld", '{"v": 1}\nbody', "[1]\n", '{"v":2}\n']
 )
-def test_what_somebody_else_put_into_a_delay_queue_is_told_from_ours(text: str) -> None:
+def test_a_foreign_message_in_a_delay_queue_is_recognized(text: str) -> None:
     with pytest.raises(ValueError):
         opened(text)
 
 
-def test_a_message_as_large_as_sqs_takes_passes_and_one_byte_more_is_refused() -> None:
+def test_a_message_of_the_largest_size_passes_and_one_byte_more_is_refused() -> None:
     payload = Payload("x" * (MOST_BYTES - 7), {"n": {"DataType": "", "StringValue": "123456"}})
     assert payload.size_bytes == MOST_BYTES
     check_size(payload.size_bytes, queue="jobs")
@@ -104,7 +104,7 @@ def good(**changed: str | None) -> dict[str, str]:
     return {name: value for name, value in attributes.items() if value is not None}
 
 
-def test_a_delay_queue_as_we_create_it_has_nothing_wrong() -> None:
+def test_a_delay_queue_that_we_create_passes_our_checks() -> None:
     assert delay_queue_of("jobs") == "jobs-delay.fifo"
     assert can_delay("jobs")
     assert not can_delay("jobs.fifo")
@@ -131,7 +131,7 @@ def test_each_wrong_attribute_is_named(changed: dict[str, str | None], named: st
     assert named in sentence
 
 
-def test_what_the_user_wants_of_all_queues_a_delay_queue_gets_but_for_a_redrive_policy() -> None:
+def test_a_delay_queue_gets_the_users_attributes_without_a_redrive_policy() -> None:
     wanted = {"KmsMasterKeyId": "alias/shop", "RedrivePolicy": "…", "DelaySeconds": "5"}
     made = attributes_of(wanted)
     assert made["KmsMasterKeyId"] == "alias/shop"
@@ -139,7 +139,7 @@ def test_what_the_user_wants_of_all_queues_a_delay_queue_gets_but_for_a_redrive_
     assert made["DelaySeconds"] == "900"
 
 
-def test_messages_are_overdue_that_lie_there_while_nobody_holds_any() -> None:
+def test_visible_messages_are_overdue_if_no_relay_holds_any() -> None:
     numbers = {
         "ApproximateNumberOfMessages": "3",
         "ApproximateNumberOfMessagesDelayed": "4",

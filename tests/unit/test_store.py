@@ -1,4 +1,4 @@
-"""The parts of a timeout store that decide without asking anybody.
+"""The parts of a database store that need no database.
 
 ``python -m tests.unit.test_store`` writes the golden files: for a new version, or before the first
 release.
@@ -56,7 +56,7 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
         ("postgresql://db:5432/shop", "postgresql://db:5433/shop", False),
     ],
 )
-def test_a_database_is_known_by_its_place(one: str, other: str, same: bool) -> None:
+def test_urls_of_the_same_database_are_recognized(one: str, other: str, same: bool) -> None:
     assert same_database(one, other) is same
 
 
@@ -68,13 +68,13 @@ def test_a_database_is_known_by_its_place(one: str, other: str, same: bool) -> N
         ("postgresql+nodriver://shop:secret@db/shop", "cannot be used"),
     ],
 )
-def test_a_database_that_cannot_be_used_is_named_without_its_password(url: str, said: str) -> None:
+def test_an_unusable_database_is_named_without_its_password(url: str, said: str) -> None:
     with pytest.raises(SettingsError, match=said) as refused:
         engine_of(url)
     assert "secret" not in str(refused.value)
 
 
-# ---- what lies in databases already ------------------------------------------------------------
+# ---- existing databases ------------------------------------------------------------------------
 
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -88,7 +88,7 @@ FROZEN = {f"store_v{VERSION}": METADATA, "records": RECORDS_METADATA}
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize(("name", "tables"), FROZEN.items(), ids=FROZEN)
 def test_tables_are_frozen(name: str, tables: MetaData, dialect: Dialect) -> None:
-    """Databases in production hold them; to change them, add a version, or a table."""
+    """Databases in production have these tables. To change one, add a version or a table."""
     assert declared(tables, dialect) == golden(name, dialect).read_text()
 
 
@@ -117,10 +117,10 @@ def declared(tables: MetaData, dialect: Dialect) -> str:
         ("sqlite:///file:/no-such-folder/a.db?uri=true", False),
     ],
 )
-def test_whoever_uses_a_file_that_depends_on_the_folder_is_told(
+def test_a_relative_path_of_a_database_file_is_warned_about_once(
     url: str, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once in a process, and who publishes as well: to a web server it may be another file."""
+    """Producers are warned as well: in a web server's folder it may be another file."""
     for _ in range(2):
         Store.of(url, "tests")
     assert caplog.text.count("is another file for each folder") == told

@@ -1,4 +1,4 @@
-"""kombu's polled transports, each with a store beside it: their pauses, and whole files."""
+"""kombu's polling transports with a store: their pauses, and incomplete files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.waiting import PATIENCE_SECONDS
 
 @pytest.fixture
 def polled() -> Iterator[Connection]:
-    """A connection that looks into its broker once an hour, and finds nothing."""
+    """A connection that polls its empty broker once an hour."""
     options = {"native_delay": True, "polling_interval": 3600}
     with Connection(
         "memory://", transport=transport_of("memory"), transport_options=options
@@ -27,8 +27,8 @@ def polled() -> Iterator[Connection]:
         yield connection
 
 
-def test_a_worker_ends_the_pause_between_two_polls(polled: Connection) -> None:
-    """Its threads leave work to its loop, which would find it after the pause."""
+def test_a_waker_ends_the_pause_between_two_polls(polled: Connection) -> None:
+    """A worker's threads leave work to its loop, which would only see it after the pause."""
     wake = polled.transport.waker()
     Thread(target=wake).start()
     begun = monotonic()
@@ -37,17 +37,18 @@ def test_a_worker_ends_the_pause_between_two_polls(polled: Connection) -> None:
     assert monotonic() - begun < PATIENCE_SECONDS
 
 
-def test_a_consumer_of_ones_own_is_not_told_before_its_time_is_up(polled: Connection) -> None:
-    """Only a worker asks for a waker."""
+def test_without_a_waker_drain_events_waits_for_its_timeout(polled: Connection) -> None:
+    """Only workers ask for a waker."""
     begun = monotonic()
     with pytest.raises(TimeoutError):
         polled.drain_events(timeout=0.2)
     assert monotonic() - begun >= 0.2
 
 
-def test_no_consumer_sees_a_file_that_is_still_written(
+def test_a_file_that_a_producer_still_writes_is_not_consumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """kombu's own consumer takes such a file, fails and loses it."""
     folders = [tmp_path / name for name in ("messages", "control")]
     for folder in folders:
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""A worker's strategies: what becomes of a task by what its gates say."""
+"""A worker's strategies, which carry out the rulings of the gates on each task."""
 
 from __future__ import annotations
 
@@ -60,15 +60,18 @@ def delayed(expires_ms: int | None = None) -> Delayed:
 def test_a_message_that_waited_is_due_up_to_a_second_early(
     message: Any, early_seconds: float, due: bool
 ) -> None:
-    """The clocks of producer and worker differ; whoever did not wait is due when it is due."""
+    """The clocks of producer and worker may differ.
+
+    A message that did not wait is never due early.
+    """
     eta = NOON + timedelta(seconds=early_seconds)
     request = SimpleNamespace(message=message, eta=eta, _eta=eta)
     forget_eta(request, NOON)
     assert request._eta == (None if due else eta)
 
 
-def test_a_task_that_waited_reaches_celery_without_its_eta_and_gets_it_back() -> None:
-    """Celery would parse it for a timer; the user's code still sees it."""
+def test_celery_gets_a_task_that_waited_without_its_eta_and_the_user_with_it() -> None:
+    """Celery would parse the ETA for a timer. The user's code still sees it."""
     eta = in_seconds(-0.1)
     message = Message({"id": "1", "eta": eta}, delayed())
     seen: list[Any] = []
@@ -91,7 +94,7 @@ def test_a_task_that_waited_reaches_celery_without_its_eta_and_gets_it_back() ->
 
 @dataclass
 class Timer:
-    """What is to be called later."""
+    """A timer that keeps its calls."""
 
     calls: list[Callable[[], Any]] = field(default_factory=list)
 
@@ -102,7 +105,7 @@ class Timer:
 
 @dataclass
 class Consumer:
-    """What strategies need of Celery's consumer."""
+    """The attributes of Celery's consumer that strategies use."""
 
     soon: list[Callable[[], Any]] = field(default_factory=list)
     connection_errors: tuple[type[Exception], ...] = (OSError,)
@@ -136,7 +139,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Adopted:
-    """A message that is to wait, and what is to be called once it does, or if it cannot."""
+    """A message to be put back, with the callbacks for success and failure."""
 
     wait: Wait
     done: Callable[[], Any]
@@ -145,7 +148,7 @@ class Adopted:
 
 @dataclass
 class Worker:
-    """Strategies around one that notes what Celery is given; its records answer *answer*."""
+    """Strategies around one that notes Celery's calls; the records always give *answer*."""
 
     takes: bool = True
     answer: Answer = Answer.RUN
@@ -177,7 +180,7 @@ class Worker:
         return self.answer
 
     def close(self) -> None:
-        """As receipts are."""
+        """Receipts have this method."""
 
     def _put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
         if self.takes:
@@ -199,7 +202,7 @@ def nothing_revoked() -> Iterator[None]:
     strategies._cancelled.clear()
 
 
-def test_a_task_that_is_early_is_adopted_with_its_queue_and_due_time() -> None:
+def test_an_early_task_is_put_back_with_its_queue_and_due_time() -> None:
     worker, eta = Worker(), in_seconds(60)
     message = Message({"id": "1", "eta": eta})
     assert worker.receives(message) == "adopted"
@@ -219,7 +222,7 @@ def test_a_task_that_is_early_is_adopted_with_its_queue_and_due_time() -> None:
         (5, True, "adopted"),
     ],
 )
-def test_only_a_wait_worth_the_way_is_adopted(
+def test_only_a_task_that_is_early_enough_is_put_back(
     eta_in: float | None, waited_before: bool, outcome: str
 ) -> None:
     eta = None if eta_in is None else in_seconds(eta_in)
@@ -232,8 +235,8 @@ def test_a_task_of_protocol_1_has_its_eta_in_the_payload() -> None:
     assert worker.receives(Message({}), {"id": "1", "eta": in_seconds(60)}) == "adopted"
 
 
-def test_revoked_and_expired_tasks_are_celerys() -> None:
-    """It reports them; another wait would only put that off."""
+def test_revoked_and_expired_tasks_are_left_to_celery() -> None:
+    """Celery reports them. Another wait would only postpone that."""
     state.revoked.add("revoked")
     assert Worker().receives(Message({"id": "revoked", "eta": in_seconds(60)})) == "ran"
     expired = {"id": "1", "eta": in_seconds(60), "expires": in_seconds(-1)}
@@ -242,7 +245,7 @@ def test_revoked_and_expired_tasks_are_celerys() -> None:
     assert Worker().receives(Message(still_good)) == "adopted"
 
 
-def test_a_task_that_nobody_can_take_is_held_by_celery() -> None:
+def test_a_task_that_cannot_be_put_back_is_held_by_celery() -> None:
     assert Worker(takes=False).receives(Message({"id": "1", "eta": in_seconds(60)})) == "ran"
 
 
@@ -252,8 +255,8 @@ def test_a_task_of_an_unknown_queue_is_held_by_celery() -> None:
 
 
 @pytest.mark.parametrize(("queue", "outcome"), [("side", "adopted"), ("", "ran")])
-def test_a_message_that_knows_its_queue_is_believed(queue: str, outcome: str) -> None:
-    """Redis has no consumer tags; a broadcast comes from no queue, and is held by each worker."""
+def test_the_queue_attribute_of_a_message_counts(queue: str, outcome: str) -> None:
+    """Redis has no consumer tags. A broadcast has no queue, so each worker holds it."""
     worker, message = Worker(), Message({"id": "1", "eta": in_seconds(60)}, delivery_info={})
     message.consumed_from = queue  # type: ignore[attr-defined]
     assert worker.receives(message) == outcome
@@ -271,12 +274,12 @@ def test_a_task_that_is_due_reaches_celery_unchanged() -> None:
 
 
 @pytest.mark.parametrize("eta", ["tomorrow", "2026-13-01", 5, 5.5, [1], {"a": 1}])
-def test_an_eta_that_is_no_date_is_left_to_celery(eta: Any) -> None:
+def test_an_invalid_eta_is_left_to_celery(eta: Any) -> None:
     assert Worker().receives(Message({"id": "1", "eta": eta})) == "ran"
 
 
-def test_an_adopted_task_is_settled_in_the_consumers_thread() -> None:
-    """Its two ways out only ask for the call; the attendant's thread makes neither."""
+def test_a_task_that_was_put_back_is_settled_in_the_consumers_thread() -> None:
+    """The callbacks only schedule the call: another thread runs them."""
     worker, message = Worker(), Message({"id": "1", "eta": in_seconds(60)})
     worker.receives(message)
     [task] = worker.adopted
@@ -291,7 +294,7 @@ def test_an_adopted_task_is_settled_in_the_consumers_thread() -> None:
 
 
 def test_a_green_worker_acknowledges_at_once() -> None:
-    """Without a hub call_soon() waits for a time-out of two seconds."""
+    """Without a hub, call_soon() waits up to two seconds."""
     consumer = Consumer(hub=None, pool=SimpleNamespace(is_green=True))
     worker, message = Worker(consumer=consumer), Message({"id": "1", "eta": in_seconds(60)})
     worker.receives(message)
@@ -311,7 +314,7 @@ def test_a_task_whose_connection_is_gone_is_not_run() -> None:
 
 
 def test_a_green_worker_drops_at_once() -> None:
-    """Celery's own promise would wait there for a time-out of two seconds, before its 5.7."""
+    """Before Celery 5.7 its own promise would wait up to two seconds."""
     consumer = Consumer(hub=None, pool=SimpleNamespace(is_green=True))
     worker, message = Worker(consumer=consumer), Message({"id": "1"}, delayed(ms_from_now(-1)))
     worker.strategies()["t"](message, None, worker._ack, "reject", [])
@@ -324,7 +327,7 @@ def test_a_green_worker_drops_at_once() -> None:
 
 @dataclass(eq=False)
 class Asking:
-    """A gate that is asked again, and then rules."""
+    """A gate that postpones its ruling, and gives it when asked again."""
 
     ruling: Ruling | None = None
     arrivals: list[Arrival] = field(default_factory=list)
@@ -335,7 +338,7 @@ class Asking:
 
 
 def ask_again(worker: Worker) -> None:
-    """Let the time pass after which *worker* asks again."""
+    """Let the pause end after which *worker* asks its gate again."""
     worker.consumer.timer.calls.pop()()
     worker.consumer.soon.pop()()
 
@@ -351,7 +354,7 @@ def test_no_later_gate_is_asked_about_a_task_that_is_early() -> None:
 
 
 def test_a_task_that_cannot_wait_passes_on_to_the_next_gate() -> None:
-    """At once, and after the broker has refused it: what is fenced does not run unasked."""
+    """At once, or after the broker has refused it. A fenced task never runs without its gate."""
     gate = Asking(AskAgain(0.5))
     worker = Worker(fence=gate, takes=False)
     message = Message(fenced(eta=in_seconds(60)))
@@ -367,10 +370,10 @@ def test_a_task_that_cannot_wait_passes_on_to_the_next_gate() -> None:
 
 
 @pytest.mark.parametrize("waited", [None, delayed()])
-def test_a_task_that_is_asked_about_again_passes_in_the_consumers_thread(
+def test_a_task_whose_gate_is_asked_again_passes_in_the_consumers_thread(
     waited: Delayed | None,
 ) -> None:
-    """Then it runs as if it had not been asked about; its ETA was never out of its message."""
+    """Then it runs as without a lookup, with its ETA still in the message."""
     gate, ran = Asking(), []
     worker = Worker(fence=gate)
     strategies = worker.strategies()
@@ -379,7 +382,12 @@ def test_a_task_that_is_asked_about_again_passes_in_the_consumers_thread(
     message = Message(fenced(eta=eta), waited)
     strategies["t"](message, None, None, None, None)
     [arrival] = gate.arrivals
-    assert (arrival.name, arrival.id, arrival.queue, arrival.is_ours) == ("t", "1", "jobs", True)
+    assert (arrival.name, arrival.id, arrival.queue, arrival.is_connected) == (
+        "t",
+        "1",
+        "jobs",
+        True,
+    )
     assert message.headers["eta"] == eta
     worker.consumer.timer.calls.pop()()
     assert ran == []
@@ -388,7 +396,7 @@ def test_a_task_that_is_asked_about_again_passes_in_the_consumers_thread(
     assert len(gate.arrivals) == 2
 
 
-def test_a_task_that_a_gate_drops_is_acknowledged_logged_and_told_to_monitors(
+def test_a_dropped_task_is_acknowledged_logged_and_sent_as_an_event(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     sent: list[Any] = []
@@ -403,10 +411,10 @@ def test_a_task_that_a_gate_drops_is_acknowledged_logged_and_told_to_monitors(
     assert "task t[1] is dropped: it lost" in caplog.text
 
 
-def test_an_error_in_a_gate_does_not_end_the_worker_and_its_task_is_asked_about_again(
+def test_after_an_error_in_a_gate_the_worker_asks_the_gate_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Celery would end it, and every other worker that gets the message after it."""
+    """Celery would end this worker, and every worker that gets the message after it."""
     faults = [RuntimeError("a fault")]
 
     def gate(arrival: Arrival) -> Ruling | None:
@@ -425,7 +433,7 @@ def test_an_error_in_a_gate_does_not_end_the_worker_and_its_task_is_asked_about_
     assert len(worker.ran) == 1
 
 
-def test_a_task_that_cannot_wait_is_asked_about_again_where_its_gate_wants_that() -> None:
+def test_the_gate_of_a_task_that_cannot_wait_is_asked_again() -> None:
     gate = Asking(WaitUntil(2**60, otherwise=AskAgain(1.0)))
     worker = Worker(takes=False, fence=gate)
     worker.strategies()["t"](Message({"id": "1"}), None, worker._ack, "reject", [])
@@ -435,8 +443,8 @@ def test_a_task_that_cannot_wait_is_asked_about_again_where_its_gate_wants_that(
     assert worker.ran == []
 
 
-def test_a_task_that_celery_cannot_read_is_rejected_as_ever_when_it_passes_again() -> None:
-    """Nothing else is there to do it; an error would end the consumer."""
+def test_an_invalid_task_is_rejected_when_it_passes_its_gates_again() -> None:
+    """No other code would reject it, and an error would end the consumer."""
     gate, invalid = Asking(), []
     worker = Worker(fence=gate)
     worker.consumer.on_invalid_task = lambda *args: invalid.append(args)  # type: ignore[attr-defined]
@@ -460,7 +468,7 @@ def ms_from_now(seconds: float) -> int:
     return due_us(in_seconds(seconds)) // 1000
 
 
-def test_a_message_whose_expiration_ran_out_while_it_waited_is_discarded() -> None:
+def test_a_message_that_expired_while_it_waited_is_discarded() -> None:
     worker = Worker()
     assert worker.receives(Message({"id": "1"}, delayed(ms_from_now(-1)))) == "acked"
     [(logger, errors)] = worker.acked
@@ -472,17 +480,17 @@ def test_a_message_whose_expiration_ran_out_while_it_waited_is_discarded() -> No
 
 
 @pytest.mark.parametrize("answer", [Answer.RUN, Answer.AWAY])
-def test_a_cancelled_task_goes_to_celery_at_once_whatever_its_times_say(
+def test_a_cancelled_task_goes_to_celery_at_once(
     answer: Answer,
 ) -> None:
-    """Put back or discarded it would lose its mark, and run; the canceller's clock may be ahead."""
+    """If it were put back it would lose its mark and run. The canceller's clock may be ahead."""
     cancelled = delayed(ms_from_now(-1))._replace(cancelled=True)
     worker = Worker(answer=answer, runs_unasked=False)
     assert worker.receives(Message({"id": "1", "eta": in_seconds(60)}, cancelled)) == "ran"
 
 
-def test_a_task_that_is_not_decided_on_is_asked_about_again() -> None:
-    """Unacknowledged, and not in vain if its connection is gone meanwhile."""
+def test_the_gate_of_an_undecided_task_is_asked_again() -> None:
+    """The task stays unacknowledged. It does not run if its connection was lost meanwhile."""
     rulings: list[Ruling | None] = [AskAgain(0.5)]
     worker = Worker(fence=lambda arrival: rulings[-1])
     message = Message({"id": "1", "task": "t"}, delayed())
@@ -501,7 +509,7 @@ def test_a_task_that_is_not_decided_on_is_asked_about_again() -> None:
 
 
 def test_a_gate_is_asked_again_on_time_in_an_idle_worker() -> None:
-    """The loop would sleep a second on what a timer had called for, without a waker."""
+    """Without a waker the loop would sleep up to a second after the timer has called."""
     hub = Hub(timer=KombuTimer())
     waker = Waker(hub)
     slept: list[Any] = []

@@ -1,4 +1,4 @@
-"""What workers tell of their queues, and what becomes of it."""
+"""The events in which workers report counts of their queues, and the metrics made of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from celery_native_delay.worker.tally import BOUNDS, bucket, count_start
 
 
 def told(*late_seconds: float, **counts: int) -> dict[str, Any]:
-    """The fields of an event, as they come over the wire."""
+    """The fields of an event after serialization."""
     tally = Counter(counts)
     for seconds in late_seconds:
         count_start(tally, round(seconds * 1_000_000))
@@ -49,7 +49,7 @@ def test_events_of_many_workers_add_up_by_queue() -> None:
         {"queues": {}, "rate_starts": 3},
     ],
 )
-def test_what_cannot_be_counted_is_named_once_and_changes_nothing(
+def test_a_malformed_event_is_logged_once_and_changes_no_count(
     event: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     counts = Counts()

@@ -1,4 +1,4 @@
-"""Telemetry: whole lines, one file per process and day, and no harm to tasks or to other apps."""
+"""Telemetry: complete lines, one file per process and day, and no effect on tasks or other apps."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def app_with_task(name: str, **settings: Any) -> Celery:
 
 
 def running(app: Celery) -> Any:
-    """A worker in this process, whose logging it leaves alone."""
+    """A worker in this process that does not change its logging."""
     app.log.setup = lambda **_: None
     return start_worker(app, pool="solo", perform_ping_check=False)
 
 
-def test_a_worker_connects_something_only_if_telemetry_is_on(tmp_path: Path) -> None:
+def test_signals_are_connected_only_if_telemetry_is_on(tmp_path: Path) -> None:
     before = receivers()
     for settings, more in (({}, 0), ({"telemetry": str(tmp_path)}, 1)):
         step = bootsteps.NativeDelay(
@@ -74,7 +74,7 @@ def test_a_worker_connects_something_only_if_telemetry_is_on(tmp_path: Path) -> 
         assert receivers() == before
 
 
-def test_only_what_came_from_a_broker_to_this_app_is_written_down(tmp_path: Path) -> None:
+def test_only_tasks_that_a_broker_delivered_to_this_app_are_written(tmp_path: Path) -> None:
     before = receivers()
     app, other = app_with_task("shop", telemetry=str(tmp_path)), app_with_task("other")
     with running(app):
@@ -88,7 +88,7 @@ def test_only_what_came_from_a_broker_to_this_app_is_written_down(tmp_path: Path
     assert receivers() == before
 
 
-def test_a_line_after_half_a_line_stands_alone(
+def test_a_line_after_an_incomplete_line_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = LineFiles(tmp_path, "w")
@@ -140,7 +140,7 @@ def test_a_new_day_is_a_new_file(tmp_path: Path) -> None:
         (None, None, "lost", None),
     ],
 )
-def test_what_became_of_an_attempt(
+def test_the_outcome_of_an_attempt(
     state: str | None, raised: Any, outcome: str, again_us: int | None
 ) -> None:
     assert outcome_of(state, raised) == outcome
@@ -152,9 +152,9 @@ def test_what_became_of_an_attempt(
     [
         ("1970-01-01T00:00:01+00:00", Delayed("d", 1_000_000, "", "celery"), True),
         ("1970-01-01T00:00:01+00:00", None, False),
-        # Held by the worker: it was sent in time, whoever sent it.
+        # The worker held the task, so it was sent in time by any producer.
         ("1970-01-01T00:01:00+00:00", None, None),
-        # Put back since, by a fence or while the records were away.
+        # A fence put the task back, or the records were unreachable.
         ("1970-01-01T00:00:01+00:00", Delayed("d", 1_500_000, "", "celery"), None),
         (None, None, None),
         ("tomorrow", None, None),
@@ -167,19 +167,19 @@ def test_whether_a_message_waited_for_its_due_time(
     assert waited(message, now_ms=2000) is expected
 
 
-def test_of_a_fenced_message_that_came_without_a_trace_nothing_is_said() -> None:
-    """Redis gives one that was put back no other look."""
+def test_for_a_fenced_message_without_our_header_it_is_unknown_if_it_waited() -> None:
+    """On Redis a message that was put back looks the same."""
     headers = {"task": "note", "eta": "1970-01-01T00:00:01+00:00", HEADER: "r:0:1"}
     assert waited(SimpleNamespace(headers=headers, native_delay=None), now_ms=2000) is None
 
 
-def test_a_message_whose_eta_celery_is_not_to_see_has_it_still() -> None:
+def test_the_eta_that_is_hidden_from_celery_still_counts() -> None:
     eta = "1970-01-01T00:00:01+00:00"
     trace = Delayed("d", 1_000_000, "", "celery")
     message = SimpleNamespace(headers={"task": "note"}, native_delay=trace, kept_eta=eta)
     assert waited(message, now_ms=2000) is True
 
 
-def test_a_broker_that_leaves_no_trace_says_nothing_of_a_wait() -> None:
+def test_without_our_messages_it_is_unknown_if_a_task_waited() -> None:
     message = SimpleNamespace(headers={"task": "note", "eta": "1970-01-01T00:00:01+00:00"})
     assert waited(message, now_ms=2000) is None

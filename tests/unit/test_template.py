@@ -1,4 +1,4 @@
-"""A template makes the very bytes that py-amqp would have written, and says so when it cannot."""
+"""RabbitMQ templates: the same bytes as py-amqp writes, or an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ saferepr = pytest.importorskip("celery.utils.saferepr").saferepr
 texts = st.text(max_size=80)
 names = st.text(min_size=1, max_size=60)
 ids = st.one_of(st.uuids().map(str), names)
-#: Those differ from task to task; these are refused.
+#: id, eta and root_id differ per task; CC and BCC are refused.
 _NO_EXTRAS = ("id", "eta", "root_id", "CC", "BCC")
 
 extras = st.dictionaries(
@@ -38,7 +38,7 @@ extras = st.dictionaries(
 
 @st.composite
 def kinds(draw: st.DrawFn) -> dict[str, Any]:
-    """What tasks of one kind have in common."""
+    """The values that all tasks of one kind share."""
     return {
         "task": draw(names),
         "is_root": draw(st.booleans()),
@@ -90,8 +90,8 @@ def publication(draw: Any, kind: dict[str, Any]) -> Publication:
 
 
 @given(st.data(), kinds())
-def test_the_frames_of_any_task_are_py_amqps(data: st.DataObject, kind: dict[str, Any]) -> None:
-    """Learnt from one task, used for another of the same kind; bodies split where they must be."""
+def test_the_frames_of_a_template_are_py_amqps(data: st.DataObject, kind: dict[str, Any]) -> None:
+    """The template is made of one task and used for another of its kind; long bodies are split."""
     template = Template(publication(data.draw, kind).message.properties)
     other = publication(data.draw, kind)
     where = {"channel_id": data.draw(st.integers(1, 2047)), "frame_max": 4096}
@@ -99,7 +99,7 @@ def test_the_frames_of_any_task_are_py_amqps(data: st.DataObject, kind: dict[str
 
 
 @given(st.data(), kinds())
-def test_a_refused_task_looks_as_if_it_had_gone_the_long_way(
+def test_a_refused_task_of_a_template_looks_like_any_refused_task(
     data: st.DataObject, kind: dict[str, Any]
 ) -> None:
     template = Template(publication(data.draw, kind).message.properties)
@@ -118,7 +118,7 @@ def test_a_refused_task_looks_as_if_it_had_gone_the_long_way(
         {"application_headers": {"id": "a", "eta": "b"}, "correlation_id": "a"},
     ],
 )
-def test_what_is_no_delayed_task_is_refused(properties: dict[str, Any]) -> None:
+def test_a_template_refuses_anything_but_a_delayed_task(properties: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected a delayed Celery task"):
         Template(properties)
 
@@ -130,11 +130,11 @@ simple = st.one_of(st.none(), st.booleans(), st.integers(), texts)
     st.lists(simple) | st.lists(simple).map(tuple) | st.dictionaries(texts, simple),
     st.integers(0, 200),
 )
-def test_the_short_way_to_a_repr_leads_to_celerys(arguments: Any, max_size: int) -> None:
+def test_our_short_repr_is_celerys(arguments: Any, max_size: int) -> None:
     text = short_repr(arguments, max_size)
     assert text is None or text == saferepr(arguments, max_size)
 
 
-def test_nested_arguments_go_the_long_way() -> None:
+def test_nested_arguments_are_left_to_celerys_repr() -> None:
     assert short_repr(([],), 1024) is None
     assert short_repr({"a": json}, 1024) is None

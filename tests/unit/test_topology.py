@@ -1,4 +1,4 @@
-"""The delay levels as a plan: frozen on paper, and walked in memory as RabbitMQ would route.
+"""The plan of the delay levels: frozen in golden files, and walked in memory as RabbitMQ routes.
 
 ``python -m tests.unit.test_topology`` writes the golden files: for a new version, or before the
 first release.
@@ -66,7 +66,7 @@ def delay_settings(draw: st.DrawFn, max_levels: int = 31) -> DelaySettings:
 
 
 def with_queues(levels: Topology, **addresses: str | list[str]) -> list[Declaration]:
-    """The plan, and queues bound to the delivery exchange: ``queue="address"``."""
+    """The plan with further queues bound to the delivery exchange: ``queue="address"``."""
     plan = list(levels.plan())
     for queue, bound in addresses.items():
         plan.append(Queue(queue))
@@ -81,7 +81,7 @@ def send(levels: Topology, plan: list[Declaration], units: int, address: str) ->
     return walk(plan, levels.entry_exchange(units), levels.routing_key(units, address))
 
 
-# ---- what brokers in production already hold -----------------------------------------------
+# ---- names on brokers in production --------------------------------------------------------
 
 
 def render(plan: list[Declaration]) -> str:
@@ -115,7 +115,7 @@ FROZEN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(("golden", "changes"), FROZEN.items())
 def test_topology_v1_is_frozen(golden: str, changes: dict[str, Any]) -> None:
-    """Brokers in production hold these declarations: to change them, add a v2 beside v1."""
+    """Brokers in production have these declarations. To change one, add a v2 beside v1."""
     frozen = (GOLDEN / f"topology_v1_{golden}.txt").read_text()
     assert render(list(topology(**changes).plan())) == frozen
 
@@ -163,7 +163,7 @@ def test_the_landing_queue_of_a_queue_sends_on_to_that_queue_alone() -> None:
 )
 @each_fused
 def test_a_delay_is_written_bit_by_bit(fused_bits: int, units: int, routing_key: str) -> None:
-    """1 unit, 5 s and the longest delay at the default resolution."""
+    """One unit, 5 s and the longest delay, at the default resolution."""
     levels = topology(fused_bits=fused_bits)
     assert levels.routing_key(units, message_address("", "celery")) == routing_key
 
@@ -179,7 +179,10 @@ def test_whole_seconds_below_an_hour_take_three_hops_at_most_and_fractions_one_m
 
 
 def test_whole_seconds_spread_over_all_queues_of_a_group() -> None:
-    """A level queue passes 32 messages at a time: one that half of all tasks met would be full."""
+    """A level queue passes 32 messages at a time.
+
+    A queue that half of all tasks pass would be full.
+    """
     levels = topology()
     met = Counter(hop.queue for seconds in range(1, 256) for hop in levels.path(seconds * 8))
     assert len(met) == 30
@@ -216,7 +219,7 @@ def test_a_message_waits_exactly_its_delay_and_arrives_once(
 
 
 def waits(units: int, fused_bits: int) -> int:
-    """Groups of three, then of four bits that are not zero, and bits above them that are not."""
+    """The number of waits: one per non-zero group of fused bits, one per set bit above them."""
     low = units & ((1 << fused_bits) - 1)
     groups = [low & 7, *(low >> bit & 15 for bit in range(3, fused_bits, 4))]
     return (units >> fused_bits).bit_count() + sum(group > 0 for group in groups)
@@ -257,13 +260,13 @@ def test_several_bindings_of_one_queue_deliver_once(fused_bits: int) -> None:
 
 @each_fused
 @pytest.mark.parametrize("units", [0, 1, 77, 255])
-def test_a_message_that_nobody_is_bound_for_parks_once(fused_bits: int, units: int) -> None:
+def test_a_message_without_a_matching_binding_parks_once(fused_bits: int, units: int) -> None:
     levels = topology(levels=8, fused_bits=fused_bits)
     trip = send(levels, with_queues(levels, celery="%.celery"), units, "%.vanished")
     assert trip.delivered == {levels.parking_queue: 1}
 
 
-def test_the_walk_names_a_message_that_has_no_way_on() -> None:
+def test_the_walk_raises_for_an_unroutable_message() -> None:
     with pytest.raises(ValueError, match="key is unroutable"):
         walk([Exchange("alone", "topic")], "alone", "key")
 
@@ -297,7 +300,10 @@ def test_names_carry_the_settings_that_decide_their_arguments(
 def test_changed_settings_never_redeclare_a_name_with_other_arguments(
     one: DelaySettings, other: DelaySettings
 ) -> None:
-    """The broker would answer 406 in production; a new set stands beside the old one."""
+    """The broker would answer 406 in production.
+
+    A new set of levels is declared beside the old one.
+    """
     plans = [
         {(type(d), d.name): d for d in Topology(wanted).plan() if not isinstance(d, Binding)}
         for wanted in (one, other)
@@ -317,7 +323,7 @@ def test_all_settings_share_the_parking_queue_of_their_namespace() -> None:
 
 @patient
 @given(wanted=delay_settings())
-def test_every_name_of_a_plan_is_known_as_ours(wanted: DelaySettings) -> None:
+def test_every_name_of_a_plan_is_recognized(wanted: DelaySettings) -> None:
     levels = Topology(wanted)
     names = [d.name for d in levels.plan() if not isinstance(d, Binding)]
     names += [levels.landing_queue("a.b"), levels.queue_landing_queue("a.b")]
@@ -372,7 +378,7 @@ def test_names_fit_however_long_the_users_are() -> None:
 
 @st.composite
 def any_accepted_settings(draw: st.DrawFn) -> DelaySettings:
-    """Up to the very limit that DelaySettings accepts."""
+    """Settings up to the limits that DelaySettings accepts."""
     fused_bits = draw(st.sampled_from(FUSED))
     levels = draw(st.integers(1, 60))
     resolution = draw(st.sampled_from([0.001, 0.01, 0.125, 1, 60, 3600]))
@@ -400,7 +406,7 @@ def test_no_ttl_exceeds_rabbitmqs_ten_years(wanted: DelaySettings) -> None:
 @patient
 @given(wanted=delay_settings())
 def test_only_queues_that_a_delay_can_need_exist(wanted: DelaySettings) -> None:
-    """Every level queue is waited in by some delay: its own TTL."""
+    """Every level queue is used by some delay: the delay of its own TTL."""
     levels = Topology(wanted)
     for hop in levels.level_queues:
         units, rest = divmod(hop.ttl_ms, levels.resolution_ms)
@@ -408,10 +414,10 @@ def test_only_queues_that_a_delay_can_need_exist(wanted: DelaySettings) -> None:
         assert levels.path(units) == [hop]
 
 
-# ---- what fits into a routing key ----------------------------------------------------------
+# ---- the length of a routing key -----------------------------------------------------------
 
 
-def test_an_address_fits_when_bits_and_dots_leave_room_for_its_bytes() -> None:
+def test_an_address_fits_if_its_bytes_fit_beside_the_bits_and_dots() -> None:
     levels, longest = topology(), 255 - 62
     fitting = "%." + "a" * (longest - 2)
     assert levels.fits(fitting)
@@ -439,7 +445,7 @@ def test_a_hashed_address_is_one_word_of_fixed_length() -> None:
     assert hashed != hashed_address("", "k" * 255)
 
 
-# ---- a user's own key beside ours ----------------------------------------------------------
+# ---- a user's routing key beside the address -----------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -458,7 +464,9 @@ def test_a_hashed_address_is_one_word_of_fixed_length() -> None:
         ("a.b.c.%d", False),
     ],
 )
-def test_collides_tells_which_keys_read_like_a_delay(routing_key: str, collides: bool) -> None:
+def test_collides_is_true_for_a_key_that_reads_like_a_delay(
+    routing_key: str, collides: bool
+) -> None:
     assert topology(levels=4).collides(routing_key) is collides
 
 
@@ -472,7 +480,7 @@ def test_collides_tells_which_keys_read_like_a_delay(routing_key: str, collides:
 def test_a_key_that_does_not_collide_matches_none_of_our_bindings(
     fused_bits: int, routing_key: str
 ) -> None:
-    """It travels beside ours through every level on its way to a landing queue."""
+    """Such a key travels with ours through every level to a landing queue."""
     levels = topology(levels=5, fused_bits=fused_bits)
     assume(not levels.collides(routing_key))
     plan = with_queues(
@@ -501,7 +509,7 @@ def test_short_words_stay_readable_until_they_are_too_long() -> None:
 def test_the_first_wait_is_shortened_by_what_rounding_up_added(
     fused_bits: int, resolution_ms: int, remaining_us: int
 ) -> None:
-    """Never early, and late by less than a millisecond instead of by up to a unit."""
+    """So a message is late by less than a millisecond instead of up to a unit, and never early."""
     levels = topology(fused_bits=fused_bits, resolution=resolution_ms / 1000, levels=28)
     units = units_until(remaining_us, now_us=0, resolution_ms=resolution_ms)
     assume(0 < units <= levels.max_units)
@@ -515,7 +523,7 @@ def test_the_first_wait_is_shortened_by_what_rounding_up_added(
 
 
 def test_a_message_can_never_expire_in_the_parking_queue() -> None:
-    """Only in front of its first queue does it carry an expiration, and there nothing parks."""
+    """A message carries an expiration only on its way to its first queue."""
     levels = topology()
     exchanges = {d.name: d for d in levels.plan() if isinstance(d, Exchange)}
     for units in (1, 2, 480, levels.max_units):
@@ -530,7 +538,7 @@ def test_a_message_can_never_expire_in_the_parking_queue() -> None:
     first_us=st.integers(0, 30_000),
     width_us=st.sampled_from([0, 1, 999, 1_000, 3_333]),
 )
-def test_each_queue_gets_what_every_single_delay_brings_it(
+def test_the_load_of_each_queue_is_the_sum_over_all_delays(
     fused_bits: int, first_us: int, width_us: int
 ) -> None:
     levels = topology(levels=8, resolution=0.001, fused_bits=fused_bits)

@@ -1,4 +1,4 @@
-"""The gate for unique tasks, and how this process keeps their leases."""
+"""The worker's gate for unique tasks, and the leases that a worker renews."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEY = "unique:shop.sync:42"
 
 
 class Records(KeyRecords):
-    """One record, and a broker that may be away."""
+    """One record, in a place that may be unreachable."""
 
     def __init__(self) -> None:
         self.name = KEY
@@ -87,7 +87,7 @@ def arrival(until: str = "end", **headers: Any) -> Arrival:
 
 
 def context(app: Celery, headers: dict[str, Any]) -> Any:
-    """The task, with a request as the process that runs it has it."""
+    """The task with a request that has *headers*, as in the process that runs it."""
     task = app.tasks["shop.sync"]
     task.push_request(**headers)
     return task
@@ -99,7 +99,7 @@ def test_a_task_without_a_mark_passes(gate: Unique) -> None:
     assert gate(arrival(**{HEADER: Mark("debounce", "shop.sync", "42").header()})) is None
 
 
-def test_a_task_gets_its_key_and_frees_it_when_it_is_over(
+def test_a_task_takes_its_key_and_frees_it_at_its_end(
     app: Celery, gate: Unique, records: Records
 ) -> None:
     comes = arrival()
@@ -112,7 +112,7 @@ def test_a_task_gets_its_key_and_frees_it_when_it_is_over(
     assert records.record is None
 
 
-def test_a_second_one_waits_in_the_broker(gate: Unique, records: Records) -> None:
+def test_a_second_task_with_the_key_waits_in_the_broker(gate: Unique, records: Records) -> None:
     records.record = Record(run=Run("0", "another", NOW_US + 5))
     assert gate(arrival()) == WaitUntil(NOW_US + 5, otherwise=AskAgain(PAUSE_SECONDS))
 
@@ -124,7 +124,7 @@ def test_a_second_one_waits_in_the_broker(gate: Unique, records: Records) -> Non
         (states.REJECTED, Reject(requeue=True), NOW_US),
     ],
 )
-def test_a_task_that_comes_again_keeps_its_key(
+def test_a_retried_or_requeued_task_keeps_its_key(
     app: Celery, gate: Unique, records: Records, state: str, retval: Any, due_us: int
 ) -> None:
     comes = arrival()
@@ -149,7 +149,7 @@ def test_until_start_the_key_is_free_when_the_task_starts(
     assert records.record is None
 
 
-def test_what_is_revoked_is_left_to_celery_and_then_frees_its_key(
+def test_a_revoked_task_is_left_to_celery_and_frees_its_key(
     app: Celery, gate: Unique, records: Records
 ) -> None:
     worker_state.revoked.add("1")
@@ -164,7 +164,7 @@ def test_what_is_revoked_is_left_to_celery_and_then_frees_its_key(
     assert records.record is None
 
 
-def test_a_throttled_task_that_was_cancelled_has_not_run_and_one_that_was_terminated_has(
+def test_cancelling_a_throttled_task_frees_its_key_and_terminating_it_does_not(
     app: Celery, records: Records, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "name", "throttle:shop.sync:42")
@@ -178,10 +178,10 @@ def test_a_throttled_task_that_was_cancelled_has_not_run_and_one_that_was_termin
 
 
 @pytest.mark.parametrize("signal", [signals.task_unknown, signals.task_rejected])
-def test_what_celery_discards_frees_its_key(
+def test_a_task_that_celery_discards_frees_its_key(
     app: Celery, gate: Unique, records: Records, signal: Any
 ) -> None:
-    """A name that no worker knows does not reach the gate, an invalid task has passed it."""
+    """A task of an unknown name does not reach the gate; an invalid task has passed it."""
     comes = arrival()
     if signal is signals.task_rejected:
         gate(comes)
@@ -214,7 +214,7 @@ def test_a_message_that_expired_in_the_broker_frees_its_key(
 def test_a_task_whose_message_celery_rejects_frees_its_key_first(
     app: Celery, gate: Unique, records: Records, requeue: bool, left: Record | None
 ) -> None:
-    """All that it tells of a killed process if the task is to be delivered once more."""
+    """Celery gives no other sign of a killed process whose task is to be delivered again."""
     reject = Mock(side_effect=lambda *args: rejected.append((args, records.record)))
     rejected: list[Any] = []
     strategies = GatedStrategies(SimpleNamespace(app=app), (gate,), Mock(), Mock())
@@ -241,7 +241,7 @@ def test_a_retry_for_a_killed_process_keeps_the_key(
     assert records.record == Record(id="1", due_us=NOW_US + 30_000_000)
 
 
-def test_without_its_record_it_waits_and_that_is_told_once(
+def test_a_task_waits_while_its_record_is_unreachable_with_one_warning(
     gate: Unique, records: Records, caplog: pytest.LogCaptureFixture
 ) -> None:
     records.is_away = True
@@ -268,7 +268,7 @@ def test_a_key_that_cannot_be_freed_is_freed_later(
     wait_until(lambda: records.record is None)
 
 
-def test_a_lease_is_renewed_while_its_task_is_here(
+def test_a_lease_is_renewed_while_the_worker_has_its_task(
     monkeypatch: pytest.MonkeyPatch, gate: Unique, records: Records
 ) -> None:
     monkeypatch.setattr(leases_module, "RENEWED_EVERY_SECONDS", 0.01)
@@ -289,7 +289,7 @@ def test_a_renewal_that_failed_is_tried_again_soon(
     records: Records,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A lease of a minute must not be lost to a Redis that was away for a moment."""
+    """A lease of a minute must survive a short outage of Redis."""
     monkeypatch.setattr(leases_module, "RENEWED_EVERY_SECONDS", 0.01)
     gate(arrival())
     assert records.record is not None

@@ -1,4 +1,4 @@
-"""A template makes the very envelope that kombu and we would have, and says so when it cannot."""
+"""Templates for kombu's virtual transports: the same envelopes, or an error; and random ids."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ extras = st.dictionaries(
 
 @st.composite
 def kinds(draw: st.DrawFn) -> dict[str, Any]:
-    """What tasks of one kind have in common."""
+    """The values that all tasks of one kind share."""
     return {
         "task": draw(names),
         "is_root": draw(st.booleans()),
@@ -43,7 +43,7 @@ def kinds(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def envelope(draw: Any, kind: dict[str, Any]) -> dict[str, Any]:
-    """As our channel stores it."""
+    """An envelope as our channel stores it."""
     task_id = draw(ids)
     body = draw(st.binary(max_size=200))
     due_ms = draw(st.integers(2**40, 2**41))
@@ -75,17 +75,17 @@ def envelope(draw: Any, kind: dict[str, Any]) -> dict[str, Any]:
 
 
 @given(st.data(), kinds())
-def test_the_envelope_of_any_task_is_that_of_the_long_way(
+def test_the_envelope_of_a_template_is_the_channels(
     data: st.DataObject, kind: dict[str, Any]
 ) -> None:
-    """Learnt from one task, used for another of the same kind."""
+    """The template is made of one task and used for another of its kind."""
     template = Template(envelope(data.draw, kind))
     other = envelope(data.draw, kind)
     assert template.envelope(fields_of(other)) == encoded(other)
 
 
 @given(st.data(), kinds())
-def test_a_refused_task_is_named_with_all_that_is_needed_to_send_it_again(
+def test_a_refused_task_has_all_that_is_needed_to_send_it_again(
     data: st.DataObject, kind: dict[str, Any]
 ) -> None:
     one = envelope(data.draw, kind)
@@ -104,7 +104,7 @@ def test_a_refused_task_is_named_with_all_that_is_needed_to_send_it_again(
         ({"properties": {"correlation_id": "1", "body_encoding": None}}, "a body in base64"),
     ],
 )
-def test_what_is_no_delayed_task_is_refused(change: dict[str, Any], text: str) -> None:
+def test_a_template_refuses_anything_but_a_delayed_task(change: dict[str, Any], text: str) -> None:
     good = {
         "body": "",
         "headers": {"id": "1", "native_delay": {"v": 1, "due": 0}},

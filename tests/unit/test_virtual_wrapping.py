@@ -1,4 +1,4 @@
-"""What a consumer sees of a message's wait on a virtual transport."""
+"""The header by which a consumer on a virtual transport knows that a message waited."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def message(**headers: Any) -> dict[str, Any]:
     }
 
 
-def test_a_wrapped_message_tells_of_its_wait_and_opens_without_our_header() -> None:
+def test_a_wrapped_message_is_unwrapped_without_our_header() -> None:
     original = message(task="t", eta=ETA, customer=7)
     before = copy.deepcopy(original)
     went_in = wrapped(original, due_ms=DUE_MS)
@@ -35,7 +35,7 @@ def test_a_wrapped_message_tells_of_its_wait_and_opens_without_our_header() -> N
     assert delayed == Delayed("tag-1", DUE_MS * 1000, "shop", "orders.new")
 
 
-def test_a_message_of_protocol_1_has_no_eta_header() -> None:
+def test_a_message_of_protocol_1_is_unwrapped_without_an_eta_header() -> None:
     went_in = wrapped(message(), due_ms=DUE_MS)
     assert unwrapped(went_in["headers"], went_in["properties"])[1] is not None
 
@@ -52,7 +52,7 @@ def test_a_message_of_protocol_1_has_no_eta_header() -> None:
         {"eta": "soon", "task": "t", HEADER: {"v": 1, "due": DUE_MS}},
     ],
 )
-def test_whatever_else_carries_our_header_did_not_wait(headers: dict[str, Any]) -> None:
+def test_our_header_is_ignored_if_it_does_not_match_the_eta(headers: dict[str, Any]) -> None:
     opened, delayed = unwrapped(headers, message()["properties"])
     assert delayed is None
     assert HEADER not in opened
@@ -63,8 +63,8 @@ def test_milliseconds_are_rounded_up(us: int, ms: int) -> None:
     assert milliseconds_up(us) == ms
 
 
-def test_a_message_that_waits_past_its_eta_says_so_and_keeps_its_own_delivery_id() -> None:
-    """For its turn, say; its delivery tag is another one when it comes back."""
+def test_a_message_may_wait_beyond_its_eta_with_a_given_delivery_id() -> None:
+    """A rate-limited task, for example. It has another delivery tag when it comes back."""
     for eta in (ETA, None):
         went_in = wrapped(message(task="t", eta=eta), due_ms=DUE_MS + 5000, delivery_id="own")
         _, delayed = unwrapped(went_in["headers"], went_in["properties"])

@@ -1,4 +1,4 @@
-"""What the tests themselves rely on."""
+"""The helpers of the tests: waiting, watching sockets, and the ban of networks."""
 
 import gc
 import socket
@@ -10,12 +10,12 @@ from tests.sockets import collect_sockets, forget_sockets
 from tests.waiting import wait_until
 
 
-def test_wait_until_returns_the_first_value_that_counts() -> None:
+def test_wait_until_returns_the_first_value_that_is_neither_none_nor_false() -> None:
     values = iter([None, False, 0])
     assert wait_until(lambda: next(values), timeout_seconds=5) == 0
 
 
-def test_wait_until_names_what_was_not_seen() -> None:
+def test_wait_until_names_the_condition_that_was_not_seen() -> None:
     def queue_is_empty() -> bool:
         return False
 
@@ -23,7 +23,7 @@ def test_wait_until_names_what_was_not_seen() -> None:
         wait_until(queue_is_empty, timeout_seconds=0.1)
 
 
-def test_a_socket_that_is_left_to_the_garbage_collector_is_told_with_its_origin() -> None:
+def test_a_socket_left_to_the_garbage_collector_is_reported_with_its_origin() -> None:
     forget_sockets()
     gc.disable()  # it may come at any time, and would warn of the socket itself
     try:

@@ -1,4 +1,4 @@
-"""What can be asked of the waiting, and how histograms are cut."""
+"""Queries for waiting tasks, their histograms and outcomes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECOND_US = 1_000_000
 
 
 def task(**changes: Any) -> Waiting:
-    """Something that waits."""
+    """A waiting task."""
     values = {
         "id": "order-7",
         "name": "shop.remind",
@@ -72,13 +72,13 @@ def task(**changes: Any) -> Waiting:
         (r"args:\"", False),
     ],
 )
-def test_a_search_finds_what_has_all_its_words(search: str, found: bool) -> None:
+def test_a_search_finds_tasks_that_have_all_its_words(search: str, found: bool) -> None:
     assert Query.parse(search).matches(task()) is found
 
 
 @pytest.mark.parametrize("kwargs", ["{'a': {[1]}}", "{'a': 0x" + "f" * 4000 + "}", "{", "7"])
-def test_arguments_whose_text_is_no_literal_match_no_pair(kwargs: str) -> None:
-    """Such as a set of what can be hashed and looks like a list."""
+def test_arguments_that_are_no_literal_match_no_pair(kwargs: str) -> None:
+    """The repr of arguments may be no Python literal."""
     assert not Query.parse("kwargs:a=1").matches(task(kwargs=kwargs))
 
 
@@ -88,7 +88,7 @@ def test_arguments_whose_text_is_no_literal_match_no_pair(kwargs: str) -> None:
         *('"open', "name:", 'word "', '""', "-word"),
     ],
 )
-def test_a_search_that_makes_no_sense_is_refused(search: str) -> None:
+def test_an_invalid_search_is_refused(search: str) -> None:
     with pytest.raises(InvalidQuery, match="expected"):
         Query.parse(search)
 
@@ -103,8 +103,8 @@ WORDS = st.sampled_from(
 
 
 @given(st.lists(WORDS, max_size=8))
-def test_what_matches_contains_the_text_that_the_store_looks_for(words: list[str]) -> None:
-    """In any case, wherever it stands in the stored message."""
+def test_a_matching_task_contains_the_text_that_the_store_searches_for(words: list[str]) -> None:
+    """In upper or lower case, anywhere in the stored message."""
     query, known = Query.parse(" ".join(words)), task()
     assert query.needle == query.needle.lower()
     if query.matches(known):
@@ -113,7 +113,7 @@ def test_what_matches_contains_the_text_that_the_store_looks_for(words: list[str
 
 
 @given(st.lists(WORDS, min_size=1, max_size=8))
-def test_a_search_finds_a_task_if_each_word_alone_does(words: list[str]) -> None:
+def test_a_search_finds_a_task_if_each_word_alone_finds_it(words: list[str]) -> None:
     together = Query.parse(" ".join(words)).matches(task())
     assert together is all(Query.parse(word).matches(task()) for word in words)
 
@@ -148,7 +148,7 @@ def test_a_histogram_has_bars_of_round_times() -> None:
     ]
 
 
-def test_an_outcome_is_true_if_it_was_done_and_says_what_happened() -> None:
+def test_an_outcome_is_true_if_the_change_was_made() -> None:
     assert Outcome("a", Verdict.DONE)
     assert not Outcome("a", Verdict.TOO_LATE)
     assert str(Outcome("a", Verdict.DONE)) == "a cancelled"
@@ -160,7 +160,7 @@ def test_an_outcome_is_true_if_it_was_done_and_says_what_happened() -> None:
     assert str(refused) == "a: it is no task"
 
 
-def test_an_entry_of_the_records_is_the_whole_message() -> None:
+def test_an_entry_in_the_records_holds_the_whole_message() -> None:
     headers = {"task": "shop.remind", "id": "order-7", "argsrepr": "(b'\\n',)", "x": b"\xff"}
     properties = {"application_headers": headers, "priority": 3, "content_encoding": "binary"}
     entry = Entry(properties, b"\x00\n\xff{}", "shop", "orders.new", "orders", 12)

@@ -1,4 +1,4 @@
-"""One word for one thing: what of the glossary can be counted."""
+"""Plain words, as far as a machine can judge them: docstrings, the docs, the glossary."""
 
 from __future__ import annotations
 
@@ -10,11 +10,21 @@ from pathlib import Path
 import celery_native_delay
 
 PACKAGE = Path(celery_native_delay.__file__).parent
-GLOSSARY = Path(__file__).parents[2] / "docs" / "how-it-works" / "glossary.md"
+ROOT = Path(__file__).parents[2]
+GLOSSARY = ROOT / "docs" / "how-it-works" / "glossary.md"
+
+#: Decisions are records: they stay as they were written.
+PAGES = [
+    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name != "decisions"),
+]
+
+MOST_WORDS = 30
 
 #: A docstring that begins so says nothing in a tooltip, or has no subject.
 _EMPTY_BEGINNING = re.compile(
-    r"(What|Whether|Which|Who|How|Where|When|Why|See|The same|Is|Are|Has|Have|Was|Does)\b"
+    r"(What|Whether|Which|Who|How|Where|When|Why|See|The same|Is|Are|Has|Have|Was|Does|"
+    r"Those|That of|That which)\b"
 )
 
 #: It is a producer, a worker, a consumer or a user.
@@ -48,7 +58,44 @@ def test_the_package_says_who_it_means() -> None:
     assert found == []
 
 
-def test_a_word_of_the_glossary_stands_there_once() -> None:
-    defined = re.findall(r"^(\w.*)\n    \w", GLOSSARY.read_text(), re.MULTILINE)
-    assert len(defined) > 30
+#: A page's blocks of code and other directives; the text of a note stays.
+_CODE_BLOCK = re.compile(r"^```.*?^```$|^:::.*?$", re.MULTILINE | re.DOTALL)
+
+#: The beginning of a paragraph of its own: an item, a heading, a quotation.
+_ITEM = re.compile(r"^([-*>]|\d+\.|#+) +")
+
+
+def _paragraphs(page: str) -> Iterator[str]:
+    """Texts without code and links; each item of a list and each cell of a table is one."""
+    page = _CODE_BLOCK.sub("", page)
+    page = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", re.sub(r"`[^`]*`", "code", page))
+    lines: list[str] = []
+    for line in [*page.splitlines(), ""]:
+        text = line.strip()
+        if lines and (not text or text.startswith("|") or _ITEM.match(text)):
+            yield " ".join(lines)
+            lines = []
+        if text.startswith("|"):
+            yield from text.split("|")
+        elif text:
+            lines.append(_ITEM.sub("", text))
+
+
+def test_a_sentence_of_the_docs_is_short() -> None:
+    """A colon or a semicolon ends no sentence."""
+    sentences = [
+        (path.relative_to(ROOT).as_posix(), sentence)
+        for path in PAGES
+        for paragraph in _paragraphs(path.read_text())
+        for sentence in re.split(r"(?<=[.!?])[*_)\"']*\s", paragraph)
+    ]
+    assert len(sentences) > 2000
+    long = [each for each in sentences if len(re.findall(r"\S*\w\S*", each[1])) > MOST_WORDS]
+    assert long == []
+
+
+def test_the_glossary_has_few_words_each_once() -> None:
+    defined = re.findall(r"^(\w.*)\n    .*\n    Why a word: ", GLOSSARY.read_text(), re.MULTILINE)
+    assert len(defined) == len(re.findall(r"^\w.*\n    \w", GLOSSARY.read_text(), re.MULTILINE))
+    assert 5 < len(defined) < 15
     assert sorted(defined) == sorted(set(defined))

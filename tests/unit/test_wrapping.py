@@ -1,4 +1,4 @@
-"""What a message goes through on its way in is undone on its way out."""
+"""Wrapping a message for RabbitMQ's levels, and unwrapping it when a worker receives it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wrapped(properties: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def after_the_levels(properties: dict[str, Any]) -> dict[str, Any]:
-    """What RabbitMQ adds while a message waits in two levels."""
+    """*properties* with the headers that RabbitMQ adds while a message waits in two levels."""
     deaths = [
         {"queue": LEVEL, "reason": "expired", "exchange": f"{LEVEL}0", "count": 1},
         {"queue": f"{LEVEL}-f", "reason": "expired", "exchange": LEVEL, "count": 1},
@@ -112,7 +112,7 @@ def all_properties(draw: st.DrawFn) -> dict[str, Any]:
     routing_key=st.text(max_size=8),
     limit_priority=st.booleans(),
 )
-def test_a_message_comes_out_as_it_went_in(
+def test_wrapping_and_unwrapping_restores_a_message(
     properties: dict[str, Any], exchange: str, routing_key: str, limit_priority: bool
 ) -> None:
     went_in = wrapped(
@@ -155,8 +155,8 @@ def test_a_message_can_wait_again_and_again(properties: dict[str, Any]) -> None:
         properties = properties_now
 
 
-def test_a_landed_or_rescued_message_keeps_the_delivery_info_it_has() -> None:
-    """It arrives from the user's own exchange, dead-lettered or published there."""
+def test_a_message_from_a_landing_or_parking_queue_keeps_its_delivery_info() -> None:
+    """Such a message arrives from the user's exchange."""
     info = {"exchange": "news", "routing_key": "sport"}
     assert opened(after_the_levels(wrapped({})), info)[1] == info
 
@@ -165,16 +165,16 @@ def test_a_landed_or_rescued_message_keeps_the_delivery_info_it_has() -> None:
     "headers",
     [None, {}, {"native_delay": None}, {"native_delay": "v1"}, {"native_delay": {"v": 2}}],
 )
-def test_a_message_that_never_waited_is_left_alone(headers: dict[str, Any] | None) -> None:
+def test_a_message_without_our_header_is_not_unwrapped(headers: dict[str, Any] | None) -> None:
     properties = {} if headers is None else {"application_headers": headers}
     assert unwrap(properties, {"exchange": "jobs"}) is None
 
 
 @pytest.mark.parametrize("eta", [None, "2026-11-20T13:00:00+00:00"])
-def test_an_envelope_that_a_plain_workers_retry_took_along_is_not_believed(
+def test_our_header_is_ignored_on_a_plain_workers_retry(
     eta: str | None,
 ) -> None:
-    """Celery sends unknown headers again: the retry did not wait, nor expire with the first."""
+    """Celery copies unknown headers to a retry, which did not wait and has its own expiration."""
     headers = {"task": "t", "eta": "2026-11-20T12:01:00+00:00"}
     first = wrapped({"application_headers": headers, "expiration": "90000"})
     retried = {"application_headers": first["application_headers"] | {"eta": eta}}
@@ -189,8 +189,8 @@ def death(queue: str, reason: str = "expired", count: int = 1) -> dict[str, Any]
     return {"queue": queue, "reason": reason, "exchange": "", "count": count}
 
 
-def test_no_death_in_our_queues_is_sent_or_seen() -> None:
-    """RabbitMQ 3.10 takes a message that comes with its own x-death for a cycle and drops it."""
+def test_death_headers_of_our_queues_are_neither_sent_nor_seen() -> None:
+    """RabbitMQ 3.10 drops a message published with x-death of the same queue, as a cycle."""
     headers = {
         "x-death": [death(LEVEL), death("celery_delay.v1.parked")],
         "x-first-death-queue": LEVEL,
@@ -203,7 +203,7 @@ def test_no_death_in_our_queues_is_sent_or_seen() -> None:
     assert came_out["application_headers"] == {}
 
 
-def test_of_mixed_deaths_only_other_peoples_are_seen() -> None:
+def test_death_headers_of_other_queues_are_kept() -> None:
     headers = {
         "x-death": [death(LEVEL), death("jobs", "rejected", 4)],
         "x-first-death-queue": "jobs",
@@ -219,8 +219,8 @@ def test_of_mixed_deaths_only_other_peoples_are_seen() -> None:
     }
 
 
-def test_a_death_after_the_delivery_is_seen() -> None:
-    """The user's queue rejected the task into the user's own dead-letter queue."""
+def test_a_death_header_added_after_the_delivery_is_kept() -> None:
+    """The user's queue dead-lettered the task into the user's dead-letter queue."""
     waited = after_the_levels(wrapped({"application_headers": {"task": "t"}}))
     headers = waited["application_headers"]
     headers["x-death"] = [death("jobs", "rejected"), *headers["x-death"]]
@@ -231,19 +231,19 @@ def test_a_death_after_the_delivery_is_seen() -> None:
     assert "x-first-death-queue" not in came_out["application_headers"]
 
 
-# ---- what cannot wait, and what must not travel --------------------------------------------
+# ---- refused messages, and headers that must not be copied ---------------------------------
 
 
 @pytest.mark.parametrize("name", ["CC", "BCC"])
-def test_further_routing_keys_are_refused_with_the_way_out(name: str) -> None:
+def test_cc_and_bcc_headers_are_refused_with_the_remedy(name: str) -> None:
     with pytest.raises(CannotDelay) as refused:
         wrapped({"application_headers": {name: ["b"]}})
     for said in ("'jobs'", "CC or BCC", "one delayed message per routing key"):
         assert said in str(refused.value)
 
 
-def test_an_expiration_is_kept_beside_its_absolute_time() -> None:
-    """On the message RabbitMQ would cut the first level short by it, then forget it."""
+def test_an_expiration_is_kept_in_our_header() -> None:
+    """On the message itself it would shorten the wait in the first level, and then be removed."""
     went_in = wrapped({"expiration": "90000"})
     assert "expiration" not in went_in
     came_out, _, delayed = opened(went_in)
@@ -264,7 +264,7 @@ def test_an_expiration_is_kept_beside_its_absolute_time() -> None:
         (255, False, 255),
     ],
 )
-def test_a_priority_is_limited_on_the_way_only(
+def test_a_priority_is_limited_only_while_the_message_waits(
     priority: int | None, limited: bool, travels_with: int | None
 ) -> None:
     properties = {} if priority is None else {"priority": priority}
@@ -273,11 +273,11 @@ def test_a_priority_is_limited_on_the_way_only(
     assert opened(went_in)[0].get("priority") == priority
 
 
-def test_the_due_time_in_the_envelope_is_never_early() -> None:
+def test_the_due_time_in_our_header_is_rounded_up() -> None:
     assert opened(wrapped({}, due_us=DUE_US + 1))[2].due_us == DUE_US + 1000
 
 
-def test_the_one_queue_a_message_is_for_travels_with_it() -> None:
+def test_the_destination_queue_is_kept_in_our_header() -> None:
     assert wrapped({}, queue="jobs.7")["application_headers"][HEADER]["queue"] == "jobs.7"
     assert "queue" not in wrapped({})["application_headers"][HEADER]
 
@@ -296,18 +296,20 @@ def test_the_one_queue_a_message_is_for_travels_with_it() -> None:
         ({"task": "t", "eta": "2026-11-20T12:00:00+00:00"}, NOW_US),
         ({"eta": "2026-11-20T12:00:00"}, NOW_US),
         ({"eta": datetime(2026, 11, 20, 12, tzinfo=UTC)}, NOW_US),
-        # Not a Celery task: whatever its eta means, it is no due time.
+        # Not a Celery task, so its header "eta" is no due time.
         ({"eta": "soon"}, None),
         ({"eta": 5}, None),
         ({"eta": [1]}, None),
         ({"eta": b"2026"}, None),
     ],
 )
-def test_due_of(headers: dict[str, Any] | None, due: int | None) -> None:
+def test_due_of_reads_the_due_time_of_a_task(
+    headers: dict[str, Any] | None, due: int | None
+) -> None:
     assert due_of(headers) == due
 
 
-def test_a_task_with_an_eta_that_is_no_date_is_refused() -> None:
+def test_a_task_with_an_invalid_eta_is_refused() -> None:
     with pytest.raises(InvalidDueTime, match="got 'soon'"):
         due_of({"task": "t", "eta": "soon"})
 

@@ -1,4 +1,4 @@
-"""What the command line does on Redis."""
+"""The work of the command line on a Redis broker."""
 
 from __future__ import annotations
 

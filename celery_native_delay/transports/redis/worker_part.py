@@ -1,4 +1,4 @@
-"""What a worker does on Redis: promote, store early messages again, retry parked messages."""
+"""A worker's work on Redis: promote, store early messages again, retry parked messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line does with a store."""
+"""The work of the command line on a store."""
 
 from __future__ import annotations
 

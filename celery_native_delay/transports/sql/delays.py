@@ -46,7 +46,7 @@ class Delays(delays.Delays):
 
     @property
     def store(self) -> Store:
-        """The store of this process. Raises an error if the settings name none."""
+        """The store of this process. Raises UnsupportedBroker if the settings name no store."""
         self.check_settings()
         return Store.of(self._url, self.settings.namespace)
 

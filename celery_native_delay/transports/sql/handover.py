@@ -37,7 +37,7 @@ HandOver: TypeAlias = Callable[..., Exception | None]
 
 
 def hand_over_on(channel: Any, store: Store) -> HandOver:
-    """How messages of *store* are delivered on *channel*, a channel of kombu without our mixin."""
+    """The way to deliver messages of *store* on *channel*, a channel of kombu without our mixin."""
     client = channel.connection.client
     if hasattr(channel, "message_cls") and same_database(client.hostname, store.url):
         return IntoTheSameDatabase(channel)
@@ -46,7 +46,7 @@ def hand_over_on(channel: Any, store: Store) -> HandOver:
 
 @contextmanager
 def handing_over(channel: Any, store: Store) -> Iterator[HandOver]:
-    """How messages of *store* are delivered, on a new connection like that of *channel*."""
+    """The way to deliver messages of *store*, on a new connection like that of *channel*."""
     # Not clone(): kombu 5.7 cannot clone a connection of a pool.
     information = dict(channel.connection.client._info(resolve=False))
     # kombu's own channel, because ours would delay the messages once more.

@@ -1,4 +1,4 @@
-"""What a worker does for a store: dispatch, store early messages again, retry parked messages."""
+"""A worker's work for a store: dispatch, store early messages again, retry parked messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line does on SQS."""
+"""The work of the command line on SQS."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ LOOK_FOR_SECONDS = 60.0
 
 
 class KnownDelayQueue(NamedTuple):
-    """What a producer knows of a delay queue, read *at* a monotonic time.
+    """A producer's knowledge of a delay queue, read *at* a monotonic time.
 
     *url* is None if the delay queue does not exist. *most_bytes* is the largest message that the
     destination accepts.
@@ -125,7 +125,7 @@ class Delays(recorded.Delays):
             self.queues.client(queue).send_message(QueueUrl=url, **arguments)
 
     def known_delay_queue(self, queue: str) -> KnownDelayQueue:
-        """What is known of the delay queue of *queue*, read again after some minutes.
+        """This producer's knowledge of the delay queue of *queue*, renewed after some minutes.
 
         It warns if the delay queue does not exist, or if no relay seems to receive from it. Raises
         TopologyMismatch if its attributes are wrong.

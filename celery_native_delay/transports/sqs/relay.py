@@ -155,7 +155,7 @@ class _NoDelayQueue(NativeDelayError):
 
 
 class QueueRelay:
-    """The relay for one destination, in one thread."""
+    """The relay of one thread: from one delay queue to its destination."""
 
     def __init__(self, relay: Relay, channel: Any, queue: str) -> None:
         self._relay = relay

@@ -1,4 +1,4 @@
-"""What a worker does on SQS: create delay queues, relay, delay early messages again."""
+"""A worker's work on SQS: create delay queues, relay, delay early messages again."""
 
 from __future__ import annotations
 

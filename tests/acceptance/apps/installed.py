@@ -1,4 +1,4 @@
-"""The app of a worker or producer that has the package installed."""
+"""The app of a worker or producer with the package installed."""
 
 from celery_native_delay import install
 from tests.acceptance.apps.tasks import app_of_environment

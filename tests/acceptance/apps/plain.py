@@ -1,4 +1,4 @@
-"""The app of a worker or producer that has never heard of the package."""
+"""The app of a worker or producer without the package."""
 
 from tests.acceptance.apps.tasks import app_of_environment
 

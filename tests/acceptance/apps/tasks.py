@@ -1,6 +1,6 @@
-"""The tasks of the acceptance tests, and the app they belong to.
+"""The tasks and the app of the acceptance tests.
 
-Knows nothing of celery_native_delay: plain producers and workers use it as well.
+It does not import celery_native_delay, because plain producers and workers use it as well.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ RECORD_VARIABLE = "ACCEPTANCE_RECORD"
 
 
 class Busy(Exception):
-    """Raised by a task that wants to be retried."""
+    """The error of a task that is to be retried."""
 
 
 def new_app(*, queue_type: str = "classic", no_declare: bool = False, **conf: Any) -> Celery:
-    """An app with all tasks and queues; *conf* on top of what the tests have in common.
+    """An app with all tasks and queues; *conf* overrides the common settings of the tests.
 
-    With *no_declare* the queues are there already.
+    With *no_declare* the app declares no queues: they exist already.
     """
     app = Celery("acceptance", set_as_current=False)
     app.conf.update(
@@ -52,14 +52,14 @@ def new_app(*, queue_type: str = "classic", no_declare: bool = False, **conf: An
 
 
 def app_of_environment() -> Celery:
-    """The app that a test has put into the environment of this process."""
+    """The app with the configuration in this process's environment."""
     app = new_app(**json.loads(os.environ[CONF_VARIABLE]))
     app.set_default()
     return app
 
 
 def queues(queue_type: str, *, no_declare: bool = False) -> list[Queue]:
-    """One queue for each kind of exchange; two on the topic exchange."""
+    """One queue for each type of exchange, and two on the topic exchange."""
     options = {"queue_arguments": {"x-queue-type": queue_type}, "no_declare": no_declare}
     shop = Exchange("shop", type="topic", no_declare=no_declare)
     billing = Exchange("billing", type="direct", no_declare=no_declare)
@@ -75,7 +75,7 @@ def queues(queue_type: str, *, no_declare: bool = False) -> list[Queue]:
 
 
 def define_tasks(app: Celery) -> None:
-    """Add the tasks to *app*; what a task does is recorded when it starts, see below."""
+    """Add the tasks to *app*; record_start() notes each start."""
 
     @app.task(name="note", shared=False)
     def note(*args: Any) -> Any:
@@ -84,7 +84,7 @@ def define_tasks(app: Celery) -> None:
 
     @app.task(name="careful", shared=False, acks_late=True)
     def careful(*args: Any) -> Any:
-        """The same, acknowledged when it is done."""
+        """Return the first argument; the message is acknowledged after the run."""
         return args[0] if args else None
 
     @app.task(name="gather", shared=False)
@@ -94,7 +94,7 @@ def define_tasks(app: Celery) -> None:
 
     @app.task(name="again", shared=False, bind=True, max_retries=None)
     def again(self: Task, times: int, countdown: float) -> None:
-        """Retry *times* times."""
+        """Call retry() *times* times."""
         if self.request.retries < times:
             raise self.retry(countdown=countdown, exc=Busy())
 
@@ -109,7 +109,7 @@ def define_tasks(app: Celery) -> None:
         retry_jitter=True,
     )
     def busy(self: Task, times: int) -> None:
-        """Be busy, and retried by Celery, *times* times."""
+        """Raise Busy *times* times; Celery retries the task automatically."""
         if self.request.retries < times:
             raise Busy
 
@@ -126,11 +126,11 @@ def define_tasks(app: Celery) -> None:
 
     @app.task(name="call_api", shared=False)
     def call_api(tenant: str, number: int = 0) -> None:
-        """Call what takes so many calls of each tenant only."""
+        """A task whose rate per tenant is limited."""
 
     @app.task(name="turned_away", shared=False, bind=True)
     def turned_away(self: Task, seconds: float, times: int = 1) -> None:
-        """Be turned away *times* times."""
+        """Raise RetryAfter *times* times."""
         from celery_native_delay import RetryAfter
 
         if self.request.retries < times:
@@ -138,19 +138,19 @@ def define_tasks(app: Celery) -> None:
 
     @app.task(name="hold", shared=False)
     def hold(seconds: float) -> None:
-        """Occupy a worker's process."""
+        """Occupy a process of the worker for *seconds*."""
         time.sleep(seconds)
 
     @app.task(name="alone", shared=False, bind=True, acks_late=True)
     def alone(self: Task, key: str, seconds: float) -> None:
-        """Note when it begins and when it ends; meant to have *key* for itself."""
+        """Note start and end; no two runs of one *key* should overlap."""
         note_phase(key, self.request.id, "begins")
         time.sleep(seconds)
         note_phase(key, self.request.id, "ends")
 
     @app.task(name="mortal", shared=False, bind=True, acks_late=True, reject_on_worker_lost=True)
     def mortal(self: Task) -> None:
-        """Kill the process that runs it, once; Celery delivers it once more."""
+        """Kill the process that runs it, once; Celery then delivers the task again."""
         died = Path(f"{os.environ[RECORD_VARIABLE]}.{self.request.id}.died")
         if not died.exists():
             died.touch()
@@ -186,7 +186,7 @@ def record_start(task_id: str, task: Task, args: Any, **_: Any) -> None:
 
 
 def append(path: str, line: dict[str, Any]) -> None:
-    # A single write to a file opened for appending: lines of several processes never mix.
+    # A single write to a file opened for appending, so lines of several processes never mix.
     record = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(record, json.dumps(line, default=repr).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""``bulk(app)`` where others see, or change, what is published: each message has its own value."""
+"""``bulk(app)`` beside code that wraps publishing, such as an APM."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from tests.conformance.test_bulk_conformance import PLAIN, inbox, ready_app
 from tests.conformance.traffic import SETTINGS
 from tests.integration.traffic import Arrival
 
-#: What sees a message is Celery's, whatever the broker.
+#: At home one broker is enough: the wrapped functions are Celery's.
 BROKERS = at_home_on("rabbitmq-3.10")
 
 TRACE = "trace"
 SAID = "sending by apply_async, not by template: "
 
-#: An app, and the traces that its messages were given so far, by task id.
+#: An app, and the traces of its messages by task id.
 Watched = tuple[Celery, dict[str, str]]
-Witness = Callable[[str], AbstractContextManager[Watched]]
+Wrapper = Callable[[str], AbstractContextManager[Watched]]
 
 
 def make_app(url: str, app: Celery | None = None, **task_options: Any) -> Celery:
@@ -61,7 +61,7 @@ def make_app(url: str, app: Celery | None = None, **task_options: Any) -> Celery
 
 @pytest.fixture(scope="module")
 def space(broker: Broker) -> Iterator[str]:
-    """Where all is declared and attended to; nothing is left behind there."""
+    """A space with declared queues and a worker's background jobs, shared by all tests here."""
     url = broker.new_space()
     with ready_app(url):
         yield url
@@ -69,7 +69,7 @@ def space(broker: Broker) -> Iterator[str]:
 
 
 class Watching:
-    """Gives each publish a trace of its own, and notes it down."""
+    """Wraps functions so that each publish gets a trace header, and keeps the traces by task id."""
 
     def __init__(self) -> None:
         self.traces: dict[str, str] = {}
@@ -79,7 +79,7 @@ class Watching:
         return {TRACE: trace}
 
     def around(self, original: Any) -> Any:
-        """As APMs do it: around ``apply_async`` and ``send_task``."""
+        """Wrap ``apply_async`` or ``send_task``, as APMs do."""
 
         @functools.wraps(original)
         def watching(*args: Any, **options: Any) -> Any:
@@ -110,7 +110,7 @@ class Watching:
 
 @contextmanager
 def patched(url: str, owner: Any, name: str, how: str) -> Iterator[Watched]:
-    """A class that was wrapped before there was an app."""
+    """An app made after a method of *owner* was wrapped."""
     watching = Watching()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, getattr(watching, how)(getattr(owner, name)))
@@ -119,7 +119,7 @@ def patched(url: str, owner: Any, name: str, how: str) -> Iterator[Watched]:
 
 @contextmanager
 def own_task(url: str, how: str) -> Iterator[Watched]:
-    """As in Celery's documentation: of the same name."""
+    """An app with its own Task class, given as *how*; its methods have Celery's names."""
     watching = Watching()
 
     class Task(celery.Task):
@@ -159,14 +159,14 @@ def own_amqp(url: str) -> Iterator[Watched]:
 
 @contextmanager
 def own_send_task(url: str) -> Iterator[Watched]:
-    """Wrapped in the app itself, after it was installed."""
+    """An app whose own ``send_task`` was wrapped after install()."""
     watching, app = Watching(), make_app(url)
     app.send_task = watching.around(app.send_task)
     yield app, watching.traces
 
 
-#: Each with what the log names.
-WITNESSES: dict[str, tuple[Witness, str]] = {
+#: Each with the name that the log must show.
+WRAPPERS: dict[str, tuple[Wrapper, str]] = {
     "Task.apply_async": (
         functools.partial(patched, owner=Task, name="apply_async", how="around"),
         "Watching.around.<locals>.watching stands for Task.apply_async",
@@ -193,7 +193,7 @@ WITNESSES: dict[str, tuple[Witness, str]] = {
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the log says of tasks that do not go by template."""
+    """The log's reasons why tasks are not sent by template."""
     lines = [each.getMessage() for each in caplog.records]
     return [line.removeprefix(SAID) for line in lines if line.startswith(SAID)]
 
@@ -202,13 +202,13 @@ def traces_of(arrivals: list[Arrival]) -> dict[str, str | None]:
     return {a.message.headers["id"]: a.message.headers.get(TRACE) for a in arrivals}
 
 
-@pytest.mark.parametrize("witness", WITNESSES)
-def test_a_witness_of_each_apply_async_sees_each_task_of_a_batch(
-    space: str, witness: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_code_that_wraps_publishing_sees_each_task_of_a_batch(
+    space: str, wrapper: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it adds stands in each message, that message's own; the log says once why."""
+    """Each message has the header added for it, and the log gives the reason once."""
     caplog.set_level(logging.INFO, "celery_native_delay.bulk")
-    watched, named = WITNESSES[witness]
+    watched, named = WRAPPERS[wrapper]
     with watched(space) as (app, traces), inbox(space, "plain") as letters:
         with bulk(app) as batch:
             ids = [batch.send("shop.remind", (n,), countdown=2) for n in range(6)]
@@ -223,7 +223,7 @@ def test_a_witness_of_each_apply_async_sees_each_task_of_a_batch(
 
 
 def test_opentelemetry_has_a_span_for_each_message(space: str) -> None:
-    """Its trace context is the message's own."""
+    """Instrumented in the middle of a batch; each message has its own trace context."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     app, instrumentor = make_app(space), CeleryInstrumentor()
@@ -252,7 +252,7 @@ def test_opentelemetry_has_a_span_for_each_message(space: str) -> None:
 
 
 def test_sentry_has_a_span_for_each_message(space: str) -> None:
-    """Its headers are the message's own; in a process of its own: it patches Celery for good."""
+    """In a process of its own, because Sentry patches Celery for good."""
     command = [sys.executable, "-m", "tests.conformance.sentry_process", space]
     with inbox(space, "plain") as letters:
         run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
@@ -271,11 +271,11 @@ def test_sentry_has_a_span_for_each_message(space: str) -> None:
     assert f"{SAID}sentry_sdk.integrations.celery._wrap_task_run.<locals>" in run.stderr
 
 
-# ---- what a proof cannot know --------------------------------------------------------------------
+# ---- templates that would change a message -------------------------------------------------------
 
 
 def adding(value: Callable[[Any], str]) -> Callable[[Any], Any]:
-    """A header on each message, made of its body."""
+    """Wrap a function so that it adds a header computed from the body."""
 
     def around(task_message: Any) -> Any:
         def make(headers: Any, properties: Any, body: Any, sent_event: Any) -> Any:
@@ -319,7 +319,7 @@ OF_ARGUMENT = adding(lambda body: f"of {body[0][0]}")
     ],
     ids=["random", "by argument", "argsrepr", "eta", "body"],
 )
-def test_what_a_template_would_not_have_made_goes_as_apply_async_sends_it(
+def test_tasks_that_a_template_would_change_are_sent_as_apply_async_sends_them(
     space: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -355,10 +355,10 @@ def test_what_a_template_would_not_have_made_goes_as_apply_async_sends_it(
     assert line.endswith("two tasks 'shop.remind' differ unexpectedly")
 
 
-def test_a_template_of_equal_tasks_serves_for_their_like_only(
+def test_a_template_made_from_equal_tasks_is_not_used_for_others(
     space: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What follows from the arguments differs for the first time in the fifth task."""
+    """The header depends on the arguments, which differ first in the fifth task."""
     amqp = importlib.import_module("celery.app.amqp")
     app, sent = make_app(space), (1, 1, 1, 1, 2, 3)
     with inbox(space, "plain") as letters:
@@ -372,8 +372,8 @@ def test_a_template_of_equal_tasks_serves_for_their_like_only(
     assert batch.result.by_template == 2
 
 
-def test_options_that_are_equal_and_not_the_same_are_kinds_of_their_own(space: str) -> None:
-    """1, 1.0 and True: each task has what it was sent with."""
+def test_equal_options_of_different_types_are_not_mixed(space: str) -> None:
+    """1, 1.0 and True arrive as they were sent."""
     app, values = make_app(space), (1, True, 1.0)
     with inbox(space, "plain") as letters:
         with bulk(app) as batch:
@@ -389,7 +389,7 @@ def test_options_that_are_equal_and_not_the_same_are_kinds_of_their_own(space: s
     assert batch.result.by_template == 6
 
 
-def test_after_a_reconnect_one_message_shows_that_all_is_as_it_was(space: str) -> None:
+def test_after_a_reconnect_templates_are_checked_once_more(space: str) -> None:
     if space.startswith("sqs://"):
         pytest.skip("a batch has no connection there: each request makes its own")
     app = make_app(space)
@@ -402,7 +402,7 @@ def test_after_a_reconnect_one_message_shows_that_all_is_as_it_was(space: str) -
                         outbox._lose()
                     batch.send("shop.remind", (8,), countdown=0.2, headers={})  # connects
                 batch.send("shop.remind", (number,), countdown=2)
-        # On RabbitMQ some may be there twice.
+        # On RabbitMQ some may arrive twice.
         letters.receive_until(lambda: len({str(each.body) for each in letters.arrivals}) == 9)
     app.close()
     assert batch._publisher.outbox.connects == 2

@@ -43,7 +43,7 @@ def producer(vhost_url: str) -> Iterator[Any]:
 
 
 def serve(worker: Any, queue: str, exchange: str, kind: str, **arguments: Any) -> None:
-    """Declare and bind as a worker does that consumes."""
+    """Declare and bind a queue as a consuming worker does."""
     declare_exchange(worker, exchange, kind)
     declare_queue(worker, queue, **arguments)
     bind(worker, queue, exchange, "a")
@@ -51,7 +51,7 @@ def serve(worker: Any, queue: str, exchange: str, kind: str, **arguments: Any) -
 
 
 def test_a_queue_that_is_bound_while_a_message_waits_gets_it(worker: Any, producer: Any) -> None:
-    """And the queue that is unbound meanwhile does not."""
+    """A queue that is unbound meanwhile does not get it."""
     serve(worker, "old", "shop", "topic")
     publish(producer, "waits", "a", exchange="shop", delay=4)
     declare_queue(worker, "new")
@@ -62,8 +62,10 @@ def test_a_queue_that_is_bound_while_a_message_waits_gets_it(worker: Any, produc
     assert (came.queue, came.body) == ("new", "waits")
 
 
-def test_an_exchange_of_another_type_gets_what_waited_for_it(worker: Any, producer: Any) -> None:
-    """The queue that was bound to the old one gets it no more."""
+def test_a_message_goes_through_an_exchange_redeclared_with_another_type(
+    worker: Any, producer: Any
+) -> None:
+    """A queue bound to the old exchange does not get it."""
     serve(worker, "old", "shop", "direct")
     publish(producer, "waits", "a", exchange="shop", delay=2)
     worker.default_channel.exchange_delete("shop")
@@ -75,10 +77,10 @@ def test_an_exchange_of_another_type_gets_what_waited_for_it(worker: Any, produc
     assert (came.queue, came.body) == ("new", "waits")
 
 
-def test_a_producer_learns_that_an_exchange_is_of_another_type(
+def test_a_producer_notices_that_an_exchange_has_another_type(
     worker: Any, producer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within ROUTE_SECONDS: what it sends from then on needs no rescue."""
+    """Within ROUTE_SECONDS; messages sent later are not parked."""
     serve(worker, "old", "shop", "direct")
     declare_exchange(producer, "shop", "direct")
     bind(producer, "old", "shop", "a")
@@ -94,10 +96,10 @@ def test_a_producer_learns_that_an_exchange_is_of_another_type(
     assert (came.queue, came.body) == ("new", "after")
 
 
-def test_a_producer_learns_that_an_exchange_is_gone(
+def test_a_producer_notices_that_an_exchange_is_deleted(
     worker: Any, producer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a message without a delay tells it."""
+    """A delayed publish raises NotFound, as an undelayed one does."""
     serve(worker, "old", "shop", "direct")
     monkeypatch.setattr(routes, "ROUTE_SECONDS", 0.0)
     publish(producer, "before", "a", exchange="shop", delay=0.2)
@@ -106,8 +108,8 @@ def test_a_producer_learns_that_an_exchange_is_gone(
         publish(producer, "after", "a", exchange="shop", delay=0.2)
 
 
-def test_whoever_deletes_a_queue_takes_its_landing_queue_along(worker: Any, producer: Any) -> None:
-    """What waits for it then parks like any other, instead of in copies for that queue alone."""
+def test_deleting_a_queue_deletes_its_landing_queue(worker: Any, producer: Any) -> None:
+    """Messages for the queue are then parked in the parking queue."""
     serve(worker, "full", "shop", "direct", **REJECTS)
     assert depth(worker, TOPOLOGY.queue_landing_queue("full")) == 0
     producer.default_channel.queue_delete("full")
