@@ -70,7 +70,8 @@ def run(bench: Bench) -> Result:
         f"Publish: apply_async() with a confirm each, with native_delay_records on a private Redis "
         f"and PostgreSQL, and without, {BLOCK} in a row, alternating, {len(off[1])} rounds. "
         f"Worker's check: {bench.count(CHECKS):,} tasks in the records. Reads: "
-        f"Delay(app) on Redis with {bench.count(FEW):,} and {bench.count(MANY):,} waiting tasks, {LOOKS} times each, and "
+        f"Delay(app) on Redis with {bench.count(FEW):,} and {bench.count(MANY):,} waiting tasks, "
+        f"{LOOKS} times each, and "
         f"requests to Flower, one at a time.",
         rows,
         [
