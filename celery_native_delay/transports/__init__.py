@@ -1,6 +1,6 @@
-"""One module or folder for each broker; siblings never see each other.
+"""The transports: one module or folder per broker, without imports from each other.
 
-Files of the same name do the same in each folder: ``transport`` (kombu's transport with our
-channels), ``delays`` (publishing), ``outbox`` (bulk publishing), ``worker_part`` and ``admin_part``
-(:mod:`.interface`), ``waiting`` (:mod:`..records.waiting`).
+A file name means the same in each folder. ``transport`` is kombu's transport with our channels.
+``delays`` publishes, and ``outbox`` publishes in bulk. ``worker_part`` does a worker's duties,
+``admin_part`` carries out commands, ``waiting`` lists and cancels waiting tasks.
 """

@@ -1,8 +1,8 @@
-"""Our transports under kombu's own aliases, such as ``amqp``.
+"""Register our transports under kombu's own aliases, such as ``amqp``.
 
-kombu finds a transport by the URL's scheme in ``TRANSPORT_ALIASES``. Ours are subclasses of
-kombu's; they delay only on a connection with ``transport_options["native_delay"]``. An option
-survives pools, clones, pickling and failover; a subclass of Connection would not.
+Our transports are subclasses of kombu's. They delay messages only on a connection with
+``transport_options["native_delay"]``. An option survives pools, clones, pickling and failover; a
+subclass of Connection would not.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _SQS = "celery_native_delay.transports.sqs"
 _SQL = "celery_native_delay.transports.sql"
 _PGMQ = "celery_native_delay.transports.pgmq"
 
-#: kombu's transports whose brokers cannot delay: messages wait in ``native_delay_store``. Without
-#: gcpubsub: only the process that bound a queue knows its topic, and the dispatcher needs it.
+#: kombu's transports whose brokers cannot delay: messages wait in ``native_delay_store``. gcpubsub
+#: is missing: only the process that bound a queue knows the topic, which the dispatcher needs.
 _WITHOUT_DELAYS = (
     "memory",
     "filesystem",
@@ -50,10 +50,10 @@ _WITHOUT_DELAYS = (
     "kafka",
 )
 
-#: Those whose broker is a database: it is the store.
+#: The transports whose broker is a database: messages wait in that database.
 _OWN_STORE = ("sqlalchemy", "sqla")
 
-#: kombu's aliases, and our classes for them. kombu imports a module when it is first used.
+#: Our class for each of kombu's aliases. kombu imports a module when it is first used.
 ALIASES = {
     "amqp": f"{_RABBITMQ}:Transport",
     "pyamqp": f"{_RABBITMQ}:Transport",
@@ -67,15 +67,15 @@ ALIASES = {
     **{alias: f"{_SQL}:{alias}" for alias in _WITHOUT_DELAYS},
 }
 
-#: Extras of this package, by the Python packages that they install.
+#: The extra of this package that installs each Python package.
 _EXTRAS = {"redis": "redis", "botocore": "sqs", "sqlalchemy": "sql"}
 
-#: kombu's own classes, by alias.
+#: kombu's own transport for each alias that we replaced.
 originals: dict[str, Any] = {}
 
 
 def register_transports() -> None:
-    """Point those of kombu's aliases that exist at our transports. Idempotent."""
+    """Replace kombu's transports by ours in kombu's ``TRANSPORT_ALIASES``. Idempotent."""
     for alias, path in ALIASES.items():
         present = transport.TRANSPORT_ALIASES.get(alias)
         if present is not None and present != path:
@@ -85,14 +85,15 @@ def register_transports() -> None:
 
 
 def transport_for(url: str | Sequence[str], *, store: str | None = None) -> str | None:
-    """The transport of ours that serves a broker.
+    """Return the name of our transport that serves a broker.
 
     Args:
-        url: the broker's URL, as Celery takes it; the first of a list decides.
-        store: ``native_delay_store``; most of kombu's transports cannot delay without it.
+        url: the broker's URL, as Celery takes it. Of a list of URLs, the first one decides.
+        store: ``native_delay_store``, the database in which messages wait. Most of kombu's
+            transports cannot delay without it.
 
     Returns:
-        "rabbitmq", "redis", "sqs", "pgmq" or "sql"; None if no transport of ours serves it.
+        "rabbitmq", "redis", "sqs", "pgmq" or "sql"; None if no transport of ours serves the broker.
     """
     if not isinstance(url, str) and not (isinstance(url, Sequence) and url):
         raise TypeError(f"expected a broker's URL, or a list of them, got {url!r}")
@@ -102,7 +103,7 @@ def transport_for(url: str | Sequence[str], *, store: str | None = None) -> str 
 
 
 def transport_of(alias: object, *, store: str | None) -> str | None:
-    """The transport of ours for one of kombu's aliases; None for another transport."""
+    """Return our transport's name for kombu's *alias*; None if we cannot delay with *alias*."""
     path = ALIASES.get(alias) if isinstance(alias, str) else None
     if path is None or (needs_store(alias) and store is None):
         return None
@@ -111,7 +112,7 @@ def transport_of(alias: object, *, store: str | None) -> str | None:
 
 @contextmanager
 def url_errors_explained() -> Iterator[None]:
-    """Turn kombu's errors for an unknown URL scheme and a missing package into ours."""
+    """Turn kombu's errors for an unknown URL scheme or a missing package into UnsupportedBroker."""
     try:
         yield
     except ModuleNotFoundError as exc:
@@ -130,11 +131,11 @@ def url_errors_explained() -> Iterator[None]:
 
 
 def needs_store(alias: object) -> bool:
-    """True if messages of this transport of kombu's can only wait in ``native_delay_store``."""
+    """Return True if kombu's transport *alias* can delay only with ``native_delay_store``."""
     return alias in _WITHOUT_DELAYS and alias not in _OWN_STORE
 
 
-#: Settings that publishing does not need; two of them may hold a password.
+#: Settings that publishing does not need. Two of these settings may hold a password.
 _NOT_FOR_PUBLISHING = (
     "management_url",
     "telemetry",
@@ -144,16 +145,16 @@ _NOT_FOR_PUBLISHING = (
     "rates",
 )
 
-#: Settings whose URLs may hold a password; the option must not show it.
+#: Settings whose URLs may hold a password. The option must not show the password.
 _URLS = ("records", "store")
 
 
 def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
-    """The value of the transport option ``native_delay`` for *settings*.
+    """Return the value of the transport option ``native_delay`` for *settings*.
 
-    It is plain data, because ``celery inspect stats`` shows it as JSON. Its order is fixed, because
-    its repr is part of kombu's pool key. For a SettingsError, immediate messages are published, and
-    each delayed one raises the error.
+    The value is plain data, because ``celery inspect stats`` shows it as JSON. The keys have a
+    fixed order, because the repr is part of kombu's pool key. If *settings* is a SettingsError,
+    only delayed messages raise the error.
     """
     if isinstance(settings, SettingsError):
         return {"misconfigured": str(settings)}
@@ -172,12 +173,12 @@ def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
     return changed or True
 
 
-#: URLs of records and stores, by the URL without its password.
+#: The whole URL of each database, by the URL without its password.
 _whole_urls: dict[str, str] = {}
 
 
 def asks_for_delays(option: Any) -> bool:
-    """True if a connection with this option delays messages; an empty dict is an option."""
+    """Return True if this value of the option ``native_delay`` enables delays, as ``{}`` does."""
     if option is None or option is False:
         return False
     enabled = option.get("enabled", True) if isinstance(option, Mapping) else True
@@ -185,14 +186,14 @@ def asks_for_delays(option: Any) -> bool:
 
 
 def settings_from_option(option: Any) -> DelaySettings:
-    """Settings from ``transport_options["native_delay"]``.
+    """Return the settings in ``transport_options["native_delay"]``.
 
     Args:
         option: True for the defaults, a mapping of settings without their prefix, or a
             :class:`DelaySettings`.
 
     Raises:
-        SettingsError: it is none of these, or a setting is wrong.
+        SettingsError: the option is none of these, or a setting is wrong.
     """
     match option:
         case True:
@@ -220,18 +221,18 @@ def delay_headers(
     eta: datetime | str | None = None,
     now: datetime | None = None,
 ) -> dict[str, str]:
-    """Headers that delay a message published by plain kombu.
+    """Return headers that delay a message published by plain kombu.
 
     Args:
         countdown: seconds from *now*.
-        eta: the due time; a naive one is in UTC. Give either *countdown* or *eta*.
+        eta: the due time; a time without a time zone is in UTC. Give either *countdown* or *eta*.
         now: the current time; defaults to this machine's clock.
 
     Returns:
-        ``{"eta": ISO 8601 text}``: merge it into the message's own headers.
+        ``{"eta": ISO 8601 text}``: merge this dict into the message's own headers.
 
     Raises:
-        InvalidDueTime: neither or both were given, or one is not a point in time.
+        InvalidDueTime: neither or both values were given, or the value is not a point in time.
     """
     if (countdown is None) == (eta is None):
         raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")

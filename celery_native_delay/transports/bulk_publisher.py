@@ -1,4 +1,4 @@
-"""Bulk publishing: one connection, templates, and batches that do not wait for each confirm."""
+"""Publish in bulk: on one connection, by templates, without a wait for each confirm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kombu import Producer
 
 from .outbox import Outbox
 
-#: Seconds after which a template is made anew: the bindings of its exchange may have changed.
+#: Seconds until a template is made anew, because the bindings of its exchange may have changed.
 ROUTE_SECONDS = 60.0
 
 _IDS_AT_A_TIME = 256
@@ -23,13 +23,10 @@ TaskValues = tuple[str, str, str, str, bytes]
 
 
 class TaskTemplate(ABC):
-    """A template made of one task's message, for other tasks with the same options.
-
-    The ``template.py`` of each family of brokers implements it.
-    """
+    """A task message, encoded once, in which only id, due time and arguments change."""
 
     def __init__(self, body: bytes) -> None:
-        #: The body of the task that the template was made of.
+        #: The body of the task whose message became the template.
         self.body = body
         #: When the template ends, in microseconds since the epoch.
         self.valid_until_us = time_ns() // 1000 + round(ROUTE_SECONDS * 1_000_000)
@@ -37,43 +34,37 @@ class TaskTemplate(ABC):
     @classmethod
     @abstractmethod
     def of(cls, message: Any, channel: Any) -> Self | None:
-        """A template of *message*, which *channel* collected; None if none can be made.
-
-        A template is used only if it makes the same bytes as kombu did.
-        """
+        """Return a template of *message*; None if it would not reproduce kombu's bytes."""
 
     @staticmethod
     @abstractmethod
     def headers_of(message: Any) -> Mapping[str, Any]:
-        """The headers of a message that kombu made."""
+        """Return the headers of a message that kombu made."""
 
     @abstractmethod
     def makes(self, message: Any, values: TaskValues) -> bool:
-        """True if the template, filled with *values*, makes the same bytes as *message* has."""
+        """Return True if the template, filled with *values*, has the same bytes as *message*."""
 
     @abstractmethod
     def another(self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues) -> Any:
-        """A message of *values* for the same destination; None if it is due already.
-
-        Raises DelayTooLong.
-        """
+        """Return a message with *values*; None if it is already due. May raise DelayTooLong."""
 
 
 class BulkPublisher:
-    """Publishes many messages through *outbox*; for one thread."""
+    """Publishes many messages through *outbox*; a bulk publisher is for one thread."""
 
     def __init__(self, outbox: Outbox[Any, Any], template: type[TaskTemplate]) -> None:
         self.outbox = outbox
         self._template = template
         self._ids = RandomIds()
-        #: The messages that the last :meth:`publish` made, one for each queue.
+        #: The messages that the last :meth:`publish` made, one for each destination queue.
         self._last: list[Any] = []
 
     def publish(self, publish: Callable[[Any], object]) -> None:
-        """Publish one message by kombu: *publish* gets a kombu producer.
+        """Publish one message by kombu: the function *publish* gets a kombu producer.
 
-        Raises what *publish* raises, or :meth:`Outbox.patiently` without a connection; then the
-        message was not sent.
+        Raises the errors of *publish* and of :meth:`Outbox.patiently`. After an error the message
+        was not sent.
         """
 
         def collect(channel: Any) -> Any:
@@ -90,25 +81,25 @@ class BulkPublisher:
 
     @property
     def last_headers(self) -> Mapping[str, Any] | None:
-        """The headers of the last message by kombu; None if the last publish made several."""
+        """Return the headers of the last message; None if it was not a single message."""
         last = self._one()
         return None if last is None else self._template.headers_of(last)
 
     def learn(self) -> TaskTemplate | None:
-        """A template of the last message by kombu; None if none can be made."""
+        """Return a template of the last published message; None if it cannot become one."""
         last = self._one()
         return None if last is None else self._template.of(last, self.outbox.channel)
 
     def made_by(self, template: TaskTemplate, values: TaskValues) -> bool:
-        """True if *template*, filled with *values*, makes the same bytes as kombu did last."""
+        """Return True if *template*, filled with *values*, has the last message's bytes."""
         last = self._one()
         return last is not None and template.makes(last, values)
 
     def send(self, template: TaskTemplate, due_us: int, values: TaskValues) -> bool:
-        """Publish a task by its template; False if it has to go by :meth:`publish`.
+        """Publish a task by *template*, an encoded task message that is filled in with *values*.
 
-        False if the task is due already, the template is too old, or the connection is lost.
-        Raises as :meth:`publish`, and DelayTooLong; then the task was not sent.
+        Returns False if :meth:`publish` must publish the task instead. Raises DelayTooLong and the
+        errors of :meth:`publish`. After an error the task was not sent.
         """
         now_us = time_ns() // 1000
         if due_us <= now_us or now_us > template.valid_until_us:
@@ -131,23 +122,20 @@ class BulkPublisher:
 
 
 class RandomIds:
-    """Makes random ids; for one thread of one process.
-
-    It asks the system for 256 at a time: to ask for each takes longer than all else.
-    """
+    """Makes random ids for one thread, 256 per request to the operating system."""
 
     def __init__(self) -> None:
         self._left: list[str] = []
 
     def hex(self) -> str:
-        """128 random bits as 32 digits."""
+        """Return 128 random bits as 32 hex digits."""
         if not self._left:
             many = token_bytes(16 * _IDS_AT_A_TIME).hex()
             self._left = [many[at : at + 32] for at in range(0, len(many), 32)]
         return self._left.pop()
 
     def uuid(self) -> str:
-        """A UUID of version 4. https://www.rfc-editor.org/rfc/rfc9562#section-5.4"""
+        """Return a UUID of version 4. https://www.rfc-editor.org/rfc/rfc9562#section-5.4"""
         bits = self.hex()
         variant = _UUID_VARIANTS[int(bits[16], 16) & 3]
         return f"{bits[:8]}-{bits[8:12]}-4{bits[13:16]}-{variant}{bits[17:20]}-{bits[20:]}"

@@ -1,7 +1,7 @@
-"""The questions of workers, the command line and ``bulk(app)`` to any transport.
+"""Define what every transport offers to workers, to the command line and to ``bulk(app)``.
 
-A channel that can delay has ``worker_part(settings)`` and ``admin_part(settings)``. Its transport
-has ``bulk_publisher(window=…)``. So no caller needs to know which broker it talks to.
+A channel that can delay has ``worker_part(settings)`` and ``admin_part(settings)``. The channel's
+transport has ``bulk_publisher(window=…)``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..settings import DelaySettings
 
 @dataclass(frozen=True)
 class Wait:
-    """A received message that a worker puts back into the broker, to wait there until *due_us*.
+    """A received message that a worker puts back into the broker until *due_us*.
 
-    *message* is kombu's. It returns to *queue* alone, from which it was consumed. *due_us* is in
-    microseconds since the epoch. *delivery_id* None makes a new one; *headers* are added.
+    When due, kombu's *message* returns only to *queue*, from which it came. *due_us* is in
+    microseconds since the epoch. A *delivery_id* of None makes a new delivery id.
     """
 
     message: Any
@@ -38,20 +38,20 @@ class Wait:
     headers: Mapping[str, Any] = field(default_factory=dict)
 
     def on(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A copy of kombu's *message* with :attr:`headers` added; for virtual transports."""
+        """Return a copy of kombu's *message* with :attr:`headers` added."""
         if not self.headers:
             return message
         return {**message, "headers": {**(message.get("headers") or {}), **self.headers}}
 
     @cached_property
     def new_id(self) -> str:
-        """A new delivery id; the same at every attempt to put this message back."""
+        """Return a new delivery id, the same at every attempt to put this message back."""
         return token_hex(16)
 
 
 @dataclass
 class Rescue:
-    """The numbers of parked messages that one rescue delivered, put back, dropped and left."""
+    """Numbers of parked messages delivered, put back to wait, dropped as expired, left parked."""
 
     delivered: int = 0
     waiting_again: int = 0
@@ -60,7 +60,7 @@ class Rescue:
 
     @property
     def rescued(self) -> int:
-        """The number of messages that are no longer parked."""
+        """Return how many messages were delivered, put back to wait, or dropped as expired."""
         return self.delivered + self.waiting_again + self.expired
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Rescue:
 
 
 class WorkerPart(ABC):
-    """The tasks of a worker for its broker besides consuming, on a channel of its own."""
+    """The duties of a worker for its broker besides consuming, on a separate channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         self.settings = settings
@@ -79,31 +79,31 @@ class WorkerPart(ABC):
         self._delays = channel.delays
 
     comes_back_late_seconds = 0.05
-    """Seconds by which a message that was put back returns late at most, on a healthy broker."""
+    """The longest lateness of a message that a worker put back, in seconds, on a healthy broker."""
 
     @abstractmethod
     def prepare(self, where: str) -> str:
         """Make the broker ready for consuming; return the sentence that the worker logs.
 
-        *where* is the broker's URL without its password. Raises NativeDelayError, which says the
-        way out, if delayed messages cannot wait on this broker.
+        *where* is the broker's URL without its password. Raises NativeDelayError, which says what
+        to do, if delayed messages cannot wait on this broker.
         """
 
     @property
     def terms(self) -> str:
-        """The end of the sentence that the worker logs at boot: longest delay, adopting."""
+        """Return the end of the worker's log line at boot: longest delay, adopting on or off."""
         longest = duration(self.settings.longest_delay_seconds)
         return f"longest delay {longest}; adopting {'on' if self.settings.adopt else 'off'}"
 
     def dangers(self) -> list[Finding]:
-        """Settings of the broker by which delayed messages may be lost or come early.
+        """Return findings about broker settings that may lose messages or deliver early.
 
-        Raises ManagementUnavailable.
+        Raises ManagementUnavailable if the management API does not answer.
         """
         return []
 
     def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
-        """Put messages back into the broker; return an error for each, None if it was put back."""
+        """Put messages back to wait; return one item per message: an error, or None."""
         refusals: list[NativeDelayError | None] = []
         for wait in waits:
             try:
@@ -115,33 +115,34 @@ class WorkerPart(ABC):
 
     @abstractmethod
     def put_one_back(self, wait: Wait) -> None:
-        """Put a message back into the broker. Raises NativeDelayError if it cannot wait there."""
+        """Put one message back to wait. Raises NativeDelayError if it cannot wait there."""
 
     def rescue(self) -> Rescue | None:
-        """Deliver the parked messages that can be; None if another process is doing it.
+        """Publish parked messages (due, but undeliverable so far) again.
 
-        Raises NotPermitted.
+        Returns None if another process does this now. Raises NotPermitted if the broker user lacks
+        a permission.
         """
         return Rescue()
 
     def promoter(self, connect: Callable[..., Any]) -> Promoter | None:
-        """A loop that delivers due messages; None if the broker delivers them by itself.
+        """Return a loop that moves due messages; None if the broker itself delivers them.
 
-        *connect* makes kombu connections, given their ``transport_options``.
+        *connect* takes ``transport_options`` and returns a kombu connection.
         """
         return None
 
     def receipts(self) -> Receipts | None:
-        """The records to ask about every message that waited; None if no records are kept."""
+        """Return the object that tells if a message may run; None if the app keeps no records."""
         return None
 
     def sweep(self) -> int:
-        """Delete the records of messages that were lost long ago; return their number."""
+        """Delete the records of waiting messages lost long ago; return their number."""
         return 0
 
 
 class Promoter(Protocol):
-    """A loop that delivers due messages; *promoted* and *parked* count them."""
+    """A loop that moves due messages into their queues, and parks undeliverable messages."""
 
     promoted: int
     parked: int
@@ -149,39 +150,39 @@ class Promoter(Protocol):
     def run(self) -> None: ...
 
     def stop(self) -> None:
-        """End :meth:`run` soon; from any thread or signal handler."""
+        """Make :meth:`run` return soon. Any thread or signal handler may call this."""
 
 
 @runtime_checkable
 class ServesQueues(Protocol):
-    """A worker or admin part of a broker that keeps something for every queue."""
+    """A WorkerPart or AdminPart of a broker that needs the names of the app's queues."""
 
     def serve(self, queues: Sequence[str]) -> None:
-        """Create or watch what the broker needs for the queues with these names."""
+        """Create or watch what the broker needs to delay messages for the named queues."""
 
 
 class Answer(Enum):
-    """The answer of the records to the question whether a worker may run a message."""
+    """The records' answer to a worker that asks whether a message may run."""
 
     RUN = "run"
     DROP = "drop"
-    """The task was cancelled or rescheduled: another message replaced this one."""
+    """The worker drops the message: its task was cancelled, or rescheduled as another message."""
     AWAY = "away"
-    """The records are unreachable."""
+    """The records (state about waiting tasks, in Redis or a database) are unreachable."""
 
 
 class Receipts(Protocol):
-    """The records, as a worker asks them about every message that waited."""
+    """Tells a worker, from the records of waiting tasks, whether a message that waited may run."""
 
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
-        """The answer for a message with these *headers* that waited as *delayed* says."""
+        """Answer whether the message with these *headers* may run; *delayed* describes its wait."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class ParkedTask:
-    """A parked message: task name and id, destination and due time (ISO 8601), where known."""
+    """A parked (due, but undeliverable) task: name, id, destination, due time; None if unknown."""
 
     task: str | None
     id: str | None
@@ -191,7 +192,7 @@ class ParkedTask:
 
     @classmethod
     def of(cls, headers: Mapping[str, Any], delayed: Delayed | None) -> ParkedTask:
-        """The parked task with these *headers*; *delayed* is None if it lost our header."""
+        """Return the parked task with these *headers*; *delayed* describes its wait, if known."""
         task, task_id = headers.get("task"), headers.get("id")
         if delayed is None:
             return cls(task, task_id, None, None, None)
@@ -205,15 +206,15 @@ class Report(Protocol):
     """A report that a command prints."""
 
     def as_json(self) -> dict[str, Any]:
-        """The report for ``--json``."""
+        """Return the report as data for ``--json``."""
 
     def lines(self, table: Callable[[tuple[str, ...], list[tuple[Any, ...]]], str]) -> list[str]:
-        """The lines of the report for people; *table* aligns columns under headings."""
+        """Return the lines of the report for people; *table* aligns columns under headings."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """A report: *facts* for ``--json``, *sentences* for people."""
+    """A report made of *facts* for ``--json`` and *sentences* for people."""
 
     facts: Mapping[str, Any]
     sentences: Sequence[str]
@@ -227,7 +228,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Level:
-    """A level queue of RabbitMQ: its name, its TTL, and how many messages wait in it."""
+    """One delay level (a queue with a TTL) of RabbitMQ: its name, TTL, and number of messages."""
 
     name: str
     ttl_seconds: float
@@ -236,11 +237,12 @@ class Level:
 
 @dataclass(frozen=True)
 class Backlog:
-    """The numbers of messages that wait, and that are parked, on a broker.
+    """The numbers of waiting and parked (due, but undeliverable) messages on a broker.
 
-    *records_answer* is False if the records are unreachable, None if none are kept. *in_records*
-    counts the waiting messages that the records list. *until_first_us* are the microseconds until
-    the first one is due, negative if it is overdue. Both are None where they are not known.
+    *records_answer* is False if the records of waiting tasks are unreachable, and None if the app
+    keeps none. *until_first_us* is the time in microseconds until the first message is due,
+    negative if it is overdue. *in_records* counts the waiting messages in the records. Unknown
+    numbers are None.
     """
 
     waiting: int
@@ -252,57 +254,51 @@ class Backlog:
 
 
 class AdminPart(Protocol):
-    """The questions of the command line to a broker."""
+    """A broker's answers to the command line."""
 
     name: str
     """The name of the place where messages wait, such as ``celery_delay.v1.31x125ms.quorum``."""
     parking: str
-    """The name of the place where parked messages lie."""
+    """The name of the place that holds parked (due, but undeliverable) messages."""
 
     def declare(self, queues: Sequence[Any]) -> Report:
-        """Declare what delayed messages need; *queues* are the app's."""
+        """Declare what delayed messages need; *queues* are the app's queues."""
 
     def verify(self) -> list[Finding]:
-        """Compare the broker with what delays need: declarations, their arguments, policies.
-
-        It declares nothing, and needs no worker.
-        """
+        """Compare declarations and policies of the broker with the needs of delays."""
 
     def examine(self) -> list[Finding]:
-        """Look for overdue, parked and stuck messages, promoters, records and clocks."""
+        """Look for problems: overdue or parked messages, wrong clocks, lost records."""
 
     def status(self) -> Report:
-        """Count waiting and parked messages, by the broker and by the records, if any.
-
-        It may take as long as the records' timeout.
-        """
+        """Count waiting and parked messages; may take as long as the records' timeout."""
 
     def backlog(self) -> Backlog:
         """Count waiting and parked messages, quickly enough for a call every few seconds."""
 
     def purge(self) -> int:
-        """Delete all waiting messages; return their number."""
+        """Delete all waiting messages; return how many were deleted."""
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
-        """The number of parked messages, and the first *limit*; None while a worker rescues."""
+        """Return number and first *limit* of parked messages; None while a worker retries them."""
 
     def requeue(self) -> Rescue | None:
-        """Rescue parked messages now; None while a worker rescues."""
+        """Publish parked messages again; return None while a worker already does so."""
 
     def purge_parked(self) -> int:
-        """Delete all parked messages; return their number."""
+        """Delete all parked messages; return how many were deleted."""
 
 
 @runtime_checkable
 class ExpectsQueues(Protocol):
-    """An admin part that also checks what the app's queues need."""
+    """An AdminPart that also checks what the app's queues need."""
 
     def expect(self, queues: Sequence[Any]) -> None:
-        """Note *queues*, the app's, for :meth:`AdminPart.verify`."""
+        """Tell :meth:`AdminPart.verify` which queues the app has."""
 
 
 def lines_of(channel: Any, settings: DelaySettings) -> Lines:
-    """The queues of rate-limited tasks beside the broker of *channel*. Raises NoRecords."""
+    """Return the queues of rate-limited tasks. Raises NoRecords if the app keeps no records."""
     if not hasattr(channel, "lines"):
         raise NoRecords(
             "native_delay_rates has no place to count tasks beside this broker: use Redis or a "
@@ -312,7 +308,7 @@ def lines_of(channel: Any, settings: DelaySettings) -> Lines:
     return lines
 
 
-#: The way out on a broker without a place for the records of keys.
+#: The advice for a broker that has no place for debounce, throttle and unique keys.
 WHERE_KEYS_ARE_KEPT = (
     "debounce, throttle and unique keep records of their keys beside the waiting messages: "
     "use a Redis broker, RabbitMQ, SQS or pgmq with native_delay_records set, a sqla+… broker, or "
@@ -321,6 +317,6 @@ WHERE_KEYS_ARE_KEPT = (
 
 
 def without_records(channel: Any) -> UnsupportedBroker:
-    """The error for a broker without a place for the records of keys."""
+    """Return the error for a broker that has no place for debounce, throttle and unique keys."""
     where = channel.connection.client.as_uri()
     return UnsupportedBroker(f"{where} has no place for the records of keys: {WHERE_KEYS_ARE_KEPT}")

@@ -1,6 +1,6 @@
-"""Lasting errors of a connection: waiting does not end them, so there is no second attempt.
+"""Recognise lasting errors of a connection: another attempt would fail too, so there is none.
 
-Examples: a wrong password, a missing database, a certificate that is not trusted. A host that does
+Examples are a wrong password, a missing database, and an untrusted certificate. A host that does
 not answer is an outage, which may end.
 """
 
@@ -14,10 +14,10 @@ _TLS_REASONS = frozenset(
      "HTTP_REQUEST", "CERTIFICATE_VERIFY_FAILED", "NO_SHARED_CIPHER")
 )  # fmt: skip
 
-#: Beginnings of a SQLSTATE: wrong user or password, no such database, no permission.
+#: Beginnings of a SQLSTATE that mean: wrong user or password, no such database, no permission.
 _SQL_STATES = ("28", "3D", "42501")
 
-#: Texts of PostgreSQL when it refuses a connection; its drivers give no SQLSTATE for them.
+#: Texts of PostgreSQL when it refuses a connection. PostgreSQL's drivers give no SQLSTATE then.
 _SQL_TEXTS = (
     "authentication failed",
     "no password supplied",
@@ -26,7 +26,7 @@ _SQL_TEXTS = (
     "permission denied for database",
 )
 
-#: Error numbers of MySQL for the same.
+#: MySQL's error numbers for wrong user or password, no such database, no permission.
 _MYSQL = frozenset((1044, 1045, 1049, 1142, 1698))
 
 #: Error codes of SQLite: not permitted, read-only, cannot open, not authorized, no database.
@@ -34,7 +34,7 @@ _SQLITE = frozenset((3, 8, 14, 23, 26))
 
 
 def with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """*error* and its causes, outermost first; also the context of a TLS error (redis-py)."""
+    """Yield *error* and its causes, outermost first. A TLS error's context is also a cause."""
     while error is not None:
         yield error
         context = error.__context__
@@ -42,7 +42,7 @@ def with_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_lasting_tls(error: BaseException) -> bool:
-    """True if client or server refuses the other's TLS, or has none."""
+    """Return True if client or server rejects the other's TLS, or does not speak TLS."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return True
     reason = (isinstance(error, ssl.SSLError) and error.reason) or ""
@@ -51,7 +51,7 @@ def is_lasting_tls(error: BaseException) -> bool:
 
 
 def is_lasting_sql(error: BaseException) -> bool:
-    """True if a database driver's error is lasting; also through SQLAlchemy."""
+    """Return True if a database driver's error, or SQLAlchemy's wrapper of it, is lasting."""
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     if isinstance(state, str) and state.startswith(_SQL_STATES):
         return True

@@ -1,4 +1,4 @@
-"""The part of a transport in ``delay migrate`` and ``delay prune``; ``app/moving.py`` calls it."""
+"""Define a transport's part in ``delay migrate`` and ``delay prune``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..message import Delayed
 
 @dataclass(frozen=True)
 class Moving:
-    """A waiting message that is moved to another broker or set of levels, as it was published.
+    """A waiting message that ``delay migrate`` moves, with the properties and body as published.
 
-    *properties* are AMQP's, with the headers under ``application_headers``. *again* is True if an
-    interrupted run may have moved it before. *known* is True if the records list it already.
+    AMQP's *properties* have the headers under ``application_headers``. *again* is True if an
+    interrupted run may already have moved the message. *known* is True if the records list it.
     """
 
     body: bytes
@@ -31,16 +31,14 @@ class Moving:
 
     @property
     def headers(self) -> Mapping[str, Any]:
-        """The headers of the message, as they were published."""
         return self.properties.get("application_headers") or {}
 
     @property
     def task_id(self) -> str | None:
-        """The task id; None for a message that is no Celery task."""
         return task_id_of(self.headers, self.properties)
 
     def without(self, header: str) -> Moving:
-        """A copy without one of its headers."""
+        """Return a copy of the message without *header*."""
         if header not in self.headers:
             return self
         headers = {name: value for name, value in self.headers.items() if name != header}
@@ -49,7 +47,7 @@ class Moving:
 
 @dataclass(frozen=True)
 class Stays:
-    """A message that is not moved, and why; *should* is True if that is a failure."""
+    """A message that ``delay migrate`` leaves, and why; *should* is True if that is a failure."""
 
     why: str
     should: bool = True
@@ -57,46 +55,45 @@ class Stays:
 
 @dataclass(frozen=True)
 class Void:
-    """A message that no worker would run: its task was cancelled or rescheduled."""
+    """A message that no worker would run, because its task was cancelled or rescheduled."""
 
 
 Found = Moving | Stays | Void
 
 
 class Source(ABC):
-    """A place from which waiting messages are moved."""
+    """A place from which ``delay migrate`` takes waiting messages."""
 
     name: str
 
     keeps_keys = True
-    """True if moved messages keep the records of their keys, and their turn under a rate."""
+    """True if moved messages keep their debounce, throttle or unique key."""
 
     def key_records(self) -> KeyRecords | None:
-        """The records of its messages' keys; None if they are not known."""
+        """Return the records of debounce, throttle and unique keys; None if unknown."""
         return None
 
     @abstractmethod
     def count(self) -> int:
-        """The number of waiting messages, as far as it is known without taking any."""
+        """Return roughly how many messages wait in this place, without taking any message."""
 
     @abstractmethod
     def found(self) -> Iterator[Found]:
-        """Each waiting message, one at a time.
+        """Yield each waiting message, locked until the caller asks for the next one.
 
-        It is locked until the next one is asked for. It stays in its place unless :meth:`done` is
-        called before.
+        The message stays in this place unless the caller calls :meth:`done` first.
         """
 
     @abstractmethod
     def done(self) -> bool:
-        """Delete the message that :meth:`found` gave last; False if it changed meanwhile."""
+        """Delete the message that :meth:`found` yielded last; return False if it changed."""
 
     def close(self) -> None:  # noqa: B027  nothing to do where nothing is held
-        """Return the message that was not deleted to its place."""
+        """Unlock the last message, if it was not deleted, so that it stays in this place."""
 
 
 class Reach(NamedTuple):
-    """A binding of one of the app's queues, or the queue's own name in the default exchange."""
+    """A binding of one of the app's queues, or a queue's own name in the default exchange."""
 
     exchange: str
     kind: str
@@ -108,26 +105,25 @@ class MovingPart(ABC):
     """A transport's part in moving waiting messages, on one channel."""
 
     name: str
-    """The name of the place that messages are moved into."""
+    """The name of the place into which ``delay migrate`` moves messages."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
 
     def prepare(self, queues: Sequence[Any]) -> None:
-        """Declare what delayed messages need, and *queues*, the app's."""
+        """Declare what delayed messages need, and declare the app's *queues*."""
         for queue in queues:
             queue(self._channel).declare()
 
     @abstractmethod
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """The places that ``--from`` *what* names, such as ``celery``; None for the whole broker.
+        """Return the places that ``--from`` *what* names; the default places for None.
 
-        Raises:
-            UnsupportedBroker: there is no such place on this broker.
+        Raises UnsupportedBroker if this broker has no such place.
         """
 
     def key_records(self) -> KeyRecords | None:
-        """The records of keys on this broker; None if it has no place for them."""
+        """Return the records of debounce, throttle and unique keys; None if there are none."""
         try:
             return KeyRecords(self._channel.records(self._channel.delays.settings))
         except UnsupportedBroker:
@@ -135,11 +131,11 @@ class MovingPart(ABC):
 
     @abstractmethod
     def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
-        """Publish a message to wait here, confirmed; False if it may be here twice now.
+        """Publish a message to wait here, confirmed; return False if a copy may be here too.
 
         Raises:
-            NativeDelayError: it cannot wait here, and was not sent.
-            AnotherStands: another task has its key, and it was not sent.
+            NativeDelayError: the message cannot wait here, and was not sent.
+            AnotherStands: another task already has the message's key, and it was not sent.
         """
 
 
@@ -147,8 +143,7 @@ class MovingPart(ABC):
 class Remnant:
     """Queues and exchanges of former settings or of Celery's own delayed delivery.
 
-    *waiting* counts the messages that are still in them. *bindings* are those that Celery added to
-    the user's exchanges.
+    *waiting* counts the messages still there. Celery added *bindings* to the user's exchanges.
     """
 
     name: str
@@ -159,7 +154,7 @@ class Remnant:
 
 
 def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str | None:
-    """The id of a Celery task; of another message its correlation id, which protocol 1 uses."""
+    """Return the task id of a Celery task, or else the message's correlation id."""
     if "task" in headers:
         return headers.get("id")
     return properties.get("correlation_id")
@@ -168,9 +163,9 @@ def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str
 def derived_id(
     headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes, *where: object
 ) -> str | None:
-    """A delivery id that is the same each time the message is found *where* it waits.
+    """Return a delivery id that is the same at each reading of the message from *where*.
 
-    None for a message without a task id: two of them may be equal and yet both be wanted.
+    Returns None without a task id: two such messages may be equal, and both are wanted.
     """
     task_id = task_id_of(headers, properties)
     if not task_id:
@@ -180,10 +175,7 @@ def derived_id(
 
 
 def expires_ms_of(properties: Mapping[str, Any], *, now_us: int) -> int | None:
-    """The end of a message's ``expiration``, in milliseconds since the epoch; None without one.
-
-    Celery's header ``expires`` has the same time, more exactly.
-    """
+    """Return when a message's ``expiration`` ends, in ms since the epoch, or None."""
     expiration = properties.get("expiration")
     if expiration is None or not str(expiration).isdecimal():
         return None

@@ -1,6 +1,6 @@
-"""Unconfirmed messages of a bulk publisher: sent in batches, and again after a reconnect.
+"""Keep the unconfirmed messages of a bulk publisher, and send them again after a reconnect.
 
-All brokers share it. The ``outbox.py`` of each says what a batch is and how it is sent.
+``outbox.py`` of each broker says what a batch is and how it is sent.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ T = TypeVar("T")
 
 
 class OutboxMessage(Protocol):
-    """A message in an outbox."""
+    """A message in an outbox, which keeps messages until the broker confirms them."""
 
     @property
     def size_bytes(self) -> int:
-        """The bytes that the message adds to a batch, roughly."""
+        """Return roughly how many bytes the message adds to a batch."""
 
 
 MessageT = TypeVar("MessageT", bound=OutboxMessage)
 
-#: Messages in a batch. More are no faster, and other clients of the broker wait longer.
+#: How many messages a batch has. More are no faster, and other clients of the broker wait longer.
 BATCH = 100
 
 #: Seconds to try to reconnect, counted from the first failure of an outage.
@@ -50,12 +50,12 @@ IN_DOUBT = "the broker has not confirmed it"
 #: Seconds between two attempts to connect.
 PAUSE_SECONDS = 0.2
 
-#: Bytes in a batch at most, so that the server is busy with it for a moment only.
+#: How many bytes a batch has at most, so that the server is busy with a batch only briefly.
 _BATCH_BYTES = 1_000_000
 
 
 class OutboxBatch(Generic[MessageT]):
-    """Messages that are sent together; confirmed ones are removed from it."""
+    """A batch of messages that are sent together; confirmed messages are removed from the batch."""
 
     def __init__(self, puts: Sequence[MessageT]) -> None:
         self.puts = list(puts)
@@ -65,39 +65,40 @@ BatchT = TypeVar("BatchT", bound=OutboxBatch[Any])
 
 
 class Outbox(ABC, Generic[MessageT, BatchT]):
-    """Keeps messages until the broker has confirmed them, and sends them again after a reconnect.
+    """Keeps a bulk publisher's messages until the broker confirms them, or sends them again.
 
-    For one thread. A second thread, its own, sends a batch that is not full in time.
+    An outbox is for one thread. The outbox's own second thread sends a batch that does not fill up
+    in time.
     """
 
     lost: tuple[type[Exception], ...] = (OSError, OperationalError, RecoverableConnectionError)
-    """Errors of a lost connection."""
+    """The exception classes that mean that the connection to the broker is lost."""
 
     connection_options: ClassVar[dict[str, Any]] = {}
-    """Further transport options of the outbox's own connection."""
+    """Transport options that a bulk publisher adds for its own connection."""
 
     def __init__(self, client: Any, window: int) -> None:
-        """*client* is a kombu connection to the broker; the outbox connects a clone of it."""
+        """*client* is a kombu connection to the broker; a clone of *client* is opened."""
         options = {**(client.transport_options or {}), **self.connection_options}
-        # Without heartbeats: no thread would send them.
+        # The connection has no heartbeats, because no thread would send heartbeats.
         self._clone = partial(client.clone, heartbeat=0, transport_options=options)
         self._window = window
         self._batch_size = min(BATCH, window)
-        #: Held by either thread while it uses the outbox.
+        #: Each of the two threads holds this lock while the thread uses the outbox.
         self.lock = RLock()
-        #: The channel that collects messages; None before the first connection.
+        #: The channel that collects messages; None before the first connection is made.
         self.channel: Any = None
         self.connects = 0
         self._client: Any = None
-        #: Messages of the next batch.
+        #: The messages of the next batch.
         self._held: list[MessageT] = []
         self._held_bytes = 0
         self._held_since = 0.0
-        #: All unconfirmed batches; the first *written* ones are sent on this connection.
+        #: All unconfirmed batches, of which the first *written* are sent on this connection.
         self._batches: deque[BatchT] = deque()
         self._written = 0
         self._unanswered = 0
-        #: When the present outage began, in seconds of the monotonic clock; None without one.
+        #: The monotonic time at which the present outage began; None if there is no outage.
         self._away_since: float | None = None
         #: True if the outage has lasted for PATIENCE_SECONDS, or waiting cannot end it.
         self.has_given_up = False
@@ -107,7 +108,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         self._thread = Thread(target=self._send_in_time, name="native-delay-bulk", daemon=True)
 
     def take(self, put: MessageT) -> None:
-        """Send a message soon, in a batch. Call :meth:`make_room` before."""
+        """Add a message to the next batch, which is sent soon. Call :meth:`make_room` before."""
         if not self._held:
             self._held_since = monotonic()
             self._want()
@@ -115,12 +116,12 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         self._held_bytes += put.size_bytes
 
     def refuse_returned(self, returned: list[Any]) -> None:
-        """Report messages as refused because no queue is bound for them."""
+        """Report messages as refused: no queue is bound to receive the messages."""
 
     def make_room(self) -> None:
-        """Send the next batch if it is full, and wait while the window of unconfirmed messages is.
+        """Send a full batch, and wait while too many messages are unconfirmed.
 
-        Called before :meth:`take`: if it raises, the message was not taken.
+        Callers call this before :meth:`take`. After an error the message was not taken.
         """
         if len(self._held) >= self._batch_size or self._held_bytes >= _BATCH_BYTES:
             self._close_batch()
@@ -130,10 +131,10 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
             self.patiently(lambda _: self._read_down())
 
     def patiently(self, attempt: Callable[[Any], T]) -> T:
-        """The result of *attempt*, which gets a channel; tried again after a lost connection.
+        """Call *attempt* with a channel, and return its result; try again after a lost connection.
 
-        Raises what *attempt* raises. Raises one of :attr:`lost` if there has been no connection for
-        :data:`PATIENCE_SECONDS`, over all calls, or the error is lasting.
+        Raises the errors of *attempt*. Raises one of :attr:`lost` if the error is lasting, or if
+        there has been no connection for :data:`PATIENCE_SECONDS`, counted over all calls.
         """
         while True:
             try:
@@ -155,19 +156,19 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
                 return done
 
     def is_lasting(self, error: BaseException) -> bool:
-        """True if waiting cannot end this error, such as a wrong password."""
+        """Return True if waiting cannot end this error, such as a wrong password."""
         return is_lasting_tls(error)
 
     @property
     def unconfirmed_count(self) -> int:
-        """The number of messages that the broker has not confirmed."""
+        """Return the number of messages that the broker has not confirmed yet."""
         return len(self._held) + self._unanswered
 
     def settle(self, *, timeout_seconds: float | None) -> None:
         """Return when the broker has confirmed or refused every message.
 
-        Raises TimeoutError after *timeout_seconds*, or if the outage has lasted too long or is
-        lasting; then there is one attempt.
+        Raises TimeoutError after *timeout_seconds*, or after one attempt in a long or lasting
+        outage.
         """
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         with self.lock:
@@ -189,13 +190,13 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
                     self._is_back()
 
     def take_refused(self) -> list[RefusedMessage]:
-        """The messages that the broker refused since the last call."""
+        """Return the messages that the broker has refused since the last call."""
         with self.lock:
             refused, self._refused = self._refused, []
             return refused
 
     def give_up(self) -> list[RefusedMessage]:
-        """Forget the unconfirmed messages, and return them."""
+        """Forget the unconfirmed messages, and return them as refused messages."""
         with self.lock:
             self._close_batch()
             puts = [put for batch in self._batches for put in batch.puts]
@@ -220,28 +221,28 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
 
     @abstractmethod
     def _opened(self, client: Any) -> Any:
-        """A channel that collects published messages, on a kombu connection that is open."""
+        """Return a channel that collects published messages, on an open kombu connection."""
 
     @abstractmethod
     def _reports(self, reason: str, puts: Iterable[MessageT]) -> list[RefusedMessage]:
-        """Reports of refused messages."""
+        """Return a report for each refused message."""
 
     @abstractmethod
     def _packed(self, puts: list[MessageT]) -> Iterable[BatchT]:
-        """Batches of these messages. There may be no connection."""
+        """Return batches of these messages. There may be no connection."""
 
     @abstractmethod
     def _write(self) -> None:
-        """Connect if need be, and send all batches that were not sent on this connection."""
+        """Connect if necessary, and send all batches that were not sent on this connection."""
 
     def _read_down(self) -> None:
         """Read confirms until another batch fits into the window."""
 
     def _read_ready(self, *, timeout_seconds: float = 0) -> None:
-        """Read the confirms that have arrived, or arrive in time."""
+        """Read the confirms that have arrived, or that arrive within *timeout_seconds*."""
 
     def _forget(self) -> None:
-        """Delete what the broker keeps of this outbox, which is about to close."""
+        """Delete what the broker keeps about this bulk publisher, which is about to close."""
 
     # --- batches ----------------------------------------------------------------------------
 
@@ -267,7 +268,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
             return
         client = self._clone()
         try:
-            # Once for each URL of a failover list; patiently() pauses between attempts.
+            # One attempt is made for each URL. patiently() pauses between attempts.
             tries = len(client.alt) or 1
             client.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
             self.channel = self._opened(client)

@@ -1,8 +1,7 @@
-"""A subclass of kombu's pgmq transport (kombu 5.7). pgmq itself delays messages.
+"""Delay messages in pgmq, which supports delays itself, by a subclass of kombu's transport (5.7).
 
-pgmq delays whole seconds, so delays are rounded up, and no message is early. With
-``native_delay_records`` the messages have our header, so that they can be listed, cancelled and
-moved.
+pgmq delays by whole seconds, rounded up, so no message is early. With ``native_delay_records`` the
+messages have our header, so that tasks can be listed, cancelled and moved.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ from .virtual.template import publisher
 
 
 class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
-    """A channel of kombu's pgmq transport, whose delayed messages stay invisible until due."""
+    """A channel of kombu's pgmq transport whose delayed messages stay invisible until due."""
 
     def _pgmq_send_kwargs(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that kombu passes to pgmq's ``send`` and ``send_topic``."""
+        """Return the arguments that kombu passes to pgmq's ``send`` and ``send_topic``."""
         due_us = self.due_of(message)
         return self.told(message, 0 if due_us is None else due_us - time_ns() // 1000)
 
     def told(self, message: dict[str, Any], wait_us: int) -> dict[str, Any]:
-        """The arguments with which *message* stays invisible for *wait_us* microseconds."""
+        """Return the arguments of pgmq's ``send`` that hide *message* for *wait_us* µs."""
         if wait_us > 0:
             seconds = -(-wait_us // 1_000_000)
-            # In a copy: a second attempt, perhaps when the message is due, must not delay it again.
+            # A copy is changed, because a second attempt, perhaps when due, must not delay again.
             message = {**message, "properties": {**message["properties"], "DelaySeconds": seconds}}
         found: dict[str, Any] = super()._pgmq_send_kwargs(message)
         return found
 
 
 class Delays(recorded.Delays):
-    """Delayed publishing on one channel, with records."""
+    """Publishes delayed messages on one pgmq channel, and lists each message in the records."""
 
     def _put(self, queue: str, message: dict[str, Any], due_us: int) -> PlainMessage:
         return PlainMessage(queue, message, due_us)
@@ -63,7 +62,7 @@ class Delays(recorded.Delays):
 
 
 class RecordedChannel(recorded.Channel, Channel):
-    """A channel with records. They do not list messages to topic and fanout exchanges."""
+    """A pgmq channel that lists waiting messages, except to topic and fanout exchanges."""
 
     delays_class = Delays
 
@@ -90,7 +89,7 @@ class PgmqWorkerPart(RecordedWorkerPart):
     """The :class:`~celery_native_delay.transports.interface.WorkerPart` of pgmq."""
 
     comes_back_late_seconds = 2.0
-    """Seconds: delays are rounded up to a second, and kombu pauses for one after an empty poll."""
+    """Longest lateness of a message put back: delays are rounded up, and kombu pauses a second."""
 
     def prepare(self, where: str) -> str:
         return f"{where} delays by itself; {self.terms}"
@@ -100,7 +99,7 @@ class PgmqWorkerPart(RecordedWorkerPart):
         properties = dict(message["properties"])
         info = properties.get("delivery_info") or {}
         own = {name: info[name] for name in info if not name.startswith("pgmq_")}
-        # A new tag, because the present one is about to be acknowledged.
+        # The message gets a new tag, because the present tag is about to be acknowledged.
         message["properties"] = properties | {"delivery_info": own, "delivery_tag": str(uuid4())}
         try:
             self._delays.publish(
@@ -163,7 +162,7 @@ class PgmqAdminPart(NothingParked):
 
 
 class PgmqCollecting(Collecting):
-    """A channel that collects messages. Those to topic and fanout exchanges are sent at once."""
+    """A pgmq channel that collects messages, except those to topic and fanout exchanges."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> PlainMessage:
         due_us = self.due_of(message)
@@ -217,7 +216,7 @@ class Outbox(recorded.Outbox[PlainMessage]):
 
 
 class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
-    """kombu's pgmq transport. With the option ``native_delay`` delayed messages wait in pgmq."""
+    """kombu's pgmq transport; with the option ``native_delay``, delayed messages wait in pgmq."""
 
     @property
     def delaying_channel(self) -> type[Channel]:  # type: ignore[override]
@@ -227,7 +226,7 @@ class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
         return Channel
 
     def waits_in(self, settings: DelaySettings) -> str:
-        """The place of delayed messages, as text. Needs no connection."""
+        """Return a text that says where delayed messages wait. The call needs no connection."""
         return "their queue of pgmq, invisible"
 
     def bulk_publisher(self, *, window: int) -> BulkPublisher:

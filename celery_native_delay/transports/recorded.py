@@ -1,4 +1,4 @@
-"""Records beside a broker that cannot list its waiting messages, as its transport uses them."""
+"""Give transports whose broker cannot list waiting messages access to the records."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .interface import (
 
 
 def records_beside(settings: DelaySettings, place: str) -> Any:
-    """The records of one *place*, such as a virtual host; None if none are kept."""
+    """Return the records of one *place*, such as a virtual host, or None."""
     if settings.records is None:
         return None
     return records_of_process(settings.records, f"{settings.namespace}.{place}")
 
 
 def lines_beside(records: Any) -> Lines:
-    """The queues of rate-limited tasks in *records*. Raises NoRecords if *records* is None."""
+    """Return the queues of rate-limited tasks. Raises NoRecords if *records* is None."""
     if records is None:
         raise NoRecords(
             "native_delay_rates needs records beside this broker: set native_delay_records = "
@@ -52,9 +52,9 @@ def lines_beside(records: Any) -> Lines:
 
 
 def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
-    """The name of a waiting task's entry in the records, ``task id:delivery id``.
+    """Return the name of a waiting task in the records, ``task id:delivery id``.
 
-    None for a message that is no Celery task of protocol 2: its consumer asks no records.
+    Returns None if the message is not a Celery task of protocol 2.
     """
     task_id = headers.get("id")
     if "task" not in headers or not task_id or not is_text(task_id):
@@ -63,7 +63,7 @@ def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
 
 
 def with_records(backlog: Backlog, channel: Any, settings: DelaySettings) -> Backlog:
-    """A copy of the broker's *backlog* with the numbers of its records, if it has records."""
+    """Return a copy of *backlog*, the broker's numbers, with the numbers of the records added."""
     if channel.delays.records is None:
         return backlog
     try:
@@ -76,23 +76,23 @@ def with_records(backlog: Backlog, channel: Any, settings: DelaySettings) -> Bac
 
 
 class RecordedChannel:
-    """A channel to a broker that cannot list its waiting messages, with or without records."""
+    """A channel to a broker that cannot list its waiting messages."""
 
     connection: Any
     delays: Any
 
     republisher: ClassVar[type[Any]]
-    """The class that reads entries of the records, and publishes their messages again."""
+    """The class that reads a message from the records and publishes it again."""
 
     def records(self, settings: DelaySettings) -> Records:
-        """The records beside this broker. Raises UnsupportedBroker if it has none."""
+        """Return the records. Raises UnsupportedBroker if the app keeps no records."""
         records: Records | None = self.delays.records
         if records is None:
             raise without_records(self)
         return records
 
     def waiting_tasks(self, settings: DelaySettings) -> WaitingTasks:
-        """The waiting tasks, by the records. Raises NoRecords if none are kept."""
+        """Return the waiting tasks that the records list. May raise NoRecords."""
         if self.delays.records is None:
             raise NoRecords(
                 f"{self.connection.client.as_uri()} cannot list its waiting messages: to list, "
@@ -103,12 +103,12 @@ class RecordedChannel:
         return tasks
 
     def lines(self, settings: DelaySettings) -> Lines:
-        """The queues of rate-limited tasks, in the records. Raises NoRecords if none are kept."""
+        """Return the queues of rate-limited tasks, from the records. May raise NoRecords."""
         return lines_beside(self.delays.records)
 
 
 class IndexReceipts:
-    """Asks *records* whether a message that waited may run."""
+    """Asks *records* (state about waiting tasks) whether a message that waited may run."""
 
     def __init__(self, records: Any) -> None:
         self._records = records
@@ -120,11 +120,11 @@ class IndexReceipts:
         return {True: Answer.RUN, False: Answer.DROP, None: Answer.AWAY}[may_run]
 
     def close(self) -> None:
-        """Nothing to close: all of the process shares the records."""
+        """Do nothing: the whole process shares the connection to Redis or the database."""
 
 
 class RecordedWorkerPart(WorkerPart):
-    """A worker's part for a broker that cannot list its waiting messages."""
+    """The duties of a worker for a broker that cannot list its waiting messages."""
 
     @property
     def terms(self) -> str:
@@ -142,7 +142,7 @@ class RecordedWorkerPart(WorkerPart):
 
 
 class NothingParked:
-    """The methods of an admin part for parked messages, on a broker that never parks any."""
+    """The methods for parked messages on a broker that never parks any."""
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
         return 0, []

@@ -1,4 +1,4 @@
-"""RabbitMQ: messages wait in delay levels, queues with a TTL dead-lettered to one another."""
+"""RabbitMQ: delayed messages wait in delay levels (queues with a TTL), one level after another."""
 
 from .transport import SSLTransport, Transport
 

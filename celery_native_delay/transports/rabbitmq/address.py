@@ -1,11 +1,12 @@
-"""The address of a delayed message: its destination, as the tail of its routing key.
+"""Compute addresses: the end of a delayed message's routing key, which names its destination.
 
-An address is ``%<exchange>.<routing key>``. The exchange is one escaped word; the routing key keeps
+An address is ``%<exchange>.<routing key>``. The exchange is one escaped word. The routing key keeps
 the user's words, so that topic patterns match them. The ``%`` tells an address from a user's own
-key. Addresses of landing queues begin with ``%%``, which no escaped exchange does.
+routing key. Addresses of landing queues (which pass due messages on) begin with ``%%``, as no
+escaped exchange does.
 
 A direct binding and a topic binding without wildcards have the same address. So a publisher
-computes it without knowing the type of the exchange.
+computes the address without knowing the type of the exchange.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from urllib.parse import unquote
 #: AMQP 0-9-1 shortstr: routing keys and names are at most 255 bytes.
 SHORTSTR_BYTES = 255
 
-#: Bytes of the longest word in a name of ours that is not hashed, by whether it is ASCII. Other
-#: words must be short, so that an error text of the broker holds the name (:func:`refusal_fits`).
+#: The longest word, in bytes, that is not hashed in our names: for ASCII (True) and other words. An
+#: error text of the broker must be able to hold the name (:func:`refusal_fits`).
 _LONGEST_WORD_BYTES = {True: 100, False: 24}
 
 #: Bytes of the broker's longest error text, without the names in it.
@@ -31,52 +32,49 @@ _WILDCARDS = {"*": "%2A", "#": "%23"}
 
 @lru_cache(maxsize=1024)
 def message_address(exchange: str, routing_key: str) -> str:
-    """The address of a message to *exchange* with *routing_key*."""
+    """Return the end of a delayed message's routing key, which names its destination."""
     return _join(exchange, [_literal(word) for word in _words(routing_key)])
 
 
 def topic_binding_address(exchange: str, pattern: str) -> str:
-    """The address pattern of a topic binding of *pattern* to *exchange*."""
+    """Return the address pattern (a routing key's end) of a topic binding to *exchange*."""
     words = [word if word in _WILDCARDS else _literal(word) for word in _words(pattern)]
     return _join(exchange, words)
 
 
 def hashed_address(exchange: str, routing_key: str) -> str:
-    """A hash of fixed length, for an address that is too long for a routing key."""
+    """Return a hash of fixed length, for an address that is too long for a routing key."""
     return "%%h" + _digest(f"{exchange}\0{routing_key}")
 
 
 def landing_address(exchange: str) -> str:
-    """The address of the landing queue of *exchange*."""
+    """Return the address (a routing key's end) of the landing queue of *exchange*."""
     return "%%l." + short_word(exchange)
 
 
 def queue_address(queue: str) -> str:
-    """The address from the landing queue of *queue* to *queue*; no other queue is bound with it."""
+    """Return the end of a routing key with which only *queue* gets the due message."""
     return "%%q." + short_word(queue)
 
 
 def queue_of_address(routing_key: str) -> str | None:
-    """The queue in a routing key that ends in a :func:`queue_address`, else None.
-
-    None also if the name was hashed.
-    """
+    """Return the queue in a :func:`queue_address`; None for other keys and hashed names."""
     _, mark, word = routing_key.rpartition(".%%q.")
     return unquote(word) if mark and not word.startswith(_HASHED) else None
 
 
 def short_word(name: str) -> str:
-    """*name* as one escaped word, hashed when it is longer than 100 bytes, 24 if not ASCII."""
+    """Return *name* as one escaped word, hashed if longer than 100 bytes (24 if not ASCII)."""
     word = name.translate(_ESCAPES)
     fits = len(word.encode()) <= _LONGEST_WORD_BYTES[word.isascii()]
     return word if fits else _HASHED + _digest(name)
 
 
 def refusal_fits(*names: str) -> bool:
-    """True if an error text of the broker can hold all *names*.
+    """Return True if an error text of the broker can hold all *names*.
 
-    RabbitMQ cuts the text at 255 bytes. If it is not ASCII, RabbitMQ 4.3 closes the connection
-    instead (541), and 3.10 may cut a letter in two, which py-amqp cannot decode.
+    RabbitMQ cuts the text at 255 bytes. If the text is not ASCII, RabbitMQ 4.3 closes the
+    connection instead (541). RabbitMQ 3.10 may cut a letter in two, which py-amqp cannot decode.
     """
     text = "".join(names)
     return text.isascii() or len(text.encode()) <= SHORTSTR_BYTES - _REFUSAL_BYTES
@@ -100,7 +98,6 @@ def _digest(text: str) -> str:
 
 
 def topic_matches(pattern: str, routing_key: str) -> bool:
-    """True if a topic exchange routes *routing_key* to a binding of *pattern*."""
     return _matches(pattern.split(".") if pattern else [], _words(routing_key))
 
 

@@ -1,4 +1,4 @@
-"""The answers of RabbitMQ to the command line."""
+"""The command line's requests to RabbitMQ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .status import RecordsStatus, Status, levels, status
 
 
 class RabbitMQAdminPart:
-    """The answers of RabbitMQ to the command line, on one channel."""
+    """Carries out the command line's requests on RabbitMQ, on one channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         self._channel = channel
@@ -40,7 +40,7 @@ class RabbitMQAdminPart:
         self._queues = queues
 
     def declare(self, queues: Sequence[Any]) -> Told:
-        """Declare the delay levels, also if they seem complete; declare *queues*, and bind them."""
+        """Declare *queues*, and the delay levels (queues with a TTL) even if they seem complete."""
         if not self._settings.declare:
             raise not_declared("nothing is declared by this app")
         with permissions_explained(self._topology):
@@ -65,14 +65,14 @@ class RabbitMQAdminPart:
         return replace(found, records=self._records_status()) if self._records else found
 
     def backlog(self) -> Backlog:
-        """Count messages over AMQP; due times are from the records."""
+        """Count messages over AMQP, and read due times of tasks from Redis or the database."""
         with permissions_explained(self._topology):
             found, parked = tuple(levels(self._delays)), count(self._delays)
         backlog = Backlog(sum(level.waiting for level in found), parked, found)
         return with_records(backlog, self._channel, self._settings)
 
     def purge(self) -> int:
-        """Delete the messages in all level queues; messages in landing queues stay."""
+        """Delete the messages in all delay levels (queues with a TTL), not in landing queues."""
         with permissions_explained(self._topology):
             if self._records is not None:
                 self._records.purge()
@@ -92,7 +92,7 @@ class RabbitMQAdminPart:
             return rescue(self._delays)
 
     def purge_parked(self) -> int:
-        """Delete the messages in the parking queue, and their records."""
+        """Delete due messages whose queue does not exist, and the records of these messages."""
         with permissions_explained(self._topology):
             return self._purged(self.parking) if self._records is None else purge(self._delays)
 

@@ -1,7 +1,6 @@
-"""Every queue, exchange and binding that one app needs on RabbitMQ, as data; and its export.
+"""Compute every queue, exchange and binding that one app needs on RabbitMQ, and export them.
 
-Workers and producers declare them one by one (:mod:`~.preparation`). Here they are computed from
-the settings and the queues of the app's configuration.
+Workers and producers declare these one by one (:mod:`~.preparation`).
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from .topology import Binding, Declaration, Exchange, Queue, Topology, Unbinding
 
 @dataclass(frozen=True)
 class Exported:
-    """RabbitMQ's definitions of what an app needs, as *text*, for other tools to import.
+    """RabbitMQ's definitions of what an app needs, as JSON *text* for other tools to import.
 
-    *counts* are the numbers of exchanges, queues and bindings. *left_out* names the queues and
-    exchanges that are not durable: the process that uses them declares them.
+    *counts* are the numbers of exchanges, queues and bindings. *left_out* names queues and
+    exchanges that are not durable. The process that uses such a queue declares the queue.
     """
 
     text: str
@@ -35,10 +34,10 @@ class Exported:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The declarations for one app.
+    """The declarations (exchanges, queues, bindings) for one app on RabbitMQ.
 
-    *own* are the app's exchanges, queues and bindings. *surroundings* are the bindings and landing
-    queues that lead from the delay levels to them. *left_out* is as in :class:`Exported`.
+    *own* are the app's declarations. *surroundings* lead from the delay levels (queues with a TTL)
+    to the app's queues. *left_out* names queues and exchanges that are not durable.
     """
 
     topology: Topology
@@ -47,17 +46,16 @@ class Blueprint:
     left_out: tuple[str, ...]
 
     def delays(self) -> Iterator[Declaration]:
-        """The declarations of this package."""
+        """Yield the declarations that belong to this package."""
         yield from self.topology.plan()
         yield from self.surroundings
 
     def declarations(self) -> list[Declaration]:
-        """Every declaration, in an order the broker accepts."""
         return [*self.own, *self.delays()]
 
 
 def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
-    """The blueprint for *queues*, the app's queues as kombu's objects."""
+    """Return the declarations that an app with *queues* (kombu's objects) needs on RabbitMQ."""
     own, left_out = _own(queues)
     mirror = Mirror(topology)
     for declaration in own:
@@ -74,7 +72,7 @@ def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
     unlike = (*MIRRORED_TYPES, *HASHING_TYPES)
     landing = {name for name in named if mirror.types[name] not in unlike}
     landing |= set(topology.settings.landing_exchanges)
-    # Each with its marker exchange: a producer that may not ask for an exchange's type finds it.
+    # A producer that may not ask for an exchange's type looks for its marker exchange.
     markers = mirror.marker_declarations(bindings, sorted(landing.union(landings)), consuming=True)
     changes = chain(*markers, *map(mirror.declarations, bindings))
     surroundings = [change for change in changes if not isinstance(change, Unbinding)]
@@ -84,10 +82,7 @@ def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
 def export(
     settings: DelaySettings, queues: Sequence[Any], vhost: str, *, own_queues: bool = True
 ) -> Exported:
-    """RabbitMQ's definitions of what *settings* and *queues*, kombu's, need on the broker.
-
-    Without *own_queues* the app's own queues and exchanges are left out.
-    """
+    """Return RabbitMQ's definitions of what *settings* and *queues* (kombu's objects) need."""
     plan = blueprint(Topology(settings), queues)
     if not own_queues:
         plan = replace(plan, own=())
@@ -96,10 +91,11 @@ def export(
 
 
 def definitions(plan: Blueprint, vhost: str) -> str:
-    """RabbitMQ's definitions as JSON, one item a line. https://www.rabbitmq.com/docs/definitions
+    """Return RabbitMQ's definitions as JSON, one item a line.
 
     Every item names its virtual host, as ``rabbitmqctl import_definitions`` and ``POST
-    /api/definitions`` expect. The file does not create the virtual host.
+    /api/definitions`` expect. Importing the JSON does not create the virtual host.
+    https://www.rabbitmq.com/docs/definitions
     """
     items: dict[str, list[dict[str, Any]]] = {"exchanges": [], "queues": [], "bindings": []}
     lasting = {"vhost": vhost, "durable": True, "auto_delete": False}
@@ -128,9 +124,9 @@ def _lines(items: list[dict[str, Any]]) -> str:
 
 
 def _own(queues: Sequence[Any]) -> tuple[list[Declaration], list[str]]:
-    """The app's own declarations, as kombu makes them; and the names of those that do not last.
+    """Return the app's own declarations, and the names of queues and exchanges that do not last.
 
-    Entities with ``no_declare`` are among them: another app must declare them.
+    Queues and exchanges with ``no_declare`` are included, because another app must declare them.
     """
     exchanges: dict[str, Exchange] = {}
     lasting: list[Declaration] = []
@@ -157,12 +153,10 @@ def _own(queues: Sequence[Any]) -> tuple[list[Declaration], list[str]]:
 
 
 def _lasts(entity: Any) -> bool:
-    """True if a queue or exchange is durable, and not Celery's or kombu's own."""
     return entity.durable and not entity.auto_delete and not is_internal(entity.name)
 
 
 def _bindings(queue: Any) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    """Exchange, routing key and arguments of each binding of *queue* to a named exchange."""
     if queue.exchange is not None and queue.exchange.name:
         yield queue.exchange, queue.routing_key or "", queue.binding_arguments or {}
     further = [each for each in queue.bindings if each.exchange and each.exchange.name]
@@ -183,5 +177,4 @@ def _arguments(queue: Any) -> dict[str, Any]:
 
 
 def _once(declarations: list[Declaration]) -> list[Declaration]:
-    """*declarations* without duplicates."""
     return [item for place, item in enumerate(declarations) if item not in declarations[:place]]

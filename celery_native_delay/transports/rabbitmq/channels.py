@@ -1,7 +1,7 @@
-"""AMQP channels of our own on the user's connection, and the messages published on them.
+"""AMQP channels of our own on the user's connection.
 
-An error closes the channel on which it happened, and confirm mode cannot be left. On channels of
-our own, neither affects the user's channel.
+An error closes the channel on which it happened, and confirm mode cannot be left. With our own
+channels, neither affects the user's channel.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Publication(NamedTuple):
 
 
 def id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -> Hashable:
-    """A key that tells a published message from others; copies of one delivery have the same."""
+    """Return a key that identifies a published message; copies of a delivery share the key."""
     header = (properties.get("application_headers") or {}).get(HEADER)
     known_by = header.get("id") if isinstance(header, dict) else None
     known_by = known_by or properties.get("correlation_id") or body
@@ -57,15 +57,15 @@ def id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -
 
 
 def received(message: amqp.Message) -> amqp.Message:
-    """*message* itself; its body is bytes, also if it is empty."""
+    """Return *message* with a body in bytes, even if the body is empty."""
     message.body = message.body or b""
     return message
 
 
 class OwnChannel(amqp.Channel):  # type: ignore[misc]
-    """An AMQP channel beside the user's, without confirms."""
+    """An AMQP channel of our own on the user's connection, without publisher confirms."""
 
-    #: Reply code and text with which the broker closed this channel; None while it is open.
+    #: Reply code and text with which the broker closed this channel; None if it is open.
     closed_with: tuple[int, str] | None = None
 
     def __init__(self, connection: Any) -> None:
@@ -74,14 +74,13 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         self.open()
 
     def send(self, message: Any, *, timeout_seconds: float | None = None) -> None:
-        """Publish a message; wait before that while the broker blocks the connection."""
+        """Publish a message, after waiting while the broker blocks the connection."""
         self._basic_publish(*message, timeout=timeout_seconds)
 
     def wait_all(self, *, timeout_seconds: float | None = None) -> None:
-        """Do nothing: this channel has no confirms."""
+        """Do nothing, because this channel has no publisher confirms."""
 
     def take_returned(self) -> list[Any]:
-        """Mandatory messages that the broker returned because no queue is bound for them."""
         returned, self._returned = self._returned, []
         return returned
 
@@ -94,22 +93,21 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         return self.connection._transport
 
     def is_readable(self, timeout_seconds: float) -> bool:
-        """True if there is something to read within *timeout_seconds*."""
+        """Return True if input from the broker arrives within *timeout_seconds*."""
         transport = self._transport
         if transport.sock is None:
             raise RecoverableConnectionError("connection already closed")
         return bool(transport._read_buffer) or _has_input(transport.sock, timeout_seconds)
 
     def read(self) -> None:
-        """Wait for the broker's next frame, and process it."""
         try:
             with suppress(TimeoutError):  # the connection's own read_timeout
                 self.connection.blocking_read()
         except ChannelError as exc:
             if self.closed_with is not None:
                 raise
-            # It closed another channel of this connection. If this raised, the caller would send
-            # messages again that the broker is about to confirm.
+            # The error closed another channel of this connection. If this method raised the error,
+            # the caller would send messages again that the broker is about to confirm.
             logger.error("channel error of an earlier operation: %s", exc)
 
     # --- what the broker says ------------------------------------------------------------
@@ -120,7 +118,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         self._returned.append(Publication(received(message), exchange, routing_key))
 
     def _on_close(self, reply_code: int, reply_text: str, class_id: int, method_id: int) -> None:
-        """Give up the channel. py-amqp would open it again, without confirm mode."""
+        """Give up the channel, because py-amqp would open it again without confirm mode."""
         self.closed_with = (reply_code, reply_text)
         self.send_method(spec.Channel.CloseOk)
         self.collect()
@@ -133,9 +131,9 @@ class WindowChannel(OwnChannel):
     def __init__(self, connection: Any) -> None:
         super().__init__(connection)
         self._published = 0
-        #: By delivery tag.
+        #: The unconfirmed messages, by delivery tag.
         self._unconfirmed: OrderedDict[int, Any] = OrderedDict()
-        #: How often the broker returned each message; its confirm follows.
+        #: How often the broker returned each message. The message's confirm follows.
         self._returning: Counter[Hashable] = Counter()
         self._came_back: list[Any] = []
         self._nacked: list[Any] = []
@@ -147,11 +145,10 @@ class WindowChannel(OwnChannel):
 
     @property
     def unconfirmed(self) -> list[Any]:
-        """The messages that the broker has yet to confirm, oldest first."""
         return list(self._unconfirmed.values())
 
     def send(self, publication: Publication, *, timeout_seconds: float | None = None) -> None:
-        """Publish without waiting for the confirm; the message is kept unless this raises."""
+        """Publish a message; keep the message until its confirm arrives or an error is raised."""
         if self.connection is None:
             raise RecoverableConnectionError("connection already closed")
         message, exchange, routing_key, mandatory = publication
@@ -164,26 +161,24 @@ class WindowChannel(OwnChannel):
                 with self.connection.transport.having_timeout(timeout_seconds):
                     self.send_method(*publish)
         except TimeoutError as exc:
-            # Half of the message may be written: the connection cannot be used any more.
+            # Half of the message may be written, so the connection cannot be used any more.
             self.connection.transport.connected = False
             raise RecoverableConnectionError("publishing timed out") from exc
         self._published += 1
         self._unconfirmed[self._published] = publication
 
     def send_all(self, messages: Sequence[Any]) -> None:
-        """Write the frames of *messages* at once; they are kept, also if this raises."""
+        """Write the frames of *messages* in one write; keep the messages even after an error."""
         for message in messages:
             self._published += 1
             self._unconfirmed[self._published] = message
         self._transport.write(b"".join([message.frames for message in messages]))
 
     def take_returned(self) -> list[Any]:
-        """Messages that the broker returned because no queue is bound for them."""
         back, self._came_back = self._came_back, []
         return back
 
     def take_nacked(self) -> list[Any]:
-        """Messages that the broker nacked."""
         nacked, self._nacked = self._nacked, []
         return nacked
 
@@ -192,16 +187,17 @@ class WindowChannel(OwnChannel):
     def read_ready(self) -> None:
         """Process the frames that have arrived, without waiting for more.
 
-        Raises ChannelError if the broker closed this channel, other errors for a lost connection.
+        Raises ChannelError if the broker closed this channel, and other errors if the connection is
+        lost.
         """
         while self.is_readable(0):
             self.read()
 
     def read_down_to(self, unconfirmed: int, *, deadline: float | None = None) -> None:
-        """Process frames until at most *unconfirmed* messages are.
+        """Process frames until at most *unconfirmed* messages are unconfirmed.
 
-        Raises as :meth:`read_ready`, and TimeoutError after *deadline*, in seconds of the monotonic
-        clock.
+        Raises TimeoutError after *deadline*, in seconds of the monotonic clock. Raises the errors
+        of :meth:`read_ready`.
         """
         while len(self._unconfirmed) > unconfirmed:
             if deadline is None:
@@ -213,7 +209,8 @@ class WindowChannel(OwnChannel):
     def wait_all(self, *, timeout_seconds: float | None = None) -> None:
         """Return when the broker has confirmed every message.
 
-        Raises MessageNacked if it nacked some, TimeoutError after *timeout_seconds*.
+        Raises MessageNacked if the broker nacked some messages. Raises TimeoutError after
+        *timeout_seconds*.
         """
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         self.read_down_to(0, deadline=deadline)
@@ -235,7 +232,7 @@ class WindowChannel(OwnChannel):
         self._nacked += self._settle(delivery_tag, multiple)
 
     def _settle(self, delivery_tag: int, multiple: bool) -> list[Any]:
-        """Remove the messages that an ack or nack is about from the unconfirmed; return them."""
+        """Remove and return the unconfirmed messages that an ack or nack is about."""
         unconfirmed = self._unconfirmed
         settled = []
         while multiple and unconfirmed and next(iter(unconfirmed)) <= delivery_tag:
@@ -247,12 +244,11 @@ class WindowChannel(OwnChannel):
     def _on_basic_return(
         self, reply_code: int, reply_text: str, exchange: str, routing_key: str, message: Any
     ) -> None:
-        # Its confirm follows. https://www.rabbitmq.com/docs/confirms#when-publishes-are-confirmed
+        # A confirm follows. https://www.rabbitmq.com/docs/confirms#when-publishes-are-confirmed
         self._returning[id_of(exchange, routing_key, message.properties, message.body)] += 1
 
 
 def _has_input(socket: Any, timeout_seconds: float) -> bool:
-    """True if *socket*, with TLS or without, has something to read within *timeout_seconds*."""
     if hasattr(socket, "pending") and socket.pending():
         return True
     poll = select.poll()

@@ -1,4 +1,4 @@
-"""Declaring on the broker, and asking it what is declared; its refusals become our errors."""
+"""Declare on the broker, and ask what is declared. The broker's refusals become our errors."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ from .address import refusal_fits
 from .channels import OwnChannel, Publication
 from .topology import Binding, Change, Exchange, Queue, Topology, Unbinding
 
-#: At-least-once dead-lettering came with 3.10. https://www.rabbitmq.com/docs/quorum-queues
+#: At-least-once dead-lettering came with RabbitMQ 3.10. https://www.rabbitmq.com/docs/quorum-queues
 OLDEST_RABBITMQ = (3, 10)
 
 
 class Declarer:
-    """Declares and asks on a channel of its own, which the broker closes when it refuses."""
+    """Declares queues and exchanges, and asks for them, on its own channel.
+
+    RabbitMQ closes that channel when it refuses a request. The user's channel stays open.
+    """
 
     def __init__(self, connection: Any, topology: Topology) -> None:
         self.connection = connection
@@ -37,31 +40,29 @@ class Declarer:
 
     @property
     def channel(self) -> OwnChannel:
-        """The channel; a new one after the broker closed it."""
         if self._channel is None or self._channel.connection is None:
             self._channel = OwnChannel(self.connection)
         return self._channel
 
     def apply(self, declarations: Iterable[Change]) -> None:
-        """Declare and unbind all of *declarations*; raises the ChannelError of a refused one."""
+        """Declare or remove each of *declarations*. Raises ChannelError if the broker refuses."""
         apply(self.channel, declarations)
 
     def refusal_fits(self, name: str) -> bool:
-        """True if an error text of the broker can hold the name of this queue or exchange."""
         connection = self.connection
         return refusal_fits(name, connection.virtual_host, connection.client.userid or "guest")
 
     @contextmanager
     def channel_for(self, name: str, *, unreadable: type[ChannelError]) -> Iterator[OwnChannel]:
-        """The channel on which to ask for *name*.
+        """Give the channel on which to ask for the queue or exchange *name*.
 
-        If an error text cannot hold *name*, the channel is on a connection of its own, which a
-        refusal breaks; then this raises *unreadable*.
+        If the broker's error text cannot hold *name*, the channel is on a separate connection,
+        because a refusal breaks that connection. Raises *unreadable* if the broker refused there.
         """
         if self.refusal_fits(name):
             yield self.channel
             return
-        # Another connection to the same broker, without heartbeats: no thread would send them.
+        # Another connection to the broker has no heartbeats, because no thread would send them.
         client = Connection(**dict(self.connection.client._info(resolve=False), heartbeat=0))
         try:
             yield OwnChannel(client.connection)
@@ -75,15 +76,19 @@ class Declarer:
                 client.close()
 
     def look_for_exchange(self, name: str, *, unreadable: type[ChannelError] = NotFound) -> None:
-        """Ask for an exchange. Raises NotFound or AccessRefused, or *unreadable* for either."""
+        """Ask the broker whether an exchange exists.
+
+        Raises NotFound if the exchange is missing, and AccessRefused if the user may not ask.
+        Raises *unreadable* if the broker's refusal cannot be read.
+        """
         with self.channel_for(name, unreadable=unreadable) as channel:
             channel.exchange_declare(name, "fanout", passive=True)
 
     def has_exchange(self, name: str, *, if_refused: bool) -> bool:
-        """True if this fanout exchange of ours exists; no queue is bound to it.
+        """Return True if this fanout exchange of ours exists. No queue is bound to the exchange.
 
-        A user without the permission configure may not ask on RabbitMQ 4.3, and publishes to the
-        exchange instead. *if_refused* is the answer for a user who may do neither.
+        On RabbitMQ 4.3 a user without the permission configure may not ask. Then this publishes to
+        the exchange instead. If the user may do neither, the answer is *if_refused*.
         """
         try:
             try:
@@ -97,14 +102,13 @@ class Declarer:
         return True
 
     def has_queue(self, name: str, *, if_refused: bool) -> bool:
-        """True if this queue exists; *if_refused* is the answer for a user who may not ask."""
+        """Return True if this queue exists. If the user may not ask, the answer is *if_refused*."""
         try:
             return self.depth(name) is not None
         except AccessRefused:
             return if_refused
 
     def depth(self, queue: str) -> int | None:
-        """The number of messages in *queue*; None if it is not declared."""
         try:
             with self.channel_for(queue, unreadable=NotFound) as channel:
                 return int(channel.queue_declare(queue, passive=True).message_count)
@@ -114,9 +118,8 @@ class Declarer:
     def _publish_to_marker(self, exchange: str) -> None:
         """Publish to an exchange without bindings; the broker returns the message.
 
-        Raises:
-            amqp.exceptions.NotFound: there is no such exchange.
-            amqp.exceptions.AccessRefused: this user may not write to it.
+        Raises NotFound if the exchange does not exist, and AccessRefused if this user may not write
+        to it.
         """
         with self.channel_for(exchange, unreadable=NotFound) as channel:
             channel.send(Publication(amqp.Message(), exchange, ""))
@@ -127,14 +130,13 @@ class Declarer:
 def apply(
     channel: Any, declarations: Iterable[Change], *, auto_delete_exchanges: bool = False
 ) -> None:
-    """Declare everything without waiting for each reply, then wait once for all.
+    """Make all declarations without waiting for each reply, then wait once for all replies.
 
-    Raises:
-        amqp.exceptions.ChannelError: the broker refused one of them.
+    Raises ChannelError if the broker refused one of the declarations.
     """
     for declaration in declarations:
         _declare(channel, declaration, auto_delete_exchanges=auto_delete_exchanges)
-    # Any method with a reply will do: the broker has carried out all methods before it.
+    # This may be any method with a reply: the broker has carried out all earlier methods by then.
     channel.basic_qos(0, 0, False)
 
 
@@ -150,14 +152,13 @@ def _declare(channel: Any, declaration: Change, *, auto_delete_exchanges: bool) 
             bind = channel.exchange_bind if to_exchange else channel.queue_bind
             bind(destination, source, routing_key, nowait=True, arguments=arguments)
         case Unbinding(source, destination, routing_key):
-            # queue.unbind has no nowait; its reply is not read. RabbitMQ accepts it for missing
-            # queues and bindings.
+            # queue.unbind has no nowait, and nothing reads its reply. RabbitMQ accepts queue.unbind
+            # for missing queues and bindings.
             method: tuple[Any, ...] = (0, destination, source, routing_key, {})
             channel.send_method(spec.Queue.Unbind, "BsssF", method)
 
 
 def not_permitted(refused: AccessRefused, topology: Topology) -> NotPermitted:
-    """Our error for the broker's ACCESS_REFUSED (403), with the way out."""
     return NotPermitted(
         f"{refused.reply_text}. Delayed delivery needs the permissions configure, write and read "
         f"on ^{topology.settings.namespace}\\.; grant them (rabbitmqctl set_permissions), or let a "
@@ -166,7 +167,7 @@ def not_permitted(refused: AccessRefused, topology: Topology) -> NotPermitted:
 
 
 def not_declared(missing: str) -> NotDeclared:
-    """The error for a *missing* declaration that this app may not make, with both ways out."""
+    """Return the error for a *missing* queue or exchange that this app may not declare."""
     return NotDeclared(
         f"{missing}, and native_delay_declare is off: import what `celery -A PROJ delay export` "
         f"writes (rabbitmqctl import_definitions), or set native_delay_declare = True. "
@@ -176,7 +177,7 @@ def not_declared(missing: str) -> NotDeclared:
 
 @contextmanager
 def permissions_explained(topology: Topology) -> Iterator[None]:
-    """Turn the broker's ACCESS_REFUSED (403) into our error."""
+    """Turn the broker's ACCESS_REFUSED (403) into NotPermitted."""
     try:
         yield
     except AccessRefused as exc:
@@ -185,7 +186,7 @@ def permissions_explained(topology: Topology) -> Iterator[None]:
 
 @contextmanager
 def refusals_explained(topology: Topology) -> Iterator[None]:
-    """Turn the broker's ACCESS_REFUSED and PRECONDITION_FAILED (406) into our errors."""
+    """Turn the broker's ACCESS_REFUSED (403) and PRECONDITION_FAILED (406) into our errors."""
     try:
         with permissions_explained(topology):
             yield
@@ -197,7 +198,7 @@ def refusals_explained(topology: Topology) -> Iterator[None]:
 
 
 def broker_version(connection: Any) -> tuple[int, ...]:
-    """The broker's version by the connection's handshake, such as ``(4, 3, 6)``."""
+    """Return the broker's version from the connection's handshake, such as ``(4, 3, 6)``."""
     text = str(connection.server_properties.get("version", ""))
     return tuple(
         int(part) for part in text.split("+")[0].split("-")[0].split(".") if part.isdigit()
@@ -205,11 +206,7 @@ def broker_version(connection: Any) -> tuple[int, ...]:
 
 
 def check_broker(connection: Any) -> None:
-    """Raise for a broker that cannot have the delay levels.
-
-    Raises:
-        UnsupportedBroker: it is not RabbitMQ, or older than 3.10.
-    """
+    """Raise UnsupportedBroker if the broker is not RabbitMQ, or is older than 3.10."""
     product = connection.server_properties.get("product")
     version = broker_version(connection)
     if product != "RabbitMQ" or version < OLDEST_RABBITMQ:

@@ -1,4 +1,4 @@
-"""Delayed publishing on one connection: declare the levels, wrap, publish, wait for the confirm."""
+"""Publish delayed messages on one connection: declare, wrap, publish, await the confirm."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ from .topology import Topology
 from .wrapping import COUNTED_BY_THE_QUEUE, wrap
 
 #: The headers dict and delivery id of this thread's last failed publish. kombu's retry passes the
-#: same dict, and the message must keep its id.
+#: same dict, and the message must keep its delivery id.
 _failed = local()
 
-#: After these errors the broker does not have the message: it refused it, or py-amqp could not
-#: encode it (a text of more than 255 bytes where AMQP allows no more).
+#: After these errors the broker does not have the message. Either the broker refused the message,
+#: or py-amqp could not encode it (a text of more than 255 bytes where AMQP allows no more).
 _NOT_SENT = (MessageNacked, NotFound, FrameSyntaxError, NativeDelayError, struct_error)
 
 
 class Delays:
     """Publishes delayed messages on one AMQP connection.
 
-    *mirror* knows the user's bindings, *routes* the user's exchanges, and *preparation* declares
-    what delayed messages need.
+    *mirror* knows the user's bindings, *routes* knows the user's exchanges, and *preparation*
+    declares what delayed messages need.
     """
 
     def __init__(
         self, connection: Any, settings: DelaySettings, *, refusal: NativeDelayError | None = None
     ) -> None:
-        """With a *refusal* every delayed publish raises it."""
+        """Every delayed publish raises *refusal*, if *refusal* is not None."""
         self.connection = connection
         self.settings = settings
         self.topology = Topology(settings)
@@ -64,25 +64,24 @@ class Delays:
         self.declarer = Declarer(connection, self.topology)
         self.routes = Routes(self.mirror, self.declarer)
         self.preparation = Preparation(self.mirror, self.routes, self.declarer, refusal=refusal)
-        #: Our channels for publishing, by whether they are in confirm mode.
+        #: Our channels for publishing. A key is True if the channel is in confirm mode.
         self._channels: dict[bool, OwnChannel] = {}
         self._in_batch = False
-        #: Queues that are bound by their names, with the version of the mirror at that time.
+        #: Queues that are bound by their names. Each value is the mirror's version at that time.
         self._declared_queues: dict[str, int] = {}
 
     @property
     def user(self) -> str:
-        """The broker user of this connection."""
         return str(self.connection.client.userid or "guest")
 
     @cached_property
     def records(self) -> Any:
-        """The records beside this virtual host; None if none are kept."""
+        """The records (state of waiting tasks in Redis or a database); None if not configured."""
         return records_beside(self.settings, self.connection.virtual_host)
 
     @cached_property
     def recorder(self) -> Recorder | None:
-        """Notes waiting messages in the records; None if none are kept."""
+        """The object that lists waiting messages in Redis or a database; None if not configured."""
         return None if self.records is None else Recorder(self.records)
 
     @cached_property
@@ -93,14 +92,14 @@ class Delays:
         return self.preparation.prepare(redeclare=redeclare, consuming=consuming)
 
     def units(self, due_us: int, *, now_us: int) -> int:
-        """The delay in units of the resolution, 0 if it is due. Raises DelayTooLong."""
+        """Return the delay in units of the resolution; 0 if past. Raises DelayTooLong."""
         resolution_ms = self.topology.resolution_ms
         units = units_until(due_us, now_us=now_us, resolution_ms=resolution_ms)
         check_reach(units, max_units=self.topology.max_units, resolution_ms=resolution_ms)
         return units
 
     def check_reach(self, due_us: int) -> None:
-        """Raise DelayTooLong if the delay is longer than the levels allow."""
+        """Raise DelayTooLong if the delay until *due_us* is longer than the settings allow."""
         self.units(due_us, now_us=time_ns() // 1000)
 
     # --- publishing ----------------------------------------------------------------------
@@ -113,16 +112,14 @@ class Delays:
         timeout_seconds: float | None = None,
         confirm_timeout_seconds: float | None = None,
     ) -> bool:
-        """Publish a message into the delay levels; False, and not sent, if it is due already.
+        """Publish a message into the delay levels (queues with a TTL).
 
-        A message that becomes due meanwhile, or while kombu retries, is published to its own
-        exchange, and confirmed.
+        Returns False, and sends nothing, if the message is already due. A message that becomes due
+        during the call, or while kombu retries, is published to its own exchange and confirmed.
 
-        Raises:
-            DelayTooLong, CannotDelay, NotPermitted, NotDeclared, TopologyMismatch,
-                UnsupportedBroker: nothing was sent; the text says why and the way out.
-            amqp.exceptions.NotFound: there is no such exchange.
-            amqp.exceptions.MessageNacked: the broker nacked it.
+        Raises DelayTooLong, CannotDelay, NotPermitted, NotDeclared, TopologyMismatch or
+        UnsupportedBroker if nothing was sent: the text says what to do. Raises py-amqp's NotFound
+        if the exchange does not exist, and MessageNacked if the broker nacked the message.
         """
         confirmed = self.settings.confirm_publish
         headers = publication.message.properties.get("application_headers")
@@ -152,10 +149,10 @@ class Delays:
     def into_levels(
         self, publication: Publication, *, due_us: int, delivery_id: str | None = None
     ) -> Publication:
-        """*publication* as it enters the delay levels, which it declares; itself if it is due.
+        """Declare the delay levels (queues with a TTL); return *publication* wrapped to wait there.
 
-        *delivery_id* is that of an earlier attempt; None makes a new one. Raises as
-        :meth:`publish`, and as py-amqp does for a body that cannot be encoded.
+        Returns *publication* itself if already due. *delivery_id* is the id of an earlier attempt.
+        Raises the errors of :meth:`publish`, and py-amqp's error if the body cannot be encoded.
         """
         if not self.units(due_us, now_us=time_ns() // 1000):
             return publication
@@ -165,7 +162,7 @@ class Delays:
         if not (is_declared and self.preparation.is_ready):
             self._declare_for(exchange, routing_key)
         landing = exchange != "" and self.routes.needs_landing(exchange, routing_key)
-        # Computed after declaring, which may have taken a second.
+        # The delay is computed after declaring, because declaring may take a second.
         now_us = time_ns() // 1000
         units = self.units(due_us, now_us=now_us)
         if not units:
@@ -174,7 +171,6 @@ class Delays:
         return self._wrapped(message, delayed, now_us=now_us, units=units, landing=landing)
 
     def _declare_for(self, exchange: str, routing_key: str) -> None:
-        """Declare what a message to this destination needs."""
         if not exchange:  # the routing key is the name of a queue
             self.mirror.queue_bound_once(routing_key)
         if not self.preparation.is_ready or self.mirror.is_pending:
@@ -183,10 +179,11 @@ class Delays:
             self._declared_queues[routing_key] = self.mirror.version
 
     def publish_keyed(self, keyed: KeyedPublish, message: amqp.Message, like: Delayed) -> None:
-        """Publish a message under a key, confirmed, to the destination of *like*.
+        """Publish a message under a debounce, throttle or unique key, and await the confirm.
 
-        Raises as :meth:`publish`. Raises RecordsUnavailable and AnotherStands; then no worker runs
-        a message that was sent.
+        The message goes to the destination of *like*. Raises the errors of :meth:`publish`,
+        RecordsUnavailable, and AnotherStands if another task has the key. After the last two errors
+        no worker runs the message, even if it was sent.
         """
         message = _in_bytes(message)
         properties, body = message.properties, message.body
@@ -216,11 +213,12 @@ class Delays:
         recorded: bool = True,
         clock_ahead_us: int = 0,
     ) -> None:
-        """Publish a received message into the levels, to wait as *delayed* says.
+        """Publish a received message into the delay levels (queues with a TTL), to wait again.
 
-        A message whose delay is longer than the levels allow arrives when their longest delay is
-        over, and the worker puts it back. The body is in bytes. *recorded*: note it in the records.
-        *clock_ahead_us* is how far this clock is ahead of the clock of the due time.
+        *delayed* describes the wait. If the wait is longer than the levels allow, a worker puts the
+        message back again later. The body must be bytes. If *recorded*, the message is also listed
+        in the records. *clock_ahead_us* is by how many microseconds this machine's clock is ahead
+        of the clock that set the due time.
         """
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:
@@ -250,17 +248,16 @@ class Delays:
 
     @contextmanager
     def one_confirm(self) -> Iterator[None]:
-        """Within this block :meth:`put_back` does not wait for confirms; its end waits for all.
+        """Let :meth:`put_back` wait for confirms only once, at the end of this block.
 
-        Raises:
-            amqp.exceptions.AMQPError: some messages are not confirmed; which ones is not known.
+        Raises AMQPError if some messages are not confirmed; it is unknown which.
         """
         channel = self._channel(confirmed=True)
         self._in_batch = True
         try:
             yield
             channel.wait_all()
-            # Another channel, if the first one was closed meanwhile.
+            # This is another channel if the first one was closed meanwhile.
             self._settle(self._channel(confirmed=True))
         finally:
             self._in_batch = False
@@ -276,10 +273,11 @@ class Delays:
         user: str | None = None,
         recorded: bool = True,
     ) -> Publication:
-        """*message* as it enters the levels: wrapped, and noted in the records if *recorded*.
+        """Return *message* as it enters the delay levels (queues with a TTL).
 
-        With *landing* it goes through a landing queue: it keeps its own routing key, and ours is in
-        the header BCC.
+        With *landing*, the message goes through a landing queue (which passes due messages on to
+        the user's exchange) and keeps its own routing key. Then our routing key is in the header
+        BCC.
         """
         topology = self.topology
         properties = wrap(
@@ -346,7 +344,7 @@ class Delays:
                 self.preparation.declare_again()
 
     def _settle(self, channel: OwnChannel, timeout_seconds: float | None = None) -> None:
-        """Wait for confirms; publish returned messages again, whose level queue was deleted."""
+        """Wait for confirms; publish messages again if their level queue was deleted."""
         channel.wait_all(timeout_seconds=timeout_seconds)
         returned = channel.take_returned()
         if not returned:
@@ -365,10 +363,7 @@ class Delays:
 
 
 def _in_bytes(message: amqp.Message) -> amqp.Message:
-    """*message* with its body in bytes, encoded as py-amqp would encode it.
-
-    If a text were published again, py-amqp might encode it otherwise.
-    """
+    """Return *message* with its body encoded as py-amqp would encode it the first time."""
     if not isinstance(message.body, str):
         return message
     encoding = message.properties.setdefault("content_encoding", "utf-8")

@@ -1,4 +1,4 @@
-"""Reading messages of Celery's own delay levels, and of our levels of former settings. Pure."""
+"""Read messages of Celery's own delay queues, and of our delay queues of former settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .wrapping import unwrap, without_deaths
 
 # ---- Celery's own levels: kombu.transport.native_delayed_delivery ------------------------------
 
-#: The number of Celery's levels; level *n* takes 2**n seconds.
+#: The number of Celery's own delay queues. Queue *n* has a TTL of 2**n seconds.
 CELERYS_BITS = 28
 
 _CELERYS = re.compile(r"(?:(.+)_)?celery_delayed_(\d|1\d|2[0-7])")
@@ -26,27 +26,24 @@ _CELERYS = re.compile(r"(?:(.+)_)?celery_delayed_(\d|1\d|2[0-7])")
 
 @dataclass(frozen=True)
 class CelerysLevels:
-    """The names of Celery's own delay levels with a *prefix*, "" for none."""
+    """The names of Celery's own delay levels (queues with a TTL), with a *prefix* or ""."""
 
     prefix: str = ""
 
     @property
     def name(self) -> str:
-        """The name of the set of levels, with ``*`` for the number."""
         return f"{self._beginning}celery_delayed_*"
 
     @property
     def delivery_exchange(self) -> str:
-        """The exchange behind the last level."""
         return f"{self._beginning}celery_delayed_delivery"
 
     def level(self, number: int) -> str:
-        """The name of a level's queue, and of its exchange."""
         return f"{self._beginning}celery_delayed_{number}"
 
     @property
     def queues(self) -> list[str]:
-        """All level queues, longest first: messages that hop meanwhile are found in a later one."""
+        """Return Celery's delay queues, longest TTL first: messages move to shorter ones."""
         return [self.level(number) for number in reversed(range(CELERYS_BITS))]
 
     @property
@@ -55,13 +52,12 @@ class CelerysLevels:
 
 
 def celerys_levels(names: Iterable[str]) -> list[CelerysLevels]:
-    """The sets of Celery's own levels among the *names* of queues or exchanges."""
+    """Return the sets of Celery's own delay queues among *names*: one set for each prefix."""
     matches = map(_CELERYS.fullmatch, names)
     return [CelerysLevels(prefix) for prefix in sorted({m[1] or "" for m in matches if m})]
 
 
 def is_celerys_level(name: str) -> bool:
-    """True if this is the name of one of Celery's own level queues."""
     return _CELERYS.fullmatch(name) is not None
 
 
@@ -73,7 +69,11 @@ def read_celerys(
     now_us: int,
     reaches: Sequence[Reach],
 ) -> Found:
-    """The message from one of Celery's own level queues; *info* is its delivery info."""
+    """Read a message from one of Celery's own delay queues.
+
+    Returns the message to move, or the reason why the message stays. *info* is the message's
+    delivery info.
+    """
     whole_key = str(info["routing_key"])
     words = whole_key.split(".", CELERYS_BITS)
     if len(words) <= CELERYS_BITS or not set(words[:CELERYS_BITS]) <= {"0", "1"}:
@@ -102,9 +102,10 @@ def read_celerys(
 
 
 def _exchanges_of(whole_key: str, routing_key: str, reaches: Iterable[Reach]) -> list[str]:
-    """The exchanges that Celery would deliver to; those that bind exactly this key, if any do.
+    """Return the exchanges to which Celery would deliver the message.
 
-    Celery binds each exchange with ``#.<key>``, which also matches longer keys with this ending.
+    If some exchanges bind exactly this key, only these are returned. Celery binds each exchange
+    with ``#.<key>``, which also matches longer keys with this ending.
     https://github.com/celery/kombu/blob/v5.7.0/kombu/transport/native_delayed_delivery.py
     """
     keys = [
@@ -141,7 +142,10 @@ _SET = re.compile(
 
 
 def sets_of(names: Iterable[str], like: DelaySettings) -> list[DelaySettings]:
-    """The settings of each set of our levels among the *names* of queues; in all else as *like*."""
+    """Return the settings of each set of our delay levels (queues with a TTL) among *names*.
+
+    A set's name carries only some settings. The other settings are copied from *like*.
+    """
     found: dict[str, DelaySettings] = {}
     for name in names:
         if (match := _SET.match(name)) is None or match[0] in found:
@@ -162,7 +166,7 @@ def sets_of(names: Iterable[str], like: DelaySettings) -> list[DelaySettings]:
 
 
 def read_ours(body: bytes, properties: Mapping[str, Any], info: Mapping[str, Any]) -> Found:
-    """The message from one of our own level queues."""
+    """Return the message to move from one of our delay queues, or the reason why it stays."""
     own, _, delayed = unwrap(properties, info) or (properties, info, None)
     if delayed is None:
         return Stays("it has no header of this package")
@@ -170,7 +174,7 @@ def read_ours(body: bytes, properties: Mapping[str, Any], info: Mapping[str, Any
 
 
 def deliveries_of(properties: Mapping[str, Any]) -> int:
-    """The number of times that the message was returned to a quorum queue."""
+    """Return how often the message was returned to a quorum queue."""
     headers = properties.get("application_headers") or {}
     return max(int(headers.get(name, 0)) for name in ("x-delivery-count", "x-acquired-count"))
 
@@ -181,9 +185,10 @@ def deliveries_of(properties: Mapping[str, Any]) -> int:
 def foreign_bindings(
     bound: Iterable[tuple[str, str, str]], reaches: Iterable[Reach]
 ) -> Iterator[tuple[str, str, str]]:
-    """The bindings (exchange, queue, routing key) that Celery's delayed delivery added.
+    """Yield the bindings (exchange, queue, routing key) that Celery's delayed delivery added.
 
-    They are ``#.<key>`` of a queue that is also bound with ``<key>``, without those of the app.
+    Such a binding has the key ``#.<key>``, and its queue is also bound with ``<key>``. Bindings of
+    the app itself are left out.
     """
     there = set(bound)
     own = {(each.exchange, each.queue, each.routing_key) for each in reaches}

@@ -1,4 +1,4 @@
-"""The entry of a waiting message in the records: all that is needed to publish it again."""
+"""Entries of waiting messages in Redis or a database: all that is needed to publish one again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..recorded import member_of
 
 #: kombu's dumps() makes a new encoder for each call, and takes three times as long.
 _as_json: Callable[[Any], str] = JSONEncoder(separators=(",", ":")).encode
-#: Beginnings of a body that is written in base64; "" for a body that is not UTF-8.
+#: The beginnings of a body that is written in base64; "" stands for a body that is not UTF-8.
 _IN_BASE64 = ("", "=")
 
 _plain_json: Callable[[str], Any] = JSONDecoder().decode
@@ -28,10 +28,10 @@ _plain_json: Callable[[str], Any] = JSONDecoder().decode
 
 @dataclass(frozen=True)
 class Entry:
-    """A waiting message as it was published.
+    """A waiting message as it was published, in the form that Redis or the database stores.
 
-    *queue* is its only destination, None for all queues bound to *exchange*. *expires_ms* is when
-    its ``expiration`` ends, in milliseconds since the epoch.
+    *queue* is the message's only destination; None means all queues bound to *exchange*.
+    *expires_ms* is when the message's ``expiration`` ends, in milliseconds since the epoch.
     """
 
     properties: Mapping[str, Any]
@@ -43,11 +43,13 @@ class Entry:
 
     @property
     def headers(self) -> Mapping[str, Any]:
-        """The headers of the message, as they were published."""
         return self.properties.get("application_headers") or {}
 
     def encoded(self) -> str:
-        """One line of JSON, then the body: as text if it is UTF-8, else ``=`` and base64."""
+        """Return the entry as text: one line of JSON, then the message's body.
+
+        The body is text if it is UTF-8; otherwise it is ``=`` and base64.
+        """
         known = [self.exchange, self.routing_key, self.queue, self.expires_ms, self.properties]
         try:
             body = self.body.decode()
@@ -59,7 +61,6 @@ class Entry:
 
     @classmethod
     def decoded(cls, text: str) -> Entry:
-        """The entry from its text (:meth:`encoded`)."""
         line, _, body = text.partition("\n")
         exchange, routing_key, queue, expires_ms, properties = loads(line)
         data = b64decode(body[1:]) if body.startswith("=") else body.encode()
@@ -67,7 +68,7 @@ class Entry:
 
 
 def waiting(member: str, text: str, due_us: int) -> Waiting:
-    """The waiting task of an entry; its body is not decoded."""
+    """Return the waiting task of an *entry*, without decoding the message's body."""
     known = _plain_json(text[: text.index("\n")])
     exchange, routing_key, queue, _, properties = known
     headers = properties.get("application_headers") or {}
@@ -87,13 +88,16 @@ def waiting(member: str, text: str, due_us: int) -> Waiting:
 
 
 class Recorder:
-    """Notes in the records what one connection publishes; it does not fail or wait."""
+    """Lists each delayed message of one connection in Redis or a database.
+
+    A recorder does not wait for Redis or the database, and does not fail if they are unreachable.
+    """
 
     def __init__(self, index: Index) -> None:
         self._index = index
 
     def record(self, message: amqp.Message, wrapped: amqp.Message, delayed: Delayed) -> None:
-        """Note a message before it is published: a worker may receive it soon after."""
+        """List a message before it is published, because a worker may receive it soon after."""
         header = wrapped.properties["application_headers"][HEADER]
         headers = message.properties.get("application_headers") or {}
         member = member_of(headers, delayed.delivery_id)
@@ -110,7 +114,6 @@ class Recorder:
         self.note(member, delayed.due_us, entry)
 
     def note(self, member: str, due_us: int, entry: Entry) -> None:
-        """Note an entry."""
         self._index.note(IndexEntry(member, due_us, entry.encoded()))
 
     def forget(self, message: amqp.Message, delivery_id: str) -> None:
@@ -122,7 +125,7 @@ class Recorder:
 
 
 class Republisher:
-    """Reads entries of the records, and publishes their messages again."""
+    """Publishes waiting messages again from their entries in Redis or a database."""
 
     def __init__(self, delays: Any) -> None:
         self._delays = delays
@@ -131,7 +134,7 @@ class Republisher:
         return waiting(member, entry, due_us)
 
     def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
-        """Publish an entry's message with another due time; its ``expiration`` stays as it was."""
+        """Publish the message with another due time and the same expiry; return the new entry."""
         before = Entry.decoded(entry)
         headers = {**before.headers, "eta": eta_of(due_us)}
         again = replace(before, properties={**before.properties, "application_headers": headers})

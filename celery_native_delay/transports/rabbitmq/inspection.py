@@ -1,4 +1,4 @@
-"""Checks for ``delay verify`` and ``delay doctor`` on RabbitMQ."""
+"""Check RabbitMQ for ``delay verify`` and ``delay doctor``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEAD_LETTERED_AT_ONCE = 32
 #: Seconds until the management API has counted messages again; it counts every 5 s.
 COUNTED_ANEW_SECONDS = 6.0
 
-#: The way out for a missing declaration, by whether the app may make it.
+#: The advice for a missing declaration, by whether the app may declare.
 _WAYS_OUT = {
     True: "start an installed worker, or run `celery -A PROJ delay declare`",
     False: "import what `celery -A PROJ delay export` writes, or set native_delay_declare = True",
@@ -45,7 +45,7 @@ _HELD_UP = (
 def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> list[Finding]:
     """Compare the broker with the plan, through the management API; else find missing queues.
 
-    The bindings to *queues*, the app's, are compared only if workers may not declare them.
+    The bindings to the app's *queues* are compared only if workers may not declare bindings.
     """
     topology = delays.topology
     if topology.settings.declare:
@@ -64,13 +64,13 @@ def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> li
 
 
 def examine(delays: Delays, api: ManagementAPI) -> list[Finding]:
-    """Look for parked and stuck messages."""
+    """Find parked messages (due, without a queue) and messages stuck in dead-lettering."""
     found = status(delays, api)
     findings = []
     if found.parked:
         findings.append(parked_finding(found.parked, "no queue was bound for them"))
     if suspected := _held_up(found):
-        # Messages that were on their way are gone at the next count.
+        # Messages that were only passing through are gone at the next count.
         sleep(COUNTED_ANEW_SECONDS)
         findings += [
             Finding("dead-lettering", WRONG, f"{queue} {held}", _HELD_UP)
@@ -85,7 +85,6 @@ def examine(delays: Delays, api: ManagementAPI) -> list[Finding]:
 
 
 def _held_up(found: Status) -> dict[str, str]:
-    """Queues whose messages may be stuck, each with a text about them."""
     levels = {
         level.queue: f"has {level.stuck} message(s) stuck in dead-lettering: others cannot pass"
         for level in found.levels
@@ -129,7 +128,7 @@ def _compare(
 
 
 def _missing(delays: Delays, plan: Sequence[Declaration]) -> Iterator[Finding]:
-    """Findings for missing exchanges and queues, over AMQP; it does not tell their arguments."""
+    """Return findings for missing exchanges and queues, over AMQP; arguments are not compared."""
     for declaration in plan:
         if isinstance(declaration, Binding):
             continue
@@ -175,9 +174,10 @@ def _finding(problem: str, way_out: str) -> Finding:
 
 
 def known_faults(version: tuple[int, ...], *, replicated: bool | None) -> list[Finding]:
-    """Bugs of a RabbitMQ release such as (4, 3, 6) that delayed messages meet.
+    """Return findings about bugs of this RabbitMQ release that affect delayed messages.
 
-    *replicated* is True if the level queues have several members, None if that is not known.
+    *version* is for example (4, 3, 6). *replicated* is True if the queues in which messages wait
+    have several members, and None if that is unknown.
     """
     name = f"RabbitMQ {'.'.join(map(str, version))}"
     found = []

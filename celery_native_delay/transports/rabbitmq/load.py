@@ -1,4 +1,4 @@
-"""The messages a second through each level queue under a steady load: arithmetic. Pure."""
+"""Compute the load of each delay level (a queue with a TTL): its messages a second. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .topology import Level, Topology
 #: Bytes of the broker's memory for a waiting message of a small task (``benchmarks pending``).
 MEMORY_BYTES = 2_300
 
-#: Throughput in the benchmarks, on two processors that publisher and consumer shared.
+#: The benchmarks' throughput, on two processors that publisher and consumer shared.
 CEILINGS = (
     "in the benchmarks RabbitMQ 4.3 on two processors carried 4,500 delayed messages a second, and "
     "3,000 through a single level queue"
@@ -31,7 +31,7 @@ class Delays:
 
 @dataclass(frozen=True)
 class QueueLoad:
-    """One level queue under a load: its name, its TTL, and its messages a second."""
+    """A delay level (a queue with a TTL) of RabbitMQ, and its messages a second."""
 
     queue: str
     ttl_seconds: float
@@ -39,12 +39,15 @@ class QueueLoad:
 
     @property
     def waiting(self) -> float:
-        """The number of messages that wait in the queue at a time."""
+        """Return how many messages wait in the queue at any time."""
         return self.per_second * self.ttl_seconds
 
 
 def queue_loads(topology: Topology, per_second: float, delays: Sequence[Delays]) -> list[QueueLoad]:
-    """The level queues that a load uses, busiest first; all *delays* are equally frequent."""
+    """Return the delay levels (queues with a TTL) that a load uses, busiest queue first.
+
+    *per_second* messages arrive each second, in equal shares from each of *delays*.
+    """
     found = []
     for level in topology.levels:
         for units in level.steps:
@@ -56,17 +59,13 @@ def queue_loads(topology: Topology, per_second: float, delays: Sequence[Delays])
 
 
 def _share(delays: Delays, level: Level, units: int, resolution_ms: int) -> float:
-    """The share of *delays* whose messages wait *units* in *level*.
-
-    These are the delays that, rounded up to the resolution, have the bits of *units* in that level.
-    """
+    """Return the share of *delays* whose messages wait *units* in *level*."""
     unit_us = resolution_ms * 1000
     low_us = units * unit_us
     width_us = unit_us << level.lowest
     round_us = width_us << level.width
 
     def below(end_us: int) -> int:
-        """Number of microseconds below *end_us* that have these bits."""
         rounds, rest_us = divmod(end_us, round_us)
         return rounds * width_us + min(max(rest_us - low_us, 0), width_us)
 

@@ -1,4 +1,4 @@
-"""RabbitMQ's management API, for inspection only."""
+"""Read RabbitMQ's management API, for inspection only."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _PAGE = 500
 class ManagementAPI:
     """Reads queues, exchanges, bindings and policies of one virtual host.
 
-    Every method raises ManagementUnavailable.
+    Every method raises ManagementUnavailable if the management API does not answer.
     """
 
     def __init__(self, url: str, user: str, password: str, vhost: str, cluster: str) -> None:
@@ -64,15 +64,15 @@ class ManagementAPI:
         self._headers = {"Authorization": f"Basic {token}"}
 
     def named(self, kind: str, prefix: str) -> list[dict[str, Any]]:
-        """The "queues" or "exchanges" (*kind*) whose names begin with *prefix*."""
+        """Return the "queues" or "exchanges" whose names begin with *prefix*."""
         return [item for item in self._containing(kind, prefix) if item["name"].startswith(prefix)]
 
     def names(self, kind: str, *, containing: str) -> list[str]:
-        """The names of "queues" or "exchanges" (*kind*) that contain a text."""
+        """Return the names of "queues" or "exchanges" that contain a text."""
         return [item["name"] for item in self._containing(kind, containing)]
 
     def policies(self, kind: str) -> list[dict[str, Any]] | None:
-        """The virtual host's policies of one *kind*; None if this user may not read them."""
+        """Return the policies of one *kind*; None if this user may not read any."""
         path = kind.replace("policy", "policies").replace(" ", "-")
         try:
             found: list[dict[str, Any]] = self._get(f"{path}/{quote(self.vhost, safe='')}")
@@ -81,7 +81,6 @@ class ManagementAPI:
         return found
 
     def bindings_from(self, exchange: str) -> list[dict[str, Any]]:
-        """All bindings from *exchange*."""
         path = f"exchanges/{quote(self.vhost, safe='')}/{quote(exchange, safe='')}/bindings/source"
         found: list[dict[str, Any]] = self._get(path)
         return found
@@ -120,7 +119,6 @@ class ManagementAPI:
 
 
 def management_of(connection: Any, settings: DelaySettings) -> ManagementAPI:
-    """The management API of a kombu connection's broker."""
     user, password = connection.userid or "guest", connection.password or "guest"
     password = password() if callable(password) else password
     url = settings.management_url or f"http://{connection.hostname or 'localhost'}:15672"
@@ -135,10 +133,11 @@ def management_of(connection: Any, settings: DelaySettings) -> ManagementAPI:
 
 
 def overriding_policies(api: ManagementAPI, topology: Topology) -> list[Finding]:
-    """Findings for policies that change our queues. Raises ManagementUnavailable.
+    """Return a finding for each policy that changes our queues. Raises ManagementUnavailable.
 
-    It matches the policies' patterns, because a queue's description names its policy only some
-    seconds after it was declared. For a user who may not read policies it uses the description.
+    The function compares the policies' patterns with the names of our queues. RabbitMQ's
+    description of a queue names the policy only some seconds after the queue was declared. If the
+    user may not read policies, the descriptions are used.
     """
     levels = f"{topology.settings.queue_type}_queues"
     queues = {hop.queue: levels for hop in topology.level_queues}
@@ -166,7 +165,7 @@ def overriding_policies(api: ManagementAPI, topology: Topology) -> list[Finding]
 def applied_policy(
     policies: Sequence[Mapping[str, Any]] | None, queue: str, kinds: str
 ) -> tuple[str, Mapping[str, Any]]:
-    """Name and definition of a queue's policy: the matching one with the highest priority.
+    """Return name and definition of the matching policy with the highest priority.
 
     *kinds* is the queue's type as policies name it, such as ``quorum_queues``.
     https://www.rabbitmq.com/docs/policies

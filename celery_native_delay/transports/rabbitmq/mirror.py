@@ -1,7 +1,7 @@
-"""The user's bindings, and their copies on the delivery exchange.
+"""Copy the user's bindings onto the delivery exchange (which routes due messages to their queues).
 
-The mirror notes what the user declares and binds on a connection. The next delayed publish or
-consume binds the same queues to the delivery exchange. Other connections bind nothing.
+The mirror notes what the user declares and binds on one connection. The next delayed publish or
+consume on this connection copies the bindings.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ BUILTIN_TYPES = {
     "amq.topic": "topic",
 }
 
-#: Types of exchanges whose bindings the delivery exchange, a topic, can copy.
+#: Types of exchanges whose bindings the delivery exchange (a topic exchange) can copy.
 MIRRORED_TYPES = ("direct", "topic")
 
-#: Types that choose a queue by a hash of each routing key; a landing message has two keys.
+#: Types that choose a queue by a hash of the routing key. Messages of landing queues have two keys.
 HASHING_TYPES = ("x-consistent-hash", "x-modulus-hash")
 
-#: Celery's and kombu's own queues: remote control, its replies, events. Never delayed.
+#: Celery's and kombu's own queues (remote control, replies, events), whose messages never wait.
 _INTERNAL = re.compile(r"(^|\.)(pidbox|celeryev)($|\.)")
 
 
 def is_internal(name: str) -> bool:
-    """True if a queue or exchange of this name is Celery's or kombu's own."""
+    """Return True if the queue or exchange *name* is one of Celery's or kombu's own."""
     return _INTERNAL.search(name) is not None
 
 
 class Mirrored(NamedTuple):
-    """A binding of the user's that the delivery exchange is to copy."""
+    """A user's binding, to copy onto the delivery exchange (which routes due messages)."""
 
     queue: str
     exchange: str
@@ -47,14 +47,14 @@ class Mirrored(NamedTuple):
 
 
 class Mirror:
-    """The user's declarations on one connection, and those still to be copied."""
+    """Notes the user's declarations on one connection, and which bindings must still be copied."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self.types: dict[str, str] = dict(BUILTIN_TYPES)
-        #: Changes with each declaration, binding and deletion of the user's.
+        #: A counter that each declaration, binding and deletion by the user increases.
         self.version = 0
-        #: All bindings of the user's on this connection.
+        #: All bindings that the user made on this connection.
         self.known: dict[Mirrored, None] = {}
         #: Bindings still to be copied, and exchanges whose landing queues are still to be declared.
         self.pending: dict[Mirrored, None] = {}
@@ -66,9 +66,10 @@ class Mirror:
     # --- what the user does --------------------------------------------------------------
 
     def exchange_declared(self, exchange: str, kind: str, arguments: dict[str, Any] | None) -> None:
-        """The user declared an exchange.
+        """Note that the user declared an exchange.
 
-        If it has an alternate exchange, its delayed messages go through a landing queue.
+        If the exchange has an alternate exchange, its delayed messages go through a landing queue.
+        A landing queue passes due messages on to the user's exchange.
         """
         self.types[exchange] = kind
         self.version += 1
@@ -76,15 +77,16 @@ class Mirror:
             self._note_landing(exchange)
 
     def exchange_bound(self, source: str) -> None:
-        """The user bound an exchange to *source*.
+        """Note that the user bound another exchange to *source*.
 
-        The bindings behind it cannot be copied: delayed messages go through a landing queue.
+        The bindings of that other exchange cannot be copied. So delayed messages to *source* go
+        through a landing queue, which passes due messages on to *source*.
         """
         if not is_internal(source):
             self._note_landing(source)
 
     def exchange_deleted(self, exchange: str) -> list[Binding]:
-        """The user deleted *exchange*; return the copies of its bindings, to be removed."""
+        """Note that *exchange* is deleted; return our copies of its bindings, to remove."""
         known = [mirrored for mirrored in self.known if mirrored.exchange == exchange]
         mirrors = map(self.binding_of, known) if exchange in self.types else ()
         gone = [binding for binding in mirrors if binding is not None]
@@ -99,14 +101,14 @@ class Mirror:
     def queue_declared(
         self, queue: str, arguments: dict[str, Any] | None, *, short_lived: bool
     ) -> None:
-        """The user declared a queue; *short_lived*: it is exclusive or auto-delete."""
+        """Note a queue; *short_lived* is True if the queue is exclusive or auto-delete."""
         overflow = str((arguments or {}).get("x-overflow", ""))
         self.rejects[queue] = overflow.startswith("reject-publish")
         if not short_lived:
             self.queue_bound(queue, "", queue)
 
     def queue_bound(self, queue: str, exchange: str, routing_key: str) -> None:
-        """The user bound a queue; Celery's and kombu's own are ignored."""
+        """Note that the user bound a queue, unless the queue or exchange is Celery's own."""
         if not queue or is_internal(exchange) or is_internal(queue):
             return
         mirrored = Mirrored(queue, exchange, routing_key)
@@ -114,12 +116,12 @@ class Mirror:
         self.version += 1
 
     def queue_bound_once(self, queue: str) -> None:
-        """A delayed message goes to *queue* by its name: bind it, if that was not done before."""
+        """Note that a delayed message goes to *queue* by name, unless that was noted before."""
         if Mirrored(queue, "", queue) not in self.known:
             self.queue_bound(queue, "", queue)
 
     def queue_unbound(self, queue: str, exchange: str, routing_key: str) -> Mirrored:
-        """The user unbound a queue; return the binding, whose copy is to be removed."""
+        """Note that the user unbound a queue; return the binding, whose copy must be removed."""
         mirrored = Mirrored(queue, exchange, routing_key)
         self.known.pop(mirrored, None)
         self.version += 1
@@ -127,7 +129,6 @@ class Mirror:
         return mirrored
 
     def queue_deleted(self, queue: str) -> None:
-        """The user deleted a queue, and so its bindings."""
         self.rejects.pop(queue, None)
         for mirrored in [m for m in self.known if m.queue == queue]:
             self.queue_unbound(mirrored.queue, mirrored.exchange, mirrored.routing_key)
@@ -135,7 +136,7 @@ class Mirror:
     # --- what is still to be declared ------------------------------------------------------
 
     def reaches(self, exchange: str, routing_key: str) -> bool:
-        """True if a binding known on this connection routes *routing_key*."""
+        """Return True if a binding that is known on this connection routes *routing_key*."""
         is_topic = self.types.get(exchange) == "topic"
         return any(
             topic_matches(known.routing_key, routing_key)
@@ -147,27 +148,28 @@ class Mirror:
 
     @property
     def is_pending(self) -> bool:
-        """True if bindings or landing queues are still to be declared."""
         return bool(self.pending or self.pending_landings)
 
     def take_pending(self) -> tuple[list[Mirrored], list[str]]:
-        """Return pending bindings, and exchanges with a pending landing queue; clear both."""
+        """Return and clear the bindings to copy, and the exchanges that need a landing queue.
+
+        A landing queue passes due messages on to the user's exchange or queue.
+        """
         pending = list(self.pending), list(self.pending_landings)
         self.pending, self.pending_landings = {}, {}
         return pending
 
     def keep_pending(self, bindings: list[Mirrored]) -> None:
-        """Make *bindings* pending again: they could not be copied."""
         self.pending = dict.fromkeys(bindings) | self.pending
 
     def forget_mirrored(self) -> None:
-        """Make all known bindings pending again: the broker may have lost their copies."""
+        """Note that all bindings must be copied again, because the broker may have lost some."""
         self.pending, self.pending_landings = dict(self.known), dict(self._landings)
 
     def declarations(self, mirrored: Mirrored) -> Iterator[Change]:
-        """The declarations that copy one binding, in an order that the broker accepts.
+        """Yield the declarations that copy one binding; none if it cannot be copied.
 
-        There are none for an exchange of a type that cannot be copied. Its type must be known.
+        The type of the binding's exchange must be known.
         """
         if self.types[mirrored.exchange] not in MIRRORED_TYPES:
             return
@@ -189,10 +191,11 @@ class Mirror:
     def marker_declarations(
         self, bindings: list[Mirrored], landings: list[str], *, consuming: bool
     ) -> list[list[Declaration]]:
-        """Landing queues and marker exchanges for *bindings* and *landings*, grouped by exchange.
+        """Return landing queues and marker exchanges, grouped by the user's exchange.
 
-        Publishers look for the markers. With *consuming* there is a marker for each exchange whose
-        consumers copy their bindings.
+        The existence of a marker exchange tells producers how delayed messages reach the queues.
+        *landings* are exchanges that need a landing queue. With *consuming*, each exchange of
+        *bindings* gets a marker exchange that says: consumers copy their bindings.
         """
         groups = [list(marked_landing(self._topology, exchange)) for exchange in landings]
         if consuming:
@@ -201,10 +204,7 @@ class Mirror:
         return groups
 
     def binding_of(self, mirrored: Mirrored) -> Binding | None:
-        """The copy of a user's binding on the delivery exchange.
-
-        None if the exchange's type cannot be copied, or the topic pattern is too long.
-        """
+        """Return the copy of a user's binding; None if the binding cannot be copied."""
         topology, (queue, exchange, routing_key) = self._topology, mirrored
         kind = self.types[exchange]
         if kind not in MIRRORED_TYPES:
@@ -223,7 +223,7 @@ class Mirror:
 
 
 def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declaration]:
-    """The landing queue of *exchange* and its binding."""
+    """Yield the landing queue (passes due messages on) of *exchange*, and the queue's binding."""
     landing = topology.landing(exchange)
     pattern = topology.delivery_pattern(landing_address(exchange))
     yield landing
@@ -231,6 +231,10 @@ def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declarat
 
 
 def marked_landing(topology: Topology, exchange: str) -> Iterator[Declaration]:
-    """The landing queue of *exchange*, and the marker exchange that tells publishers to use it."""
+    """Yield the landing queue of *exchange*, and its marker exchange.
+
+    A landing queue passes due messages on to the user's exchange. The existence of the marker
+    exchange tells publishers to use the landing queue.
+    """
     yield from landing_declarations(topology, exchange)
     yield Exchange(topology.landing_marker(exchange), "fanout")

@@ -1,6 +1,8 @@
-"""Moving waiting messages on RabbitMQ: from Celery's own levels and former ones of ours, into ours.
+"""Move waiting messages on RabbitMQ into our delay levels (queues with a TTL).
 
-Each message is taken by ``basic.get``, without prefetch: a process that dies returns one message.
+The messages come from Celery's own delay levels, or from our delay levels of former settings. Each
+message is taken by ``basic.get``, without prefetch. So a process that dies returns only one
+message.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ from .entry import Entry
 from .management import ManagementAPI, management_of
 from .topology import Topology
 
-#: A message that was returned to a quorum queue more often is not taken from it again: RabbitMQ 4
-#: drops it at its 21st return.
+#: The largest number of returns to a quorum queue with which a message is still taken. RabbitMQ 4
+#: drops a message at its 21st return.
 _MOST_DELIVERIES = 12
 
 #: A function of body, properties and delivery info of a message, and *now_us*.
@@ -46,7 +48,10 @@ Read = Callable[..., Found]
 
 
 class QueueSource(Source):
-    """Queues that are emptied in order, each once; messages that arrive later stay."""
+    """Queues from which messages are moved, one queue after the other.
+
+    Messages that arrive in a queue after its turn stay there.
+    """
 
     def __init__(self, delays: Delays, name: str, queues: Sequence[str], read: Read) -> None:
         self.name = name
@@ -57,7 +62,7 @@ class QueueSource(Source):
         self._tag: int | None = None
 
     def count(self) -> int:
-        """The number of ready messages; those between two levels are not counted."""
+        """Return the number of ready messages, without messages in dead-lettering."""
         return sum(self._depth(queue) for queue in self._queues)
 
     def found(self) -> Iterator[Found]:
@@ -91,7 +96,7 @@ class QueueSource(Source):
         self._return_last()
 
     def _return_last(self) -> None:
-        """Close the channel, which returns the message that was not acked to its queue."""
+        """Close the channel, so that the message that was not acked returns to its queue."""
         channel, self._channel = self._channel, None
         if channel is not None and channel.connection is not None:
             with suppress(AMQPError, OSError):
@@ -103,17 +108,21 @@ class QueueSource(Source):
 
 
 class SetSource(QueueSource):
-    """A set of delay levels of ours; cancelled and rescheduled tasks stay so, by the records."""
+    """Takes messages from a set of our own delay levels (queues with a TTL).
+
+    Messages of cancelled and rescheduled tasks are recognised by the records (state about waiting
+    tasks).
+    """
 
     def __init__(
         self, delays: Delays, topology: Topology, settings: DelaySettings, *, here: bool
     ) -> None:
-        """*settings* are the app's; *here*: messages stay on this broker."""
-        # The longest first: messages that hop meanwhile are found in a later queue.
+        """*settings* are the app's settings. *here* is True if messages stay on this broker."""
+        # The longest TTL comes first: a message that moves to a shorter one is found later.
         queues = [hop.queue for hop in reversed(topology.level_queues)]
         super().__init__(delays, topology.name, queues, self._read_set)
         self._topology = topology
-        #: True if both sets have the same records: moved messages and keys stay as they are.
+        #: True if both sets of levels share the records, so that messages and keys stay the same.
         self.keeps_keys = here and topology.settings.namespace == settings.namespace
         self._records: Any = None
 
@@ -144,7 +153,7 @@ class SetSource(QueueSource):
         return found
 
     def _received(self, member: str, found: Moving) -> Found:
-        """*found*, after deleting its entry in the records; Void if it must not run."""
+        """Delete the records' entry of *found*; return *found*, or Void if it must not run."""
         may_run = self._records.received(member)
         if may_run is None:
             raise RecordsUnavailable(
@@ -155,7 +164,7 @@ class SetSource(QueueSource):
 
 
 class RabbitMQMovingPart(MovingPart):
-    """Moves waiting messages from and to RabbitMQ."""
+    """Moves waiting messages from RabbitMQ and to RabbitMQ."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(channel)
@@ -167,13 +176,16 @@ class RabbitMQMovingPart(MovingPart):
     # --- into our levels -----------------------------------------------------------------
 
     def prepare(self, queues: Sequence[Any]) -> None:
-        """Declare *queues* and the delay levels, and bind them."""
         with permissions_explained(self._topology):
             super().prepare(queues)
             self._delays.prepare(consuming=True)
 
     def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
-        """Publish a message into the levels, confirmed; then note it in the records."""
+        """Publish a message into the delay levels (queues with a TTL), and await the confirm.
+
+        Then list the message in the records (state about waiting tasks, in Redis or a database).
+        Returns False if a copy of the message may already have been here.
+        """
         member = member_of(moving.headers, moving.delayed.delivery_id)
         if moving.again and not moving.known and self._is_in_records(moving, member):
             return True
@@ -233,9 +245,9 @@ class RabbitMQMovingPart(MovingPart):
         return [QueueSource(self._delays, levels.name, levels.queues, read) for levels in found]
 
     def _sets(self, name: str, *, here: bool) -> list[Source]:
-        """Sets of levels in a namespace ("" for the app's), or the set with this full name.
+        """Return the sets of delay levels in a namespace, or the set with this full name.
 
-        *here*: without the app's present set, into which the messages are moved.
+        If *here*, the app's present set is left out, because messages are moved into that set.
         """
         wanted = name or self._settings.namespace
         try:

@@ -1,7 +1,6 @@
-"""Bulk publishing to RabbitMQ: a hundred messages in one write, confirmed in a window.
+"""Publish in bulk to RabbitMQ: a hundred messages in one write, without a wait for each confirm.
 
-Messages that are unconfirmed when the connection is lost are sent again on the next one, with the
-same delivery ids.
+Unconfirmed messages of a lost connection are sent again, with the same delivery ids.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ NACKED = "the broker refused it (basic.nack)"
 class SingleMessage(OutboxBatch[Message]):
     """A batch of one message, whose confirm is awaited before the next message is sent.
 
-    The broker closed the channel for this message, or for one that was sent with it.
+    RabbitMQ closed the channel because of this message, or because of another sent with it.
     """
 
 
 class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
-    """The outbox for RabbitMQ. Its batches are not sent; the channel keeps the sent messages."""
+    """Keeps a bulk publisher's messages until RabbitMQ confirms them."""
 
-    #: py-amqp raises AttributeError where a connection went away under it.
+    #: py-amqp raises AttributeError if the connection was lost meanwhile.
     lost = (ConnectionError, OSError, OperationalError, AttributeError)
 
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
-        #: py-amqp's connection, and our channel in confirm mode.
+        #: The connection of py-amqp, and our channel in confirm mode.
         self._connection: Any = None
         self._confirming: WindowChannel | None = None
         #: The channel number and frame size that messages are encoded for.
@@ -71,9 +70,9 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
             raise exc.__cause__ or exc from None
 
     def is_lasting(self, error: BaseException) -> bool:
-        """True for a wrong user or password, and a missing or forbidden virtual host.
+        """Return True if waiting cannot end *error*: a wrong user, password or virtual host.
 
-        False for a limit of connections, and for a virtual host that is down.
+        Returns False if RabbitMQ limits connections, or if the virtual host is down.
         """
         if isinstance(error, NotAllowed):
             text = str(error)
@@ -119,13 +118,12 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
         self._process_answers(read)
 
     def _process_answers(self, attempt: Callable[[WindowChannel], None]) -> None:
-        """Call *attempt* with the channel, then process confirms, nacks and returns."""
         channel = self._confirming
         assert channel is not None
         try:
             attempt(channel)
         except ChannelError as exc:
-            # The broker closed it for one of the messages: send each alone, to find out which.
+            # The broker closed the channel because of one message: send each alone, to find it.
             # The confirms of the channel are lost, so some messages may arrive twice.
             self._take_back_unconfirmed(alone=True)
             self._open_confirming()
@@ -144,7 +142,6 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
             self._declare_again()
 
     def _send_alone(self) -> None:
-        """Wait for all confirms, send the next message, and wait for its own."""
         channel = self._confirming
         assert channel is not None
         if channel.unconfirmed_count:
@@ -179,7 +176,6 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
             self._refused += refused
 
     def _take_back_unconfirmed(self, *, alone: bool = False) -> None:
-        """Make batches again of the messages that are unconfirmed on the channel."""
         channel, self._confirming = self._confirming, None
         if channel is not None:
             self._refuse(NACKED, channel.take_nacked())

@@ -1,7 +1,8 @@
-"""The parking queue: due messages for which no queue was bound, and their rescue.
+"""Manage the parking queue, which holds due messages for which no queue was bound.
 
-A rescue never requeues: RabbitMQ 4.3 drops a message at its 21st return. It publishes a message
-that stays to the end of the queue, and then acks it. A crash in between doubles the message.
+A rescue publishes the parked messages again. A rescue never requeues, because RabbitMQ 4.3 drops a
+message at its 21st return. A message that stays parked is published to the end of the queue, and
+then acked. A crash in between doubles the message.
 """
 
 from __future__ import annotations
@@ -28,21 +29,22 @@ from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id, unwrap
 
 logger = logging.getLogger(__name__)
 
-#: Messages that are confirmed together.
+#: How many messages are confirmed together.
 BATCH = 100
 
-#: Seconds to wait for a message that the queue has counted.
+#: How many seconds to wait for a message that the broker has counted in the queue.
 ARRIVAL_SECONDS = 5.0
 
-#: Messages in one rescue at most, so that a missing destination costs little.
+#: How many messages one rescue publishes at most, so that a missing destination costs little.
 ROUND = 10_000
 
 
 @dataclass(frozen=True)
 class Parked:
-    """A message in the parking queue.
+    """A message in the parking queue, which holds due messages for which no queue was bound.
 
-    *properties* are those it was published with; *delayed* is None if it has no header of ours.
+    *properties* are the properties with which the user published the message. *delayed* describes
+    the wait, and is None if the message has no header of ours.
     """
 
     message: amqp.Message
@@ -50,18 +52,14 @@ class Parked:
     delayed: Delayed | None
 
     def destination(self, delayed: Delayed) -> tuple[str, str]:
-        """The exchange and routing key to publish it with.
-
-        A copy that passed the landing queue of one queue is for that queue alone: other queues get
-        copies of their own.
-        """
+        """Return exchange and routing key; a copy for one queue goes only to that queue."""
         queue = queue_of_address(self.message.delivery_info["routing_key"]) or delayed.queue
         return (delayed.exchange, delayed.routing_key) if queue is None else ("", queue)
 
 
 @dataclass
 class _RescueState:
-    """The state of one rescue: its channel, its numbers, and what it knows of destinations."""
+    """The state of one rescue: its channel, its numbers, and its knowledge of destinations."""
 
     delays: Delays
     publisher: WindowChannel
@@ -72,15 +70,16 @@ class _RescueState:
 
 
 def count(delays: Delays) -> int:
-    """The number of parked messages; 0 if the parking queue is not declared."""
+    """Return the number of parked messages (due, but no queue was bound)."""
     return delays.declarer.depth(delays.topology.parking_queue) or 0
 
 
 def rescue(delays: Delays) -> Rescue | None:
-    """Publish every parked message again, once; None if another process is doing it.
+    """Publish every parked message (due, but no queue was bound) again, once.
 
-    A due message goes to its own exchange and routing key, so that every bound queue gets it. One
-    that is not due goes back into the levels. One for which no queue is bound stays parked.
+    Returns None if another process does this now. A due message goes to its own exchange and
+    routing key. A message that is not due waits again. A message for which no queue is bound stays
+    parked.
     """
     connection = delays.connection
     parked = min(count(delays), ROUND)
@@ -100,7 +99,7 @@ def rescue(delays: Delays) -> Rescue | None:
 
 
 def peek(delays: Delays, *, limit: int) -> list[Parked]:
-    """The first *limit* parked messages, which stay. Raises ResourceLocked during a rescue."""
+    """Return the first parked messages, and leave them. Raises ResourceLocked during a rescue."""
     channel = OwnChannel(delays.connection)
     try:
         with _lock(delays.connection, delays.topology):
@@ -114,12 +113,12 @@ def peek(delays: Delays, *, limit: int) -> list[Parked]:
     except NotFound:
         return []
     finally:
-        # Unacknowledged messages return to their places with the channel.
+        # When the channel closes, unacknowledged messages return to their places in the queue.
         channel.close()
 
 
 def purge(delays: Delays) -> int:
-    """Delete the parked messages and their records; return their number."""
+    """Delete parked messages (due, but no queue was bound) and their records; return how many."""
     left = total = count(delays)
     if not total:
         return 0
@@ -149,7 +148,7 @@ def _parked(message: amqp.Message) -> Parked:
 def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
     now_ms = time_ns() // 1_000_000
     stay: list[Parked] = []
-    # Several copies may have one delivery id: the broker may double a message, or a retry.
+    # Several copies may have one delivery id, because the broker or a retry may double a message.
     sent: dict[str, list[tuple[Parked, tuple[str, str]]]] = {}
     with work.delays.one_confirm():
         for parked in batch:
@@ -189,7 +188,7 @@ def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
 
 
 def _as_parked(parked: Parked, user: str) -> amqp.Message:
-    """The message for the end of the parking queue, published by *user*."""
+    """Return the message that *user* publishes to the end of the parking queue."""
     properties = dict(parked.message.properties)
     if parked.delayed is None:
         keep_user_id(properties, {}, user)
@@ -202,7 +201,10 @@ def _as_parked(parked: Parked, user: str) -> amqp.Message:
 
 
 def _is_in_reach(work: _RescueState, delayed: Delayed) -> bool:
-    """False if its delay is longer than the levels allow: a plain worker would run it early."""
+    """Return False if the message's delay is longer than the delay levels allow.
+
+    A worker without this package would run such a message early.
+    """
     try:
         work.delays.check_reach(delayed.due_us)
     except DelayTooLong:
@@ -212,7 +214,7 @@ def _is_in_reach(work: _RescueState, delayed: Delayed) -> bool:
 
 def _wait_again(work: _RescueState, parked: Parked, delayed: Delayed) -> None:
     if not work.redeclared:
-        # It may have parked because a level queue was missing.
+        # The message may have parked because a queue with a TTL was missing.
         work.delays.prepare(redeclare=True)
         work.redeclared = True
     work.delays.put_back(
@@ -226,7 +228,7 @@ def _wait_again(work: _RescueState, parked: Parked, delayed: Delayed) -> None:
 def _publish_original(
     work: _RescueState, parked: Parked, delayed: Delayed, destination: tuple[str, str], now_ms: int
 ) -> None:
-    """Publish to its own exchange and routing key; our header stays, for the delivery id."""
+    """Publish a parked message to its own destination, with our header (the delivery id)."""
     properties = dict(parked.properties)
     header = dict(parked.message.headers[HEADER])
     keep_user_id(properties, header, work.delays.user)
@@ -241,7 +243,7 @@ def _publish_original(
 
 
 def _exists(work: _RescueState, exchange: str) -> bool:
-    """True if *exchange* exists: publishing to a missing one would close the channel."""
+    """Return True if *exchange* exists, because publishing to a missing one closes the channel."""
     if exchange and exchange not in work.exchanges:
         work.exchanges[exchange] = True
         try:
@@ -254,10 +256,10 @@ def _exists(work: _RescueState, exchange: str) -> bool:
 
 
 class Arrivals:
-    """Consumes messages of a queue, and acks many at a time.
+    """Consumes messages of a queue, and acks many messages with one ack.
 
-    A quorum queue's client holds acks beyond 32 back (rabbit_fifo_client); if the channel closes,
-    those are lost and the messages come again. One ack for all of them is safe.
+    The client of a quorum queue holds back acks beyond 32 (rabbit_fifo_client). If the channel
+    closes, these acks are lost and the messages come again. One ack for all messages is safe.
     """
 
     def __init__(self, channel: OwnChannel, queue: str, *, prefetch: int) -> None:
@@ -267,18 +269,16 @@ class Arrivals:
         self._tag = channel.basic_consume(queue, callback=self._messages.append)
 
     def take(self, wanted: int) -> list[amqp.Message]:
-        """The next *wanted* messages; fewer if no more arrive in time."""
+        """Return the next *wanted* messages, or fewer if no more arrive in time."""
         with suppress(TimeoutError):
             while len(self._messages) < wanted:
                 self._channel.connection.drain_events(timeout=ARRIVAL_SECONDS)
         return [self._messages.popleft() for _ in range(min(wanted, len(self._messages)))]
 
     def settle(self, batch: list[amqp.Message]) -> None:
-        """Ack the messages of *batch*, one result of :meth:`take`."""
         self._channel.basic_ack(batch[-1].delivery_tag, multiple=True)
 
     def close(self) -> None:
-        """Return the messages that were not acked to the queue."""
         if self._channel.connection is not None:
             self._channel.basic_cancel(self._tag)
             self._channel.close()
@@ -291,10 +291,7 @@ def _arrivals(delays: Delays) -> closing[Arrivals]:
 
 @contextmanager
 def _lock(connection: Any, topology: Topology) -> Iterator[None]:
-    """A lock between processes: an exclusive queue, which ends with its connection.
-
-    Raises amqp.exceptions.ResourceLocked if another process has the lock.
-    """
+    """Hold a lock between processes (an exclusive queue). Raises ResourceLocked if it is held."""
     channel = OwnChannel(connection)
     channel.queue_declare(topology.rescue_lock_queue, exclusive=True, auto_delete=True)
     try:

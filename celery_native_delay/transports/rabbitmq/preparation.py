@@ -1,4 +1,4 @@
-"""Declaring what delayed messages need: delay levels, and copies of the user's bindings."""
+"""Declare what delayed messages need: delay levels (queues with a TTL), and copies of bindings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """The result of :meth:`Preparation.prepare`: what it declared, and how long it took."""
+    """The result of :meth:`Preparation.prepare`.
+
+    *declared* is True if the delay levels (queues with a TTL) were declared. *mirrored* is how many
+    bindings were copied. *seconds* is the time taken.
+    """
 
     declared: bool
     mirrored: int
@@ -29,10 +33,10 @@ class Prepared:
 
 
 class Preparation:
-    """Declares delay levels and bindings on one AMQP connection, each once.
+    """Declares delay levels (queues with a TTL) and bindings on one AMQP connection, each once.
 
-    With a *refusal* every attempt raises it. With ``native_delay_declare`` off it declares nothing,
-    and checks that the levels exist.
+    If *refusal* is given, every attempt raises *refusal*. With ``native_delay_declare`` off, a
+    preparation only checks that the delay levels exist.
     """
 
     def __init__(
@@ -50,18 +54,15 @@ class Preparation:
         self._declares = declarer.topology.settings.declare
         self._refusal = refusal
         self._has_logged = False
-        #: True once the levels were found or declared.
+        #: True after the delay levels were found or declared.
         self.is_ready = False
 
     def prepare(self, *, redeclare: bool = False, consuming: bool = False) -> Prepared:
-        """Declare the delay levels and pending bindings, unless that was done before.
+        """Declare the delay levels (queues with a TTL), and copy the user's noted bindings, once.
 
-        Args:
-            redeclare: declare the levels also if they seem complete.
-            consuming: the queues of this connection are about to be consumed from.
-
-        Raises:
-            UnsupportedBroker, NotPermitted, NotDeclared, TopologyMismatch: with the way out.
+        With *redeclare*, the levels are declared even if they seem complete. *consuming* tells that
+        the caller is about to consume from this connection's queues. Raises UnsupportedBroker,
+        NotPermitted, NotDeclared or TopologyMismatch; the error's text says what to do.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -78,7 +79,7 @@ class Preparation:
         return Prepared(declared, mirrored, monotonic() - started)
 
     def prepare_to_consume(self, queue: str) -> None:
-        """Copy the bindings of a consumer. It logs errors, so that consuming goes on."""
+        """Copy the bindings of a queue; errors are only logged, so that consuming goes on."""
         if queue not in self._mirror.rejects:
             # Another process has declared the queue.
             self._mirror.queue_bound_once(queue)
@@ -92,10 +93,9 @@ class Preparation:
             logger.log(level, "native delay: delayed messages may park (no binding): %s", exc)
 
     def _is_there(self, *, redeclare: bool) -> bool:
-        """True if the levels are declared; False with *redeclare*.
+        """Return True if the delay levels (queues with a TTL) are declared and may be kept.
 
-        Raises:
-            NotDeclared: they are missing, and this app may not declare them.
+        Raises NotDeclared if the levels are missing, and this app may not declare them.
         """
         if self._declares:
             return not redeclare and self._is_complete()
@@ -105,7 +105,7 @@ class Preparation:
         return True
 
     def _is_complete(self) -> bool:
-        """True if the levels are declared, or this user may not ask for them."""
+        """Return True if the delay levels are declared, or if this user may not ask."""
         return self._declarer.has_exchange(self._topology.ready_exchange, if_refused=True)
 
     def _mirror_pending(self, consuming: bool) -> int:
@@ -118,7 +118,7 @@ class Preparation:
             if self._routes.exists(binding.exchange) and self._can_bind(binding.queue)
         ]
         for queue in {binding.queue for binding in mirrored} - self._mirror.rejects.keys():
-            # A process that knows the queue's arguments may have declared a landing queue for it.
+            # A process that knows the queue's arguments may have declared its landing queue.
             landing = self._topology.queue_landing_queue(queue)
             self._mirror.rejects[queue] = self._declarer.has_queue(landing, if_refused=False)
         groups = self._mirror.marker_declarations(mirrored, landings, consuming=consuming)
@@ -135,7 +135,7 @@ class Preparation:
         return len(mirrored)
 
     def _can_bind(self, queue: str) -> bool:
-        """False if *queue* is missing, and an error text of the broker cannot hold its name."""
+        """Return False if *queue* is missing, and the broker's error cannot hold its name."""
         return (
             queue in self._mirror.rejects
             or self._declarer.refusal_fits(queue)
@@ -157,18 +157,17 @@ class Preparation:
             raise next(iter(refused.values()))
 
     def declare_again(self) -> None:
-        """Declare all anew: the broker has lost levels or bindings."""
         self.forget_all()
         self.prepare(redeclare=True)
 
     def forget_all(self) -> None:
-        """Ask for everything again at the next publish: the broker may have lost it."""
+        """Forget what is declared, because the broker may have lost queues or bindings."""
         self.is_ready = False
         self._mirror.forget_mirrored()
         self._routes.forget()
 
     def queue_deleted(self, queue: str) -> None:
-        """The user deleted *queue*: delete its landing queue, if it has one."""
+        """Delete the landing queue of *queue*, if any, because the user deleted *queue*."""
         may_reject = self._mirror.rejects.get(queue, not is_internal(queue))
         if self._declares and may_reject:
             landing = self._topology.queue_landing_queue(queue)
@@ -179,7 +178,7 @@ class Preparation:
         self._mirror.queue_deleted(queue)
 
     def exchange_deleted(self, exchange: str) -> None:
-        """The user deleted *exchange*: remove the copies of its bindings."""
+        """Remove our copies of the bindings of *exchange*, because the user deleted *exchange*."""
         gone = self._mirror.exchange_deleted(exchange)
         try:
             if self._declares and gone and self._is_complete():
@@ -190,7 +189,7 @@ class Preparation:
             logger.debug("not unbound: %s: %s", exchange, exc)
 
     def queue_unbound(self, queue: str, exchange: str, routing_key: str) -> None:
-        """The user removed a binding: remove its copy."""
+        """Remove our copy of a binding that the user removed."""
         binding = self._mirror.queue_unbound(queue, exchange, routing_key)
         try:
             if self._declares and self._is_complete() and self._routes.exists(exchange):

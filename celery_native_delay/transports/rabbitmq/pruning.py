@@ -1,7 +1,7 @@
-"""Deleting queues and exchanges of former settings, and those of Celery's own delayed delivery.
+"""Delete queues and exchanges of former settings and of Celery's own delayed delivery.
 
-First the exchanges where messages enter are deleted. Six seconds later the empty sets of queues
-are. A producer that still uses a set of levels of ours declares it again.
+First the exchanges that receive new messages are deleted. Six seconds later the sets of queues that
+are empty are deleted. A producer that still uses one of our sets declares the set again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Place:
 
 
 class Pruning:
-    """Finds and deletes remnants on one virtual host, by its management API."""
+    """Finds queues and exchanges of former settings by the management API, and deletes them."""
 
     def __init__(self, delays: Delays, api: ManagementAPI, settings: DelaySettings) -> None:
         self._delays = delays
@@ -44,12 +44,10 @@ class Pruning:
         self._places: dict[str, _Place] = {}
 
     def remnants(self, namespaces: Sequence[str], reaches: Sequence[Reach]) -> list[Remnant]:
-        """Levels of former settings, in the app's namespace and *namespaces*; and Celery's own.
+        """Return the delay levels of former settings and of Celery's own delayed delivery.
 
-        Bindings of *reaches* are the app's, and not among them.
-
-        Raises:
-            ManagementUnavailable: the management API does not answer.
+        Our own levels are looked for in the app's namespace and in *namespaces*. The app's
+        bindings, which *reaches* lists, are left out. Raises ManagementUnavailable.
         """
         self._places = {
             place.name: place for place in [*self._sets(namespaces), *self._celerys(reaches)]
@@ -66,7 +64,7 @@ class Pruning:
         ]
 
     def prune(self, chosen: Sequence[Remnant]) -> list[Remnant]:
-        """Delete those of *chosen* that are empty and stay so; return the others."""
+        """Delete each of *chosen* that is empty and stays empty; return the others."""
         places = [self._places[remnant.name] for remnant in chosen if not remnant.waiting]
         with permissions_explained(self._delays.topology):
             for place in places:
@@ -109,7 +107,7 @@ class Pruning:
                 tuple(sorted((own & set(exchanges)) - {entrance})),
                 tuple(sorted(foreign)),
             )
-            foreign = set()  # bindings do not tell their prefix: show them once
+            foreign = set()  # bindings do not tell their prefix
 
     def _foreign(
         self, found: Sequence[CelerysLevels], exchanges: Sequence[str], reaches: Sequence[Reach]
@@ -129,7 +127,6 @@ class Pruning:
         yield from foreign_bindings(queues, reaches)
 
     def _holds(self, places: Iterable[_Place]) -> dict[str, int]:
-        """The number of messages in each place, with those in dead-lettering."""
         counted = {
             queue["name"]: queue.get("messages", 0) + queue.get("messages_dlx", 0)
             for queue in self._api.named("queues", "")

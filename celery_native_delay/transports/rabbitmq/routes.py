@@ -1,4 +1,7 @@
-"""Routes of delayed messages to an exchange's queues: by copied bindings or a landing queue."""
+"""Find how delayed messages reach an exchange's queues: by copied bindings or a landing queue.
+
+A landing queue passes due messages on to the user's exchange.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ logger = logging.getLogger(__name__)
 #: Seconds for which a connection remembers the type and the marker exchanges of an exchange.
 ROUTE_SECONDS = 60.0
 
-#: Types that are tried in turn. Any other type counts as "", and gets a landing queue. A plugin's
-#: type is not tried: if the plugin is off, that closes the connection.
+#: Exchange types that are tried in turn. Any other type counts as "", and gets a landing queue. A
+#: plugin's type is not tried: if the plugin is off, that closes the connection.
 ASKED_TYPES = ("direct", "topic", "fanout", "headers")
 
 
 @dataclass(frozen=True)
 class _KnownExchange:
-    """The knowledge of one exchange, valid until a time in seconds of the monotonic clock.
+    """The knowledge of one exchange, until a time in seconds of the monotonic clock.
 
-    *needs_landing*: all its messages go through its landing queue. *mirrored*: its consumers copy
-    their bindings.
+    If *needs_landing*, all messages to the exchange go through its landing queue. If *mirrored*,
+    the exchange's consumers copy their bindings.
     """
 
     needs_landing: bool
@@ -38,7 +41,7 @@ class _KnownExchange:
 
 
 class Routes:
-    """The knowledge of one connection about the user's exchanges."""
+    """Remembers what one connection knows about the user's exchanges."""
 
     def __init__(self, mirror: Mirror, declarer: Declarer) -> None:
         self._topology = declarer.topology
@@ -50,15 +53,14 @@ class Routes:
         self._version = mirror.version
 
     def needs_landing(self, exchange: str, routing_key: str) -> bool:
-        """True if a message must go through the landing queue of *exchange*, which it declares.
+        """Return True if a message must go through the landing queue of *exchange*.
 
-        It must if bindings of the exchange cannot be copied, or if no consumer copies them: its
-        consumers do not use this package, so only the exchange itself knows their bindings.
+        A landing queue passes due messages on to the user's exchange. A message needs the landing
+        queue if bindings of *exchange* cannot be copied, or if no consumer copies bindings. A
+        needed landing queue is also declared.
 
-        Raises:
-            CannotDelay: an exchange of this type cannot get delayed messages.
-            NotPermitted, NotDeclared: this user or app may not declare the landing queue.
-            amqp.exceptions.NotFound: there is no such exchange.
+        Raises CannotDelay for an unsuitable exchange type, NotFound for a missing exchange, and
+        NotPermitted or NotDeclared if this user or app may not declare the landing queue.
         """
         if self._version != self._mirror.version:
             self.forget()
@@ -78,14 +80,13 @@ class Routes:
         return not known.mirrored and self._has_landing(exchange)
 
     def forget(self) -> None:
-        """Forget all: the user has declared something, or the broker may have lost something."""
+        """Forget all exchanges, because the user or the broker may have changed them."""
         self._version = self._mirror.version
         self._known.clear()
         self._reached.clear()
         self._landings.clear()
 
     def exists(self, exchange: str) -> bool:
-        """True if this exchange exists; then its type is remembered."""
         try:
             self.type_of(exchange)
         except NotFound:
@@ -93,10 +94,12 @@ class Routes:
         return True
 
     def type_of(self, exchange: str) -> str:
-        """The type of an exchange, remembered or asked from the broker. Raises NotFound.
+        """Return the type of *exchange*, remembered or asked from the broker.
 
-        AMQP tells the type only by refusing another one. For a user who may not ask it is "direct":
-        direct and topic have the same address; with other types the message parks and is rescued.
+        Raises NotFound if *exchange* does not exist. RabbitMQ tells the type only by refusing a
+        declaration with another type. If the user may not ask, the answer is "direct", which is
+        addressed like "topic". For other types, a due message first lands in the parking queue (for
+        due messages without a queue), and is published again from there.
         """
         kind = self._mirror.types.get(exchange)
         if kind is None:
@@ -104,7 +107,6 @@ class Routes:
         return kind
 
     def _look_again(self, exchange: str) -> None:
-        """Ask for the type again: the exchange may have been deleted, or declared anew."""
         kind = self.type_of(exchange)
         if kind in ASKED_TYPES and exchange not in BUILTIN_TYPES:
             self._mirror.types[exchange] = self._ask_type(exchange, likely=kind)
@@ -124,18 +126,17 @@ class Routes:
             return _KnownExchange(needs_landing=True, mirrored=False, until=until)
         if self._declarer.has_exchange(topology.landing_marker(exchange), if_refused=False):
             return _KnownExchange(needs_landing=True, mirrored=False, until=until)
-        # A user who may not ask may not declare a landing queue either.
+        # A user who may not ask for the exchange may not declare a landing queue either.
         mirrored = self._declarer.has_exchange(topology.copied_marker(exchange), if_refused=True)
         return _KnownExchange(needs_landing=False, mirrored=mirrored, until=until)
 
     def _is_too_long(self, exchange: str, routing_key: str) -> bool:
-        """True for a topic key that is too long behind the bits: patterns cannot match a hash."""
+        """Return True if only a hash of the routing key fits; patterns match no hash."""
         return self._mirror.types[exchange] == "topic" and not self._topology.fits(
             message_address(exchange, routing_key)
         )
 
     def _require_landing(self, exchange: str) -> None:
-        """Declare the landing queue of *exchange*, which its messages need."""
         if self._has_landing(exchange):
             return
         if not self._topology.settings.declare:
@@ -146,7 +147,6 @@ class Routes:
             self._declarer.apply(landing_declarations(self._topology, exchange))
 
     def _has_landing(self, exchange: str) -> bool:
-        """True if the landing queue exists; declares it first, if that is allowed."""
         if exchange in self._landings:
             return self._landings[exchange]
         landing = self._topology.landing_queue(exchange)
@@ -171,7 +171,7 @@ class Routes:
         if not self._declarer.refusal_fits(exchange):
             return likely or ("" if self._has_landing(exchange) else "direct")
         try:
-            # Passive first, so as not to declare a missing exchange.
+            # The first declaration is passive, so that a missing exchange is not declared.
             self._declarer.channel.exchange_declare(exchange, "direct", passive=True)
             asked = sorted(ASKED_TYPES, key=lambda kind: kind != likely)
             return next(filter(partial(self._is_of_type, exchange), asked), "")

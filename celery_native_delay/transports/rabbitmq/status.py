@@ -1,4 +1,8 @@
-"""The numbers of waiting, parked and stuck messages in RabbitMQ, and of tasks in its records."""
+"""Count waiting, parked and stuck messages in RabbitMQ, and waiting tasks in the records.
+
+A parked message is due, but its queue does not exist. The records are state about waiting tasks, in
+Redis or a database.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,9 @@ from .parking import count
 
 @dataclass(frozen=True)
 class LevelStatus:
-    """The numbers of one level queue; *waiting* is None if the queue is not declared.
+    """The numbers of one delay level (a queue with a TTL); *waiting* is None if it does not exist.
 
-    *stuck* counts messages in dead-lettering, None if the management API does not answer.
+    *stuck* counts the messages that RabbitMQ has yet to dead-letter; None if unknown.
     """
 
     queue: str
@@ -30,7 +34,7 @@ class LevelStatus:
 
 @dataclass(frozen=True)
 class LandingStatus:
-    """A landing queue whose messages its destination does not accept, and their number."""
+    """A landing queue (passes due messages on) whose destination rejected *held* messages."""
 
     queue: str
     held: int
@@ -38,10 +42,10 @@ class LandingStatus:
 
 @dataclass(frozen=True)
 class RecordsStatus:
-    """The numbers of waiting tasks in the records, or the *error* that makes them unreachable.
+    """The numbers of waiting tasks in Redis or a database; *error* says why they are unknown.
 
-    *ahead* tasks are due later, the first in *next_due_seconds*. *overdue* tasks are due, but no
-    installed worker has received them; the first has been due for *overdue_seconds*.
+    *ahead* counts the tasks that are due later, the first in *next_due_seconds*. *overdue* counts
+    due tasks that no worker of this package has received, the first for *overdue_seconds*.
     """
 
     where: str
@@ -53,7 +57,7 @@ class RecordsStatus:
 
     @classmethod
     def of(cls, tasks: WaitingTasks, where: str, *, now_us: int) -> RecordsStatus:
-        """The numbers of *tasks*. Raises RecordsUnavailable."""
+        """Return the numbers of waiting *tasks* at *now_us*. Raises RecordsUnavailable."""
         ahead = Query(from_us=now_us)
         page, count = tasks.page(ahead, limit=1), tasks.count(ahead)
         next_due_seconds = (page.tasks[0].due_us - now_us) / 1e6 if page.tasks else None
@@ -65,7 +69,7 @@ class RecordsStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """The numbers of messages in one set of delay levels, and of tasks in the *records*."""
+    """The numbers of messages in one set of delay levels (queues with a TTL), and of tasks."""
 
     name: str
     levels: list[LevelStatus]
@@ -76,18 +80,22 @@ class Status:
 
     @property
     def in_levels(self) -> int:
-        """The number of messages in all level queues."""
+        """Return the number of messages in all delay levels (queues with a TTL)."""
         return sum(level.waiting or 0 for level in self.levels)
 
     @property
     def waiting(self) -> int:
-        """The number of waiting tasks by the records, with overdue ones; else of all messages."""
+        """Return the number of waiting tasks in the records, including overdue tasks.
+
+        Without records (in Redis or a database), or if the records are unreachable, return the
+        number of waiting messages in RabbitMQ.
+        """
         known = self._known
         return self.in_levels if known is None else known.ahead + known.overdue
 
     @property
     def not_in_records(self) -> int | None:
-        """The number of messages in the levels without a record; None if no records are kept."""
+        """The number of waiting messages that Redis or the database does not list, if known."""
         return None if self._known is None else self.in_levels - self._known.ahead
 
     @property
@@ -96,7 +104,7 @@ class Status:
 
     @property
     def stuck(self) -> int | None:
-        """The number of stuck messages; None if the management API does not answer."""
+        """The number of due messages that RabbitMQ could not dead-letter; None if unknown."""
         known = [level.stuck for level in self.levels if level.stuck is not None]
         return sum(known) + sum(landing.held for landing in self.landings) if known else None
 
@@ -192,7 +200,11 @@ class Status:
 
 
 def status(delays: Delays, api: ManagementAPI) -> Status:
-    """Count the messages in the levels, the landing queues and the parking queue."""
+    """Count the messages in the delay levels, the landing queues and the parking queue.
+
+    Delay levels are queues with a TTL. A landing queue passes due messages on. The parking queue
+    holds due messages whose queue does not exist.
+    """
     topology = delays.topology
     try:
         queues = {queue["name"]: queue for queue in api.named("queues", f"{topology.name}.")}
@@ -212,14 +224,14 @@ def status(delays: Delays, api: ManagementAPI) -> Status:
         for name, queue in queues.items()
         if topology.is_landing(name) and (held := queue.get("messages", 0))
     ]
-    # A message waits for this level and the shorter ones at most: less than twice its TTL.
+    # A message waits for this level and at most all shorter ones: less than twice this TTL.
     nearest = next((level for level in levels if level.waiting), None)
     within = None if nearest is None else 2 * nearest.ttl_seconds
     return Status(topology.name, levels, landings, count(delays), within)
 
 
 def levels(delays: Delays) -> Iterator[Level]:
-    """The level queues that are declared, with their numbers; over AMQP alone."""
+    """Yield the existing delay levels (queues with a TTL) and their message counts, by AMQP."""
     topology = delays.topology
     for hop in topology.level_queues:
         waiting = delays.declarer.depth(hop.queue)

@@ -1,7 +1,7 @@
-"""AMQP frames of delayed tasks by template: encoded once, then filled in for each task.
+"""Encode delayed tasks into AMQP frames by templates: encode once, then fill in each task.
 
-py-amqp takes some 60 µs to encode the headers of a task. Tasks with the same options differ in a
-few fields. A template is py-amqp's own bytes for marked values, split at the marks.
+Encoding the headers of a task takes py-amqp about 60 µs. Tasks with the same options differ in a
+few fields. A template is the bytes that py-amqp makes for marked values, split at the marks.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from .wrapping import unwrap
 FRAME = Struct(">BHI")
 FRAME_END = b"\xce"
 
-#: Bytes of a frame besides its payload; a payload has at most frame_max less these.
+#: Bytes of a frame besides its payload. So a payload has at most frame_max minus these bytes.
 FRAME_BYTES = 8
 
 LONG = Struct(">I")
 
-#: Any channel and frame size, to compare two encodings.
+#: An arbitrary channel and frame size, to compare two encodings.
 _SOMEWHERE = {"channel_id": 7, "frame_max": 131_072}
 
-#: Encoded numbers: to pack a number takes longer than to find it here.
+#: Encoded numbers: finding a number here is faster than packing it.
 LONGS = [LONG.pack(number) for number in range(1024)]
 BYTES = [bytes((number,)) for number in range(256)]
 
@@ -48,7 +48,7 @@ _DUE = Struct(">q")
 
 _DELIVERY_ID_BYTES = 32
 
-#: Marks for the fields that differ, in the order of Celery's headers.
+#: Marks for the fields in which tasks differ, in the order of Celery's headers.
 _ID, _ETA, _ARGS, _KWARGS = "\0task id\0", "\0eta\0", "\0argsrepr\0", "\0kwargsrepr\0"
 _DELIVERY, _DUE_MS = "\0" * _DELIVERY_ID_BYTES, 0x7EED_0DE1_0DE1_0DE1
 _EXPIRATION = "\0expiration\0"
@@ -70,9 +70,10 @@ class TaskFields(NamedTuple):
 
 
 class Template:
-    """Makes frames for tasks like the one with *properties*, which were wrapped for the levels.
+    """Makes AMQP frames for tasks that have the same options as one task.
 
-    Raises ValueError if they are not a delayed Celery task's.
+    *properties* are that task's properties, wrapped for the delay levels (queues with a TTL).
+    Raises ValueError if *properties* are not of a delayed Celery task.
     """
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
@@ -95,7 +96,6 @@ class Template:
         self._form, self._form_bytes = _frame(table, properties)
 
     def frames(self, fields: TaskFields, *, channel_id: int, frame_max: int) -> bytes:
-        """The bytes that publish a task with *fields* on a channel, as py-amqp writes them."""
         exchange, key, task_id, eta, argsrepr, kwargsrepr, body, delivery, due_ms, expires = fields
         method = _method(channel_id, exchange, key)
         id_ = task_id.encode()
@@ -130,7 +130,6 @@ class Template:
         )
 
     def headers(self, fields: TaskFields) -> dict[str, Any]:
-        """The headers of a task, as Celery made them."""
         headers = self.user_headers | {
             "id": fields.task_id,
             "eta": fields.eta,
@@ -141,7 +140,7 @@ class Template:
 
 
 class FramedTask:
-    """A task in an outbox, whose frames a template makes."""
+    """A task in an outbox (which keeps unconfirmed messages), encoded by a template."""
 
     __slots__ = ("fields", "frames", "template", "to")
 
@@ -165,7 +164,6 @@ class FramedTask:
         return len(self.frames)
 
     def encode(self, channel_id: int, frame_max: int) -> None:
-        """Make the frames for a channel."""
         self.frames = self.template.frames(self.fields, channel_id=channel_id, frame_max=frame_max)
 
     def refused(self, reason: str) -> RefusedMessage:
@@ -176,17 +174,13 @@ class FramedTask:
 
 @lru_cache(maxsize=4096)
 def _method(channel_id: int, exchange: str, routing_key: str) -> bytes:
-    """The method frame of a mandatory publish."""
     to, key = short_string(exchange), short_string(routing_key)
     head = _METHOD.pack(1, channel_id, 7 + len(to) + len(key), *spec.Basic.Publish, 0)
     return head + to + key + b"\x01" + FRAME_END
 
 
 def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
-    """*table* as a format with a hole at each mark: one value, or two for a string.
-
-    Raises ValueError if the marks are not in this order.
-    """
+    """Return *table* as a format with a hole at each mark: one value, or two for a string."""
     parts = []
     at = 0
     for mark in marks:
@@ -198,7 +192,7 @@ def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
 
 
 def _frame(table: bytes, properties: Mapping[str, Any]) -> tuple[bytes, int]:
-    """The header frame and the following bytes as a format, and its size with empty holes."""
+    """Return the header frame and the following bytes as a format, and its size when unfilled."""
     marks = {"correlation_id": _ID, "expiration": _EXPIRATION}
     marked = {**properties, "application_headers": {}, **marks}
     whole = bytes(amqp.Message("", **marked)._serialize_properties())
@@ -222,13 +216,12 @@ def _body_frames(body: bytes, channel_id: int, most: int) -> bytes:
 
 
 def short_string(text: str) -> bytes:
-    """*text* after its length in one byte. Raises IndexError for more than 255 bytes."""
+    """Return an AMQP short string: length, then text. Raises IndexError beyond 255 bytes."""
     encoded = text.encode("utf-8", "surrogatepass")
     return BYTES[len(encoded)] + encoded
 
 
 def long_(number: int) -> bytes:
-    """*number* in four bytes."""
     return LONGS[number] if number < 1024 else LONG.pack(number)
 
 
@@ -237,7 +230,7 @@ def _long_string(text: str) -> bytes:
 
 
 class FramedPublication:
-    """A message in an outbox, as kombu made it."""
+    """A message that kombu made, in an outbox (which keeps unconfirmed messages)."""
 
     def __init__(self, publication: Publication, to: tuple[str, str]) -> None:
         """*to* is the user's own exchange and routing key."""
@@ -262,7 +255,7 @@ class FramedPublication:
 
 
 class TaskTemplate(bulk_publisher.TaskTemplate):
-    """A template for tasks with the destination and options of one task."""
+    """Makes task messages that differ from one task only in id, due time and arguments."""
 
     def __init__(
         self,
@@ -282,7 +275,7 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
         }
         self._recorder = recorder
         self._address = topology.address(*to)
-        #: Entry exchange and routing key for a delay in units, cached. Raises DelayTooLong.
+        #: A cached function: exchange and routing key for a delay in units. Raises DelayTooLong.
         self._entry = lru_cache(maxsize=4096)(self._entry_of)
 
     @classmethod
@@ -349,7 +342,7 @@ def _is_made_by(template: Template, fields: TaskFields, publication: Publication
 
 
 def fields_of(publication: Publication) -> TaskFields:
-    """The fields of *publication* for a template. Raises ValueError if one is missing."""
+    """Return the fields in which tasks differ. Raises ValueError if one is missing."""
     message = publication.message
     headers = message.properties["application_headers"]
     body = message.body
@@ -371,7 +364,7 @@ def fields_of(publication: Publication) -> TaskFields:
 
 
 class _Written:
-    """A connection and its transport for py-amqp's frame writer, which keeps the bytes."""
+    """A connection and transport for py-amqp's frame writer; it keeps the written bytes."""
 
     def __init__(self, frame_max: int) -> None:
         self.frame_max = frame_max
@@ -383,7 +376,6 @@ class _Written:
 
 
 def frames_of(publication: Publication, *, channel_id: int, frame_max: int) -> bytes:
-    """The bytes that py-amqp writes for *publication*."""
     found = _Written(frame_max)
     write = frame_writer(found, found)
     exchange, key, mandatory = publication[1:]

@@ -1,6 +1,6 @@
-"""kombu's AMQP transport, whose messages with an ETA wait in the broker.
+"""Extend kombu's AMQP transport, so that messages with an ETA wait in the broker.
 
-Without ``transport_options["native_delay"]`` it behaves exactly as kombu's.
+Without ``transport_options["native_delay"]`` the transport behaves exactly as kombu's.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ TCP_USER_TIMEOUT_MS = 60_000
 
 
 class Message(pyamqp.Message):  # type: ignore[misc]
-    """A received message, as it was published.
+    """A received message, with the properties that the user published.
 
-    *native_delay* describes its wait, None if it did not wait. *raw_body* is the body as received,
-    before kombu decompresses it.
+    *native_delay* describes the message's wait, if any. *raw_body* is the body before
+    decompression.
     """
 
     native_delay: Delayed | None = None
@@ -46,7 +46,7 @@ class Message(pyamqp.Message):  # type: ignore[misc]
 
 
 class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
-    """A channel whose messages with a future ETA wait in the delay levels."""
+    """An AMQP channel whose messages with a future ETA wait in queues with a TTL (delay levels)."""
 
     Message = Message
     republisher = Republisher
@@ -58,7 +58,6 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
 
     @property
     def delays(self) -> Delays:
-        """Delayed delivery on this channel's connection."""
         delays: Delays = self.connection.delays
         return delays
 
@@ -88,9 +87,9 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         confirm_timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Publish a message; with a header ``eta`` in the future it waits in the broker.
+        """Publish a message; with a header ``eta`` in the future, the message waits in the broker.
 
-        Raises NativeDelayError if it cannot wait there; then it was not sent.
+        Raises NativeDelayError if the message cannot wait there. Then the message was not sent.
         """
         connection, headers = self.connection, msg.properties.get("application_headers")
         keyed = underway.get() and keyed_publish(headers)
@@ -125,20 +124,22 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     def exchange_declare(
         self, exchange: str, type: str, passive: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        """Declare an exchange, and note its type."""
         result = super().exchange_declare(exchange, type, passive, *args, **kwargs)
         if not passive:
             self.delays.mirror.exchange_declared(exchange, type, kwargs.get("arguments"))
         return result
 
     def exchange_delete(self, exchange: str, *args: Any, **kwargs: Any) -> Any:
-        """Delete an exchange, and the copies of its bindings."""
+        """Delete an exchange, and remove our copies of its bindings."""
         result = super().exchange_delete(exchange, *args, **kwargs)
         self.delays.preparation.exchange_deleted(exchange)
         return result
 
     def exchange_bind(self, destination: str, source: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Bind an exchange to *source*, and note that *source* needs a landing queue."""
+        """Bind an exchange to *source*, and note that *source* needs a landing queue.
+
+        A landing queue passes due messages on to the user's exchange.
+        """
         result = super().exchange_bind(destination, source, *args, **kwargs)
         self.delays.mirror.exchange_bound(source)
         return result
@@ -146,7 +147,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     def queue_declare(
         self, queue: str = "", passive: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        """Declare a queue, and note it: delayed messages may go to it by its name."""
+        """Declare a queue, and note it: delayed messages may go to the queue by its name."""
         result = super().queue_declare(queue, passive, *args, **kwargs)
         if not passive:
             # py-amqp deletes a queue with its last consumer unless told otherwise.
@@ -159,7 +160,6 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     def queue_bind(
         self, queue: str, exchange: str = "", routing_key: str = "", *args: Any, **kwargs: Any
     ) -> Any:
-        """Bind a queue, and note the binding."""
         result = super().queue_bind(queue, exchange, routing_key, *args, **kwargs)
         self.delays.mirror.queue_bound(queue, exchange, routing_key)
         return result
@@ -167,13 +167,13 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     def queue_unbind(
         self, queue: str, exchange: str, routing_key: str = "", *args: Any, **kwargs: Any
     ) -> Any:
-        """Unbind a queue, and remove the copy of the binding."""
+        """Unbind a queue, and remove our copy of the binding."""
         result = super().queue_unbind(queue, exchange, routing_key, *args, **kwargs)
         self.delays.preparation.queue_unbound(queue, exchange, routing_key)
         return result
 
     def queue_delete(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Delete a queue, and its landing queue if it has one."""
+        """Delete a queue, and the landing queue that passes due messages on to the queue."""
         result = super().queue_delete(queue, *args, **kwargs)
         self.delays.preparation.queue_deleted(queue)
         return result
@@ -181,19 +181,19 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     # --- receiving -----------------------------------------------------------------------
 
     def basic_consume(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Consume from a queue, after copying the bindings noted so far."""
+        """Consume from a queue, after copying the user's bindings for delayed messages."""
         if not is_internal(queue):
             self.delays.preparation.prepare_to_consume(queue)
         return super().basic_consume(queue, *args, **kwargs)
 
     def dispatch_method(self, method_sig: tuple[int, int], payload: bytes, content: Any) -> Any:
-        """Dispatch a method of the broker; keep a body in bytes, before py-amqp decodes it."""
+        """Process a method from the broker; keep the body as bytes before py-amqp decodes it."""
         if content is not None:
             content.__dict__["raw_body"] = bytes(content.body or b"")
         return super().dispatch_method(method_sig, payload, content)
 
     def message_to_python(self, raw_message: Any) -> Any:
-        """The received message, unwrapped."""
+        """Return the received message with the properties that the user published."""
         unwrapped = unwrap(raw_message.properties, raw_message.delivery_info)
         delayed = None
         if unwrapped is not None:
@@ -205,7 +205,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
 
 
 class BulkChannel(Channel):
-    """A channel that collects published messages, for an outbox."""
+    """An AMQP channel that collects published messages for a bulk publisher, instead of sending."""
 
     collected: list[FramedPublication]
     returned: list[Any]
@@ -219,7 +219,6 @@ class BulkChannel(Channel):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Collect *msg*, wrapped for the delay levels if its ETA is in the future."""
         publication = Publication(msg, exchange, routing_key, mandatory)
         due_us = due_of(msg.properties.get("application_headers"))
         if due_us is not None:
@@ -228,7 +227,7 @@ class BulkChannel(Channel):
 
 
 class Connection(pyamqp.Connection):  # type: ignore[misc]
-    """An AMQP connection with delayed delivery."""
+    """An AMQP connection that can delay messages."""
 
     Channel = Channel
 
@@ -239,18 +238,17 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
         try:
             self.delays = Delays(self, settings_from_option(option))
         except SettingsError as exc:
-            # Immediate messages are published as ever; each delayed one raises the error.
+            # Immediate messages are published as ever; each delayed message raises the error.
             self.delays = Delays(self, DelaySettings(), refusal=exc)
 
     def bulk_channel(self) -> BulkChannel:
-        """A new channel that collects published messages."""
         channel = BulkChannel(self)
         channel.open()
         return channel
 
 
 class Transport(pyamqp.Transport):  # type: ignore[misc]
-    """kombu's pyamqp transport; with the ``native_delay`` option, messages wait in the broker."""
+    """kombu's pyamqp transport; with ``native_delay``, delayed messages wait in the broker."""
 
     def establish_connection(self) -> Any:
         options = getattr(self.client, "transport_options", None) or {}
@@ -266,9 +264,10 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
         vhost: str | None = None,
         own_queues: bool = True,
     ) -> Exported:
-        """RabbitMQ's definitions for *settings* and the app's *queues*; it does not connect.
+        """Return RabbitMQ's definitions of what *settings* and the app's *queues* need.
 
-        *vhost* None is the connection's. Without *own_queues* the app's own are left out.
+        The call does not connect. If *vhost* is None, the connection's virtual host is used. If
+        *own_queues* is False, the app's own queues and exchanges are left out.
         """
         from .blueprint import export
 
@@ -283,7 +282,7 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
 
 
 class SSLTransport(Transport, pyamqp.SSLTransport):  # type: ignore[misc]
-    """kombu's pyamqp transport over TLS; with the ``native_delay`` option, messages wait."""
+    """kombu's pyamqp transport over TLS; with ``native_delay``, messages wait in the broker."""
 
 
 def _patient(socket_settings: dict[int, int] | None) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""A worker's part on RabbitMQ: declare, put early tasks back, rescue parked ones."""
+"""A worker's duties on RabbitMQ: declare, put early tasks back, rescue messages without a queue."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class RabbitMQWorkerPart(RecordedWorkerPart):
         )
 
     def dangers(self) -> list[Finding]:
-        """The policies that override the arguments of our queues."""
+        """Return a finding for each policy that overrides the arguments of our queues."""
         api = management_of(self._delays.connection.client, self.settings)
         return overriding_policies(api, self._delays.topology)
 
     @property
     def comes_back_late_seconds(self) -> float:  # type: ignore[override]
-        """One unit more: a message may wait for one before it in the queue."""
+        """Return the usual longest lateness and one unit, for earlier messages in the queue."""
         return self.settings.resolution + WorkerPart.comes_back_late_seconds
 
     def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
@@ -67,7 +67,7 @@ class RabbitMQWorkerPart(RecordedWorkerPart):
 
 
 def _delayed(wait: Wait) -> Delayed:
-    """The next wait of a message; the end of its ``expiration`` stays."""
+    """Return the next wait of a message, whose ``expiration`` ends at the same time as before."""
     info = wait.message.delivery_info
     earlier: Delayed | None = getattr(wait.message, "native_delay", None)
     return Delayed(

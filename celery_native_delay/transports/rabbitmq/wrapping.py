@@ -1,6 +1,6 @@
-"""Wrapping a message for the delay levels, and unwrapping it when it arrives. Pure.
+"""Wrap a message for the delay levels (queues with a TTL), and unwrap it when it arrives.
 
-Properties and headers go in, new ones come out; the caller's dicts are never changed.
+The functions do no I/O, and never change the caller's dicts.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _FIRST_AND_LAST = {
     for order in ("first", "last")
 }
 
-#: Headers that RabbitMQ adds when it dead-letters. If a publisher sends them again, RabbitMQ before
-#: 4.0 takes the message for a cycle and drops it (rabbit_dead_letter.erl v3.10; celery#9867).
+#: Headers that RabbitMQ adds when it dead-letters. If they are published again, RabbitMQ before
+#: 4.0 sees a cycle and drops the message (rabbit_dead_letter.erl v3.10; celery#9867).
 DEATH_HEADERS = frozenset({"x-death"}.union(*_FIRST_AND_LAST.values()))
 
-#: Headers that a quorum queue adds to a returned message; they do not concern the next queue.
+#: Headers that a quorum queue adds to a returned message, and that the next queue must not get.
 COUNTED_BY_THE_QUEUE = ("x-delivery-count", "x-acquired-count")
 
-#: Quorum queues of RabbitMQ 4.0 to 4.2 serve priorities above 4 first, and only expire the next
-#: message to serve: one of high priority would block all others.
+#: Quorum queues of RabbitMQ 4.0 to 4.2 serve priorities above 4 first. These queues only expire the
+#: next message to serve. So one message of high priority would block all others.
 HIGHEST_SAFE_PRIORITY = 4
 
 
@@ -40,10 +40,11 @@ def wrap(
     limit_priority: bool,
     user: str | None = None,
 ) -> dict[str, Any]:
-    """The properties with which a message enters the delay levels, to wait as *delayed* says.
+    """Return the properties with which a message enters the delay levels (queues with a TTL).
 
-    *user* is the broker user who publishes it again; None for the first publish. Raises
-    CannotDelay for the headers CC and BCC, and for an expiration that is no number.
+    *delayed* describes the wait. *user* is the broker user who publishes the message again; None at
+    the first publish. Raises CannotDelay for a header CC or BCC, and for an expiration that is not
+    a number.
     """
     headers = dict(properties.get("application_headers") or {})
     if "CC" in headers or "BCC" in headers:
@@ -62,8 +63,8 @@ def wrap(
             headers.pop(name, None)
     expiration = wrapped.pop("expiration", None)
     if expiration is not None:
-        # RabbitMQ would expire the message in its first level by it, and remove it at the first
-        # hop. https://www.rabbitmq.com/docs/ttl
+        # RabbitMQ would expire the message in its first delay level, and remove the expiration when
+        # the message moves to the next level. https://www.rabbitmq.com/docs/ttl
         if not str(expiration).isdecimal():
             raise CannotDelay(f"expected an expiration in milliseconds, got {expiration!r}")
         kept["expiration"] = expiration
@@ -83,7 +84,7 @@ def wrap(
 
 
 def keep_user_id(properties: dict[str, Any], header: dict[str, Any], user: str) -> None:
-    """Move a ``user_id`` of another user than *user*, the publisher, into *header*.
+    """Move the property ``user_id`` into *header* unless it names the publisher *user*.
 
     RabbitMQ would close the channel. https://www.rabbitmq.com/docs/validated-user-id
     """
@@ -94,10 +95,11 @@ def keep_user_id(properties: dict[str, Any], header: dict[str, Any], user: str) 
 def unwrap(
     properties: Mapping[str, Any], delivery_info: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any], Delayed | None] | None:
-    """Properties, delivery info and wait of a received message; None if it has no header of ours.
+    """Return a received message's original properties, its delivery info, and its wait.
 
-    Properties and delivery info are as without the delay. The wait is None for a retry of a plain
-    worker: it copies our header, but the retry did not wait.
+    Returns None if the message has no header of ours. Properties and delivery info are as if there
+    had been no delay. The wait is None for a retry by a worker without this package, which copies
+    our header although the retry did not wait.
     """
     headers = dict(properties.get("application_headers") or {})
     header = headers.pop(HEADER, None)
@@ -106,8 +108,8 @@ def unwrap(
         return None
     opened = dict(properties)
     info = dict(delivery_info or {})
-    # The last exchange of the message is one of ours, or the user's own if the message passed a
-    # landing queue or was rescued.
+    # The message's last exchange is one of ours. If the message passed a landing queue or was
+    # rescued, the last exchange is the user's own.
     ours = is_delay_name(info.get("exchange", ""))
     if not ours and due_ms_of(headers) != header["due"]:
         opened["application_headers"] = _without_our_deaths(headers, {})
@@ -124,7 +126,7 @@ def unwrap(
 
 
 def _without_our_deaths(headers: dict[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """*headers* without dead-lettering by our queues; *earlier* headers are appended."""
+    """Return *headers* without dead-lettering by our queues; *earlier* headers are appended."""
     if not earlier and headers.keys().isdisjoint(DEATH_HEADERS):
         return headers
     kept = without_deaths(headers)
@@ -138,7 +140,7 @@ def _without_our_deaths(headers: dict[str, Any], earlier: Mapping[str, Any]) -> 
 def without_deaths(
     headers: Mapping[str, Any], ours: Callable[[str], bool] = is_delay_name
 ) -> dict[str, Any]:
-    """*headers* without those that RabbitMQ added when a queue of *ours* dead-lettered."""
+    """Return *headers* without the headers of a dead-lettering by a queue of *ours*."""
     kept = {key: value for key, value in headers.items() if key not in DEATH_HEADERS}
     return kept | _users_deaths(headers, ours)
 
@@ -146,7 +148,6 @@ def without_deaths(
 def _users_deaths(
     headers: Mapping[str, Any], ours: Callable[[str], bool] = is_delay_name
 ) -> dict[str, Any]:
-    """The headers about dead-lettering by the user's queues."""
     deaths = headers.get("x-death")
     kept: dict[str, Any] = {}
     if isinstance(deaths, list):

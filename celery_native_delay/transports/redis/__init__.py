@@ -1,6 +1,6 @@
-"""Redis: messages wait in a sorted set, and every worker promotes what is due."""
+"""Redis: delayed messages wait in a sorted set, and workers move due messages to their queues."""
 
-# Without redis-py kombu's module would end in an AttributeError.
+# Without redis-py, importing kombu's module would end in an AttributeError.
 import redis  # noqa: F401
 
 from .transport import SentinelTransport, Transport

@@ -1,4 +1,4 @@
-"""The work of the command line on a Redis broker."""
+"""The command line's requests to a Redis broker."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from .worker_part import rescue
 
 
 class RedisAdminPart(AdminPart):
-    """The :class:`~celery_native_delay.transports.interface.AdminPart` of a Redis broker."""
-
     def __init__(self, channel: Any) -> None:
         self._delays = channel.delays
         self._store: Store = self._delays.store
@@ -25,7 +23,7 @@ class RedisAdminPart(AdminPart):
         self.parking = self._delays.keys.parked
 
     def declare(self, queues: Sequence[Any]) -> Told:
-        """Check the server; there is nothing to declare."""
+        """Check the server, because on Redis there is nothing to declare."""
         server = str(self._delays.prepare())
         sentence = f"{self.name}: nothing to declare, {server} can hold delayed messages"
         return Told({"name": self.name, "server": server}, [sentence])

@@ -1,4 +1,4 @@
-"""Delayed publishing on one Redis channel: one atomic script per message."""
+"""Publish delayed messages on one Redis channel, by one atomic script per message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .store import BrokerRecords, Store
 
 
 class Delays(delays.Delays):
-    """Delayed publishing on one Redis channel."""
+    """Publishes delayed messages on one Redis channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(settings)
@@ -36,7 +36,6 @@ class Delays(delays.Delays):
 
     @property
     def store(self) -> Store:
-        """The waiting messages, on the channel's connection pool. kombu renews it after a fork."""
         pool = self._channel.pool
         if self._store is None or self._store.client.connection_pool is not pool:
             self._store = Store(redis.Redis(connection_pool=pool), self.keys)
@@ -44,11 +43,11 @@ class Delays(delays.Delays):
 
     @property
     def version(self) -> tuple[int, ...]:
-        """The server's version; () if the server does not tell it."""
+        """Return the server's version; () if the server does not tell its version."""
         return self.prepare().version
 
     def prepare(self) -> Server:
-        """Check the server once per channel. Raises an error if it cannot hold delayed messages."""
+        """Check, once per channel, that the Redis server can hold delayed messages."""
         self.check_settings()
         if self._server is None:
             server = server_of(self.store.client)
@@ -57,17 +56,17 @@ class Delays(delays.Delays):
         return self._server
 
     def dangers(self) -> list[Finding]:
-        """Find settings with which the server may lose waiting messages."""
+        """Return findings about settings with which the Redis server may lose waiting messages."""
         server = server_of(self.store.client, thoroughly=True)
         return list(keeping(server, check="server", kept="delayed messages"))
 
     def publish(
         self, message: dict[str, Any], destination: Destination, *, due_us: int, batch: Any = None
     ) -> None:
-        """Store kombu's *message* for *destination*, in the *batch* of ``Producer.batch()`` if any.
+        """Store kombu's *message* in Redis until *due_us*, to go to *destination* then.
 
-        Raises DelayTooLong, UnsupportedBroker, SettingsError, BrokerFull or NotPermitted. Then
-        nothing was stored.
+        A *batch* is of ``Producer.batch()``. Raises DelayTooLong, UnsupportedBroker, SettingsError,
+        BrokerFull or NotPermitted. After an error nothing was stored.
         """
         member, entry = self.stored(message, destination, due_us=due_us)
         if batch is None:
@@ -79,16 +78,13 @@ class Delays(delays.Delays):
 
     @property
     def records(self) -> BrokerRecords:
-        """The records in the broker."""
+        """Return the records (state about waiting tasks), which are in the Redis broker itself."""
         return BrokerRecords(self.store)
 
     def publish_keyed(
         self, keyed: KeyedPublish, message: dict[str, Any], destination: Destination
     ) -> None:
-        """Store kombu's *message* as the rule of its key decides.
-
-        Raises the errors of :meth:`publish`, and AnotherStands if another task has the key.
-        """
+        """Store *message* by its debounce, throttle or unique key. May raise AnotherStands."""
 
         def put(due_us: int, *_: object) -> IndexEntry:
             member, entry = self.stored(due_then(message, due_us), destination, due_us=due_us)
@@ -98,7 +94,7 @@ class Delays(delays.Delays):
         self.watch()
 
     def watch(self) -> None:
-        """Once a minute, after a publish, warn if no worker promotes due messages."""
+        """Warn, once a minute, if messages are overdue and no worker moves them to queues."""
         warn_if_nothing_promotes(
             self._place, lambda: Status.of(self.keys.space, self.store.census())
         )
@@ -106,18 +102,17 @@ class Delays(delays.Delays):
     def stored(
         self, message: dict[str, Any], destination: Destination, *, due_us: int
     ) -> tuple[str, bytes]:
-        """The member and the entry of *message* in Redis. Raises the errors of :meth:`publish`."""
+        """Return the name and stored form of *message*. Raises the errors of :meth:`publish`."""
         self.prepare()
         self.check_reach(due_us)
         return member_of(message, destination.keys[0]), self._entry(message, destination, due_us)
 
     def put_back(self, message: dict[str, Any], destination: Destination, *, due_us: int) -> None:
-        """Store a message that a worker has received too early, for the queue it came from.
+        """Store a message that a worker has received too early, for the queue from which it came.
 
-        It gets a new delivery tag, because its present one is about to be acknowledged. Its member
-        has the present tag, so that a second attempt changes nothing. The rest of its delay counts
-        from the server's time: if the clocks differ, the server may have taken it for due. The
-        longest delay does not apply.
+        The message gets a new delivery tag, because the worker is about to acknowledge the present
+        one. The name in Redis contains the present tag, so that a second attempt changes nothing.
+        The rest of the delay counts from the server's time, because clocks may differ.
         """
         member = member_of(message, destination.keys[0])
         properties = {**message["properties"], "delivery_tag": str(uuid4())}

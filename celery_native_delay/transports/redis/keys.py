@@ -1,6 +1,6 @@
-"""The names of all keys of this package on a Redis broker, and the members of messages. Pure.
+"""The names of all Redis keys of this package, and of messages in the sorted sets. No I/O.
 
-A change in what the keys hold needs a new VERSION: messages in production wait under the old names.
+A change in the keys' contents needs a new VERSION, because messages wait under the old names.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ..virtual.wrapping import id_of
 #: Version 1 had scores in milliseconds, and was never released.
 VERSION = 2
 
-#: Bytes of the digest in a member. Collisions are practically impossible, and a member with a UUID
-#: has at most 52 characters, one of the sizes that Redis allocates.
+#: How many bytes the digest in a message's name has. Collisions are practically impossible. A name
+#: with a UUID has at most 52 characters, one of the sizes that Redis allocates.
 _DIGEST_BYTES = 9
 
 
 @dataclass(frozen=True)
 class Keys(IndexKeys):
-    """The keys of one namespace, with kombu's ``global_keyprefix`` as *prefix*.
+    """The Redis keys of one namespace, with kombu's ``global_keyprefix`` as *prefix*.
 
-    With a hash tag in the prefix (``{queue}:``) they are in the same cluster slot as the queues.
+    A hash tag in *prefix* (``{queue}:``) puts these keys into the queues' cluster slot.
     """
 
     prefix: str
@@ -34,44 +34,44 @@ class Keys(IndexKeys):
 
     @property
     def space(self) -> str:
-        """The prefix of all keys, without the last dot."""
+        """Return the common prefix of all keys of this package, without the last dot."""
         return f"{self.prefix}{self.namespace}.v{VERSION}"
 
     @property
     def wake(self) -> str:
-        """Sorted set that wakes a promoter: a message was stored that is due before all others."""
+        """Return the sorted set that wakes a promoter if a message is stored that is due first."""
         return f"{self.space}.wake"
 
     @property
     def promoting(self) -> str:
-        """String with a TTL: a promoter is running."""
+        """Return the key, with a TTL, that exists while a promoter runs."""
         return f"{self.space}.promoting"
 
     @property
     def parked(self) -> str:
-        """Sorted set: parked messages by the time in microseconds at which they were refused."""
+        """Return the sorted set of messages that their queue rejected, by time in µs."""
         return f"{self.space}.parked"
 
     @property
     def moving(self) -> str:
-        """String: the member of the message that is being moved to another broker."""
+        """Return the key that names the message that ``delay migrate`` is moving at present."""
         return f"{self.space}.moving"
 
     def taken(self, outbox: str) -> str:
-        """Set: the numbers of the batches of an outbox that the server has stored."""
+        """Return the set of batch numbers that the server has stored for one bulk publisher."""
         return f"{self.space}.taken.{outbox}"
 
 
 def member_of(message: Mapping[str, Any], destination: str) -> str:
-    """The member of *message* for *destination*: ``<task id>:<digest of 12 characters>``.
+    """Return the name of *message* in the sorted sets: ``<task id>:<digest of 12 characters>``.
 
-    The digest is of delivery tag and destination: a retry has the same task id as the attempt
-    before it, and copies for several queues have the same delivery tag.
+    The digest is of delivery tag, which differs between retries, and destination, which differs
+    between copies for several queues.
     """
     return member(id_of(message), str(message["properties"]["delivery_tag"]), destination)
 
 
 def member(name: str, delivery_tag: str, destination: str) -> str:
-    """The member of :func:`member_of`, for a task with the id *name*."""
+    """Return a message's name in the sorted sets, as :func:`member_of`, by task id *name*."""
     digest = blake2b(f"{delivery_tag}\n{destination}".encode(), digest_size=_DIGEST_BYTES).digest()
     return f"{name}:{urlsafe_b64encode(digest).decode()}"

@@ -1,4 +1,4 @@
-"""Migrating waiting messages to and from a Redis broker."""
+"""Move waiting messages to and from a Redis broker, for ``delay migrate``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .keys import member_of
 from .store import Store
 from .waiting import RedisWaitingTasks
 
-#: Members that are read at a time.
+#: How many messages are read at a time.
 _CHUNK = 100
 
-#: Seconds for which the key ``moving`` tells which message a killed migration was moving.
+#: How long, in seconds, the key ``moving`` tells which message a killed migration was moving.
 _KNOWN_SECONDS = 30 * 86_400
 
 
@@ -33,15 +33,13 @@ class RedisMovingPart(moving.MovingPart):
         self.name = channel.delays.keys.space
 
     def prepare(self, queues: Any) -> None:
-        """Check the server, and declare *queues*."""
         self._channel.delays.prepare()
         super().prepare(queues)
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """All waiting messages, and the app's queues that contain tasks with a future ETA.
+        """Return the waiting messages, and the app's queues that contain future tasks.
 
-        Raises:
-            UnsupportedBroker: *what* names another source.
+        Raises UnsupportedBroker if *what* names another source.
         """
         return [*super().sources(what, reaches), *held_by_queues(self._channel, reaches)]
 
@@ -56,7 +54,7 @@ class RedisMovingPart(moving.MovingPart):
 
 
 class RedisSource(Source):
-    """All waiting messages in a Redis broker, earliest due time first."""
+    """Takes all waiting messages from a Redis broker, earliest due time first."""
 
     keeps_keys = False
 
@@ -110,7 +108,7 @@ class RedisSource(Source):
 
 
 class PlainSource(Source):
-    """Plain tasks with a future ETA, in an ordinary queue or held by a worker. They stay there."""
+    """Tasks with a future ETA in an ordinary queue, or held by a worker. They stay there."""
 
     def __init__(self, name: str, count: int, why: str) -> None:
         self.name = name
@@ -121,7 +119,7 @@ class PlainSource(Source):
         return self._count
 
     def found(self) -> Iterator[Found]:
-        """One reason to stay for each task; no task is moved."""
+        """Yield for each task the reason why the task stays where it is."""
         for _ in range(self._count):
             yield Stays(self._why)
 
@@ -130,7 +128,7 @@ class PlainSource(Source):
 
 
 def held_by_queues(channel: Any, reaches: Sequence[Reach]) -> Iterator[PlainSource]:
-    """The app's queues, and the unacknowledged messages, that contain tasks with a future ETA."""
+    """Yield the app's queues and unacknowledged messages that contain future tasks."""
     store: Store = channel.delays.store
     prefix, client = store.keys.prefix, store.client
     way_out = "let an installed worker consume its queue, which puts it into the store"

@@ -1,7 +1,7 @@
-"""Bulk publishing to Redis: 100 messages in a script, and no message twice.
+"""Publish in bulk to Redis: 100 messages per script, and no message twice.
 
 Each script has a number, which the server stores with the messages. If the connection is lost
-before the answer, the script is sent again. If the server knows its number, it stores nothing.
+before the answer, the script is sent again. The server ignores a number that it has stored.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _NOT_LET_IN = (
 
 
 class RedisMessage(NamedTuple):
-    """A message for *destination*. With *due_us* 0 it is immediate, and has no *member*.
+    """A message of a bulk publisher, for the Redis list *destination*.
 
-    *front* is the first part of its entry, see :func:`.front_of`.
+    If *due_us* is 0, the message is immediate, and has no *member* (name in the sorted set).
     """
 
     destination: Destination
@@ -57,7 +57,7 @@ class RedisMessage(NamedTuple):
 
 
 class RedisCollecting(Collecting):
-    """A channel that collects messages, with the Redis keys of their destinations."""
+    """A Redis channel that collects messages for a bulk publisher instead of sending them."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> RedisMessage:
         destination = self.destination(queue, message)
@@ -79,7 +79,7 @@ class RedisCollecting(Collecting):
 
 
 class ScriptBatch(outbox.OutboxBatch[RedisMessage]):
-    """One script with its messages. It is sent, and sent again if need be, as a whole."""
+    """A batch of messages that one script stores. A lost batch is sent again as a whole."""
 
     def __init__(
         self, script: str, keys: tuple[str, ...], arguments: list[Any], puts: list[RedisMessage]
@@ -88,7 +88,7 @@ class ScriptBatch(outbox.OutboxBatch[RedisMessage]):
         self.script, self.keys, self.arguments = script, keys, arguments
 
     def packed(self, connection: Any, *, whole: bool = False) -> Any:
-        """The bytes of the command; with *whole* including the script, if the server lacks it."""
+        """Return the bytes of the Redis command; if *whole*, with the script itself."""
         name = ("EVAL", self.script) if whole else ("EVALSHA", digest_of(self.script))
         return connection.pack_command(*name, len(self.keys), *self.keys, *self.arguments)
 
@@ -166,7 +166,7 @@ class Outbox(virtual.Outbox[RedisMessage, ScriptBatch]):
         except self.lost:
             raise
         except exceptions.NoScriptError:
-            # This batch is answered after the batches that are sent already.
+            # The server answers this batch after the batches that are already sent.
             self._batches.insert(self._written - 1, self._batches.popleft())
             command = batch.packed(self._connection, whole=True)
             self._connection.send_packed_command(command, check_health=False)

@@ -1,11 +1,11 @@
-"""Promoting due messages to their queues, in every worker or in ``delay promote``. No leader.
+"""Promote (move due messages into their queues), in every worker or in ``delay promote``.
 
-The promoter sleeps until the next due time by its own timer, because Redis checks the timeouts of
-blocked clients only every 100 ms. The sleep counts from the moment at which the last round was
-sent: the next round takes as long to the server, and so arrives when the message is due.
+There is no leader. The promoter sleeps until the next due time by its own timer, because Redis
+checks the timeouts of blocked clients only every 100 ms. The sleep counts from the last request's
+start, so that the next request arrives when the message is due.
 
-A message that is stored meanwhile and due sooner wakes one promoter, which waits in a BZPOPMIN. If
-that promoter dies, others look in time: none sleeps longer than :data:`LONGEST_SLEEP_SECONDS`.
+If a message is stored meanwhile that is due sooner, one promoter wakes up from its BZPOPMIN. If
+that promoter dies, others look: none sleeps longer than :data:`LONGEST_SLEEP_SECONDS`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ logger = logging.getLogger(__name__)
 
 LONGEST_SLEEP_SECONDS = SHOW_SECONDS
 
-#: A promoter that finds a message promoted already comes later next time, by these seconds, doubled
-#: up to the longest. So of many promoters one does the work.
+#: A promoter that finds that another promoter was faster comes later next time. The delay in
+#: seconds is doubled each time, up to the longest. So one of many promoters does the work.
 FIRST_LAG_SECONDS = 0.001
 LONGEST_LAG_SECONDS = 0.05
 
-#: Seconds between attempts to reach the server: the first, and at most.
+#: Seconds between attempts to reach the server: the first pause, and the longest.
 RETRY_SECONDS = (0.1, 5.0)
 
-#: Rounds that are sent ahead while rounds come back full. More are no faster.
+#: How many requests are sent ahead while each answer reports a full batch. More are no faster.
 _ROUNDS_AT_ONCE = 2
 
 #: Timeouts of the promoter's connection. kombu's own connections have none.
@@ -50,7 +50,7 @@ CONNECTION_OPTIONS = {
     "socket_keepalive": True,
 }
 
-#: Seconds that the server holds a BZPOPMIN. Without an answer by then the connection is dead.
+#: Seconds for which the server holds a BZPOPMIN. Without an answer by then the connection is dead.
 _BLOCK_SECONDS = 30
 _GRACE_SECONDS = 15.0
 
@@ -59,7 +59,7 @@ _SELECTABLE = 1024
 
 
 class Promoter:
-    """A loop that promotes due messages. *promoted* and *parked* count messages so far."""
+    """A loop that moves due messages, and parks messages that their queue rejects."""
 
     def __init__(self, connect: Callable[..., Any]) -> None:
         """*connect* opens a kombu connection with the given ``transport_options``."""
@@ -73,7 +73,7 @@ class Promoter:
         self._sign = Sign(lambda: None)
 
     def run(self) -> None:
-        """Promote until :meth:`stop`. After a lost connection, keep trying to connect."""
+        """Move due messages until :meth:`stop`, and reconnect after a lost connection."""
         while not self._stopping.is_set():
             try:
                 with self._connected() as (rounds, alarm):
@@ -101,7 +101,7 @@ class Promoter:
     @contextmanager
     def _connected(self) -> Iterator[tuple[Rounds, _Alarm]]:
         with self._connect(transport_options=CONNECTION_OPTIONS) as connection:
-            # One attempt for each URL: the pauses between attempts are made here.
+            # One attempt is made for each URL, because the pauses between attempts are made here.
             tries = len(connection.alt) or 1
             connection.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
             channel = connection.default_channel
@@ -127,7 +127,7 @@ class Promoter:
                 lag.reset()
                 lag_seconds = 0.0
             elif expected_us is not None and handed.next_us != expected_us:
-                # Another promoter took the message. If it is still there, we came too early.
+                # Another promoter took the message, or this promoter came too early.
                 lag_seconds = lag.failed()
             expected_us = None
             sleep_seconds = LONGEST_SLEEP_SECONDS
@@ -143,10 +143,7 @@ class Promoter:
                 expected_us = None
 
     def _promote_due(self, rounds: Rounds) -> tuple[int, HandedOver]:
-        """Promote until no message is due. Returns the number, and the answer of the last round.
-
-        While rounds come back full, the server works on the next round during the reading of one.
-        """
+        """Move due messages until none is left; return their number and the last answer."""
         taken = 0
         self._sign.keep_up()
         rounds.ask()
@@ -186,7 +183,7 @@ class _Alarm:
         self._selector = selectors.DefaultSelector()
 
     def arm(self, stop_reader: Any) -> None:
-        """Connect and send the BZPOPMIN. A byte in *stop_reader* ends a wait as well."""
+        """Connect and send the BZPOPMIN. A byte in *stop_reader* also ends a wait."""
         self._connection.connect()
         self._watched = [self._connection._sock, stop_reader]
         for readable in self._watched:
@@ -194,8 +191,8 @@ class _Alarm:
         self._ask()
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most *seconds*. True if a message was stored that may be due sooner."""
-        # With TLS there may be something to read that is no answer.
+        """Wait at most *seconds*; return True if a message was stored that may be due sooner."""
+        # With TLS the socket may have input that is no answer.
         if self._connection._sock in self._readable(seconds) and self._connection.can_read(
             timeout=0
         ):

@@ -1,14 +1,15 @@
 """The Lua scripts of a Redis broker. Times are in microseconds by the server's clock.
 
-An entry of the hash is ``<kind> <ttl ms> <bytes of each key>\\n<keys><envelope>``; see
-:func:`~.entry.entry_of`. The keys of destinations come from entries, so KEYS does not declare them:
-a server in cluster mode needs them in one slot.
+An entry is a message with its destination, as stored in a Redis hash. An entry has the form
+``<kind> <ttl ms> <bytes of each key>\\n<keys><envelope>``; see :func:`~.entry.entry_of`. The
+envelope is kombu's message as JSON. The keys of destinations come from entries, so KEYS does not
+declare these keys. So a server in cluster mode needs all keys in one slot.
 """
 
 from __future__ import annotations
 
-#: KEYS due, messages, wake, ids. ARGV member, due µs, entry. Only a message that is due before all
-#: others writes to ``wake``.
+#: Stores a message. KEYS due, messages, wake, ids. ARGV member, due µs, entry. The script writes to
+#: ``wake`` only if the message is due before all others.
 ADD = """
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[3])
 redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
@@ -18,7 +19,7 @@ if redis.call('ZRANGE', KEYS[1], 0, 0)[1] == ARGV[1] then
 end
 """
 
-#: Seconds for which the server keeps the numbers of an outbox's batches after the last one. An
+#: How long, in seconds, the server keeps the numbers of an outbox's batches after the last one. An
 #: outbox that lost its connection comes back sooner, or gives up.
 TAKEN_SECONDS = 3600
 
@@ -62,7 +63,7 @@ end
 """
 )
 
-#: Delivers due messages, or tries parked ones again. KEYS source (due, or parked), messages,
+#: Delivers due messages, or tries parked messages again. KEYS source (due, or parked), messages,
 #: parked, ids. ARGV limit, highest score or '' for now. Returns numbers of messages taken,
 #: delivered and parked, the time in µs, the score of the next message (-1: none), and the last
 #: error.
@@ -210,8 +211,8 @@ end
 return tonumber(due)
 """
 
-#: Removes a message. KEYS due, messages, ids, parked. ARGV member, its present entry. Returns 0 if
-#: the entry has changed.
+#: Removes a message. KEYS due, messages, ids, parked. ARGV member, the message's present entry.
+#: Returns 0 if the entry has changed.
 REMOVE = """
 if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return 0 end
 redis.call('HDEL', KEYS[2], ARGV[1])

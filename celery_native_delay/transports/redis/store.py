@@ -1,7 +1,7 @@
-"""The waiting messages in one Redis database: store, promote, retry, count, remove.
+"""Keep the waiting messages in one Redis database.
 
-It runs the scripts on a plain redis-py client. kombu's own client adds ``global_keyprefix`` to some
-commands and to the first key of a script only.
+The scripts run on a plain redis-py client. kombu's client adds ``global_keyprefix`` to some
+commands, but only to the first key of a script.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from ..virtual.watching import SHOWN_SECONDS
 from .keys import Keys
 from .scripts import ADD, ALLOW_OOM, CENSUS, HAND_OVER, REMOVE, REPLACE
 
-#: Messages that one script promotes. More are hardly faster, and block other clients of Redis for
-#: longer: 0.45 ms for 100, 4.7 ms for 1000.
+#: How many messages one script moves into their queues. More are hardly faster, and block other
+#: clients of Redis for longer: 0.45 ms for 100, 4.7 ms for 1000.
 BATCH = 100
 
-#: Scripts may have flags since this version.
+#: Scripts may have flags since this version of Redis.
 #: https://redis.io/docs/latest/develop/programmability/
 _FLAGS_SINCE = (7,)
 
 
 @dataclass(frozen=True)
 class HandedOver:
-    """The result of one run of the promoting script.
+    """The result of one run of the script that moves due messages into their queues.
 
-    *taken* messages left the sorted set. Of these *delivered* went to their queues, and *parked*
-    were refused, with *refusal* as the last error; the others had lost their entry. *now_us* is the
-    server's time, and *next_us* the next due time or None, both in microseconds since the epoch.
+    *taken* messages left the sorted set. Of these, *delivered* went to their queues, and *parked*
+    were rejected, with *refusal* as the last error. *now_us* is the server's time, and *next_us*
+    the next due time or None, in microseconds since the epoch.
     """
 
     taken: int
@@ -52,13 +52,13 @@ class HandedOver:
 
     @property
     def wait_us(self) -> int | None:
-        """Microseconds until the next message is due; None if there is none."""
+        """Return the microseconds until the next message is due; None if no message waits."""
         return None if self.next_us is None else max(self.next_us - self.now_us, 0)
 
 
 @dataclass(frozen=True)
 class Census(status.Census):
-    """Numbers of messages. *entries* counts the hash, so waiting and parked messages together."""
+    """Counts of messages in a Redis broker; *entries* counts waiting and parked messages."""
 
     entries: int
 
@@ -73,9 +73,9 @@ class Store:
         self._scripts: dict[str, Any] = {}
 
     def run(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
-        """Run a Lua *script*, and return its answer. The server gets the script if it lacks it.
+        """Run a Lua *script*, and return its answer. The server gets a script that it lacks.
 
-        Raises BrokerFull or NotPermitted. Then nothing was changed.
+        Raises BrokerFull or NotPermitted. After an error nothing was changed.
         """
         if script not in self._scripts:
             self._scripts[script] = self.client.register_script(script)
@@ -85,11 +85,11 @@ class Store:
     # --- one message in ------------------------------------------------------------------
 
     def add(self, member: str, due_us: int, entry: bytes) -> None:
-        """Store a message until *due_us*. Storing it twice is the same as once."""
+        """Store a message until *due_us*. Storing a message twice is the same as once."""
         self.run(ADD, self._add_keys, member, due_us, entry)
 
     def add_command(self, member: str, due_us: int, entry: bytes) -> tuple[str, list[Any]]:
-        """:meth:`add` for a pipeline: the name of a method and its arguments.
+        """Return the redis-py method and its arguments that store a message in a pipeline.
 
         The method is ``eval``, because a pipeline cannot load a script that the server lacks.
         """
@@ -102,29 +102,29 @@ class Store:
     # --- one message changed -------------------------------------------------------------
 
     def replace(self, member: str, old: bytes, due_us: int | None, new: bytes) -> int | None:
-        """Give a message a new entry and due time; *due_us* None means now.
+        """Give a waiting message a new stored form and due time; *due_us* None means now.
 
-        Returns the due time by the server's clock. None if the entry is no longer *old*.
+        Returns the due time by the server's clock; None if the message is no longer *old*.
         """
         keys = [self.keys.due, self.keys.messages, self.keys.wake, self.keys.parked]
         due = int(self.run(REPLACE, keys, member, old, "" if due_us is None else due_us, new))
         return None if due < 0 else due
 
     def remove(self, member: str, old: bytes) -> bool:
-        """Remove a message. False if its entry is no longer *old*."""
+        """Remove a waiting message; return False if the message has changed since *old*."""
         keys = [self.keys.due, self.keys.messages, self.keys.ids, self.keys.parked]
         return bool(self.run(REMOVE, keys, member, old))
 
     # --- many out ------------------------------------------------------------------------
 
     def promote(self, *, version: tuple[int, ...]) -> HandedOver:
-        """Promote messages that are due by the server's clock, at most :data:`BATCH`."""
+        """Move due messages (by the server's clock) into their queues, at most :data:`BATCH`."""
         return self._hand_over(self.keys.due, "", version)
 
     def rescue(self, *, version: tuple[int, ...], before_us: int) -> HandedOver:
         """Try messages that were parked before *before_us* again, at most :data:`BATCH`.
 
-        A message that is refused again is parked with the present time, so it is tried only once.
+        A rejected message is parked with the present time, and so tried only once.
         """
         return self._hand_over(self.keys.parked, f"({before_us}", version)
 
@@ -135,10 +135,7 @@ class Store:
     # --- the sign of a promoter --------------------------------------------------------
 
     def show_promoting(self) -> None:
-        """Show for :data:`SHOWN_SECONDS` that a promoter is running.
-
-        EXPIRE needs no memory, so it works while ``maxmemory`` is reached.
-        """
+        """Record for :data:`SHOWN_SECONDS` that a promoter runs, even if memory is full."""
         key = self.keys.promoting
         if not self.client.expire(key, SHOWN_SECONDS):
             self.client.set(key, "", ex=SHOWN_SECONDS)
@@ -155,7 +152,7 @@ class Store:
         return Census(waiting, parked, overdue, until_first_us, bool(promoting), entries)
 
     def peek_parked(self, *, limit: int) -> list[bytes]:
-        """Entries of the first *limit* parked messages. The messages stay parked."""
+        """Return the first *limit* parked (due, but rejected) messages, which stay parked."""
         members = self.client.zrange(self.keys.parked, 0, limit - 1)
         entries = self.client.hmget(self.keys.messages, members) if members else []
         return [entry for entry in entries if entry is not None]
@@ -163,15 +160,16 @@ class Store:
     # --- throwing away -------------------------------------------------------------------
 
     def purge(self, *, parked: bool) -> int:
-        """Remove all waiting messages, or all parked ones; return their number."""
+        """Remove all waiting messages, or all parked messages; return their number."""
         source = self.keys.parked if parked else self.keys.due
         return throw_away(self, [source, self.keys.messages, self.keys.ids], "-inf", "+inf")
 
 
 class BrokerRecords(RedisRecords):
-    """The records in a Redis broker, which change in one step with its waiting messages.
+    """The records (state about waiting tasks) in a Redis broker.
 
-    Methods raise redis-py's errors, BrokerFull and NotPermitted.
+    A record and a waiting message change in one step. Methods raise redis-py's errors, BrokerFull
+    and NotPermitted.
     """
 
     needs_connection = True
@@ -184,9 +182,9 @@ class BrokerRecords(RedisRecords):
 
 
 class Rounds:
-    """Runs of the promoting script on a connection of their own, sent ahead of their answers.
+    """Runs the script that moves due messages, on a separate connection.
 
-    Through a connection pool a run would cost the client twice as much.
+    Runs are sent before earlier answers are read. A connection pool would cost twice as much.
     """
 
     def __init__(self, connection: Any, keys: Keys, *, version: tuple[int, ...]) -> None:
@@ -197,13 +195,13 @@ class Rounds:
         words = (4, keys.due, keys.messages, keys.parked, keys.ids, BATCH, "")
         self._evalsha = connection.pack_command("EVALSHA", digest_of(script), *words)
         self._eval = connection.pack_command("EVAL", script, *words)
-        #: The times at which rounds were sent that are not answered yet.
+        #: The times at which runs were sent that the server has not answered yet.
         self._asked: deque[float] = deque()
         self.last_asked_at = 0.0
-        """The monotonic time at which the round was sent that was answered last."""
+        """The monotonic time at which the last answered run was sent."""
 
     def connect(self) -> None:
-        """Connect. With Sentinel this asks for the present master."""
+        """Connect to Redis. With Sentinel this asks for the present master."""
         self._connection.connect()
 
     @property
@@ -215,13 +213,13 @@ class Rounds:
         self._connection.send_packed_command(self._evalsha, check_health=False)
 
     def answer(self) -> HandedOver:
-        """Read the result of the oldest round. The server gets the script if it lacks it."""
+        """Read the result of the oldest run. If the server lacks the script, send the script."""
         while True:
             try:
                 with refusals_explained(self._keys):
                     reply = self._connection.read_response()
             except NoScriptError:
-                # All rounds are equal, so this one may run after the rounds sent already.
+                # All runs are equal, so this run may come after the runs that are already sent.
                 self._connection.send_packed_command(self._eval, check_health=False)
                 continue
             self.last_asked_at = self._asked.popleft()

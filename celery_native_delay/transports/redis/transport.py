@@ -1,7 +1,6 @@
-"""Subclasses of kombu's Redis transports, whose delayed messages wait in the broker.
+"""Extend kombu's Redis transports, so that delayed messages wait in the broker.
 
-Without ``transport_options["native_delay"]`` they behave exactly as kombu's. kombu itself returns
-unacknowledged messages to their queues.
+Without ``transport_options["native_delay"]`` these transports behave exactly as kombu's.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class QoS(redis.QoS):  # type: ignore[misc]
         """Return unacknowledged messages to their queues.
 
         After an outage Celery may have removed the connection's parameters before it closes the
-        channel. kombu would then raise AttributeError, which ends the worker. Here the messages
-        stay in Redis, and other consumers restore them after the visibility timeout.
+        channel. kombu's AttributeError would end the worker. Here the messages stay in Redis until
+        other consumers restore them after the visibility timeout.
         """
         transport = self.channel.connection
         if transport is not None and transport.client is not None:
@@ -53,7 +52,7 @@ class QoS(redis.QoS):  # type: ignore[misc]
 
 
 class RedisDelayingChannel(DelayingChannel):
-    """A channel whose delayed messages wait in Redis. A mixin before kombu's channel."""
+    """A mixin, placed before kombu's Redis channel, that makes delayed messages wait in Redis."""
 
     QoS = QoS
     delays_class = Delays
@@ -102,7 +101,7 @@ class RedisDelayingChannel(DelayingChannel):
     def _put_fanout(
         self: Any, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
     ) -> Any:
-        """Publish to a fanout exchange; a delayed message goes to those who listen when due."""
+        """Publish to a fanout exchange, to consumers that listen when the message is due."""
         self.check_unkeyed(message, exchange)
         due_us = self.due_of(message)
         if due_us is None:
@@ -115,7 +114,7 @@ class RedisDelayingChannel(DelayingChannel):
         )
 
     def destination(self: Any, queue: str, message: dict[str, Any]) -> Destination:
-        """The Redis list that kombu would push *message* to for *queue*, and keys to give a TTL."""
+        """Return the Redis list to which kombu would push, and keys that get a TTL."""
         prefix = self.delays.keys.prefix
         priority = self._get_message_priority(message, reverse=False)
         key = f"{prefix}{self._q_for_pri(queue, priority)}"
@@ -126,7 +125,7 @@ class RedisDelayingChannel(DelayingChannel):
         return Destination((key, *(other for other in every if other != key)), ttl_ms)
 
     def broadcast(self: Any, exchange: str, routing_key: str) -> Destination:
-        """The pub/sub channels on which kombu would publish."""
+        """Return the pub/sub channels on which kombu would publish to a fanout *exchange*."""
         if hasattr(self, "_get_publish_topics"):
             topics = self._get_publish_topics(exchange, routing_key)
         else:  # before kombu 5.7
@@ -144,17 +143,17 @@ class SentinelChannel(RedisDelayingChannel, redis.SentinelChannel):  # type: ign
 
 
 class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
-    """kombu's redis transport. With the option ``native_delay`` delayed messages wait in Redis."""
+    """kombu's redis transport; with the option ``native_delay``, delayed messages wait in Redis."""
 
     delaying_channel = Channel
 
     def waits_in(self, settings: DelaySettings) -> str:
-        """The Redis key of delayed messages. Needs no connection."""
+        """Return a text with the Redis key of delayed messages. The call needs no connection."""
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         return Keys(prefix, settings.namespace).due
 
     def own_records(self, settings: DelaySettings) -> Place | None:
-        """The records in the broker itself; None if no URL leads to it."""
+        """Return the records in the Redis broker itself; None if no URL leads to it."""
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         url = self.client.as_uri(include_password=True)
         if isinstance(self.client.ssl, dict):
@@ -176,10 +175,10 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
 
 
 class SentinelTransport(Transport, redis.SentinelTransport):  # type: ignore[misc]
-    """kombu's sentinel transport. With the option ``native_delay`` its delayed messages wait."""
+    """kombu's sentinel transport; with ``native_delay``, delayed messages wait in Redis."""
 
     Channel = redis.SentinelChannel
     delaying_channel = SentinelChannel
 
     def own_records(self, settings: DelaySettings) -> None:
-        """None, because the master that Sentinel names may change, and has no lasting URL."""
+        """Return None: Sentinel may name another master, so no URL leads to the records."""

@@ -1,6 +1,6 @@
-"""Lists, cancels and moves the waiting tasks of a Redis broker.
+"""List, cancel and reschedule the waiting tasks of a Redis broker.
 
-A change replaces a message only if it is unchanged since it was read.
+A change replaces a message only if the message has not changed since it was read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RedisWaitingTasks(RedisListing):
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
         outcome = super()._change(task_id, due_us, cancelled=cancelled)
         if outcome and due_us is None:
-            # Promote now, so that the message is not listed as waiting until a worker does it.
+            # Due messages are moved into their queues now, so that they are not listed as waiting.
             with self._explained():
                 self._delays.store.promote(version=self._delays.version)
         return outcome
@@ -59,7 +59,7 @@ class RedisWaitingTasks(RedisListing):
         return waiting_of(envelope, queue=self.queue_of(destination), due_us=due_us)
 
     def queue_of(self, destination: Destination) -> str:
-        """The name of the queue of *destination*; "" for a fanout exchange."""
+        """Return the name of the queue of *destination*; "" if *destination* is a fanout."""
         if destination.broadcast:
             return ""
         key = destination.keys[0].removeprefix(self._prefix)

@@ -1,7 +1,7 @@
 """The store: a database in which messages wait if their broker cannot delay messages.
 
-The attributes of this module are kombu's aliases of such brokers: kombu imports the transport
-``celery_native_delay.transports.sql:filesystem`` for ``filesystem://``.
+The attributes of this module are kombu's aliases of such brokers. For ``filesystem://`` kombu
+imports the transport ``celery_native_delay.transports.sql:filesystem``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The work of the command line on a store."""
+"""The command line's requests to a store (the database in which messages wait)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StoreAdminPart(AdminPart):
         self.parking = f"{MESSAGES.name} of {self._store.where}, parked"
 
     def declare(self, queues: Sequence[Any]) -> Told:
-        """Create the tables that are missing."""
+        """Create the store's missing tables. The store is the database in which messages wait."""
         self._store.records.make_tables()
         sentence = f"{self.name}: its tables are there, in version {VERSION}"
         return Told({"name": self.name, "version": VERSION}, [sentence])
@@ -37,7 +37,7 @@ class StoreAdminPart(AdminPart):
     def verify(self) -> list[Finding]:
         with _told() as found:
             if self._store.is_made():
-                # Fails if this user may not write, although no row matches.
+                # The statement fails if this user may not write, although no row matches.
                 nothing = delete(MESSAGES).where(MESSAGES.c.id < 0)
                 self._store.do(lambda connection: connection.execute(nothing))
             else:
@@ -76,7 +76,7 @@ class StoreAdminPart(AdminPart):
 
 @contextmanager
 def _told() -> Iterator[list[Finding]]:
-    """A list of findings. A StoreUnavailable within the block becomes one more finding."""
+    """Give a list of findings, to which a StoreUnavailable in the block adds one."""
     found: list[Finding] = []
     try:
         yield found

@@ -1,4 +1,4 @@
-"""Delayed publishing on one channel: each message is inserted into the store."""
+"""Publish delayed messages on one channel: each message is inserted into a database."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..virtual.wrapping import due_then, encoded, id_of, wrapped
 from .records import StoreRecords
 from .store import Store
 
-#: The queue name in the store of a message to a fanout exchange.
+#: The queue name that the store has for a message to a fanout exchange.
 BROADCAST = ""
 
 
 class StoreMessage(NamedTuple):
-    """A message that is to be stored: its destination *queue*, due time, task id and envelope."""
+    """A message to be inserted into the store, the database in which messages wait."""
 
     queue: str
     due_us: int
@@ -37,7 +37,7 @@ class StoreMessage(NamedTuple):
 
 
 class Delays(delays.Delays):
-    """Delayed publishing on one channel, into the store at *url*."""
+    """Publishes delayed messages on one channel, into the database at *url*."""
 
     def __init__(self, settings: DelaySettings, url: str) -> None:
         super().__init__(settings)
@@ -46,28 +46,25 @@ class Delays(delays.Delays):
 
     @property
     def store(self) -> Store:
-        """The store of this process. Raises UnsupportedBroker if the settings name no store."""
+        """Return this process's store, a database. Raises UnsupportedBroker if none is set."""
         self.check_settings()
         return Store.of(self._url, self.settings.namespace)
 
     @property
     def records(self) -> StoreRecords:
-        """The records in the same database."""
+        """Return the records (state about waiting tasks), which are in the store's database."""
         return self.store.records
 
     def publish(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
-        """Store kombu's *message* for *queue*, which is :data:`BROADCAST` for a fanout exchange.
+        """Insert kombu's *message* for *queue* into the store, a database, until *due_us*.
 
-        Raises DelayTooLong, SettingsError, StoreUnavailable or UnsupportedBroker. Then nothing was
-        stored.
+        *queue* is :data:`BROADCAST` for a fanout exchange. Raises DelayTooLong, SettingsError,
+        StoreUnavailable or UnsupportedBroker. After an error nothing was stored.
         """
         self._add(self.stored(message, queue, due_us=due_us))
 
     def publish_keyed(self, keyed: KeyedPublish, message: dict[str, Any], queue: str) -> None:
-        """Store kombu's *message* as the rule of its key decides.
-
-        Raises the errors of :meth:`publish`, and AnotherStands if another task has the key.
-        """
+        """Store *message* by its debounce, throttle or unique key. May raise AnotherStands."""
         keyed.settle(
             self.records,
             lambda due_us, *_: self.stored(due_then(message, due_us), queue, due_us=due_us),
@@ -75,21 +72,21 @@ class Delays(delays.Delays):
         self.watch()
 
     def watch(self) -> None:
-        """Once a minute, after a publish, warn if no worker dispatches from the store."""
+        """Warn, once a minute, if messages are overdue and no worker moves them to the broker."""
         warn_if_nothing_promotes(
             self._place, lambda: Status.of(self._place, self.store.look_for_dispatcher())
         )
 
     def stored(self, message: dict[str, Any], queue: str, *, due_us: int) -> StoreMessage:
-        """kombu's *message* in the form that is stored. Raises the errors of :meth:`publish`."""
+        """Return *message* as the store keeps it. Raises the errors of :meth:`publish`."""
         self.check_reach(due_us)
         return self._put(message, queue, due_us)
 
     def put_back(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
-        """Store a message that a worker has received from *queue* too early, for that queue.
+        """Store a message that a worker has received from *queue* too early, for *queue* again.
 
-        It gets a new delivery tag, because its present one is about to be acknowledged. The longest
-        delay does not apply.
+        The message gets a new delivery tag, because the worker is about to acknowledge the present
+        tag. The longest delay does not apply.
         """
         properties = {**message["properties"], "delivery_tag": str(uuid4())}
         self._add(self._put({**message, "properties": properties}, queue, due_us))

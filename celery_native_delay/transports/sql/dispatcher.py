@@ -1,8 +1,8 @@
-"""Dispatching due messages from the store, in every worker or in ``delay promote``. No leader.
+"""Dispatch due messages: move due messages from the store (a database) to the broker's queues.
 
-The dispatcher asks for the next due time and sleeps until then. A message that this process stores
-meanwhile wakes it up if it is due sooner. The dispatcher sees messages of other processes when it
-looks again, after 0.05 s (file) or 0.25 s (server). Only a shorter delay may be late by that.
+Every worker does so, or ``delay promote``; there is no leader. The dispatcher sleeps until the next
+due time, or until this process stores a message that is due sooner. Other processes' messages are
+seen after 0.05 s (file) or 0.25 s (server): only a shorter delay can be late.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from .store import Store
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks at a SQLite file, and at a database server.
+#: Seconds between two looks for due messages: at a SQLite file, and at a database server.
 FILE_LOOK_SECONDS = 0.05
 SERVER_LOOK_SECONDS = 0.25
 
-#: Seconds between attempts to reach the database: the first, and at most.
+#: Seconds between attempts to reach the database: the first pause, and the longest.
 RETRY_SECONDS = (0.1, 5.0)
 
-#: Seconds until the next look if other dispatchers have locked the due messages.
+#: Seconds until the next look, if other dispatchers have locked the due messages.
 _TAKEN_PAUSE_SECONDS = 0.02
 
-#: After a batch the SQLite file is left to other processes for this part of the time that the batch
-#: took. SQLite's waiting processes look every 0.1 s, and give up after 5 s.
+#: After a batch the SQLite file is left to other processes, for this part of the time that the
+#: batch took. SQLite's waiting processes look every 0.1 s, and give up after 5 s.
 _LEFT_TO_OTHERS = 0.25
 
 _FETCHING, _DISPATCHING = "fetching what is due", "dispatching what is due"
 
 
 class Dispatcher:
-    """A loop that dispatches due messages. *promoted* and *parked* count messages so far."""
+    """A loop that moves due messages from the database to their queues in the broker."""
 
     def __init__(self, store: Store, connect: Callable[..., Any]) -> None:
         """*connect* opens a kombu connection with the given ``transport_options``."""
@@ -54,8 +54,8 @@ class Dispatcher:
         self._connection: Any = None
         self._hand_over: HandOver | None = None
         self._stopping = Event()
-        #: An item in this queue ends the present pause, or else the next one. Signal handlers may
-        #: use it.
+        #: An item in this queue ends the present pause, or else the next pause. Signal handlers may
+        #: use this queue.
         self._alarm: SimpleQueue[None] = SimpleQueue()
         self._sign = Sign(store.show_dispatching, RecordsUnavailable)
         self._sleeps_until_us = 0
@@ -64,7 +64,7 @@ class Dispatcher:
         self._failing = ""
 
     def run(self) -> None:
-        """Dispatch until :meth:`stop`. While store or broker are unreachable, keep trying."""
+        """Move due messages until :meth:`stop`, and retry while database or broker are away."""
         self._store.on_add = self._note_added
         try:
             while not self._stopping.is_set():
@@ -82,7 +82,7 @@ class Dispatcher:
             self._alarm.put(None)
 
     def _pause(self, seconds: float) -> None:
-        """Sleep for so many seconds, or until the alarm rings."""
+        """Sleep for *seconds*, or until a message is stored that is due sooner."""
         with suppress(Empty):
             self._alarm.get(timeout=max(seconds, 0))
             while True:
@@ -92,7 +92,7 @@ class Dispatcher:
         try:
             self._store.prepare()
             self._sign.keep_up()
-            # From here on every message that this process stores rings the alarm.
+            # From here on, every message that this process stores wakes the dispatcher.
             self._sleeps_until_us = 1 << 62
             next_us = self._store.next_due_us()
         except Exception as error:  # the loop must survive any error of a driver
@@ -107,7 +107,7 @@ class Dispatcher:
         try:
             away = self._hand_over_batch()
         except StoreUnavailable as error:
-            # The store can be read but not written: the broker connection can be kept.
+            # The store can be read but not written, so the broker connection is kept.
             self._wait_for(_DISPATCHING, error)
             return
         except Exception as error:
@@ -128,7 +128,7 @@ class Dispatcher:
             self._pause((until_us - time_ns() // 1000) / 1_000_000)
 
     def _hand_over_batch(self) -> Exception | None:
-        """Deliver one batch of due messages. Returns the error if the broker cannot be reached."""
+        """Deliver one batch of due messages; return the error if the broker is unreachable."""
         if self._hand_over is None:
             self._hand_over = self._connected()
         began = monotonic()
@@ -163,9 +163,9 @@ class Dispatcher:
             )
 
     def _connected(self) -> HandOver:
-        # kombu's own channel, because ours would delay the messages once more.
+        # This is kombu's own channel, because our channel would delay the messages once more.
         self._connection = self._connect(transport_options={OPTION: False})
-        # One attempt for each URL: the pauses between attempts are made here.
+        # One attempt is made for each URL, because the pauses between attempts are made here.
         tries = len(self._connection.alt) or 1
         self._connection.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
         return hand_over_on(self._connection.default_channel, self._store)

@@ -1,4 +1,4 @@
-"""The dispatcher's last step: a due message goes to the queue it would have gone to undelayed."""
+"""The dispatcher's last step: deliver each due message to its queue in the broker."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from .rows import DispatchBatch
 from .store import Store
 from .whole_files import is_folder, put_file
 
-#: Seconds after which a batch ends. Meanwhile producers wait if the store is a SQLite file; on a
-#: server other dispatchers cannot take these messages.
+#: Seconds after which a batch ends. Meanwhile producers wait if the store is a SQLite file. If the
+#: store is a server, other dispatchers cannot take these messages.
 LONGEST_BATCH_SECONDS = 0.25
 
-#: A message that its queue refuses is tried again after 1, 2, 4, … seconds. After so many refusals,
-#: two minutes later, it is parked.
+#: How many rejections park a message. A rejected message is tried again after 1, 2, 4, … seconds.
+#: It is parked after so many rejections, two minutes later.
 TRIES = 8
 
-#: The highest number of attempts that is counted: parked messages are tried again without end.
+#: The highest number of attempts that is counted. Parked messages are tried again without end.
 _MOST_ATTEMPTS = 30_000
 
 
-#: Delivers one batch, and notes in it which messages were delivered and which refused. With *park*
-#: a refused message is parked at once. Returns the error if the broker cannot be reached.
+#: A function that delivers one batch, and notes which messages were delivered and which rejected.
+#: With *park* it parks rejected messages at once. Returns the error if the broker is unreachable.
 HandOver: TypeAlias = Callable[..., Exception | None]
 
 
 def hand_over_on(channel: Any, store: Store) -> HandOver:
-    """The way to deliver messages of *store* on *channel*, a channel of kombu without our mixin."""
+    """Return the function that delivers messages of *store* on kombu's own *channel*."""
     client = channel.connection.client
     if hasattr(channel, "message_cls") and same_database(client.hostname, store.url):
         return IntoTheSameDatabase(channel)
@@ -46,20 +46,20 @@ def hand_over_on(channel: Any, store: Store) -> HandOver:
 
 @contextmanager
 def handing_over(channel: Any, store: Store) -> Iterator[HandOver]:
-    """The way to deliver messages of *store*, on a new connection like that of *channel*."""
-    # Not clone(): kombu 5.7 cannot clone a connection of a pool.
+    """Give the function that delivers messages of *store*, on a connection like *channel*'s."""
+    # clone() is not used, because kombu 5.7 cannot clone a connection of a pool.
     information = dict(channel.connection.client._info(resolve=False))
-    # kombu's own channel, because ours would delay the messages once more.
+    # This is kombu's own channel, because our channel would delay the messages once more.
     information["transport_options"] = (information["transport_options"] or {}) | {OPTION: False}
     with Connection(**information) as connection:
         yield hand_over_on(connection.default_channel, store)
 
 
 class ThroughKombu:
-    """Delivers through kombu's own channel, and removes the message from the store afterwards.
+    """Delivers through kombu's own channel, then removes the message from the store.
 
-    So each message is delivered at least once. If a full disk keeps the store from removing it,
-    this process still delivers it once only.
+    So each message is delivered at least once. If a full disk keeps the store from removing a
+    message, this process still delivers the message only once.
     """
 
     def __init__(self, channel: Any, store: Store) -> None:
@@ -74,7 +74,7 @@ class ThroughKombu:
     def __call__(self, batch: DispatchBatch, *, park: bool) -> Exception | None:
         end = monotonic() + LONGEST_BATCH_SECONDS
         for message in batch.messages:
-            # The envelope is compared as well, because SQLite reuses ids.
+            # The envelope is compared too, because SQLite reuses ids.
             known = hash(message.envelope)
             if self._delivered_but_kept.get(message.id) == known:
                 batch.delivered.append(message.id)
@@ -121,14 +121,14 @@ class IntoTheSameDatabase:
 
     def __call__(self, batch: DispatchBatch, *, park: bool) -> Exception | None:
         if batch.messages and self._refusal(batch, batch.messages):
-            # The database refuses one of them: deliver the others.
+            # The database rejects one of the messages: deliver the others.
             for message in batch.messages:
                 if error := self._refusal(batch, [message]):
                     refuse(batch, message, error, park=park)
         return None
 
     def _refusal(self, batch: DispatchBatch, messages: list[Any]) -> exc.DBAPIError | None:
-        """Insert all *messages* or none. Returns the error if the database refuses them."""
+        """Insert all *messages* or none; return the error if the database rejects them."""
         self._ids.clear()  # they may be of a transaction that was rolled back
         try:
             with batch.connection.begin_nested():
@@ -150,7 +150,7 @@ class IntoTheSameDatabase:
         return None
 
     def _id_of(self, connection: sqlalchemy.Connection, queue: str) -> int:
-        """The id of kombu's row for *queue*, which is inserted if it is missing."""
+        """Return the id of kombu's row for *queue*; insert the row if it is missing."""
         if queue not in self._ids:
             named = select(self._queues.c.id).where(self._queues.c.name == queue)
             found = connection.execute(named).scalar()
@@ -162,7 +162,7 @@ class IntoTheSameDatabase:
 
 
 def refuse(batch: DispatchBatch, message: Any, error: Exception, *, park: bool) -> None:
-    """Note a refused message: it is tried again later, or parked after 8 refusals."""
+    """Note that a queue rejected a message: try it again later, or park it after 8 rejections."""
     tries = message.attempts + 1
     parked = park or tries >= TRIES
     due_us = None if parked else time_ns() // 1000 + (1_000_000 << (tries - 1))

@@ -1,4 +1,4 @@
-"""Migrating waiting messages to and from a store."""
+"""Move waiting messages to and from a store (a database), for ``delay migrate``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StoreMovingPart(moving.MovingPart):
         self.name = f"{self._store.namespace} of {self._store.where}"
 
     def prepare(self, queues: Any) -> None:
-        """Create the tables that are missing, and declare *queues*."""
+        """Create the store's missing tables, and declare *queues*."""
         self._store.prepare()
         super().prepare(queues)
 
@@ -45,7 +45,7 @@ class StoreMovingPart(moving.MovingPart):
 
 
 class StoreSource(Source):
-    """All waiting messages in a store, earliest due time first."""
+    """Takes all waiting messages from a store (a database), earliest due time first."""
 
     keeps_keys = False
 
@@ -85,5 +85,5 @@ class StoreSource(Source):
         return self._do(delete(MESSAGES).where(*as_it_was(self._last)))
 
     def _do(self, statement: Any) -> bool:
-        """Execute *statement*. True if its message was unchanged."""
+        """Execute *statement*; return True if its message was unchanged."""
         return bool(self._store.do(lambda found: found.execute(statement).rowcount))

@@ -1,8 +1,7 @@
-"""Bulk publishing into a store: 100 messages in a transaction, and no message twice.
+"""Publish in bulk into a store (a database): 100 messages per transaction, and none twice.
 
-Each batch has a number, which its transaction writes into the record of the outbox. If the answer
-to a commit is lost, the batch is stored again. Then it finds its number in the record, and stores
-nothing.
+Each batch has a number, which its transaction writes into a record. If the answer to a commit is
+lost, the batch is stored again. A transaction stores nothing if the record has the number.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from ..virtual.outbox import CallingOutbox, NotTaken
 from .delays import BROADCAST, StoreMessage
 from .store import ADD, Store, is_about_a_row
 
-#: Microseconds, a day: the record of an outbox is kept for so long after its last batch.
+#: A day, in microseconds. The record of a bulk publisher is kept for so long after its last batch.
 _KEPT_US = 86_400_000_000
 
 
 class StoreCollecting(Collecting):
-    """A channel that collects messages in the form in which the store keeps them."""
+    """A channel that collects messages for a bulk publisher, as the database keeps them."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> StoreMessage | PlainMessage:
         due_us = self.due_of(message)
@@ -98,17 +97,17 @@ class Outbox(CallingOutbox[StoreMessage | PlainMessage]):
 
 
 class NumberedBatches:
-    """Stores the numbered batches of one outbox. Methods may raise RecordsUnavailable."""
+    """Stores the numbered batches of one bulk publisher. May raise RecordsUnavailable."""
 
     def __init__(self, store: Store) -> None:
         self._name = RecordName("outbox", uuid4().hex)
         self._store = store
 
     def store(self, number: int, puts: Sequence[StoreMessage]) -> None:
-        """Store all *puts* as batch *number*, or none if this raises an error.
+        """Store all *puts* as batch *number*. After an error none is stored.
 
-        If the transaction of an earlier attempt is still running, this one waits for it, because
-        both write the same record.
+        If the transaction of an earlier attempt is still running, this transaction waits for it,
+        because both write the same record.
         """
         records = self._store.records
         rows = [self._store.row(put.queue, put.envelope, put.due_us, put.task_id) for put in puts]
@@ -124,5 +123,5 @@ class NumberedBatches:
         self._store.on_add(min(put.due_us for put in puts))
 
     def close(self) -> None:
-        """Remove the record after the last batch."""
+        """Remove the record of this bulk publisher after the last batch."""
         self._store.records.change(self._name, lambda _: Change(None, 0, None))

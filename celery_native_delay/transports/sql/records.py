@@ -1,4 +1,4 @@
-"""Records in a store. One transaction changes a record and a waiting message."""
+"""The records in a store: one transaction changes a record and a waiting message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TAKE_OUT = delete(MESSAGES).where(_ROW.id == bindparam("one"))
 
 
 class StoreRecords(SqlRecords):
-    """The records in the database of one *store*."""
+    """The records (state about waiting tasks) in the database of one *store*."""
 
     has_marks = False
 

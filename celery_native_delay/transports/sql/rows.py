@@ -1,4 +1,4 @@
-"""Statements on the messages of a store: one by one for changes, in batches for dispatching."""
+"""SQL statements on waiting messages: one by one for changes, in batches for the dispatcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sqlalchemy import (
 
 from .schema import MESSAGES
 
-#: Messages that a migration to another broker reads at once.
+#: How many messages a migration to another broker reads at once.
 _CHUNK = 1000
 
 #: The text in the column ``reason`` of a message that is being moved to another broker.
@@ -31,14 +31,14 @@ SHOWN = (_ROW.id, _ROW.queue, _ROW.envelope, _ROW.due_us, _ROW.reason)
 
 
 def behind(namespace: str, due_us: int, row_id: int) -> Select[Any]:
-    """Selects the next waiting messages, behind a due time and an id."""
+    """Return a statement that selects the next waiting messages after a due time and an id."""
     later = or_(_ROW.due_us > due_us, and_(_ROW.due_us == due_us, _ROW.id > row_id))
     waiting = select(*SHOWN).where(_ROW.namespace == namespace, _ROW.due_us.is_not(None), later)
     return waiting.order_by(_ROW.due_us, _ROW.id).limit(_CHUNK)
 
 
 def as_it_was(row: Any) -> list[ColumnElement[bool]]:
-    """Conditions that match a message only if it is unchanged since *row* was read."""
+    """Return conditions that match a message only if it has not changed since *row* was read."""
     return [_ROW.id == row.id, _ROW.due_us == row.due_us, _ROW.envelope == row.envelope]
 
 
@@ -66,20 +66,20 @@ _REFUSED = (
 
 @dataclass
 class DispatchBatch:
-    """Messages that one transaction has locked, and what was done with them.
+    """A batch of messages that one transaction has locked, and the outcome of each.
 
     Messages that are neither :attr:`delivered` nor :attr:`refused` stay unchanged.
     """
 
     connection: Connection
     messages: list[Any]
-    """Rows with an *id*, a *queue*, an *envelope*, and *attempts* so far."""
+    """The locked rows with *id*, *queue*, *envelope* (kombu's message), and earlier *attempts*."""
     delivered: list[int] = field(default_factory=list)
     refused: list[dict[str, Any]] = field(default_factory=list)
-    """Refused messages: the new values of each. One without a due time is parked."""
+    """New column values of each rejected message; one without a due time is parked."""
 
     def settle(self) -> None:
-        """Remove delivered messages and update refused messages, in this transaction."""
+        """Delete delivered messages and update rejected messages, in this transaction."""
         if self.delivered:
             self.connection.execute(_REMOVE, {"ids": self.delivered})
         if self.refused:

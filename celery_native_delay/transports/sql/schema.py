@@ -1,4 +1,4 @@
-"""The table of waiting messages in a store. It is frozen: a change needs another table name."""
+"""The table of waiting messages. The columns never change: a change needs another table name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MESSAGES = Table(
     Column("envelope", Text().with_variant(LONGTEXT(), "mysql", "mariadb"), nullable=False),
     # For searches by task id. MySQL cannot index longer texts.
     Column("task_id", String(255), nullable=False),
-    # How often its queue refused it, and the last error.
+    # How often the queue rejected the message, and the last error.
     Column("attempts", SmallInteger, nullable=False, server_default="0"),
     Column("reason", Text),
     Index("native_delay_message_due", "namespace", "due_us"),

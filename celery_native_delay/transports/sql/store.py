@@ -1,8 +1,8 @@
-"""The store: a table of waiting messages, sorted by due time.
+"""The store: a database table of waiting messages, sorted by due time.
 
-Threads may share a store; after a fork the child opens its own. Several processes may dispatch from
-one store. PostgreSQL and MySQL lock the rows of a batch, and other dispatchers skip these rows.
-SQLite locks the whole file while a batch is delivered.
+Threads may share a store. After a fork the child process opens a new store. Several processes may
+move due messages out of one store. PostgreSQL and MySQL lock the rows of a batch, and other
+processes skip these rows. SQLite locks the whole file while a batch is delivered.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ ADD = insert(MESSAGES)
 _MINE = _ROW.namespace == bindparam("mine")
 _NEXT = select(func.min(_ROW.due_us)).where(_MINE)
 
-#: The record by which a running dispatcher shows itself. It ends by itself unless it is renewed.
+#: The record that shows that a dispatcher is running. It expires unless the dispatcher renews it.
 _DISPATCHING = RecordName("sign", "dispatching")
 
-#: Stores of the parent process after a fork. They are kept here, because freeing them in the child
-#: would close the parent's connections.
+#: The stores of the parent process after a fork. They are kept here, because freeing them in the
+#: child would close the parent's connections.
 _inherited: list[Store] = []
 
 _stores: PerProcess[tuple[str, str], Store] = PerProcess(_inherited.append)
@@ -53,14 +53,14 @@ class Store(Database):
     def __init__(self, url: str, namespace: str) -> None:
         super().__init__(url, setting="native_delay_store")
         self.namespace = namespace
-        #: Called with the due time of each message that this process stores.
+        #: A function that is called with the due time of each message that this process stores.
         self.on_add: Callable[[int], object] = lambda due_us: None
-        #: Messages that were delivered and could not be removed: hashes of envelopes, by id.
+        #: Messages that were delivered and could not be deleted: hashes of envelopes, by id.
         self.delivered_but_kept: dict[int, int] = {}
 
     @classmethod
     def of(cls, url: str, namespace: str) -> Store:
-        """The store at *url*, opened once per process."""
+        """Return the store (the database in which messages wait) at *url*, one per process."""
         return _stores.get((url, namespace), lambda: cls._made(url, namespace))
 
     @classmethod
@@ -76,28 +76,27 @@ class Store(Database):
 
     @property
     def is_file(self) -> bool:
-        """True if the database is a SQLite file."""
         return self.engine.dialect.name == "sqlite"
 
     @property
     def path(self) -> str:
-        """The path of the SQLite file."""
+        """Return the path of the SQLite file."""
         return (self.engine.url.database or "").removeprefix("file:")
 
     @cached_property
     def records(self) -> StoreRecords:
-        """The records in the same database."""
+        """Return the records (state about waiting tasks), which are in the same database."""
         return StoreRecords(self)
 
     # --- the tables ----------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Create the tables that are missing, once. Raises StoreUnavailable if that fails."""
+        """Create the missing tables, once. Raises StoreUnavailable if that fails."""
         if not self.is_ready:
             self.do(lambda connection: None)
 
     def is_made(self) -> bool:
-        """True if the tables exist."""
+        """Return True if the tables exist."""
         if self.is_file and not Path(self.path).exists():
             return False  # connecting would create the file
         with self.explained(), self.engine.connect() as connection:
@@ -110,7 +109,7 @@ class Store(Database):
     # --- in ------------------------------------------------------------------------------
 
     def add(self, queue: str, envelope: str, *, due_us: int, task_id: str) -> None:
-        """Store the message *envelope* for *queue*. It is committed when this returns."""
+        """Store the message *envelope* (kombu's JSON) for *queue*, and commit."""
         values = self.row(queue, envelope, due_us, task_id)
         self.do(lambda connection: connection.execute(ADD, values))
         self.on_add(due_us)
@@ -127,21 +126,21 @@ class Store(Database):
     # --- out -----------------------------------------------------------------------------
 
     def next_due_us(self) -> int | None:
-        """The earliest due time, in microseconds since the epoch; None if no message is waiting."""
+        """Return the earliest due time, in microseconds since the epoch, or None."""
         mine = {"mine": self.namespace}
         due_us = self.look_up(lambda connection: connection.execute(_NEXT, mine).scalar())
         return None if due_us is None else int(due_us)
 
     def taking(self, *, until_us: int) -> AbstractContextManager[DispatchBatch]:
-        """A block with a locked batch of due messages, earliest first.
+        """Open a block with a locked batch of due messages, earliest first.
 
-        At the end of the block delivered messages are removed and refused messages updated. If the
-        block raises an error, or the process dies, the store stays unchanged.
+        The block deletes delivered messages and updates rejected messages at its end. If the block
+        raises an error, or the process dies, nothing changes.
         """
         return self._batch(DUE, {"mine": self.namespace, "until": until_us})
 
     def taking_parked(self, *, after_id: int) -> AbstractContextManager[DispatchBatch]:
-        """A block with a locked batch of parked messages, as in :meth:`taking`."""
+        """Open a block as in :meth:`taking`, with a batch of parked (rejected) messages."""
         return self._batch(PARKED, {"mine": self.namespace, "after": after_id})
 
     @contextmanager
@@ -156,7 +155,7 @@ class Store(Database):
     # --- the sign of a dispatcher --------------------------------------------------------
 
     def show_dispatching(self) -> None:
-        """Record for :data:`SHOWN_SECONDS` that a dispatcher is running."""
+        """Record for :data:`SHOWN_SECONDS` that a dispatcher moves due messages."""
 
         def renewed(seen: Snapshot) -> Change[None]:
             return Change(str(seen.now_us), seen.now_us + SHOWN_SECONDS * 1_000_000, None)
@@ -164,7 +163,7 @@ class Store(Database):
         self.records.change(_DISPATCHING, renewed)
 
     def _is_shown(self) -> bool:
-        """True if a dispatcher is running, by its record."""
+        """Return True if a record shows that a dispatcher is running."""
         return self.records.read(_DISPATCHING).text is not None
 
     # --- looking -------------------------------------------------------------------------
@@ -185,7 +184,7 @@ class Store(Database):
         return Census(int(waiting), parked, int(overdue or 0), until_first_us, self._is_shown())
 
     def look_for_dispatcher(self) -> Census:
-        """A quick census that does not count messages: *waiting* and *overdue* are 0 or 1."""
+        """Return quick numbers without counting: *waiting* and *overdue* are 0 or 1."""
         due_us = self.next_due_us()
         until_us = None if due_us is None else due_us - time_ns() // 1000
         overdue = until_us is not None and until_us <= 0
@@ -199,7 +198,7 @@ class Store(Database):
         )
 
     def parked(self, *, limit: int) -> list[str]:
-        """Envelopes of the first *limit* parked messages."""
+        """Return kombu's JSON of the first *limit* parked (due, but rejected) messages."""
         statement = (
             select(_ROW.envelope).where(_MINE, _ROW.due_us.is_(None)).order_by(_ROW.id).limit(limit)
         )
@@ -207,7 +206,7 @@ class Store(Database):
         return self.look_up(lambda connection: list(connection.execute(statement, mine).scalars()))
 
     def purge(self, *, parked: bool) -> int:
-        """Delete all waiting messages, or all parked ones; return their number."""
+        """Delete all waiting messages, or all parked messages; return their number."""
         which = _ROW.due_us.is_(None) if parked else _ROW.due_us.is_not(None)
         statement = delete(MESSAGES).where(_MINE, which)
         return self.do(
@@ -216,5 +215,5 @@ class Store(Database):
 
 
 def is_about_a_row(error: Exception) -> bool:
-    """True if the database refuses the values of a row, and would accept others."""
+    """Return True if the database rejects the values of one row, and would accept others."""
     return isinstance(error.__cause__, exc.DataError | exc.IntegrityError)

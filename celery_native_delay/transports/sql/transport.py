@@ -1,7 +1,7 @@
-"""Subclasses of kombu's transports whose brokers cannot delay messages: these wait in a store.
+"""Extend kombu's transports whose brokers cannot delay messages: messages wait in a database.
 
-Each subclass is made when it is first asked for. Without ``transport_options["native_delay"]`` it
-behaves exactly as kombu's.
+Each subclass is made when it is first asked for. Without ``transport_options["native_delay"]`` the
+subclass behaves exactly as kombu's transport.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .whole_files import is_folder, put_file
 
 
 class StoreDelayingChannel(DelayingChannel):
-    """A channel whose delayed messages wait in a store. A mixin before kombu's channel."""
+    """A mixin before kombu's channel, that makes delayed messages wait in a database."""
 
     own_store: str | None = None
     """The URL of the broker itself, if the broker is a database."""
@@ -118,7 +118,7 @@ def _require_sqlalchemy() -> None:
 
 
 class _Refusing:
-    """Raises *refusal* for every use: without SQLAlchemy no message can be delayed."""
+    """Raises *refusal* at every use, because without SQLAlchemy no message can be delayed."""
 
     def __init__(self, refusal: NativeDelayError) -> None:
         self.refusal = refusal
@@ -128,7 +128,7 @@ class _Refusing:
 
 
 class StoreDelayingTransport(DelayingTransport):
-    """A transport whose delayed messages wait in a store. A mixin before kombu's transport."""
+    """A mixin before kombu's transport, that makes delayed messages wait in a database."""
 
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)  # type: ignore[call-arg]
@@ -138,7 +138,7 @@ class StoreDelayingTransport(DelayingTransport):
                 _require_sqlalchemy()  # the import takes up to a second
 
     def waker(self) -> Callable[[], None]:
-        """A function that ends the pause between two polls, from any thread.
+        """Return a function that ends the pause between two polls, from any thread.
 
         During this pause Celery's loop for brokers without sockets does no other work.
         """
@@ -160,7 +160,7 @@ class StoreDelayingTransport(DelayingTransport):
         return f"{settings.namespace} of {without_password(self._store_url(settings))}"
 
     def own_records(self: Any, settings: DelaySettings) -> Place | None:
-        """The records in the store; None if no store is set."""
+        """Return the records of waiting tasks in the store; None if no store is set."""
         url = self._store_url(settings)
         return Place(url, settings.namespace) if is_store_url(url) else None
 
@@ -176,7 +176,7 @@ class StoreDelayingTransport(DelayingTransport):
 
 
 class FolderChannel(StoreDelayingChannel):
-    """A channel of kombu's filesystem transport, whose consumers find only complete files."""
+    """A channel of kombu's filesystem transport that writes only complete files."""
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
         if self.due_of(message) is not None or underway.get() is not None:
@@ -188,7 +188,7 @@ class FolderChannel(StoreDelayingChannel):
 
 
 class DatabaseChannel(StoreDelayingChannel):
-    """A channel of kombu's sqlalchemy transport, whose database is the store unless one is set."""
+    """kombu's sqlalchemy channel; messages wait in its database, or the store if one is set."""
 
     @property
     def own_store(self: Any) -> str:  # type: ignore[override]
@@ -217,13 +217,13 @@ class DatabaseTransport(StoreDelayingTransport):
 
 
 def _for_engines(options: dict[str, Any]) -> dict[str, Any]:
-    """*options* without those that SQLAlchemy would refuse: kombu passes all to SQLAlchemy."""
+    """Return *options* without those that SQLAlchemy would refuse, because kombu passes all."""
     ours = (OPTION, "polling_interval")
     return {name: value for name, value in options.items() if name not in ours}
 
 
 def delaying(kombus: type[virtual.Transport]) -> type[virtual.Transport]:
-    """Make a subclass of a transport of kombu, whose delayed messages wait in a store."""
+    """Make a subclass of kombu's transport *kombus* whose delayed messages wait in a database."""
     plain = kombus.Channel
     is_database = hasattr(plain, "_engine_from_config")
     mixin: type = StoreDelayingChannel
@@ -244,7 +244,7 @@ def delaying(kombus: type[virtual.Transport]) -> type[virtual.Transport]:
 
 
 def disconnected_of(kombus: type[virtual.Transport]) -> type[Exception]:
-    """An error for a closed channel, from which this transport of kombu recovers."""
+    """Return an error class for a closed channel, from which transport *kombus* recovers."""
     found: type[Exception] = RecoverableConnectionError
     recoverable = getattr(kombus, "recoverable_connection_errors", kombus.connection_errors)
     if not issubclass(found, recoverable):
@@ -256,7 +256,7 @@ _transports: dict[str, type[virtual.Transport]] = {}
 
 
 def transport_of(alias: str) -> type[virtual.Transport]:
-    """Our transport for an alias of kombu, such as "filesystem". It imports kombu's transport."""
+    """Import kombu's transport for an alias such as "filesystem"; return our subclass."""
     if alias not in _transports:
         original = originals[alias]
         found = original() if callable(original) else symbol_by_name(original)

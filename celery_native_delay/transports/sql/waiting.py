@@ -1,7 +1,7 @@
-"""Lists, cancels and moves the waiting tasks of a store.
+"""List, cancel and reschedule the waiting tasks of a store (the database in which messages wait).
 
-A change and the dispatcher lock the row of a message. The later of the two finds the row deleted,
-or with another due time.
+A change locks the row of a message, and so does the dispatcher, which moves due messages to their
+queues. The later of the two finds the row deleted, or with another due time.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class StoreWaitingTasks(SqlListing):
         return outcome
 
     def _dispatch(self) -> None:
-        """Dispatch a batch of due messages, so that they are not listed until a worker does it."""
+        """Move a batch of due messages to their queues, so that they are not listed as waiting."""
         lost = self._channel.connection.client.connection_errors
         with suppress(OSError, *lost):  # a worker does it when the broker is back
             hand_over = self._hand_over

@@ -1,7 +1,7 @@
-"""Writes messages for kombu's filesystem transport so that consumers see only complete files.
+"""Write messages for kombu's filesystem transport so that consumers see only complete files.
 
-kombu creates a file under its final name and fills it afterwards. A consumer that looks in between
-takes an empty file and loses the message. So this package writes under another name, and renames.
+kombu creates a file under its final name. A consumer that looks too soon takes an empty file and
+loses the message. So this package writes under another name, and then renames the file.
 https://github.com/celery/kombu/blob/v5.5.0/kombu/transport/filesystem.py#L238
 """
 
@@ -16,24 +16,24 @@ from uuid import uuid4
 
 from kombu.exceptions import ChannelError
 
-#: Error numbers for which the name of the queue is the cause if the folder exists.
+#: Error numbers that mean that the queue's name is wrong, if the folder exists.
 _BY_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL, errno.ENAMETOOLONG)
 
 
 def is_folder(channel: Any) -> bool:
-    """True if *channel* is one of kombu's filesystem transport."""
+    """Return True if *channel* is a channel of kombu's filesystem transport."""
     return hasattr(channel, "data_folder_out")
 
 
 def put_file(channel: Any, queue: str, envelope: str) -> None:
     """Write a message, as JSON, into the folder of *channel*, under a name as kombu would choose.
 
-    Raises ChannelError if no file can have this name, and OSError if the folder does not exist, is
-    full or not writable.
+    Raises ChannelError if no file can have this name. Raises OSError if the folder does not exist,
+    is full, or is not writable.
     """
     folder = Path(channel.data_folder_out)
     name = f"{round(monotonic() * 1000)}_{uuid4()}"
-    # Without the queue's name: consumers of kombu 5.5 look for it anywhere in a file's name.
+    # Without the queue's name: kombu 5.5's consumers look for that name anywhere in a file's name.
     unfinished = folder / f"{name}.unfinished"
     try:
         unfinished.write_bytes(envelope.encode())

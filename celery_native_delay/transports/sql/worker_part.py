@@ -1,4 +1,4 @@
-"""A worker's work for a store: dispatch, store early messages again, retry parked messages."""
+"""A worker's duties for a store: move due messages, store early ones again, retry rejected ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 class StoreWorkerPart(WorkerPart):
     def prepare(self, where: str) -> str:
-        """Create missing tables. If the store is unreachable, the dispatcher creates them later."""
+        """Create the database's missing tables, or leave them to the dispatcher in an outage."""
         store: Store = self._delays.store
         try:
             store.prepare()
@@ -35,7 +35,7 @@ class StoreWorkerPart(WorkerPart):
         )
 
     def dangers(self) -> list[Finding]:
-        """Find two different folders, between which dispatched messages would be lost."""
+        """Find different folders ``data_folder_out`` and ``data_folder_in``: messages get lost."""
         if not is_folder(self._channel):
             return []
         out, into = self._channel.data_folder_out, self._channel.data_folder_in
@@ -49,17 +49,17 @@ class StoreWorkerPart(WorkerPart):
         return [Finding("folders", WRONG, problem, way_out)]
 
     comes_back_late_seconds = 0.3
-    """Seconds. Dispatchers of other processes look every 0.25 s."""
+    """Longest lateness of a message put back: other processes look for it every 0.25 s."""
 
     def put_one_back(self, wait: Wait) -> None:
         self._delays.put_back(wait.on(wait.message._raw), wait.queue, due_us=wait.due_us)
 
     def rescue(self) -> Rescue:
-        """Try to deliver every parked message once more. Several processes may do so at once."""
+        """Try again to deliver parked messages; several processes may do so at once."""
         return rescue(self._channel, self._delays.store)
 
     def sweep(self) -> int:
-        """Remove expired records."""
+        """Remove expired records (state about waiting tasks); return how many were removed."""
         return int(self._delays.records.sweep())
 
     def promoter(self, connect: Callable[..., Any]) -> Dispatcher:
@@ -67,7 +67,7 @@ class StoreWorkerPart(WorkerPart):
 
 
 def rescue(channel: Any, store: Store) -> Rescue:
-    """Try to deliver all parked messages. Messages that are refused again stay parked."""
+    """Try to deliver all parked messages (due, but their queue rejected them)."""
     outcome = Rescue()
     if not store.count_parked():
         return outcome

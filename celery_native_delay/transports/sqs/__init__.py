@@ -1,8 +1,8 @@
-"""Amazon SQS: up to 15 minutes a message waits in its own queue, longer in a delay queue.
+"""Amazon SQS: a message waits up to 15 minutes in its own queue, and longer in a delay queue.
 
-The delay queue is ``<queue>-delay.fifo``. A relay receives messages from it, and sends them back
-there or, with the last ``DelaySeconds``, to their queue. Needs ``pip install
-'celery_native_delay[sqs]'``.
+The delay queue is ``<queue>-delay.fifo``. After 15 minutes a relay (a worker thread) sends each
+message back there, or with the last ``DelaySeconds`` to its own queue. Install
+``celery_native_delay[sqs]``.
 """
 
 from .transport import Channel, Transport

@@ -1,4 +1,4 @@
-"""The work of the command line on SQS."""
+"""The command line's requests to SQS."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _DELAYED = "ApproximateNumberOfMessagesDelayed"
 
 
 class Status:
-    """Approximate numbers of waiting messages. SQS does not tell due times, and none is parked.
+    """Approximate numbers of waiting messages in SQS, which does not tell due times.
 
-    For each queue: *here* is the number in the queue itself, for less than 15 minutes. *on_the_way*
-    is the number in its delay queue, None if there is none. *overdue* messages have finished their
-    wait in the delay queue, and no relay receives them.
+    For each queue, *here* is the number of messages in the queue itself, and *on_the_way* the
+    number in its delay queue, or None. *overdue* messages have finished their wait in the delay
+    queue, but no relay receives them.
     """
 
     def __init__(self, name: str, queues: list[dict[str, Any]]) -> None:
@@ -134,7 +134,7 @@ class SqsAdminPart(NothingParked):
         return with_records(backlog, self._channel, self._delays.settings)
 
     def purge(self) -> int:
-        """Empty the delay queues and the records. Returns the number of messages.
+        """Empty the delay queues and the records; return how many messages were deleted.
 
         Messages that wait in their own queue stay, because SQS cannot purge them separately. They
         are no longer listed.

@@ -1,4 +1,4 @@
-"""Delay queues: their names, their attributes, and what is wrong with one. Pure."""
+"""Define names and attributes of SQS delay queues, for waits over 15 minutes. No I/O."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SUFFIX = f"-delay{FIFO}"
 #: The longest name of a queue that SQS accepts, in characters.
 LONGEST_NAME = 80
 
-#: 14 days in seconds, the longest retention of SQS. Each hop is a new message, and counts anew.
+#: 14 days, the longest retention of SQS. It starts again after each wait of up to 15 minutes.
 RETENTION_SECONDS = 1_209_600
 
 _CHECK = "delay queues"
@@ -34,22 +34,22 @@ ASKED = [*_COUNTS, _SIZE, *_FIFO_ONLY, "DelaySeconds", "MessageRetentionPeriod",
 
 
 def asked_of(name: str) -> list[str]:
-    """The attributes to read of a queue. SQS refuses those of FIFO queues for other queues."""
+    """Return the attributes to read of a queue; SQS refuses FIFO attributes of other queues."""
     return ASKED if name.endswith(FIFO) else [*_COUNTS, _SIZE]
 
 
 def delay_queue_of(queue: str) -> str:
-    """The kombu name of the delay queue of *queue*, for messages that wait over 15 minutes."""
+    """Return kombu's name of the delay queue of *queue*, for messages that wait over 15 minutes."""
     return f"{queue}{_SUFFIX}"
 
 
 def can_delay(queue: str) -> bool:
-    """True if messages for *queue* can wait in SQS: FIFO queues take no delay per message."""
+    """Return True if messages for *queue* can wait in SQS, so *queue* is no FIFO queue."""
     return not queue.endswith(FIFO)
 
 
 def why_not_made(name: str) -> str:
-    """The reason why the delay queue *name* is not created, and what to do."""
+    """Return the reason why the delay queue *name* is not created, and what to do."""
     if len(name) > LONGEST_NAME:
         return (
             f"has {len(name)} characters and SQS takes {LONGEST_NAME}: shorten the name of its "
@@ -59,20 +59,20 @@ def why_not_made(name: str) -> str:
 
 
 def attributes_of(user: Mapping[str, Any]) -> dict[str, str]:
-    """The attributes of a new delay queue. *user* are kombu's ``sqs-creation-attributes``."""
+    """Return a delay queue's attributes; *user* are kombu's ``sqs-creation-attributes``."""
     others = {name: value for name, value in user.items() if name != "RedrivePolicy"}
     return others | {
         "FifoQueue": "true",
         "DelaySeconds": str(hops.HOP_SECONDS),
         "MessageRetentionPeriod": str(RETENTION_SECONDS),
-        # Without these two a FIFO queue takes 300 requests per second only.
+        # Without these two attributes a FIFO queue takes only 300 requests per second.
         "DeduplicationScope": "messageGroup",
         "FifoThroughputLimit": "perMessageGroupId",
     }
 
 
 def mismatches(name: str, attributes: Mapping[str, str]) -> list[Finding]:
-    """Find attributes of a delay queue that are wrong."""
+    """Return a finding for each wrong attribute of a delay queue."""
     expected = {"DelaySeconds": hops.HOP_SECONDS, "MessageRetentionPeriod": RETENTION_SECONDS}
     found = []
     for attribute, value in expected.items():
@@ -93,7 +93,7 @@ def mismatches(name: str, attributes: Mapping[str, str]) -> list[Finding]:
 
 
 def advice(name: str, attributes: Mapping[str, str]) -> list[Finding]:
-    """Find attributes of a delay queue that could be better."""
+    """Return a finding for each attribute of a delay queue that could be better."""
     if attributes.get("FifoThroughputLimit") == "perMessageGroupId":
         return []
     way = "DeduplicationScope=messageGroup,FifoThroughputLimit=perMessageGroupId"
@@ -101,17 +101,17 @@ def advice(name: str, attributes: Mapping[str, str]) -> list[Finding]:
 
 
 def most_bytes_of(attributes: Mapping[str, str]) -> int:
-    """The size in bytes of the largest message that a queue accepts."""
+    """Return the size in bytes of the largest message that an SQS queue accepts."""
     return int(attributes.get(_SIZE) or MOST_BYTES)
 
 
 def waiting_in(attributes: Mapping[str, str]) -> int:
-    """The approximate number of messages in a delay queue."""
+    """Return the approximate number of messages in a delay queue (for waits over 15 minutes)."""
     return sum(int(attributes.get(name) or 0) for name in _COUNTS)
 
 
 def overdue_in(attributes: Mapping[str, str]) -> int:
-    """The number of messages that a relay should have received, if no relay seems to run.
+    """Return how many messages in a delay queue are overdue; 0 if a relay seems to run.
 
     A running relay leaves no messages in the queue, and has some in flight.
     """

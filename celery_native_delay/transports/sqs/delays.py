@@ -1,4 +1,4 @@
-"""Delayed publishing on one SQS channel: to the message's queue, or to its delay queue."""
+"""Publish delayed messages on one SQS channel: to their queue, or to its delay queue."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ logger = logging.getLogger(__name__)
 
 #: Seconds until a producer reads the attributes of a delay queue again.
 LOOK_SECONDS = 600.0
-#: The same while the delay queue does not exist.
+#: Seconds until a producer looks again for a delay queue that does not exist.
 LOOK_FOR_SECONDS = 60.0
 
 
 class KnownDelayQueue(NamedTuple):
-    """A producer's knowledge of a delay queue, read *at* a monotonic time.
+    """The attributes of a delay queue that a producer remembers, read *at* a monotonic time.
 
-    *url* is None if the delay queue does not exist. *most_bytes* is the largest message that the
-    destination accepts.
+    *url* is None if the delay queue does not exist. *most_bytes* is the size of the largest message
+    that the destination accepts.
     """
 
     at: float
@@ -46,7 +46,7 @@ class KnownDelayQueue(NamedTuple):
 
 
 class Delays(recorded.Delays):
-    """Delayed publishing on one SQS channel."""
+    """Publishes delayed messages on one SQS channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(channel, settings)
@@ -54,13 +54,11 @@ class Delays(recorded.Delays):
         self._known: dict[str, KnownDelayQueue] = {}
 
     def send(self, put: SqsMessage, *, now_us: int) -> None:
-        """Send a message to its queue with a delay, or to its delay queue.
+        """Send a message to its queue, or to its delay queue if the wait exceeds 15 minutes.
 
-        The delay queue recognises a second attempt by the delivery tag.
-
-        Raises:
-            CannotDelay: it is too large.
-            TopologyMismatch, NotPermitted: nothing was sent.
+        The delay queue recognises a second attempt by the delivery tag. Raises CannotDelay (the
+        message is too large), TopologyMismatch or NotPermitted. After these errors nothing was
+        sent.
         """
         queue = put.queue
         self.check_size(put, now_us=now_us)
@@ -82,17 +80,17 @@ class Delays(recorded.Delays):
         )
 
     def check_size(self, put: SqsMessage, *, now_us: int) -> None:
-        """Raise CannotDelay if a message is too large for SQS, or for its destination."""
+        """Raise CannotDelay if a message is too large for SQS, or for its destination queue."""
         if not put.is_far(now_us=now_us):
             check_size(put.payload.size_bytes, queue=put.queue)
             return
         check_size(put.entry(now_us=now_us).size_bytes, queue=put.queue)
-        # At the end of the wait it would be too late to raise an error.
+        # An error at the end of the wait would come too late.
         most_bytes = self.known_delay_queue(put.queue).most_bytes
         check_size(put.payload.size_bytes, queue=put.queue, most_bytes=most_bytes)
 
     def _send(self, queue: str, payload: Payload, delay_seconds: int) -> None:
-        """Send to *queue* itself. If the queue was deleted, kombu creates it, and we send again."""
+        """Send to *queue* itself. If the queue was deleted, kombu creates it, and this repeats."""
         arguments = {"DelaySeconds": delay_seconds, **payload.arguments()}
         for is_last_try in (False, True):
             try:
@@ -104,7 +102,7 @@ class Delays(recorded.Delays):
                 self.queues.forget(queue)
 
     def _send_into_delay_queue(self, queue: str, entry: Entry) -> bool:
-        """Send to the delay queue of *queue*. False if it does not exist (any more)."""
+        """Send to the delay queue of *queue*; return False if the delay queue does not exist."""
         name = delay_queue_of(queue)
         for _ in range(2):
             url = self.known_delay_queue(queue).url
@@ -125,10 +123,10 @@ class Delays(recorded.Delays):
             self.queues.client(queue).send_message(QueueUrl=url, **arguments)
 
     def known_delay_queue(self, queue: str) -> KnownDelayQueue:
-        """This producer's knowledge of the delay queue of *queue*, renewed after some minutes.
+        """Return the attributes of the delay queue of *queue*, read again after some minutes.
 
-        It warns if the delay queue does not exist, or if no relay seems to receive from it. Raises
-        TopologyMismatch if its attributes are wrong.
+        Logs a warning if the delay queue does not exist, or if nothing seems to receive from it.
+        Raises TopologyMismatch if its attributes are wrong.
         """
         known = self._known.get(queue)
         if known is None or monotonic() - known.at > (
@@ -176,7 +174,7 @@ class Delays(recorded.Delays):
         return most_bytes_of(told or {})
 
 
-#: Warnings that this process has logged.
+#: The warnings that this process has already logged.
 _said: set[str] = set()
 
 
@@ -187,7 +185,7 @@ def _say_once(sentence: str) -> None:
 
 
 def leave_to_celery(queue: str) -> None:
-    """Warn once that tasks for a user's FIFO queue are not delayed in SQS."""
+    """Warn, once per queue, that tasks for a user's FIFO queue do not wait in SQS."""
     _say_once(
         f"{queue!r} is a FIFO queue, where SQS takes no delay for a single message: its tasks with "
         f"an ETA stay with Celery, in the memory of its workers"

@@ -1,7 +1,7 @@
-"""The form of messages in SQS: as kombu sends them, and as entries of a delay queue. Pure.
+"""Encode messages for SQS: as kombu sends them, and as entries of a delay queue. No I/O.
 
-Only relays read a delay queue. An entry is a line of JSON with the remaining delay, a newline, and
-the body for the destination, which stays unchanged on the way.
+Only relays (worker threads that send these messages on) read a delay queue. An entry is a line of
+JSON with the remaining delay, a newline, and the body for the destination, which never changes.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ VERSION = 1
 #: The largest message, or batch of messages, in bytes: 1 MiB since 2025. A queue may accept less.
 MOST_BYTES = 1_048_576
 
-#: Bytes by which the numbers in an entry may grow until its last hop.
+#: By how many bytes the numbers in an entry may grow until its last wait.
 _GROWTH_BYTES = 16
 
-#: A property that kombu sends outside the body: ``kombu.transport.SQS.Channel._put``.
+#: A property that kombu sends outside the body, in ``kombu.transport.SQS.Channel._put``.
 _ATTRIBUTES = "message_attributes"
 
 
 @dataclass(frozen=True)
 class Payload:
-    """The body and attributes of a message to its destination. *group_id* is for fair queues."""
+    """Body and attributes of a message; *group_id* is the message group for fair queues."""
 
     body: str
     attributes: Mapping[str, Any] = field(default_factory=dict)
@@ -42,26 +42,26 @@ class Payload:
 
     @classmethod
     def of(cls, message: Mapping[str, Any], *, base64: bool) -> Self:
-        """The payload of kombu's *message*. *base64* is kombu's ``sqs_base64_encoding``."""
+        """Return kombu's *message* for SQS; *base64* is kombu's ``sqs_base64_encoding``."""
         properties = dict(message["properties"])
         attributes = properties.pop(_ATTRIBUTES, None) or {}
         text = encoded({**message, "properties": properties})
         return cls("", attributes, properties.get("MessageGroupId")).holding(text, base64=base64)
 
     def holding(self, text: str, *, base64: bool) -> Self:
-        """This payload with the JSON *text* of another message."""
+        """Return a copy of this payload with the JSON *text* of another message as body."""
         return replace(self, body=b64encode(text.encode()).decode() if base64 else text)
 
     @property
     def size_bytes(self) -> int:
-        """The size in bytes, as SQS counts it."""
+        """Return the size in bytes, as SQS counts it."""
         return len(self.body.encode()) + sum(
             len(name.encode()) + sum(len(_bytes(part)) for part in value.values())
             for name, value in self.attributes.items()
         )
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of boto's ``send_message`` to a standard queue."""
+        """Return the arguments of boto's ``send_message`` to a standard queue."""
         found: dict[str, Any] = {"MessageBody": self.body}
         if self.attributes:
             found["MessageAttributes"] = self.attributes
@@ -72,10 +72,11 @@ class Payload:
 
 @dataclass(frozen=True)
 class Entry:
-    """A message in a delay queue.
+    """A message in a delay queue, where messages wait over 15 minutes.
 
-    *hop* counts its waits there, from 0. *left_ms* is the rest of its delay in milliseconds at the
-    beginning of this hop. *due_ms* is its due time in milliseconds since the epoch, for people.
+    *hop* counts the message's waits there, from 0. *left_ms* is the rest of the delay in
+    milliseconds at the beginning of this wait. *due_ms*, in milliseconds since the epoch, is for
+    people.
     """
 
     id: str
@@ -85,11 +86,11 @@ class Entry:
     hop: int = 0
 
     def again(self, left_ms: int) -> Entry:
-        """The entry for the next hop."""
+        """Return the entry for the next wait of up to 15 minutes."""
         return replace(self, left_ms=left_ms, hop=self.hop + 1)
 
     def text(self) -> str:
-        """The body of the message in the delay queue."""
+        """Return the body of the message in the delay queue."""
         payload = asdict(self.payload)
         body = payload.pop("body")
         head = {"v": VERSION, "id": self.id, "left": self.left_ms, "due": self.due_ms}
@@ -98,14 +99,14 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """The largest size in bytes that SQS counts, on any hop and at the destination."""
+        """Return the message's largest size in bytes, in the delay queue or at the destination."""
         return max(len(self.text().encode()) + _GROWTH_BYTES, self.payload.size_bytes)
 
     def arguments(self) -> dict[str, Any]:
-        """Arguments of boto's ``send_message`` to the delay queue.
+        """Return the arguments of boto's ``send_message`` to the delay queue.
 
-        Each message has its own group, so none blocks another. The deduplication id contains the
-        hop: if a relay dies, and another repeats its send within five minutes, SQS ignores it.
+        Each message has its own message group, so no message blocks another. The deduplication id
+        contains the number of waits, so SQS ignores a relay's repetition within five minutes.
         """
         return {
             "MessageBody": self.text(),
@@ -115,7 +116,7 @@ class Entry:
 
 
 class SqsMessage(NamedTuple):
-    """A delayed message for *queue*. *id* is its id in a delay queue, *base64* kombu's setting."""
+    """A delayed message for *queue*; *id* is its id in a delay queue, *base64* kombu's setting."""
 
     queue: str
     due_us: int
@@ -125,13 +126,13 @@ class SqsMessage(NamedTuple):
 
     @property
     def envelope(self) -> str:
-        """kombu's message as JSON."""
+        """Return kombu's message as JSON."""
         body = self.payload.body
         return b64decode(body).decode() if self.base64 else body
 
     @property
     def message(self) -> dict[str, Any]:
-        """kombu's message, with its attributes."""
+        """Return kombu's message, with its attributes."""
         message: dict[str, Any] = loads(self.envelope)
         if self.payload.attributes:
             message["properties"][_ATTRIBUTES] = self.payload.attributes
@@ -149,11 +150,11 @@ class SqsMessage(NamedTuple):
         return milliseconds_up(self.due_us - now_us)
 
     def is_far(self, *, now_us: int) -> bool:
-        """True if the delay is longer than 15 minutes."""
+        """Return True if the delay is longer than 15 minutes."""
         return hops.seconds_up(self.wait_ms(now_us=now_us)) > hops.HOP_SECONDS
 
     def seconds_here(self, *, now_us: int) -> int:
-        """The ``DelaySeconds`` with which it waits in its own queue."""
+        """Return the ``DelaySeconds`` with which the message waits in its own queue."""
         return min(hops.seconds_up(self.wait_ms(now_us=now_us)), hops.HOP_SECONDS)
 
     def entry(self, *, now_us: int) -> Entry:
@@ -162,7 +163,7 @@ class SqsMessage(NamedTuple):
 
 
 def opened(text: str) -> Entry:
-    """Read the text of :meth:`Entry.text`. Raises ValueError for any other text."""
+    """Return the entry that :meth:`Entry.text` encoded. Raises ValueError for any other text."""
     head, newline, body = text.partition("\n")
     found = loads(head) if newline else None
     if not isinstance(found, dict) or found.get("v") != VERSION:

@@ -1,35 +1,35 @@
-"""The arithmetic of long delays in SQS, which delays a message for at most 15 minutes. Pure.
+"""Split long delays into waits of up to 15 minutes, the longest that SQS delays a message.
 
-A longer delay is split into hops. For each hop the message waits in the delay queue. The relay that
-receives it sends it back there, or to its destination if the rest is short enough.
+During each wait the message is in the delay queue. After each wait a relay (a worker thread) sends
+the message back there, or to its destination if the rest of the delay is short enough. No I/O.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Seconds of one hop: the longest ``DelaySeconds`` of SQS. Tests set a shorter one.
+#: The longest wait in SQS, in seconds: the longest ``DelaySeconds``. Tests set a shorter wait.
 HOP_SECONDS = 900
 
 #: Seconds for which SQS recognises a deduplication id.
 RECOGNISED_SECONDS = 300
 
-#: Messages per request, to send, receive or delete them.
+#: How many messages one request sends, receives or deletes.
 BATCH = 10
 
-#: Requests per hop: one to receive, one to send, one to delete.
+#: How many requests one wait costs: one to receive, one to send, one to delete.
 REQUESTS_PER_HOP = 3
 
 
 def seconds_up(milliseconds: int) -> int:
-    """Milliseconds as whole seconds, rounded up: SQS delays whole seconds, and never early."""
+    """Return *milliseconds* as whole seconds, rounded up: SQS delays by whole seconds."""
     return max(0, -(-milliseconds // 1000))
 
 
 def remainders(delay_ms: int) -> list[int]:
-    """The remaining seconds of a delay at each send. The last send is to the destination.
+    """Return the remaining seconds of a delay at each send; the last send is to the destination.
 
-    32 min 5 s are sent with 1,925 s left, again with 1,025 s, and with the last 125 s.
+    For 32 min 5 s these are 1,925 s, 1,025 s and 125 s.
     """
     left = seconds_up(delay_ms)
     hops = max(0, -(-left // HOP_SECONDS) - 1)
@@ -40,9 +40,8 @@ def remainders(delay_ms: int) -> list[int]:
 class Reception:
     """The times at which SQS delivered a message from a delay queue, by the clock of SQS.
 
-    *sent_ms*, *first_received_ms* and *now_ms* are in milliseconds since the epoch. *now_ms* is the
-    date of SQS' answer, in whole seconds. It counts if another relay received the message before
-    and died.
+    All times are in milliseconds since the epoch. *now_ms* is the date of SQS' answer, in whole
+    seconds. *now_ms* matters if another relay received the message before, and died.
     """
 
     sent_ms: int
@@ -51,14 +50,14 @@ class Reception:
     now_ms: int
 
     def left_ms(self, delay_ms: int) -> int:
-        """The remaining milliseconds of a delay; negative if it is over."""
+        """Return the remaining milliseconds of a delay; negative if the delay is over."""
         return delay_ms - max(0, self._received_ms - self.sent_ms)
 
     def is_last_hop(self, delay_ms: int) -> bool:
-        """True if the message goes to its destination now.
+        """Return True if the relay (a worker thread) sends the message to its destination now.
 
-        While SQS recognises a repeated send, this is what the first relay has decided. Otherwise
-        one relay could send the message to its destination, and another back to the delay queue.
+        While SQS recognises a repeated send, the answer is what the first relay decided. Otherwise
+        one relay could send to the destination, and another back to the delay queue.
         """
         if self._received_ms - self.first_received_ms < RECOGNISED_SECONDS * 1000:
             left = delay_ms - max(0, self.first_received_ms - self.sent_ms)
@@ -73,5 +72,5 @@ class Reception:
 
 
 def retry_seconds(receive_count: int) -> int:
-    """Seconds until a message that could not be sent is tried again, by its receive count."""
+    """Return the wait before another send; SQS has delivered the message *receive_count* times."""
     return min(1 << min(receive_count, 20), 900)

@@ -1,7 +1,7 @@
-"""Bulk publishing to SQS: ten messages in a request. Refused messages are reported.
+"""Publish in bulk to SQS: ten messages per request. Refused messages are reported.
 
-A request whose answer was lost is sent again. For a delay queue, which is a FIFO queue, SQS ignores
-the repetition within five minutes. In a standard queue the messages may come twice.
+A request whose answer was lost is sent again. SQS ignores the repetition in a delay queue (a FIFO
+queue) within five minutes. In a standard queue the messages may arrive twice.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError, NoRegionError)
 
 
 class NotYet(Exception):
-    """SQS did not accept some messages now. They are sent again."""
+    """An error: SQS did not accept some messages now, and they are sent again."""
 
 
 class SqsCollecting(Collecting):
-    """A channel that collects messages in the form in which SQS accepts them."""
+    """A channel that collects messages for a bulk publisher, in the form that SQS accepts."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> SqsMessage | PlainMessage:
         due_us = self.due_of(message)
@@ -56,7 +56,7 @@ class SqsCollecting(Collecting):
             super().put_plainly(put)
 
     def check(self: Any, put: SqsMessage) -> None:
-        """Raise an error if SQS cannot accept a message, before it is added to a batch."""
+        """Raise an error if SQS cannot accept a message, before the message is added to a batch."""
         delays: Delays = self.delays
         now_us = time_ns() // 1000
         delays.check_size(put, now_us=now_us)
@@ -65,7 +65,7 @@ class SqsCollecting(Collecting):
 
 
 class Outbox(RecordedOutbox[SqsMessage | PlainMessage]):
-    """Sends delayed messages, ten in a request. Immediate messages are sent one by one."""
+    """Sends delayed messages to SQS, ten per request. Immediate messages are sent one by one."""
 
     lost = (*RecordedOutbox.lost, BotoCoreError, ClientError, NotYet)
     collecting = SqsCollecting
@@ -87,7 +87,7 @@ class Outbox(RecordedOutbox[SqsMessage | PlainMessage]):
     def _packed(
         self, puts: list[SqsMessage | PlainMessage]
     ) -> Iterable[OutboxBatch[SqsMessage | PlainMessage]]:
-        """Batches of messages to the same queue."""
+        """Return batches of messages, each to one queue."""
         now_us = time_ns() // 1000
         ways: dict[tuple[str, bool], list[SqsMessage | PlainMessage]] = {}
         for put in puts:
@@ -97,7 +97,7 @@ class Outbox(RecordedOutbox[SqsMessage | PlainMessage]):
                 way = put.queue, put.is_far(now_us=now_us)
                 ways.setdefault(way, []).append(put)
         for together in ways.values():
-            # An entry has some 200 bytes more than its message.
+            # An entry has some 200 bytes more than the message in it.
             yield from map(OutboxBatch, in_requests(together, lambda put: put.size_bytes + 1000))
 
     def _deliver(self, batch: OutboxBatch[SqsMessage | PlainMessage]) -> None:
@@ -142,7 +142,7 @@ class Outbox(RecordedOutbox[SqsMessage | PlainMessage]):
             raise NotYet(again[0])
 
     def _lose(self) -> None:
-        """Close the connection only at the end: each request connects by itself."""
+        """Close the connection only at the end, because each request connects by itself."""
         if self._closed.is_set():
             super()._lose()
 

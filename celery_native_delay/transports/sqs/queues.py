@@ -1,4 +1,4 @@
-"""Finds, creates and reads SQS queues through a channel of kombu."""
+"""Find, create and read SQS queues through a channel of kombu."""
 
 from __future__ import annotations
 
@@ -24,36 +24,35 @@ _DENIED = ("AccessDenied", "AccessDeniedException")
 
 
 class Failure(NamedTuple):
-    """The reason why SQS did not accept a message. *is_final*: another attempt would fail, too."""
+    """The reason why SQS did not accept a message; if *is_final*, another attempt would fail."""
 
     reason: str
     is_final: bool
 
 
 class Queues:
-    """The queues of one channel, by their names in kombu."""
+    """The SQS queues of one channel, by their names in kombu."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
 
     def client(self, queue: str) -> Any:
-        """The boto client for *queue*. Each predefined queue has its own."""
+        """Return the boto client for *queue*. Each predefined queue has its own client."""
         return self._channel.sqs(queue=self.name(queue))
 
     def name(self, queue: str) -> str:
-        """The name of *queue* in SQS."""
         return str(self._channel.canonical_queue_name(queue))
 
     def url(self, queue: str) -> str:
-        """The URL of *queue*. A missing queue is created, as kombu does when it publishes."""
+        """Return the URL of *queue*. If *queue* is missing, create it, as kombu does."""
         return str(self._channel._new_queue(queue))
 
     def forget(self, queue: str) -> None:
-        """Forget the URL of *queue*, because the queue was deleted."""
+        """Forget the URL of *queue*, because *queue* was deleted."""
         self._channel._queue_cache.pop(self.name(queue), None)
 
     def find(self, queue: str) -> str | None:
-        """The URL of *queue*; None if it does not exist, or its name is too long."""
+        """Return the URL of *queue*; None if *queue* does not exist, or its name is too long."""
         if len(self.name(queue)) > LONGEST_NAME:
             return None
         try:
@@ -62,10 +61,10 @@ class Queues:
             return None
 
     def make_delay_queue(self, queue: str) -> str | None:
-        """The URL of the delay queue of *queue*. A missing delay queue is created.
+        """Return the URL of the delay queue of *queue*; create the delay queue if it is missing.
 
-        None if it would have to be predefined, or its name is too long. Raises NotPermitted or
-        UnsupportedBroker if SQS refuses.
+        Returns None if the delay queue would have to be predefined, or its name is too long. Raises
+        NotPermitted or UnsupportedBroker if SQS refuses.
         """
         name = self.name(delay_queue_of(queue))
         found = self.find(delay_queue_of(queue))
@@ -85,10 +84,10 @@ class Queues:
     def send_many(
         self, queue: str, messages: Sequence[Mapping[str, Any]], *, url: Callable[[], str]
     ) -> dict[int, Failure]:
-        """Send up to ten messages. Returns the failures by index in *messages*.
+        """Send up to ten messages; return the failures by index in *messages*.
 
-        A message is the arguments of boto's ``send_message`` without the queue's URL, which *url*
-        returns.
+        A message is given as the arguments of boto's ``send_message`` without the queue's URL. The
+        function *url* returns that URL.
         """
         entries = [{"Id": str(at), **message} for at, message in enumerate(messages)]
 
@@ -119,7 +118,7 @@ class Queues:
         }
 
     def attributes(self, queue: str, url: str) -> dict[str, str] | None:
-        """Read the attributes of *queue*; None if it was deleted.
+        """Return the attributes of *queue*; None if *queue* was deleted.
 
         Raises NotPermitted or UnsupportedBroker if SQS refuses.
         """
@@ -138,24 +137,24 @@ class Queues:
 
 
 def is_gone(exc: ClientError) -> bool:
-    """True if the error says that the queue does not exist."""
+    """Return True if the error says that the queue does not exist."""
     return exc.response.get("Error", {}).get("Code") in _GONE
 
 
 def is_about_a_message(exc: ClientError) -> bool:
-    """True if the error is about one message, and not about the queue or the connection."""
+    """Return True if the error is about one message, and not about the queue or the connection."""
     return exc.response.get("Error", {}).get("Code") in _MESSAGE_REFUSED
 
 
 def dated_ms(answer: dict[str, Any]) -> int:
-    """The date of an answer of SQS, in milliseconds since the epoch, exact to a second."""
+    """Return the date of SQS' *answer*, in milliseconds since the epoch, exact to a second."""
     dated = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
     return int(parsedate_to_datetime(dated).timestamp()) * 1000 if dated else 0
 
 
 @contextmanager
 def explained(name: str, action: str) -> Iterator[None]:
-    """Turn errors of SQS about rights and sizes into NotPermitted and CannotDelay."""
+    """Turn errors of SQS about permissions and sizes into NotPermitted and CannotDelay."""
     try:
         yield
     except ClientError as exc:

@@ -1,8 +1,8 @@
-"""The relay from delay queues, in every worker or in ``delay relay``. Any number may run at once.
+"""The relay: sends SQS messages on after each wait of up to 15 minutes in a delay queue.
 
-It has a thread for each queue, because a long poll takes up to 20 s. It sends a message on and then
-deletes the received one, so no message is lost if a relay dies. Another relay then receives the
-message and sends it again. SQS ignores the repetition if it goes to the delay queue.
+Every worker has a relay, or ``delay relay`` runs one, with a thread for each queue, because a long
+poll takes up to 20 s. The relay first sends a message on, and then deletes the received message. If
+a relay dies, another one sends the message again; SQS ignores a repetition to the delay queue.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .queues import Queues, dated_ms, is_gone
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that SQS waits for messages before it answers that there are none.
+#: How many seconds SQS waits for messages before SQS answers that there are none.
 LONG_POLL_SECONDS = 20
 
-#: Visibility timeout: after so many seconds another relay receives a message that this one did not
-#: delete. It is shorter than the five minutes in which SQS recognises a repeated send.
+#: The visibility timeout: after so many seconds another relay receives a message that this relay
+#: did not delete. This is shorter than the five minutes in which SQS recognises a repeated send.
 VISIBILITY_SECONDS = 30
 
 #: Seconds between attempts after a failure: the first pause, and the longest.
 PAUSE_SECONDS = (0.5, 60.0)
 
-#: Seconds that a stopping relay waits for its threads.
+#: How many seconds a stopping relay waits for its threads.
 PATIENCE_SECONDS = 3.0
 
 _ASKED = ["ApproximateFirstReceiveTimestamp", "ApproximateReceiveCount", "SentTimestamp"]
@@ -47,10 +47,7 @@ _EXPECTED = (NativeDelayError, ClientError, BotoCoreError, KombuError, OSError)
 
 @dataclass(frozen=True)
 class _Received:
-    """A received message of a delay queue: its entry and times, and its ids in SQS.
-
-    *at* is the monotonic time at which it was received.
-    """
+    """A message received from a delay queue at the monotonic time *at*."""
 
     entry: Entry
     reception: Reception
@@ -60,7 +57,7 @@ class _Received:
 
     @property
     def left_ms(self) -> int:
-        """The remaining milliseconds of its delay now."""
+        """Return how many milliseconds of the message's delay remain now."""
         waited_ms = int((monotonic() - self.at) * 1000)
         return self.reception.left_ms(self.entry.left_ms) - waited_ms
 
@@ -70,17 +67,17 @@ class _Received:
 
 
 class Relay:
-    """The relay for some queues, with a thread for each.
+    """Sends SQS messages on after each wait of up to 15 minutes, with a thread for each queue.
 
     *promoted* counts messages sent to their destination, *relayed* messages sent back to a delay
-    queue, and *failed* sends that SQS refused.
+    queue, *failed* sends that SQS refused.
     """
 
     parked = 0
-    """No message is parked: one that cannot be sent on stays in its delay queue."""
+    """Always 0: a message that SQS refuses stays in its delay queue and is tried again."""
 
     def __init__(self, connect: Callable[..., Any], queues: Sequence[str]) -> None:
-        """*connect* opens a kombu connection. *queues* are the destinations."""
+        """*connect* opens a kombu connection. *queues* are the destination queues."""
         self.promoted = 0
         self.relayed = 0
         self.failed = 0
@@ -90,7 +87,7 @@ class Relay:
         self._counting = Lock()
 
     def run(self) -> None:
-        """Relay until :meth:`stop`. While SQS cannot be reached, keep trying."""
+        """Send messages on until :meth:`stop` is called. While SQS is unreachable, keep trying."""
         backoff = Backoff(*PAUSE_SECONDS)
         while not self._stopping.is_set():
             try:
@@ -102,17 +99,17 @@ class Relay:
                 self._stopping.wait(backoff.failed())
 
     def count(self, *, promoted: int = 0, relayed: int = 0, failed: int = 0) -> None:
-        """Add to the counters, from any thread."""
+        """Add to the counters. Any thread may call this."""
         with self._counting:
             self.promoted += promoted
             self.relayed += relayed
             self.failed += failed
 
     def stop(self) -> None:
-        """End :meth:`run` soon.
+        """Make :meth:`run` return soon.
 
         A long poll cannot be interrupted. Messages that it still receives are sent on if the
-        process lives long enough. Otherwise another relay receives them after
+        process lives long enough, or else another relay receives them after
         :data:`VISIBILITY_SECONDS`.
         """
         self._stopping.set()
@@ -151,22 +148,22 @@ class Relay:
 
 
 class _NoDelayQueue(NativeDelayError):
-    """A delay queue is missing among the predefined queues."""
+    """An error: a delay queue is missing among the predefined queues."""
 
 
 class QueueRelay:
-    """The relay of one thread: from one delay queue to its destination."""
+    """One thread of a relay: sends messages from one delay queue on to the destination queue."""
 
     def __init__(self, relay: Relay, channel: Any, queue: str) -> None:
         self._relay = relay
         self._queues: Queues = channel.delays.queues
         self._destination = queue
         self._source = delay_queue_of(queue)
-        #: Ids of messages that were sent on and could not be deleted. They are not sent again.
+        #: Ids of messages that were sent on but could not be deleted. They are not sent again.
         self._sent: set[str] = set()
 
     def step(self) -> None:
-        """Receive up to ten messages and send them on. Refused messages are tried again later."""
+        """Receive up to ten messages, and send them on. Refused messages are tried again later."""
         url = self._url(self._source)
         try:
             answer = self._client().receive_message(
@@ -187,8 +184,8 @@ class QueueRelay:
         onward = [each for each in new if each not in home]
         if sent_before := [each for each in received if each.message_id in self._sent]:
             self._delete(sent_before)
-        # In this order: SQS recognises a repeated send to the delay queue only while the message
-        # that it repeats is there, and that may be one of those that go to the destination.
+        # The order matters. SQS recognises a repeated send to the delay queue only while the first
+        # message is there, and that may be one of the messages that go to the destination.
         try:
             self._relay.count(relayed=self._send_all(self._source, onward, self._to_delay_queue))
         except BaseException:
@@ -229,7 +226,7 @@ class QueueRelay:
         received: Sequence[_Received],
         arguments: Callable[[_Received], dict[str, Any]],
     ) -> int:
-        """Send messages to *queue*, and delete those that SQS has accepted; return their number."""
+        """Send messages to *queue*; delete those that SQS has accepted; return their number."""
         taken = 0
         batches = list(in_requests(received, lambda each: each.entry.size_bytes))
         for number, batch in enumerate(batches):
@@ -282,7 +279,7 @@ class QueueRelay:
             )
 
     def _let_rest(self, receipts: Sequence[tuple[str, int]]) -> None:
-        """Return messages to SQS, each with a number of seconds until it is delivered again."""
+        """Return messages to SQS, each with the seconds until SQS delivers the message again."""
         if not receipts:
             return
         entries = [
@@ -295,7 +292,7 @@ class QueueRelay:
             )
 
     def _url(self, queue: str) -> str:
-        """The URL of the destination or the delay queue. A missing queue is created."""
+        """Return the URL of the destination or the delay queue; create a missing queue."""
         if queue == self._destination:
             return self._queues.url(queue)
         url = self._queues.make_delay_queue(self._destination)
@@ -304,12 +301,12 @@ class QueueRelay:
         return url
 
     def _client(self) -> Any:
-        """The boto client of the delay queue. It is renewed, because tokens may expire."""
+        """Return the boto client of the delay queue, renewed because tokens may expire."""
         return self._queues.client(self._source)
 
 
 def _leave_room(connection: Any, threads: int) -> None:
-    """Let boto3 keep a socket for each thread. By default it keeps ten."""
+    """Let boto3 keep a socket for each thread. By default boto3 keeps ten."""
     options = connection.transport_options or {}
     room = {"max_pool_connections": max(threads, 10)}
     config = {"client-config": room | (options.get("client-config") or {})}

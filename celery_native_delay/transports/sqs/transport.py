@@ -1,6 +1,6 @@
-"""A subclass of kombu's SQS transport, whose delayed messages wait in SQS.
+"""Extend kombu's SQS transport, so that delayed messages wait in SQS.
 
-Without ``transport_options["native_delay"]`` it behaves exactly as kombu's.
+Without ``transport_options["native_delay"]`` the transport behaves exactly as kombu's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Channel(recorded.Channel, SQS.Channel):  # type: ignore[misc]
 
     @property
     def _queue_cache(self) -> dict[str, str]:
-        """URLs of queues, per connection. Before kombu 5.7 all connections share one cache."""
+        """Return this connection's queue URLs; before kombu 5.7 connections share one cache."""
         cache: dict[str, str] = self.connection.urls_by_queue
         return cache
 
@@ -47,7 +47,7 @@ class Channel(recorded.Channel, SQS.Channel):  # type: ignore[misc]
 
 
 class Transport(DelayingTransport, SQS.Transport):  # type: ignore[misc]
-    """kombu's SQS transport. With the option ``native_delay`` delayed messages wait in SQS."""
+    """kombu's SQS transport; with the option ``native_delay``, delayed messages wait in SQS."""
 
     delaying_channel = Channel
 

@@ -1,4 +1,4 @@
-"""A worker's work on SQS: create delay queues, relay, delay early messages again."""
+"""A worker's duties on SQS: create delay queues, send messages on, delay early messages again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SqsWorkerPart(RecordedWorkerPart):
     """The :class:`~celery_native_delay.transports.interface.WorkerPart` of SQS."""
 
     comes_back_late_seconds = 2.0
-    """Seconds: delays are rounded up to a second, and kombu pauses for one after an empty poll."""
+    """Longest lateness of a message put back: delays are rounded up, and kombu pauses a second."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(channel, settings)
@@ -37,7 +37,7 @@ class SqsWorkerPart(RecordedWorkerPart):
         self._queues = [queue for queue in queues if can_delay(queue)]
 
     def prepare(self, where: str) -> str:
-        """Create the delay queues of the worker's queues. A wrong one does not stop the others."""
+        """Create the worker's delay queues; a wrong delay queue does not stop the others."""
         self._delays.check_settings()
         found, lacking, wrong = set_up(self._delays, self._queues)
         if not found:
@@ -79,9 +79,9 @@ class SqsWorkerPart(RecordedWorkerPart):
 def set_up(
     delays: Any, queues: Sequence[str]
 ) -> tuple[list[str], list[str], dict[str, list[Finding]]]:
-    """Create the delay queues of *queues*.
+    """Create the delay queues of *queues*, for messages that wait over 15 minutes.
 
-    Returns the names of those that are right, the names of those that cannot be created, and the
+    Returns the names of the right delay queues, the names of those that cannot be created, and the
     findings for each queue whose delay queue is wrong.
     """
     found, lacking, wrong = [], [], {}
@@ -109,7 +109,7 @@ def refuse(wrong: Mapping[str, Sequence[Finding]]) -> None:
 
 
 def _as_sent(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """A received message as its producer sent it, and its message id in SQS."""
+    """Return a received message as its producer sent it, and its message id in SQS."""
     properties = dict(raw["properties"])
     info = dict(properties.get("delivery_info") or {})
     received = info.pop("sqs_message", None) or {}

@@ -1,1 +1,1 @@
-"""Common ground of the transports on kombu's virtual ones; beneath all of them."""
+"""Code shared by the transports that extend kombu's virtual transports."""

@@ -1,4 +1,4 @@
-"""The base of the command line's part on Redis and on stores."""
+"""The base of the command line's requests to Redis and to stores (databases)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .wrapping import unwrapped
 
 
 class AdminPart:
-    """The numbers that the command line asks for, from a *_store*."""
+    """Answers the command line's questions from a *_store*, the place where messages wait."""
 
     name: str
     _store: Any
@@ -20,7 +20,7 @@ class AdminPart:
         return Status.of(self.name, self._store.census())
 
     def backlog(self) -> Backlog:
-        """The store's own numbers: it needs no records."""
+        """Return the numbers of waiting messages that the broker or database itself counts."""
         census = self._store.census()
         waiting = census.waiting
         return Backlog(waiting, census.parked, (), True, census.until_first_us, waiting)
@@ -33,6 +33,6 @@ class AdminPart:
 
 
 def parked_task(envelope: str | bytes) -> ParkedTask:
-    """The parked task in an *envelope*."""
+    """Return the parked (due, but rejected) task in an *envelope*, kombu's message as JSON."""
     message = json.loads(envelope)
     return ParkedTask.of(*unwrapped(message.get("headers"), message["properties"]))

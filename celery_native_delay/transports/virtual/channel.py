@@ -1,7 +1,4 @@
-"""Mixins that delay messages on kombu's virtual channels and transports.
-
-They stand before kombu's own classes. Each broker implements :meth:`~DelayingChannel.let_wait`.
-"""
+"""Mixins, placed before kombu's classes, that make messages wait on its virtual transports."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ from .wrapping import due_then, unwrapped
 class Message(virtual.Message):  # type: ignore[misc]
     """A received message, without the header of this package.
 
-    *native_delay* describes its wait, None if it did not wait. *consumed_from* is the queue that it
-    came from, "" for a broadcast.
+    *native_delay* describes the message's wait, None if there was none. *consumed_from* is the
+    queue from which the message came, "" for a broadcast.
     """
 
     headers: dict[str, Any]
@@ -36,15 +33,15 @@ class Message(virtual.Message):  # type: ignore[misc]
 
     def __init__(self, payload: Any, channel: Any = None, **kwargs: Any) -> None:
         super().__init__(payload, channel=channel, **kwargs)
-        # kombu keeps the payload for redelivery; our header stays in it.
+        # kombu keeps the payload for redelivery, and our header stays in the payload.
         self.headers, self.native_delay = unwrapped(self.headers, self.properties)
 
 
 class PublishingChannel:
-    """A channel on which a delayed publish raises an error that kombu retries, if it is closed."""
+    """A channel whose delayed publish raises an error that kombu retries, if it is closed."""
 
     disconnected: ClassVar[type[Exception]] = RecoverableConnectionError
-    """The error on a closed channel: one of the transport's recoverable errors."""
+    """A closed channel raises this error, from which the transport's connection recovers."""
 
     def basic_publish(
         self: Any, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any
@@ -60,7 +57,7 @@ class PublishingChannel:
 
     @staticmethod
     def due_of(message: dict[str, Any]) -> int | None:
-        """The due time of *message*, None if it does not wait, or kombu redelivers it."""
+        """Return when *message* is due, in µs; None if it does not wait or is redelivered."""
         if message.get("redelivered"):
             return None
         due_us = due_of(message.get("headers"))
@@ -68,35 +65,35 @@ class PublishingChannel:
 
 
 class DelayingChannel(PublishingChannel):
-    """A channel whose messages can wait."""
+    """A channel of one of kombu's virtual transports whose messages can wait."""
 
     Message = Message
 
     delays_class: ClassVar[Callable[..., Any]]
-    """The broker's own :class:`~.delays.Delays`, made of a channel and its settings."""
+    """The broker's own :class:`~.delays.Delays`, which takes a channel and its settings."""
 
     def make_delays(self, settings: DelaySettings) -> Any:
-        """A new object for delayed publishing on this channel (:attr:`delays`)."""
+        """Return a new object that publishes delayed messages on this channel (:attr:`delays`)."""
         return type(self).delays_class(self, settings)
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
-        """Keep kombu's *message* for *queue* until it is due; *kwargs* are kombu's own.
+        """Keep kombu's *message* for *queue* until it is due; *kwargs* are kombu's own arguments.
 
-        Raises NativeDelayError if it cannot wait; then it was not sent.
+        Raises NativeDelayError if *message* cannot wait. Then *message* was not sent.
         """
         raise NotImplementedError
 
     def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> Any:
-        """Publish kombu's *message* under a key. Raises AnotherStands if another task has it."""
+        """Publish by a debounce, throttle or unique key. May raise AnotherStands."""
         raise without_records(self)
 
     def records(self, settings: DelaySettings) -> Records:
-        """The records beside the waiting messages. Raises UnsupportedBroker if there are none."""
+        """Return this broker's records. Raises UnsupportedBroker if there are none."""
         raise without_records(self)
 
     @property
     def delays(self) -> Any:
-        """Delayed publishing on this channel. Raises :attr:`disconnected` if it is closed."""
+        """Return the publisher of delayed messages. May raise :attr:`disconnected`."""
         self.check_connected()
         return self._delays
 
@@ -106,13 +103,13 @@ class DelayingChannel(PublishingChannel):
         try:
             return self.make_delays(settings_from_option(option))
         except SettingsError as exc:
-            # Immediate messages are published as ever; each delayed one raises the error.
+            # Immediate messages are published as ever; each delayed message raises the error.
             delays = self.make_delays(DelaySettings())
             delays.refusal = exc
             return delays
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
-        """Deliver *message* to *queue*; with a header ``eta`` in the future it waits first."""
+        """Deliver *message* to *queue*, after a wait if its header ``eta`` is in the future."""
         keyed = underway.get() and keyed_publish(message.get("headers"))
         if keyed is not None:
             return self._put_keyed(queue, message, keyed, **kwargs)
@@ -124,14 +121,14 @@ class DelayingChannel(PublishingChannel):
     def _put_keyed(
         self, queue: str, message: dict[str, Any], keyed: KeyedPublish, **kwargs: Any
     ) -> Any:
-        """Publish under a key; the first of several queues replaces the waiting message."""
+        """Publish by a key; the copy for the first queue replaces the waiting message."""
         due_us = keyed.due_us
         if due_us is None:
             return self.let_wait_keyed(queue, message, keyed)
         return self.let_wait(queue, due_then(message, due_us), due_us=due_us, **kwargs)
 
     def check_unkeyed(self, message: dict[str, Any], exchange: str) -> None:
-        """Raise CannotDelay if *message* is a broadcast under a key."""
+        """Raise CannotDelay if *message* is a broadcast with a debounce, throttle or unique key."""
         if keyed_publish(message.get("headers")) is not None:
             raise CannotDelay(
                 f"expected a task with a key to go to a queue, got the exchange {exchange!r}, "
@@ -156,7 +153,7 @@ class DelayingChannel(PublishingChannel):
 
 
 class DelayingTransport:
-    """A transport whose connections with the ``native_delay`` option use *delaying_channel*."""
+    """A transport whose connections use *delaying_channel* if ``native_delay`` is set."""
 
     delaying_channel: ClassVar[type]
 

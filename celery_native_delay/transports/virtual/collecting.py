@@ -1,4 +1,4 @@
-"""Channels that collect kombu's messages for an outbox, routed and encoded."""
+"""Define channels that collect kombu's messages for a bulk publisher, routed and encoded."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from kombu.utils.json import dumps
 
 
 class CollectedMessage(Protocol):
-    """A message for one queue, in an outbox."""
+    """A message for one queue, which a bulk publisher has yet to send."""
 
     @property
     def due_us(self) -> int:
-        """The due time in microseconds since the epoch; 0 if the message does not wait."""
+        """Return the due time in microseconds since the epoch; 0 if the message does not wait."""
 
     @property
     def envelope(self) -> str | bytes:
-        """kombu's message as JSON, with our header."""
+        """Return kombu's message as JSON, with our header."""
 
     @property
     def size_bytes(self) -> int:
-        """The bytes that the message adds to a batch, roughly."""
+        """Return roughly how many bytes the message adds to a batch."""
 
     def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
-        """Another message that waits for the same destination."""
+        """Return another message that waits for the same destination."""
 
 
 class PlainMessage(NamedTuple):
@@ -46,10 +46,10 @@ class PlainMessage(NamedTuple):
 
 
 class Collecting:
-    """A channel that collects messages instead of sending them; mixed in before ours.
+    """A mixin, placed before our channel, that collects messages instead of sending.
 
-    *collected* are messages for a queue. *returned* are the envelopes of messages for which no
-    queue is bound; kombu drops them.
+    *collected* are messages for a queue. *returned* are messages, as JSON, for which no queue is
+    bound: kombu would drop them.
     """
 
     collected: list[Any]
@@ -57,17 +57,17 @@ class Collecting:
     _is_routed = False
 
     def put_for(self, queue: str, message: dict[str, Any]) -> CollectedMessage:
-        """kombu's *message* for *queue*. Raises NativeDelayError if it cannot wait."""
+        """Return *message* as the bulk publisher sends it. May raise NativeDelayError."""
         raise NotImplementedError
 
     def put_for_all(
         self, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
     ) -> CollectedMessage:
-        """kombu's *message* for a fanout *exchange*: for all that listen when it is due."""
+        """Return *message* for the consumers of a fanout *exchange* at the due time."""
         raise NotImplementedError
 
     def put_plainly(self, put: PlainMessage) -> None:
-        """Send a message that does not wait by kombu; it may be sent again."""
+        """Send a message that does not wait by kombu; it may be sent again after an error."""
         message = put.message
         # Some of kombu's transports remove properties that they send elsewhere.
         message = {**message, "properties": dict(message["properties"])}

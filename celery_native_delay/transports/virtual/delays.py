@@ -10,21 +10,21 @@ from ...settings import DelaySettings
 
 
 class Delays:
-    """Delayed publishing on one channel; the ``delays.py`` of each broker extends it."""
+    """Publishes delayed messages on one channel; each broker's ``delays.py`` extends it."""
 
     refusal: NativeDelayError | None = None
-    """The error that every delayed publish raises; None if there is none."""
+    """The error that every delayed publish raises; None if there is no such error."""
 
     def __init__(self, settings: DelaySettings) -> None:
         self.settings = settings
 
     def check_settings(self) -> None:
-        """Raise :attr:`refusal`, if there is one."""
+        """Raise :attr:`refusal`, if it is not None."""
         if self.refusal is not None:
             raise self.refusal
 
     def check_reach(self, due_us: int) -> None:
-        """Raise DelayTooLong if the delay is longer than the settings allow."""
+        """Raise DelayTooLong if the delay until *due_us* is longer than the settings allow."""
         check_due(
             due_us,
             now_us=time_ns() // 1000,

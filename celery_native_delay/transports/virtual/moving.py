@@ -1,7 +1,4 @@
-"""The base of moving waiting messages to and from kombu's virtual transports.
-
-Messages there are kombu's envelopes, whose body is text.
-"""
+"""The base of moving waiting messages to and from kombu's virtual transports."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from .. import moving
 from ..moving import Moving, Reach, Source, Stays, derived_id, expires_ms_of
 from .wrapping import unwrapped
 
-#: Microseconds; messages that are due sooner are left to the promoters, if any run.
+#: Microseconds: messages due sooner are left to the promoters (which move due messages), if any.
 LEFT_US = 5_000_000
 LEFT = Stays("it is due within 5 s where it is", should=False)
 
@@ -33,10 +30,9 @@ class MovingPart(moving.MovingPart):
     """Moves waiting messages from and to a broker of one of kombu's virtual transports."""
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """The one place of this broker.
+        """Return the only place of this broker where messages wait.
 
-        Raises:
-            UnsupportedBroker: *what* names another one.
+        Raises UnsupportedBroker if *what* names another place.
         """
         if what is not None:
             raise UnsupportedBroker(
@@ -46,7 +42,7 @@ class MovingPart(moving.MovingPart):
         return [self._source()]
 
     def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
-        """Publish *moving* to wait for each queue that it is routed to."""
+        """Publish *moving* to wait for each queue to which its exchange routes the message."""
         delayed, channel = moving.delayed, self._channel
         message = self._message(moving)
         exchange, routing_key = delayed.exchange, delayed.routing_key
@@ -60,20 +56,20 @@ class MovingPart(moving.MovingPart):
         is_ahead = channel.due_of(message) is not None
         for queue in queues:
             if not (moving.again and self._has(message, queue)):
-                # The record is written with the last copy: then all copies are published.
+                # The key's record is written with the last copy: then all copies are published.
                 last = keyed if queue == queues[-1] else None
                 with nullcontext() if last is None else publishing(last):
                     channel._put(queue, message)
-        # As long as it is not due, its task id tells that it is here.
+        # While the message is not due, its task id tells that the message is here.
         return not moving.again or (is_ahead and moving.task_id is not None)
 
     @abstractmethod
     def _has(self, message: dict[str, Any], queue: str) -> bool:
-        """True if *message* already waits for *queue*."""
+        """Return True if *message* already waits for *queue*."""
 
     @abstractmethod
     def _source(self) -> Source:
-        """The waiting messages of this broker."""
+        """Return the waiting messages of this broker."""
 
     def _queues(self, exchange: str, routing_key: str) -> list[str]:
         if not exchange:
@@ -92,7 +88,7 @@ class MovingPart(moving.MovingPart):
         )
 
     def _message(self, moving: Moving) -> dict[str, Any]:
-        """*moving* as kombu's message, with the ETA that it waits for."""
+        """Return *moving* as kombu's message, with the ETA for which the message waits."""
         properties, delayed, channel = dict(moving.properties), moving.delayed, self._channel
         headers = dict(moving.headers)
         if delayed.cancelled:
@@ -113,7 +109,7 @@ class MovingPart(moving.MovingPart):
 
 
 def moving_of(envelope: str | bytes, *, queue: str, due_us: int) -> Moving:
-    """The message of an *envelope* that waits for *queue*; "" is a broadcast."""
+    """Return the message in *envelope* that waits for *queue*, which is "" for a broadcast."""
     message = json.loads(envelope)
     headers, properties = message.get("headers") or {}, message["properties"]
     opened, known = unwrapped(headers, properties)

@@ -1,4 +1,4 @@
-"""The base of outboxes on kombu's virtual transports, whose channels collect messages."""
+"""The base of bulk publishing on kombu's virtual transports, whose channels collect messages."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ BatchT = TypeVar("BatchT", bound=OutboxBatch[Any])
 
 
 class Outbox(outbox.Outbox[MessageT, BatchT]):
-    """An outbox for kombu's envelopes, which a channel collects."""
+    """Keeps a bulk publisher's messages, which a channel collects, until they are confirmed."""
 
     collecting: ClassVar[type[Collecting]]
-    """The class that is mixed in before the transport's own channel, and collects."""
+    """The class that collects messages; it is mixed in before the transport's own channel."""
 
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
         self._already_named: set[tuple[str | None, str | None]] = set()
 
     def refuse_returned(self, envelopes: list[bytes]) -> None:
-        """Report messages as refused because no queue is bound for them."""
+        """Report messages as refused: no queue is bound to receive the messages."""
         self._refused += [replace(each, returned=True) for each in self._named(NOWHERE, envelopes)]
 
     def _prepare(self, channel: Any) -> None:
@@ -49,7 +49,7 @@ class Outbox(outbox.Outbox[MessageT, BatchT]):
         return self._named(reason, [put.envelope for put in puts])
 
     def _named(self, reason: str, envelopes: Iterable[str | bytes]) -> list[RefusedMessage]:
-        """Reports of messages: one for each, also if it was for several queues."""
+        """Return one report for each message, even if the message was for several queues."""
         messages = {
             (message.delivery_id, message.task_id): message
             for message in (refused_of(reason, envelope) for envelope in envelopes)
@@ -60,18 +60,18 @@ class Outbox(outbox.Outbox[MessageT, BatchT]):
 
 
 class NotTaken(Exception):
-    """The broker rejected a whole batch, perhaps because of one message in it."""
+    """An error: the broker rejected a whole batch, perhaps because of one message in it."""
 
 
 class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
-    """An outbox for a broker that confirms by the return of a call."""
+    """Keeps messages for a broker whose call returns only when the broker has the messages."""
 
     @abstractmethod
     def _deliver(self, batch: OutboxBatch[MessageT]) -> None:
-        """Send *batch*; confirmed and refused messages are removed from it.
+        """Send *batch*, and remove confirmed and refused messages from it.
 
-        If it raises one of :attr:`lost`, the rest is sent again. After NotTaken each message is
-        sent alone.
+        After one of the errors :attr:`lost`, the remaining messages are sent again. After NotTaken,
+        each message is sent alone.
         """
 
     def _put_plainly(self, put: PlainMessage) -> None:
@@ -107,7 +107,7 @@ class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
     def _settled(
         self, batch: OutboxBatch[MessageT], puts: Sequence[MessageT], *, reason: str = ""
     ) -> None:
-        """Remove *puts* from *batch*: confirmed, or refused if there is a *reason*."""
+        """Remove *puts* from *batch*: confirmed, or refused if *reason* is given."""
         if reason:
             self._refuse(reason, puts)
         self._unanswered -= len(puts)

@@ -1,4 +1,4 @@
-"""The base for SQS and pgmq, which cannot list waiting messages: records list them."""
+"""The base for SQS and pgmq, which cannot list waiting messages: the records list them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MessageT = TypeVar("MessageT", bound=CollectedMessage)
 
 
 class Delays(delays.Delays):
-    """Delayed publishing on one channel; it notes messages in the records, if any are kept."""
+    """Publishes delayed messages on one channel, and lists them in the records, if any are kept."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(settings)
@@ -38,7 +38,7 @@ class Delays(delays.Delays):
 
     @cached_property
     def records(self) -> Any:
-        """The records beside the queues with this name prefix; None if none are kept."""
+        """Return the records of the queues with this name prefix; None if none are kept."""
         client, prefix = self._channel.connection.client, self._channel.queue_name_prefix
         return records_beside(self.settings, f"{client.virtual_host}.{prefix}")
 
@@ -51,16 +51,16 @@ class Delays(delays.Delays):
         delivery_id: str | None = None,
         cancelled: bool = False,
     ) -> Any:
-        """kombu's *message* for *queue*, with our header. Raises if it cannot wait.
+        """Return kombu's *message* for *queue*, with our header, in the form that is sent.
 
-        *delivery_id* None makes a new one.
+        *delivery_id* None makes a new id. Raises an error if *message* cannot wait.
         """
         self.check_settings()
         properties = message["properties"]
         if delivery_id is None:
             info = properties.get("delivery_info") or {}
             if self.records is not None and info.get("exchange"):
-                # The exchange may have several queues: each copy has an entry of its own.
+                # Each copy for one of several queues needs its own entry in the records.
                 message = {**message, "properties": {**properties, "delivery_tag": str(uuid4())}}
             delivery_id = str(message["properties"]["delivery_tag"])
         due_ms = milliseconds_up(due_us)
@@ -69,7 +69,7 @@ class Delays(delays.Delays):
 
     @abstractmethod
     def _put(self, queue: str, message: dict[str, Any], due_us: int) -> Any:
-        """A *message* with our header, for *queue*."""
+        """Return a *message* with our header, for *queue*, in the form that is sent."""
 
     @abstractmethod
     def send(self, put: Any, *, now_us: int) -> None:
@@ -84,10 +84,10 @@ class Delays(delays.Delays):
         delivery_id: str | None = None,
         recorded: bool = True,
     ) -> None:
-        """Publish kombu's *message* to wait for *queue*. Raises as :meth:`put_of`, :meth:`send`.
+        """Publish kombu's *message* to wait for *queue*, listed in the records if *recorded*.
 
-        The delay may exceed a producer's limit (:meth:`check_reach`). *recorded*: note it in the
-        records.
+        The delay may be longer than a producer may ask for (:meth:`check_reach`). Raises the errors
+        of :meth:`put_of` and :meth:`send`.
         """
         put = self.put_of(queue, message, due_us=due_us, delivery_id=delivery_id)
         if recorded:
@@ -100,7 +100,7 @@ class Delays(delays.Delays):
             raise
 
     def publish_keyed(self, keyed: KeyedPublish, queue: str, message: dict[str, Any]) -> None:
-        """Publish kombu's *message* under a key. Raises as :meth:`publish`, and AnotherStands."""
+        """Publish *message* by its debounce, throttle or unique key. May raise AnotherStands."""
 
         def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> IndexEntry:
             now_us = time_ns() // 1000 - clock_ahead_us
@@ -121,8 +121,8 @@ class Delays(delays.Delays):
         now_us: int,
         cancelled: bool = False,
     ) -> str:
-        """Send a delivery before the records decide whether it may run; return its entry."""
-        # With the old delivery tag SQS would drop it as a duplicate.
+        """Send a message before the records decide whether it may run; return their entry."""
+        # With the old delivery tag SQS would drop the message as a duplicate.
         properties = {**message["properties"], "delivery_tag": delivery_id}
         own = due_then({**message, "properties": properties}, due_us)
         put = self.put_of(queue, own, due_us=due_us, delivery_id=delivery_id, cancelled=cancelled)
@@ -130,14 +130,14 @@ class Delays(delays.Delays):
         return _entry_of(put)
 
     def note(self, put: Any) -> None:
-        """Note a message in the records, if any are kept, before it is sent."""
+        """List a message in the records, if the app keeps any, before the message is sent."""
         member = self._member_of(put)
         if member is not None:
             due_us = put.message["headers"][HEADER]["due"] * 1000
             self.records.note(IndexEntry(member, due_us, _entry_of(put)))
 
     def forget(self, put: Any) -> None:
-        """Delete the entry of a message that the broker refused."""
+        """Delete the records' entry of a message that the broker refused."""
         member = self._member_of(put)
         if member is not None:
             self.records.forget(member)
@@ -150,12 +150,12 @@ class Delays(delays.Delays):
 
 
 def _entry_of(put: Any) -> str:
-    """The entry of a message: its queue as JSON, a newline, and kombu's message."""
+    """Return the records' entry of a message: its queue as JSON, a newline, and kombu's message."""
     return f"{dumps(put.queue)}\n{encoded(put.message)}"
 
 
 class Republisher:
-    """Reads entries of the records, and publishes their messages again."""
+    """Reads entries of the records of waiting tasks, and publishes their messages again."""
 
     def __init__(self, delays: Delays) -> None:
         self._delays = delays
@@ -174,7 +174,7 @@ class Republisher:
 
 
 class Channel(RecordedChannel, DelayingChannel):
-    """A channel to SQS or pgmq, with records beside the broker, if any are kept."""
+    """A channel to SQS or pgmq, beside which the app may keep records of waiting tasks."""
 
     republisher = Republisher
 
@@ -184,7 +184,7 @@ class Channel(RecordedChannel, DelayingChannel):
 
 
 class Outbox(CallingOutbox[MessageT]):
-    """An outbox that notes delayed messages in the records."""
+    """Keeps messages until the broker confirms them, and lists delayed ones in the records."""
 
     def take(self, put: MessageT) -> None:
         if hasattr(self.channel, "delays"):

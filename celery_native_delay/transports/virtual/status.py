@@ -1,4 +1,4 @@
-"""The numbers of waiting messages on Redis and in stores, and problems that they show. Pure."""
+"""Count waiting messages on Redis and in databases, and find problems in the numbers. No I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ...durations import duration
 from ...finding import WRONG, Finding
 
-#: Seconds overdue after which a promoter must be missing or stuck.
+#: A message overdue for so many seconds means that no promoter moves due messages, or it is stuck.
 PATIENCE_SECONDS = 15.0
 
 NOTHING_PROMOTES = (
@@ -23,20 +23,20 @@ _WAY_OUT = (
 
 @dataclass(frozen=True)
 class Census:
-    """The numbers of messages in a store at one moment."""
+    """The numbers of messages at one moment, in Redis or in a store (a database)."""
 
     waiting: int
     parked: int
     overdue: int
     until_first_us: int | None
-    """Microseconds until the first is due, negative if it is overdue; None if nothing waits."""
+    """Microseconds until the first message is due, negative if overdue; None if none waits."""
     promoting: bool
-    """True if a promoter has written a heartbeat in the last 30 s."""
+    """True if a promoter (moves due messages) has written a heartbeat in the last 30 s."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """The numbers of ``delay status`` for a store; times in seconds."""
+    """The numbers that ``delay status`` shows for Redis or a database; times in seconds."""
 
     name: str
     waiting: int
@@ -75,7 +75,7 @@ class Status:
         ]
 
     def findings(self) -> list[Finding]:
-        """Problems: no promoter runs, or it cannot deliver; messages are parked."""
+        """Return findings: overdue messages, parked (rejected) messages, no promoter."""
         found = []
         late = (
             f"{self.overdue} message(s) overdue, the first for {duration(self.overdue_seconds)}"
@@ -95,7 +95,7 @@ class Status:
 
 
 def parked_finding(number: int, why: str) -> Finding:
-    """The problem that *number* due messages are parked, not delivered."""
+    """Return the finding that *number* messages are parked: due, but not delivered."""
     return Finding(
         "parked",
         WRONG,

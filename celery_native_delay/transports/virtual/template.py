@@ -1,6 +1,6 @@
-"""Envelopes of delayed tasks by template: encoded once, then filled in for each task.
+"""Encode envelopes (kombu's messages as JSON) once, then fill in each delayed task.
 
-To make an envelope takes kombu and this package some 60 µs. Tasks with the same options differ in a
+Making an envelope takes kombu and this package about 60 µs. Tasks with the same options differ in a
 few values. A template is the envelope with marked values, split at the marks.
 """
 
@@ -37,9 +37,9 @@ class TaskFields(NamedTuple):
 
 
 class Template:
-    """Makes envelopes like *envelope*, which kombu made and this package wrapped.
+    """Makes messages like *envelope*, the wrapped message of one task with the same options.
 
-    Raises ValueError if it is not a delayed Celery task's.
+    Raises ValueError if *envelope* is not of a delayed Celery task.
     """
 
     def __init__(self, envelope: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class Template:
             raise ValueError("expected a delayed Celery task of protocol 2")
         if properties.get("body_encoding") != "base64":
             raise ValueError(f"expected a body in base64, got {properties.get('body_encoding')!r}")
-        # Random texts, which no message contains.
+        # The marks are random texts, which no message contains.
         marks = {name: f"{name} {token_hex(16)}" for name in TaskFields._fields}
         marked = {**headers, "id": marks["task_id"]}
         marked |= {name: marks[name] for name in ("eta", "argsrepr", "kwargsrepr")}
@@ -75,7 +75,7 @@ class Template:
         self._in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*order)
 
     def envelope(self, fields: TaskFields) -> str:
-        """The text of the envelope of a task, as :func:`encoded` makes it."""
+        """Return the JSON of a task's message with *fields*, as :func:`encoded` makes it."""
         task_id, eta, argsrepr, kwargsrepr, body, due_ms, delivery_tag = fields
         values = (
             as_json(task_id),
@@ -90,7 +90,7 @@ class Template:
 
 
 def fields_of(envelope: Mapping[str, Any]) -> TaskFields:
-    """The values of *envelope* for a template. Raises ValueError if one is missing."""
+    """Return the values in which messages of tasks differ. Raises ValueError if one is missing."""
     headers, properties = envelope["headers"], envelope["properties"]
     try:
         return TaskFields(
@@ -107,7 +107,7 @@ def fields_of(envelope: Mapping[str, Any]) -> TaskFields:
 
 
 def refused_of(reason: str, text: str | bytes) -> RefusedMessage:
-    """The report about a refused message, by its envelope."""
+    """Return the report about a refused message; *text* is the message as JSON."""
     envelope = json.loads(text)
     properties = envelope["properties"]
     headers, delayed = unwrapped(envelope.get("headers"), properties)
@@ -124,7 +124,7 @@ def refused_of(reason: str, text: str | bytes) -> RefusedMessage:
 
 
 class TaskTemplate(bulk_publisher.TaskTemplate):
-    """A template for tasks with the destination and options of *put*."""
+    """Makes task messages with the destination and options of *put*, one task's message."""
 
     def __init__(self, template: Template, put: CollectedMessage, body: bytes) -> None:
         super().__init__(body)
@@ -169,10 +169,10 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
 
 
 def publisher(outbox: Any) -> BulkPublisher:
-    """A bulk publisher through *outbox*."""
+    """Return a bulk publisher that sends through *outbox*."""
     return BulkPublisher(outbox, TaskTemplate)
 
 
 def text_of(put: CollectedMessage) -> str:
-    """kombu's message in *put*, as JSON."""
+    """Return kombu's message in *put*, as JSON."""
     return put.envelope if isinstance(put.envelope, str) else put.envelope.decode()

@@ -1,7 +1,7 @@
-"""Reading and changing waiting messages on Redis and in stores. Pure.
+"""Read and change waiting messages on Redis and in stores (databases). No I/O.
 
-A cancelled task becomes due at once, with a mark. The worker that receives it does not run it, but
-tells the result backend, the chord and the monitors that it is revoked.
+A cancelled task becomes due at once, with a mark. The worker that receives the message does not run
+the task, but tells the result backend, the chord and the monitors that the task is revoked.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .wrapping import delivery_id_of, encoded, unwrapped, wrapped
 
 
 def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Waiting | None:
-    """The task of a message that waits for *queue*; *due_us* is None for a parked message.
+    """Return a message's task, waiting for *queue*; None for a cancelled task.
 
-    None for a cancelled task, whose message is on its way to a worker.
+    *due_us* is None if the message is parked (due, but its queue rejected it).
     """
     message = json.loads(envelope)
     headers, properties = message.get("headers") or {}, message["properties"]
@@ -43,9 +43,9 @@ def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Wait
 
 
 def changed(envelope: str | bytes, due_us: int, *, cancelled: bool) -> str | None:
-    """The envelope that replaces this one; None if the message is to be deleted.
+    """Return the message that replaces *envelope*, due at *due_us*; None to delete it.
 
-    Raises CannotDelay if it is no task that can be rescheduled.
+    Raises CannotDelay if the message is not a task that can be rescheduled.
     """
     message = json.loads(envelope)
     headers = dict(message.get("headers") or {})

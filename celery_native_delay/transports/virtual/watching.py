@@ -1,7 +1,7 @@
-"""Heartbeats of promoters, and the warning of a producer that finds none.
+"""Heartbeats of promoters, and the warning of a producer that finds no heartbeat.
 
-A promoter (for a store: a dispatcher) writes a heartbeat with an end time every ten seconds. If
-there is no heartbeat and messages are overdue, no promoter runs.
+A promoter (for a store: a dispatcher) moves due messages into their queues, and writes a heartbeat
+with an end time every ten seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .status import PATIENCE_SECONDS, Status
 
 logger = logging.getLogger(__name__)
 
-#: Seconds until a heartbeat ends.
+#: How many seconds a heartbeat is valid.
 SHOWN_SECONDS = 30
 
 #: Seconds between two heartbeats of a promoter, which may sleep that long.
@@ -26,16 +26,16 @@ LOOK_SECONDS = 60.0
 
 
 class Sign:
-    """The heartbeat of one promoter; *show* writes it."""
+    """The heartbeat of one promoter, which the function *show* writes."""
 
     def __init__(self, show: Callable[[], object], *errors: type[Exception]) -> None:
-        """*errors* are the errors of *show* that are logged and ignored."""
+        """*errors* are errors of *show* (writes the heartbeat), which are logged and ignored."""
         self._show = show
         self._errors = errors
         self._next_at = 0.0
 
     def keep_up(self) -> None:
-        """Write the heartbeat if the last one is ten seconds old."""
+        """Write the heartbeat if the last heartbeat is ten seconds old."""
         now = monotonic()
         if now < self._next_at:
             return
@@ -51,10 +51,10 @@ _next_looks: dict[str, float] = {}
 
 
 def warn_if_nothing_promotes(place: str, look: Callable[[], Status]) -> None:
-    """Log a warning, once in a process, if messages in *place* are overdue and no promoter runs.
+    """Log a warning if messages in *place* are overdue and no promoter moves them.
 
-    Called after every delayed publish. It checks once a minute, and ignores every error: the
-    message is published.
+    Every delayed publish calls this function. It checks once a minute, and warns once per process
+    and place. All errors are ignored, because the message is already published.
     """
     now = monotonic()
     if now < _next_looks.get(place, 0.0):

@@ -1,4 +1,4 @@
-"""Adding our header to kombu's messages before they wait, and removing it after. Pure."""
+"""Add our header to kombu's messages before they wait, and remove the header after. No I/O."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def wrapped(
     cancelled: bool = False,
     delivery_id: str | None = None,
 ) -> dict[str, Any]:
-    """A copy of kombu's *message* with our header about its wait, which replaces an earlier one.
+    """Return a copy of kombu's *message* with our header, which describes the wait.
 
-    A worker does not run a *cancelled* message. *delivery_id* is needed if the broker may change
-    the delivery tag.
+    The header replaces an earlier one. A worker does not run a *cancelled* message. *delivery_id*
+    is needed if the broker may change the delivery tag.
     """
     headers = dict(message.get("headers") or {})
     header: dict[str, Any] = {"v": VERSION, "due": due_ms}
@@ -36,35 +36,35 @@ def wrapped(
 
 
 def due_then(message: Mapping[str, Any], due_us: int) -> dict[str, Any]:
-    """A copy of kombu's *message* whose ETA is *due_us*."""
+    """Return a copy of kombu's *message* whose ETA is *due_us*."""
     return {**message, "headers": {**(message.get("headers") or {}), "eta": eta_of(due_us)}}
 
 
 def id_of(message: Mapping[str, Any]) -> str:
-    """The id by which people search for *message*: the task id, if it is a task."""
+    """Return the id by which people search for *message*: the task id, if *message* is a task."""
     headers, properties = message.get("headers") or {}, message["properties"]
     found = headers.get("id") or properties.get("correlation_id") or properties["delivery_tag"]
     return str(found)
 
 
 def encoded(message: Mapping[str, Any]) -> str:
-    """*message* as JSON, as kombu encodes it, but without blanks: a tenth shorter."""
+    """Return *message* as JSON, like kombu's JSON but without blanks, a tenth shorter."""
     text: str = dumps(message, separators=(",", ":"))
     return text
 
 
 def delivery_id_of(header: Mapping[str, Any], properties: Mapping[str, Any]) -> str:
-    """The delivery id: the one in our *header*, else the delivery tag."""
+    """Return the delivery id of a message: the id in our *header*, or else the delivery tag."""
     return str(header.get("id") or properties.get("delivery_tag"))
 
 
 def unwrapped(
     headers: Mapping[str, Any] | None, properties: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Delayed | None]:
-    """The headers without ours, and the wait of the message.
+    """Return the headers without our header, and the wait of the message.
 
-    The wait is None for a retry of a plain worker: it copies our header, but its ETA is another and
-    it did not wait.
+    The wait is None for a retry by a worker without this package. Such a worker copies our header,
+    but the retry's ETA differs, and the retry did not wait.
     """
     opened = dict(headers or {})
     header = opened.pop(HEADER, None)
