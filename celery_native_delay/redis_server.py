@@ -1,4 +1,4 @@
-"""Checks of a Redis or Valkey: its version, its settings and its clock."""
+"""Checks of a Redis or Valkey server: its version, its settings and its clock."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ OLDEST_REDIS = (6, 2)
 
 @dataclass(frozen=True)
 class Server:
-    """A server, as its ``INFO`` describes it.
+    """A Redis or Valkey server, as the server's ``INFO`` describes it.
 
-    *version* is () if it is unknown; *policy* (``maxmemory-policy``) and *aof* (``appendonly``) are
-    None. *configurable* is true if this user may read the configuration, and None if that was not
-    tried: on most hosted servers no user may.
+    *version* is () if the version is unknown. *policy* (``maxmemory-policy``) and *aof*
+    (``appendonly``) are None if the setting is unknown. *configurable* is true if this user may
+    read the server's configuration; on most hosted servers no user may. *configurable* is None if
+    that was not tried.
     """
 
     name: str = "Redis"
@@ -37,7 +38,10 @@ class Server:
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any], *, configurable: bool | None = None) -> Server:
-        """A server from redis-py's ``info()``; {} if this user may not call it."""
+        """Make a Server from the answer of redis-py's ``info()``.
+
+        *info* is {} if this user may not call ``INFO``.
+        """
         text = str(info.get("redis_version", ""))
         aof = info.get("aof_enabled")
         return cls(
@@ -54,10 +58,10 @@ class Server:
 
 
 def check_server(server: Server, *, prefix: str) -> None:
-    """Raise UnsupportedBroker for a server older than 6.2, or in cluster mode.
+    """Raise UnsupportedBroker if the server is older than Redis 6.2, or in cluster mode.
 
-    A cluster is accepted if *prefix*, kombu's ``global_keyprefix``, has a hash tag: then all keys
-    share a slot.
+    A cluster is accepted if *prefix*, kombu's ``global_keyprefix``, has a hash tag. All keys then
+    share a hash slot.
     """
     if server.version and server.version < OLDEST_REDIS:
         raise UnsupportedBroker(
@@ -73,10 +77,11 @@ def check_server(server: Server, *, prefix: str) -> None:
 
 
 def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) -> Iterator[Finding]:
-    """Findings for settings that may make the server lose what is *kept* ("delayed messages").
+    """Yield a finding for each setting that may make the server lose data.
 
-    They are advice if the server's host decides about its configuration. A volatile eviction policy
-    matters if the keys have TTLs (*has_ttls*).
+    *kept* names the data, such as "delayed messages". Findings are only advice if the server's host
+    decides about its configuration. *has_ttls* is true if the keys have TTLs: then a volatile
+    eviction policy can delete the keys.
     """
     level = ADVICE if server.configurable is False else WRONG
     policy = server.policy
@@ -113,7 +118,10 @@ def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) ->
 
 
 def clocks(ahead_seconds: float, *, check: str = "clocks") -> Iterator[Finding]:
-    """A finding if the server's clock is *ahead_seconds* ahead of this machine's, or behind."""
+    """Yield a finding if the server's clock differs too much from this machine's clock.
+
+    *ahead_seconds* is negative if the server's clock is behind.
+    """
     effect = "arrive early and are put back once" if ahead_seconds > 0 else "arrive that much later"
     yield from clock_finding(
         "the Redis server's clock", ahead_seconds, f"delayed tasks {effect}", check=check
@@ -130,9 +138,9 @@ def _has_hash_tag(prefix: str) -> bool:
 
 
 def server_of(client: Any, *, thoroughly: bool = False) -> Server:
-    """Ask the server for its ``INFO``; fields are unknown if this user may not.
+    """Ask the server for its ``INFO``. Fields are unknown if this user may not call ``INFO``.
 
-    *thoroughly*: find out *configurable*, too.
+    With *thoroughly*, the field *configurable* is found out, too.
     """
     configurable = _is_configurable(client) if thoroughly else None
     try:
@@ -151,22 +159,26 @@ def _is_configurable(client: Any) -> bool:
 
 
 def now_us(client: Any) -> int:
-    """The time of the server's clock in microseconds since the epoch."""
+    """Return the time of the server's clock in microseconds since the epoch."""
     seconds, microseconds = client.time()
     return int(seconds) * 1_000_000 + int(microseconds)
 
 
 def clock_ahead_seconds(client: Any) -> float:
-    """Seconds that the server's clock is ahead of this machine's; negative if it is behind."""
+    """Return the seconds by which the server's clock is ahead of this machine's clock.
+
+    The number is negative if the server's clock is behind.
+    """
     before_us = time_ns() // 1000
     server_us = now_us(client)
     return (server_us - (before_us + time_ns() // 1000) / 2) / 1_000_000
 
 
 def findings(client: Any, *, key: str, where: str) -> Iterator[Finding]:
-    """Problems of a Redis that keeps records with TTLs, beside the broker.
+    """Yield the problems of a Redis server that keeps records (state about waiting tasks).
 
-    *where* is its URL without a password. *key* is written to try, and expires by itself.
+    *where* is the server's URL without a password. *key* is the name of a key that is written as a
+    test, with a TTL.
     """
     check = "records"
     try:

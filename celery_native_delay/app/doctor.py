@@ -1,4 +1,4 @@
-"""The checks of ``delay doctor``."""
+"""The checks of the command ``delay doctor``: broker, records, rates and telemetry."""
 
 from __future__ import annotations
 
@@ -46,7 +46,11 @@ _START_THEM = (
 
 
 def examine(app: Any) -> list[Finding]:
-    """The problems of the app's delays, and checks that could not be made; [] if all is well."""
+    """Check the app's broker and settings for problems with delayed tasks.
+
+    Returns one :class:`Finding` for each problem, and for each check that could not be made. The
+    list is empty if all is well.
+    """
     installation = installed(app)
     try:
         settings = installation.settings()

@@ -1,4 +1,4 @@
-"""The installation of an app: its settings, and the methods of the app that it replaces."""
+"""The changes that ``install(app)`` makes to an app: its settings and its replaced methods."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ EXPECTED_URLS = {
 
 
 class Installation:
-    """The settings of one installed app, and the methods that ``install`` replaced."""
+    """The settings that ``install`` gave one app, and the methods of the app that ``install``
+    replaced.
+    """
 
     def __init__(self, app: Celery, keywords: dict[str, Any]) -> None:
         self.app = app
@@ -50,23 +52,28 @@ class Installation:
         self._connected_enabled: bool | None = None
         self._warned_of: set[str] = set()
         self.raises_if_unsupported = False
-        """True in a ``delay`` command: an unsupported broker raises instead of a warning."""
+        """True in a ``delay`` command: an unsupported broker raises an error, and is not just a
+        warning.
+        """
 
     def settings(self) -> DelaySettings:
-        """The settings: keywords of ``install()`` win over the configuration.
+        """Return the app's settings. A keyword of ``install()`` wins over the app's configuration.
 
         Raises:
-            SettingsError: a name is unknown or a value invalid.
+            SettingsError: the name of a setting is unknown, or its value is invalid.
         """
         return DelaySettings.from_mapping(_configured(self.app) | self.keywords)
 
     def has(self, name: str) -> bool:
-        """True if the setting *name* is given, valid or not."""
+        """Return True if the user has set the setting *name*, even to an invalid value."""
         return bool((_configured(self.app) | self.keywords).get(name))
 
     @property
     def enabled(self) -> bool:
-        """False if ``native_delay_enabled`` is False; any other wrong value is reported later."""
+        """False if the setting ``native_delay_enabled`` is False, otherwise True.
+
+        An invalid value counts as True here. :meth:`settings` raises an error for the value.
+        """
         value = self.keywords.get("enabled", self.app.conf.get(f"{PREFIX}enabled", True))
         return value is not False
 
@@ -74,15 +81,19 @@ class Installation:
     def keeps_celerys_off(self) -> bool:
         """True if Celery must not use its own delayed delivery for this app.
 
-        Every delayed publish asks this, so it does not look up the setting but takes what the
-        app's connections were made with.
+        Every delayed publish reads this property. So the property does not look up the setting, but
+        takes the value with which the app's last connection was made.
         """
         return self.enabled if self._connected_enabled is None else self._connected_enabled
 
     # --- what replaces the app's own ----------------------------------------------------
 
     def connection(self, *args: Any, **kwargs: Any) -> Connection:
-        """``app._connection``, with our transport option in its connections."""
+        """Make a connection that can delay messages. ``install`` replaces ``app._connection`` by
+        this method.
+
+        If the broker is not supported, the connection is Celery's own, and a warning is logged.
+        """
         # Looked up each time: others, such as an APM, may replace the class's method later.
         connect = self._earlier_connection or partial(type(self.app)._connection, self.app)
         self._connected_enabled = self.enabled
@@ -107,7 +118,10 @@ class Installation:
         *more: Any,
         **options: Any,
     ) -> Any:
-        """``app.send_task``; raises for countdowns that Celery cannot turn into an ETA."""
+        """Send a task. ``install`` replaces ``app.send_task`` by this method.
+
+        Raises InvalidDueTime or DelayTooLong if Celery cannot turn *countdown* into an ETA.
+        """
         # The channel checks all others when it publishes. NaN is caught, too.
         if isinstance(countdown, int | float) and not countdown < LONGEST_CELERY_SECONDS:
             settings = self._settings_or_error()
@@ -160,7 +174,10 @@ class Installation:
 
 
 def checked_app(app: Any) -> Any:
-    """The app behind a proxy, or *app* itself; TypeError if it is no Celery app."""
+    """Return the Celery app behind the proxy *app*, or *app* itself if it is not a proxy.
+
+    Raises TypeError if *app* is not a Celery app.
+    """
     real = app._get_current_object() if isinstance(app, Proxy) else app
     if not isinstance(real, Celery):
         raise TypeError(f"expected a Celery app, got {real!r}")
@@ -168,14 +185,17 @@ def checked_app(app: Any) -> Any:
 
 
 def installation_of(app: Any) -> Installation | None:
-    """The :class:`Installation` of *app*; None if ``install`` was not called for it."""
+    """Return the :class:`Installation` of *app*, or None if ``install(app)`` was not called."""
     real = app._get_current_object() if isinstance(app, Proxy) else app
     installation: Installation | None = vars(real).get("_native_delay")
     return installation
 
 
 def installed(app: Any) -> Installation:
-    """The :class:`Installation` of *app*; SettingsError if ``install`` was not called for it."""
+    """Return the :class:`Installation` of *app*.
+
+    Raises SettingsError if ``install(app)`` was not called.
+    """
     found = installation_of(checked_app(app))
     if found is None:
         raise SettingsError(
@@ -186,13 +206,14 @@ def installed(app: Any) -> Installation:
 
 
 def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
-    """The channel of *connection*, which must be one of *app*, and the app's settings.
+    """Return the channel of *connection*, and the settings of *app*.
 
-    :mod:`~celery_native_delay.transports.interface` says what such a channel has.
+    *connection* must be a connection of *app*. The channel has the methods that
+    :mod:`~celery_native_delay.transports.interface` describes.
 
     Raises:
-        SettingsError: the app is not installed, or its settings are wrong.
-        UnsupportedBroker: no delayed task can wait there.
+        SettingsError: ``install(app)`` was not called, or a setting is wrong.
+        UnsupportedBroker: no delayed task can wait in this broker.
     """
     settings = installed(app).settings()
     if not settings.enabled:
@@ -242,9 +263,10 @@ def _give_eta_header(amqp: Any) -> None:
 
 
 def keep_celerys_own_off(module: ModuleType) -> None:
-    """Keep Celery's own delayed delivery off for installed apps, also with quorum queues.
+    """Switch off Celery's own delayed delivery for every app with ``install(app)``.
 
-    UnsupportedBroker: this Celery decides about it elsewhere, so both would delay.
+    Celery calls ``detect_quorum_queues`` of *module* to decide whether to delay. That function is
+    replaced. Raises UnsupportedBroker if *module* has no such function.
     """
     original = getattr(module, "detect_quorum_queues", None)
     if original is None:
@@ -284,16 +306,17 @@ _BOUNDED = {
 
 
 def bounded_connection(app: Any) -> Any:
-    """A connection of *app* with a time limit for every answer of the broker."""
+    """Make a connection of *app* that waits at most 5 s for each answer of the broker."""
     return app.connection_for_write(
         connect_timeout=TIMEOUT_SECONDS, transport_options=dict(_BOUNDED)
     )
 
 
 def records_place(app: Any, settings: DelaySettings) -> Place | None:
-    """The place of records of the whole *app*, such as fenced runs; None if it has none.
+    """Return the URL and owner of the records (state about waiting tasks) of *app*.
 
-    It is the same in every process and on every virtual host. The broker is not asked.
+    None is returned if the app has no records. The broker is not asked. The answer is the same in
+    every process and on every virtual host.
     """
     if settings.records is not None:
         return Place(settings.records, settings.namespace)
@@ -302,14 +325,20 @@ def records_place(app: Any, settings: DelaySettings) -> Place | None:
 
 
 def admin_part(app: Any, connection: Any) -> AdminPart:
-    """The :class:`AdminPart` of *connection* (one of *app*), which ``delay`` commands use."""
+    """Return the :class:`AdminPart` of *connection*, with which ``delay`` commands ask the broker.
+
+    *connection* must be a connection of *app*.
+    """
     channel, settings = delaying_channel(app, connection)
     part: AdminPart = channel.admin_part(settings)
     return serving(part, app)
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Tell *part* the queues to serve, if it needs them (None: all of the app), and return it."""
+    """Tell *part* the names of the *queues* to serve, and return *part*.
+
+    None as *queues* means all queues of the app. A *part* that needs no queues is only returned.
+    """
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

@@ -1,7 +1,8 @@
-"""Debounce, throttle and unique: one task per key.
+"""Debounce, throttle and unique: calls with the same key send one task instead of many.
 
-A call first reads the key's record: often there is nothing to send. Otherwise it publishes by
-Celery, and our channel decides again, in one step with the message.
+A call first reads the record (the stored state) of its key. The call sends nothing if another task
+has the key. Otherwise the call publishes a message by Celery. Our channel then decides again, and
+changes message and record in one step.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _Call: TypeAlias = Callable[[Seen, str], Step]
 
 
 class KeyedCalls:
-    """The methods of :class:`~celery_native_delay.Delay` that keep one task for a key."""
+    """The methods ``debounce``, ``throttle`` and ``unique`` of the class ``Delay``."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -57,21 +58,24 @@ class KeyedCalls:
         max_wait_seconds: float | None = None,
         announce: bool = False,
     ) -> KeyedResult:
-        """Run the last call's task when no other call with its *key* came for *seconds*.
+        """Run a task once, *seconds* after the last of several calls with the same *key*.
+
+        Each call replaces the waiting task of the call before.
 
         Args:
-            signature: a single task's signature, such as ``reindex.s(7)``. The task's name is part
-                of the key.
+            signature: the signature of a single task, such as ``reindex.s(7)``. Tasks with
+                different names do not share a key.
             max_wait_seconds: the task runs at most this long after the first call.
-            announce: the results of the calls it replaces become REVOKED, with the reason. By
-                default they stay pending.
+            announce: the results of the replaced calls become REVOKED, with the reason. By default
+                these results stay pending.
 
         Returns:
-            the result of the task that will run if there is no later call. Its *replaced* is the
-            id of the waiting task that this call replaced, or None.
+            the result of the task that will run if there is no later call. The result's *replaced*
+            is the id of the waiting task that this call replaced, or None.
 
         Raises:
-            UnsupportedBroker: no records of keys can be kept for this broker; nothing was sent.
+            UnsupportedBroker: this app has no place for the state of keys; nothing was sent. On
+                RabbitMQ, SQS and pgmq that is ``native_delay_records``.
         """
         mark = _mark_of("debounce", signature, key)
         quiet_us = _microseconds("seconds", seconds)
@@ -101,11 +105,16 @@ class KeyedCalls:
             edge: "leading": the first call's task runs at once, and later calls get its result;
                 "trailing": the last call's task runs when *seconds* are over; "both": the first
                 call's task runs at once and, if there are more calls, the last one's at the end.
-            signature, announce: as in :meth:`debounce`, which also says what is raised.
+            signature: the signature of a single task, as in :meth:`debounce`.
+            announce: the results of the replaced calls become REVOKED, as in :meth:`debounce`.
 
         Returns:
-            the result of the task that runs for the key. Its *created* is true if this call sent
-            that task; its *replaced* is as in :meth:`debounce`.
+            the result of the task that runs for the key. The result's *created* is true if this
+            call sent the task. The result's *replaced* is the id of the waiting task that this call
+            replaced, or None.
+
+        Raises:
+            UnsupportedBroker: as in :meth:`debounce`.
         """
         window_us = _microseconds("seconds", seconds)
         _check_word("edge", edge, Edge)
@@ -132,15 +141,19 @@ class KeyedCalls:
         eta: datetime | str | None = None,
         until: Until = "end",
     ) -> KeyedResult:
-        """Send a task unless another one for its *key* waits or runs.
+        """Send a task, unless another task with the same *key* is waiting or running.
 
         Args:
             until: "end": the key is free when the task has ended, and no two tasks run at once;
                 "start": the key is free when the task starts.
-            signature: as in :meth:`debounce`, which also says what is raised.
+            signature: the signature of a single task, as in :meth:`debounce`.
 
         Returns:
-            the result of the task that has the key. Its *created* is true if this call sent it.
+            the result of the task that has the key. The result's *created* is true if this call
+            sent the task.
+
+        Raises:
+            UnsupportedBroker: as in :meth:`debounce`.
         """
         mark = _mark_of("unique", signature, key, until)
         _check_word("until", until, Until)
@@ -231,7 +244,10 @@ class KeyedCalls:
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:
-    """The records of keys for *connection*; UnsupportedBroker if none can be kept."""
+    """Return the records (stored state) of debounce, throttle and unique keys for *connection*.
+
+    Raises UnsupportedBroker if this app has no place for such records.
+    """
     try:
         channel, settings = delaying_channel(app, connection)
     except UnsupportedBroker as exc:
@@ -296,10 +312,11 @@ _UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
 
 
 class KeyedResult(AsyncResult):  # type: ignore[misc]  # Celery has no types
-    """The ``AsyncResult`` of the task that has a key, with what the call did.
+    """The result of a task with a debounce, throttle or unique key: an ``AsyncResult`` with two
+    fields.
 
-    *created* is False if another call's task has the key: then this call sent nothing.
-    *replaced* is the id of the waiting task that this call replaced, or None.
+    *created* is False if another call's task has the key; this call then sent nothing. *replaced*
+    is the id of the waiting task that this call replaced, or None.
     """
 
     created: bool = True
@@ -327,16 +344,16 @@ class KeyedResult(AsyncResult):  # type: ignore[misc]  # Celery has no types
 
 
 class EagerKeyedResult(EagerResult, KeyedResult):  # type: ignore[misc]
-    """A :class:`KeyedResult` of an app with ``task_always_eager``: the task has run."""
+    """A :class:`KeyedResult` of an app with ``task_always_eager``: the task has already run."""
 
 
 def keyed_result(
     result: AsyncResult, *, created: bool = True, replaced: str | None = None
 ) -> KeyedResult:
-    """Turn Celery's *result* into a :class:`KeyedResult`.
+    """Turn Celery's *result* into a :class:`KeyedResult`, without making a new object.
 
-    The object stays the same: with results in Redis, dropping a copy would end the subscription of
-    its id, and cost a round trip.
+    A new object would cost a round trip with results in Redis: when *result* is freed, Celery ends
+    the subscription to the task's id.
     """
     result.__class__ = EagerKeyedResult if isinstance(result, EagerResult) else KeyedResult
     keyed: KeyedResult = result
@@ -345,9 +362,10 @@ def keyed_result(
 
 
 def revoke_result(app: Any, task_id: str, name: str, *, reason: str) -> bool:
-    """Set the result of task *task_id* to REVOKED; log it and return False if the backend fails.
+    """Set the result of the task *task_id* to REVOKED in the result backend.
 
-    A worker tells chord and monitors later.
+    If the backend fails, the error is logged and False is returned. A worker later tells the task's
+    chord and monitors.
     """
     registered = app.tasks.get(name)
     try:

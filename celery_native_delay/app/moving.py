@@ -1,10 +1,11 @@
-"""Move waiting messages from one place to another, one at a time.
+"""Move waiting messages from one broker or database to another, one message at a time.
 
-A message is deleted at its source after the other place has it. If the process dies in between,
-that message is in both places. The record of a message's key moves with it:
+A message is deleted at its source after the destination has the message. If the process dies in
+between, both places have the message. The record (stored state) of a message's debounce, throttle
+or unique key moves with the message:
 
-1. The message and its key's record are written to the other place, in one step.
-2. The source's record forgets the task.
+1. The message and its key's record are written to the destination, in one step.
+2. The record at the source forgets the task.
 3. The message is deleted at the source.
 """
 
@@ -42,7 +43,10 @@ _PROBE_US = 60_000_000
 
 
 class MovingKeys:
-    """Moves the messages of *source*, with the records of their keys, *into* another place."""
+    """Moves the messages of *source* to the place *into*.
+
+    The records (stored state) of the messages' debounce, throttle and unique keys move, too.
+    """
 
     def __init__(self, source: Source, into: MovingPart) -> None:
         self._into = into
@@ -53,7 +57,12 @@ class MovingKeys:
 
     @property
     def warning(self) -> str | None:
-        """A warning about tasks with a key, before the move; None if their keys move, too."""
+        """A warning to print before the move: tasks with a key will stay behind, or will lose their
+        key.
+
+        A key is a debounce, throttle or unique key. The warning is None if the keys move with their
+        tasks.
+        """
         if self._is_kept:
             return None
         if self._from is None:
@@ -63,10 +72,13 @@ class MovingKeys:
         return None
 
     def take_in(self, moving: Moving) -> bool:
-        """Let a message wait in the other place, with its key's record; False: perhaps twice.
+        """Write a message, and the record of its key, to the destination.
+
+        Returns False if the task may run twice. Otherwise the answer is True.
 
         Raises:
-            NativeDelayError: it cannot wait there, or its key does not let it; it was not sent.
+            NativeDelayError: the message cannot wait at the destination, or another task with the
+                same key prevents the move. The message was not written.
         """
         mark = Mark.of(moving.headers)
         if mark is not None and not self._is_kept and not self._is_probed:
@@ -125,10 +137,12 @@ _REASONS = 20
 
 @dataclass
 class Account:
-    """The numbers of one source: its messages before (*count*), and what became of them.
+    """The numbers of moved and remaining messages of one source.
 
-    *stays* were not to be moved; *refused* could not be moved, by reason; *void* were cancelled or
-    replaced before, and deleted. *doubtful* are the ids of tasks that may run twice.
+    *count* is the number of messages before the move. *stays* counts messages that were not to be
+    moved. *refused* counts messages that could not be moved, by reason. *void* counts messages that
+    had been cancelled or replaced, and were deleted. *doubtful* lists the ids of tasks that may run
+    twice.
     """
 
     source: str
@@ -140,11 +154,11 @@ class Account:
     doubtful: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """The numbers for ``--json``."""
+        """Return the numbers as plain data, for the option ``--json``."""
         return asdict(self) | {"refused": dict(self.refused)}
 
     def refuse(self, why: str) -> None:
-        """Count a message that could not be moved."""
+        """Count a message that could not be moved, under the reason *why*."""
         self.refused[why if why in self.refused or len(self.refused) < _REASONS else "…"] += 1
 
 
@@ -157,9 +171,10 @@ def move(
     on_each: Callable[[], object],
     on_doubt: Callable[[str | None], object],
 ) -> None:
-    """Move all messages of *source*, at most as fast as *pace*, until *stopped* is true.
+    """Move all messages of *source* to the place *into*, until *stopped* returns true.
 
-    *on_doubt* is called with the id of each task that may run twice.
+    *pace* limits the messages per second. The numbers are counted in *account*. *on_each* is called
+    after each message, and *on_doubt* with the id of each task that may run twice.
     """
     keys = MovingKeys(source, into)
     with closing(source):
@@ -209,7 +224,7 @@ def _move_one(
 
 
 def reaches_of(app: Any) -> list[Reach]:
-    """The bindings of the app's queues."""
+    """Return the bindings of the app's queues: exchange, type, routing key and queue of each."""
     return [
         Reach(each.exchange.name, each.exchange.type, each.routing_key or "", queue.name)
         for queue in app.amqp.queues.values()
@@ -222,13 +237,17 @@ def reaches_of(app: Any) -> list[Reach]:
 def moving(
     app: Any, connection: Any, names: Sequence[str], *, records: str | None
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
-    """The part of *connection* to move messages into, and the sources with these *names*.
+    """Open the places between which waiting messages are moved.
+
+    The first value is the place of *connection*, to which messages are moved. The second value
+    lists the sources with these *names*.
 
     Args:
-        records: URL of another broker's records; None for the app's own.
+        records: URL of the records (state about waiting tasks) of another broker. None means the
+            app's own.
 
     Raises:
-        UnsupportedBroker: no messages can be moved into this broker, or a source does not exist.
+        UnsupportedBroker: messages cannot be moved to this broker, or a source does not exist.
     """
     channel, settings = delaying_channel(app, connection)
     part = _part_of(channel, settings, connection.as_uri())
