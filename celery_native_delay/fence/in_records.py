@@ -1,4 +1,7 @@
-"""Reads and writes the records of fenced runs."""
+"""Stores which attempts of a fenced Spark run won, as records in a Redis or database.
+
+In a fenced run of repeated attempts, each row runs once.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,35 @@ from .run import Record, opened, sealed
 
 
 class Runs:
-    """The records of fenced runs, for Spark's driver and executors and for workers."""
+    """The stored records of fenced Spark runs (of repeated attempts, each row runs once).
+
+    Spark's driver and executors, and Celery's workers, read and write the records.
+    """
 
     def __init__(self, records: Records) -> None:
         self._records = records
 
     def open(self, run: str, record: Record, *, job: str, kept_seconds: float) -> Record:
-        """Open a run for *job*. Returns the valid record, see :func:`~.run.opened`."""
+        """Store that *job* has opened the fenced Spark run *run*. Return the record that is valid
+        now.
+
+        :func:`~.run.opened` decides which record is valid.
+        """
         return self._change(run, lambda before: opened(before, record, job), kept_seconds)
 
     def seal(self, run: str, record: Record, *, kept_seconds: float) -> Record:
-        """Seal a run. Returns the valid record, see :func:`~.run.sealed`."""
+        """Store which attempts of the fenced Spark run *run* won. Return the record that is valid
+        now.
+
+        :func:`~.run.sealed` decides which record is valid.
+        """
         return self._change(run, lambda before: sealed(before, record), kept_seconds)
 
     def load(self, runs: Sequence[str]) -> list[Record | None]:
-        """Read the records of several runs; None for each run without a record."""
+        """Read the records of several fenced Spark runs.
+
+        The value is None if a run has no record.
+        """
         found = self._records.load([_name_of(run) for run in runs])
         return [None if text is None else Record.from_json(text) for text in found]
 

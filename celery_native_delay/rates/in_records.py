@@ -1,4 +1,4 @@
-"""The lines of rate-limited tasks, kept as records in a database."""
+"""Stores the queues of tasks that wait for their rate limit as records in a database."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ T = TypeVar("T")
 
 
 class RecordLines:
-    """The lines of rate-limited tasks in *records*; see :class:`~.line.Lines`."""
+    """The queues of tasks that wait for their rate limit, stored as *records*.
+
+    :class:`~.line.Lines` describes the methods.
+    """
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -35,7 +38,7 @@ class RecordLines:
         return seen_longest_first(found, at_us)
 
     def close(self) -> None:
-        """Nothing to close: other parts of this process use the records, too."""
+        """Do nothing, because other parts of this process use the same records."""
 
     def _change(
         self,

@@ -1,11 +1,11 @@
-"""The interface of records: what this package knows about waiting tasks.
+"""The interface of the records: the state about waiting tasks, in a Redis or a database.
 
-A Redis or a database keeps the records. A record is a text with a kind and a name. A pure function
-decides the new text of a record, and whether a message is published with it. Both changes happen in
-one step, and only if the record is still unchanged.
+A record is a text with a kind and a name. A pure function decides the new text of a record, and
+whether a message is published at the same time. Record and message change in one step, and only if
+no other caller has changed the record.
 
-RabbitMQ, SQS and pgmq cannot list their waiting messages. There an index lists them, and a mark on
-a delivery tells the worker that receives it not to run it.
+RabbitMQ, SQS and pgmq cannot list their waiting messages. For these brokers an index lists the
+messages. A mark in the index tells a worker not to run a message that it receives.
 """
 
 from __future__ import annotations
@@ -58,12 +58,14 @@ class RecordName(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A record as it was read, and the waiting messages of its task.
+    """A record as it was read at *now_us*, with the waiting messages of the record's task.
 
-    *now_us* is the time of reading in microseconds since the epoch, by the clock of the records.
-    *text* is None if the record does not exist. If *text* is JSON with a field ``id``, that is the
-    id of a task, and *messages* are its waiting messages: for each the broker's name of the
-    message, and its due time in microseconds, 0 if the message is parked.
+    *now_us* is in microseconds since the epoch, by the clock of the Redis or database. *text* is
+    None if the record does not exist.
+
+    If *text* is JSON with a field ``id``, that field is the id of a task. *messages* then lists the
+    task's waiting messages. Each item is the broker's name of the message and its due time in
+    microseconds. The due time is 0 if the message is parked (due, but its queue does not exist).
     """
 
     now_us: int
@@ -73,12 +75,13 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Change(Generic[T]):
-    """A decision about a record: its new *text*, and the *answer* for the caller.
+    """A decision to change a record: the record's new *text*, and the *answer* for the caller.
 
-    The record is kept until *kept_us*, in microseconds since the epoch. None as text removes it. An
-    unchanged text is not written, so the record is kept as long as before. If *due_us* is set, the
-    caller's message is published with that due time. If *replaces* is true as well, the waiting
-    messages of the :class:`Snapshot` are cancelled.
+    The record is kept until *kept_us*, in microseconds since the epoch. A *text* of None removes
+    the record. If the text is unchanged, the record is not written and keeps its expiry.
+
+    If *due_us* is set, the caller's message is published with that due time. If *replaces* is true
+    as well, the waiting messages of the :class:`Snapshot` are cancelled.
     """
 
     text: str | None
@@ -98,11 +101,11 @@ Publish: TypeAlias = Callable[[int, str, int], Any]
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """A waiting message in the index.
+    """A waiting message in the index, which lists messages for brokers that cannot list them.
 
-    *member* is its key, ``<task id>:<delivery id>``. *due_us* is its due time in microseconds. The
-    text *entry* holds all that is needed to publish the message again; an entry of "" is not
-    listed.
+    *member* is the entry's key, ``<task id>:<delivery id>``. *due_us* is the due time in
+    microseconds since the epoch. *entry* is a text with all fields that are needed to publish the
+    message again. A message with the *entry* "" is not listed.
     """
 
     member: str
@@ -112,12 +115,14 @@ class IndexEntry:
 
 @dataclass(frozen=True)
 class CompareAndSet:
-    """A change of a record and of waiting messages, made as a whole or not at all.
+    """A change of a record and of waiting messages, which is made as a whole or not at all.
 
-    It is made if the record *name* still has the text *before*, the messages *gone* are still in
-    the index, and the message *new* still has the mark "undecided". Then the record gets the text
-    *after* for *kept_ms*, the messages *gone* become void, and the message *new* is listed. If it
-    is not made, the message *new* becomes void.
+    The change is made if three conditions hold: the record *name* still has the text *before*, the
+    messages *gone* are still in the index, and the message *new* still has the mark "undecided".
+
+    The record then gets the text *after* for *kept_ms* milliseconds. The messages *gone* get the
+    mark "void" (no worker may run them), and the message *new* is added to the index. If a
+    condition does not hold, the message *new* gets the mark "void".
     """
 
     name: RecordName | None = None
@@ -129,15 +134,15 @@ class CompareAndSet:
 
 
 def delivery_of(member: str) -> str:
-    """The delivery id in a key of the index, ``<task id>:<delivery id>``."""
+    """Return the delivery id in an index key of the form ``<task id>:<delivery id>``."""
     return member.rpartition(":")[2]
 
 
 def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
-    """The first answer of *attempt* that is not None. Raises CannotDelay after 100 attempts.
+    """Call *attempt* until its answer is not None, and return the answer.
 
-    An *attempt* to change the record *name* answers None if another caller changed the record
-    first.
+    *attempt* tries to change the record *name*, and answers None if another caller changed the
+    record first. Raises CannotDelay after 100 attempts.
     """
     for _ in range(TRIES):
         if (answer := attempt()) is not None:
@@ -149,18 +154,18 @@ def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
 
 
 class MessageState(Enum):
-    """The state of a waiting message in the records."""
+    """The state of a waiting message in the index of waiting messages."""
 
     KNOWN = "known"
     """The index lists the message."""
     VOID = "void"
     """The task of the message was cancelled or moved: no worker may run it."""
     UNKNOWN = "unknown"
-    """The records do not know the message."""
+    """The index does not know the message."""
 
 
 class Records(ABC):
-    """Records by name. Any thread may use them.
+    """Reads and changes records (state about waiting tasks), from any thread.
 
     Methods raise RecordsUnavailable if the Redis or database cannot be reached.
     """
@@ -169,87 +174,106 @@ class Records(ABC):
     """The URL of the Redis or database, without its password."""
 
     needs_connection = False
-    """True if the records use the broker connection of their channel, which must stay open."""
+    """True if the records are in the broker, so that the broker connection must stay open."""
 
     @abstractmethod
     def read(self, name: RecordName) -> Snapshot:
-        """Read a record, and the waiting messages of its task."""
+        """Read the record *name*, and the waiting messages of the record's task."""
 
     @abstractmethod
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
-        """Change a record as *decide* says, and return the answer of *decide*.
+        """Change the record *name* as the function *decide* decides, and return the answer of
+        *decide*.
 
-        If *decide* sets a due time, *publish* makes or publishes the message in the same step.
+        If *decide* sets a due time, *publish* makes or publishes a message in the same step.
         """
 
     @abstractmethod
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
-        """Read the texts of several records; None for each that does not exist."""
+        """Read the texts of several records. The text is None if the record does not exist."""
 
     @abstractmethod
     def latest(self, kind: str, limit: int) -> tuple[int, list[tuple[str, str]]]:
-        """The *limit* records of a *kind* that are kept longest: their names and texts.
+        """Return the names and texts of the records of a *kind* that expire last, at most *limit*.
 
-        The first value is the time in microseconds since the epoch, by the clock of the records.
+        The first value is the time in microseconds since the epoch, by the clock of the Redis or
+        database.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connections. The next call opens new ones."""
+        """Close the connections to the Redis or database. The next call opens new connections."""
 
 
 class Index(ABC):
-    """An index of waiting messages, for brokers that cannot list them: RabbitMQ, SQS and pgmq."""
+    """An index of waiting messages in a Redis or a database.
+
+    RabbitMQ, SQS and pgmq need the index, because these brokers cannot list their waiting messages.
+    """
 
     missed: int
     """Number of messages for which the index could not be written or read."""
 
     @abstractmethod
     def note(self, listed: IndexEntry) -> None:
-        """Add a message that is about to be published. Never raises, and hardly ever blocks."""
+        """Add a message to the index, just before the message is published.
+
+        The method never raises, and hardly ever blocks.
+        """
 
     @abstractmethod
     def forget(self, member: str) -> None:
-        """Remove a message that could not be published. Never raises, and hardly ever blocks."""
+        """Remove a message that could not be published from the index.
+
+        The method never raises, and hardly ever blocks.
+        """
 
     @abstractmethod
     def received(self, member: str) -> bool | None:
-        """Remove a message that a worker received. True if the worker may run it.
+        """Remove a message that a worker has received from the index.
 
-        None if the records did not answer in time.
+        Returns True if the worker may run the message. Returns False if the message was cancelled
+        or replaced. Returns None if the index did not answer in time.
         """
 
     @abstractmethod
     def flush(self, timeout_seconds: float | None = None) -> None:
-        """Wait until all added messages are stored, for at most *timeout_seconds*."""
+        """Wait until all added messages are stored in the index, for at most *timeout_seconds*."""
 
     @abstractmethod
     def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
-        """Read a record, and mark the delivery with the id *undecided* for *mark_ms*.
+        """Read the record *name*, and mark a new delivery as "undecided" for *mark_ms*
+        milliseconds.
 
-        Without a *name* no record is read. Without *undecided* no delivery is marked.
+        *undecided* is the id of the delivery. If *name* is None, no record is read. If *undecided*
+        is None, no delivery is marked.
         """
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Remove the mark of a delivery, or keep the mark for *left_ms* more."""
+        """Remove the mark of a delivery, or keep the mark for *left_ms* milliseconds more."""
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:
-        """Make the change *step*. False if a condition of *step* does not hold."""
+        """Make the change *step*. Return False if a condition of *step* does not hold."""
 
     @abstractmethod
     def state_of(self, member: str) -> MessageState:
-        """Look up the state of a message."""
+        """Look up the state of a waiting message: listed, cancelled or unknown."""
 
     @abstractmethod
     def tasks(self, republishes: Any) -> WaitingTasks:
-        """The waiting tasks in the index. *republishes* is the transport's part that reads them."""
+        """Return an object that lists, cancels and moves the waiting tasks in the index.
+
+        *republishes* reads index entries and publishes their messages again.
+        """
 
     @abstractmethod
     def sweep(self) -> int:
-        """Remove index entries that are overdue by a day, and return their number."""
+        """Remove index entries whose messages are overdue by a day. Return the number of removed
+        entries.
+        """
 
     @abstractmethod
     def purge(self) -> None:
-        """Remove all index entries that are not due yet."""
+        """Remove all index entries whose messages are not due yet."""

@@ -1,4 +1,7 @@
-"""Opens the records at a URL. No connection is made before the first use."""
+"""Opens the records (state about waiting tasks) at the URL of a Redis or a database.
+
+The first use of the records makes the connection.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from ..urls import is_redis_url
 
 
 class Place(NamedTuple):
-    """The place of records: the *url* of a Redis or a database, and their *owner* there.
+    """The place of an app's records: the *url* of a Redis or database, and the *owner*.
 
-    The owner is a namespace: several apps may share one Redis or database.
+    The *owner* is a namespace, because several apps may share one Redis or database.
     """
 
     url: str
@@ -28,7 +31,10 @@ _records: PerProcess[tuple[str, str], Any] = PerProcess(_inherited.append)
 
 
 def records_at(url: str, owner: str) -> Any:
-    """Open the records of *owner* at *url*, the URL of a Redis or a SQLAlchemy URL."""
+    """Open the records (state about waiting tasks) of the namespace *owner* at *url*.
+
+    *url* is the URL of a Redis, or a SQLAlchemy URL.
+    """
     if is_redis_url(url):
         try:
             from .redis import RedisRecords
@@ -47,12 +53,15 @@ def records_at(url: str, owner: str) -> Any:
 
 
 def records_of_process(url: str, owner: str) -> Any:
-    """The records of *owner* at *url*, opened once per process."""
+    """Return the records (state about waiting tasks) of the namespace *owner* at *url*.
+
+    The records are opened once per process.
+    """
     return _records.get((url, owner), lambda: records_at(url, owner))
 
 
 @atexit.register
 def flush() -> None:
-    """Wait up to 0.3 s until everything this process added to an index is stored."""
+    """Wait up to 0.3 s until all messages that this process added to an index are stored."""
     for found in _records.values():
         found.flush()

@@ -1,6 +1,7 @@
-"""The replacement of a waiting message on RabbitMQ, SQS and pgmq, which cannot give it back.
+"""Replaces a waiting message on RabbitMQ, SQS and pgmq, which cannot remove a waiting message.
 
-1. ``Index.look()`` marks the new delivery as "undecided". A worker that receives it now drops it.
+1. ``Index.look()`` marks the new delivery as "undecided". A worker that receives a delivery with
+   this mark drops the delivery.
 2. :func:`publish_undecided` publishes the new message, and waits for the broker's confirm.
 3. ``Index.compare_and_set()`` removes the mark of the new message and marks the old messages as
    "void", if nothing has changed since step 1. A worker drops every void message it receives.
@@ -39,9 +40,9 @@ _UNDECIDED_MS = 25 * 366 * 86_400_000
 
 
 class ComparedRecords(Records, Index):
-    """Records that are changed by compare-and-set: read, decide, write if still unchanged.
+    """Records that are changed by compare-and-set: read, decide, and write if still unchanged.
 
-    If another caller has changed the record, the change begins anew.
+    If another caller has changed the record, the change starts again.
     """
 
     has_marks = True
@@ -77,10 +78,11 @@ class ComparedRecords(Records, Index):
 
 
 def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Callable[[], T]) -> T:
-    """Call *publish*, which publishes a delivery marked as "undecided", and return its answer.
+    """Call *publish*, which publishes a delivery with the mark "undecided", and return the answer.
 
-    If the broker refuses the message, the mark is removed. If it is unknown whether the broker has
-    the message, the mark is kept until 30 days after *due_us*.
+    A worker that receives a delivery with this mark drops the delivery. If the broker refuses the
+    message, the mark is removed. If the broker may or may not have the message, the mark is kept
+    until 30 days after *due_us*.
     """
     try:
         return publish()
@@ -96,22 +98,27 @@ def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Call
 
 
 class Republishes(Protocol):
-    """The part of a transport that reads index entries and publishes their messages again."""
+    """The part of a transport that publishes the messages of index entries again."""
 
     def waiting(self, member: str, entry: str, due_us: int) -> Waiting | None:
-        """The waiting task that an index entry describes; None if it is cancelled."""
+        """Make the waiting task that an index entry describes. Return None if the task is
+        cancelled.
+        """
 
     def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
-        """Publish the message of an index entry with a new due time, and return its new entry."""
+        """Publish the message of an index entry with a new due time. Return the message's new
+        entry.
+        """
 
     def check_reach(self, due_us: int) -> None:
-        """Raise DelayTooLong if the due time is beyond the longest delay."""
+        """Raise DelayTooLong if *due_us* is beyond the broker's longest delay."""
 
 
 class RecordedTasks(WaitingTasks):
-    """Cancels and moves the tasks that an *index* lists, by publishing their messages again.
+    """Cancels and moves waiting tasks by publishing their messages again.
 
-    A mixin before :class:`.RedisListing` or :class:`.SqlListing`.
+    The tasks are listed in *index*. This class is a mixin, to be named before
+    :class:`.RedisListing` or :class:`.SqlListing`.
     """
 
     index: Index

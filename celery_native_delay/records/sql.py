@@ -1,7 +1,7 @@
-"""Records and an index of waiting messages in a database. Each step is one transaction.
+"""Records (state about waiting tasks) and an index of waiting messages, in a database.
 
-Publishes and workers ask through one thread with its own connection. So no database can block them
-for longer than :data:`~.interface.PATIENCE_SECONDS`.
+Each step is one transaction. Publishes and workers ask through one thread with its own connection.
+So a slow database blocks a publish or a worker for at most :data:`~.interface.PATIENCE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ _RECORD, _WAITING, _MARK = RECORDS.c, WAITING.c, MARKS.c
 
 
 class SqlRecords(Database, ComparedRecords):
-    """The records and the index of one *owner* in the database at *url*."""
+    """The records (state about waiting tasks) and the index of waiting messages, in a database.
+
+    *url* is the database's URL, and *owner* is the namespace of the app.
+    """
 
     tables = METADATA
 
@@ -308,7 +311,7 @@ class SqlRecords(Database, ComparedRecords):
         self.do(lambda found: found.execute(mine.where(_WAITING.due_us >= time_ns() // 1000)))
 
     def findings(self) -> Iterator[Finding]:
-        """Look for problems of the database: whether it can be written to, and its clock."""
+        """Check that the database can be written to, and check its clock. Yield the problems."""
         where = f"native_delay_records at {self.where}"
         try:
             self.do(lambda connection: connection.execute(delete(MARKS).where(_MARK.owner == "")))
@@ -350,9 +353,10 @@ class SqlRecords(Database, ComparedRecords):
     def read_row(
         self, connection: Connection, name: RecordName, *, locked: bool = False
     ) -> tuple[str, int] | None:
-        """Text and end of a record, in microseconds since the epoch; None if there is no row.
+        """Return the text of a record and its expiry in microseconds since the epoch.
 
-        With *locked* the row stays locked until the transaction ends.
+        None is returned if the record has no row. With *locked* the row stays locked until the
+        transaction ends.
         """
         asked = select(_RECORD.text, _RECORD.kept_us).where(*self._this(name))
         return connection.execute(asked.with_for_update() if locked else asked).first()
@@ -365,7 +369,10 @@ class SqlRecords(Database, ComparedRecords):
         kept_us: int,
         is_there: bool,
     ) -> None:
-        """Write the text of a record; None removes the record. *is_there*: it has a row already."""
+        """Write the text of a record. None as *text* deletes the record's row.
+
+        *is_there* is true if the record has a row already.
+        """
         this = self._this(name)
         if text is None:
             connection.execute(delete(RECORDS).where(*this))
@@ -427,7 +434,7 @@ class SqlRecords(Database, ComparedRecords):
 
 
 class SqlTasks(RecordedTasks, SqlListing):
-    """The waiting tasks in an index in a database."""
+    """Lists, cancels and moves the waiting tasks in the index of waiting messages in a database."""
 
     index: SqlRecords
 

@@ -1,4 +1,4 @@
-"""Lists and searches the waiting tasks in a table."""
+"""Lists and searches the waiting tasks in a database table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHUNK = 1000
 
 
 class SqlListing(WaitingTasks):
-    """The waiting tasks in a table, one row per message."""
+    """Lists and searches the waiting tasks in a database table with one row per message."""
 
     def __init__(
         self,
@@ -27,9 +27,9 @@ class SqlListing(WaitingTasks):
         text: Column[Any],
         shown: Sequence[Column[Any]],
     ) -> None:
-        """Use the rows that match *mine*, sorted by the column *due_us* and then by *order*.
+        """Use the rows that match the condition *mine*, sorted by the columns *due_us* and *order*.
 
-        A search looks into the column *text*. The columns *shown* are read of each row.
+        A search looks into the column *text*. Each row is read with the columns *shown*.
         """
         self._mine = mine
         self._due_us = due_us

@@ -1,4 +1,4 @@
-"""A thread that asks the database for publishers and workers, which wait at most 0.3 s for it."""
+"""A thread that asks a database for publishes and workers, so that they wait at most 0.3 s."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Job = tuple[Callable[[Connection], Any], "Future[Any] | None"]
 
 
 class SqlThread:
-    """A thread with one connection to the database of *engine*. It starts with the first job."""
+    """A thread that runs jobs on one connection to a database. The first job starts the thread."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class SqlThread:
         prepare: Callable[[], None],
         write: Callable[..., None],
     ) -> None:
-        """*prepare* creates the tables. *write* inserts index entries."""
+        """*prepare* creates the tables. *write* inserts rows into the index of waiting messages."""
         self._engine = engine
         self._prepare = prepare
         self._write = write
@@ -51,20 +51,26 @@ class SqlThread:
         self.missed = 0
 
     def note(self, row: Row) -> None:
-        """Queue an index entry to be inserted. It is dropped if the queue stays full."""
+        """Queue a row to be inserted into the index of waiting messages.
+
+        The row is dropped if the thread's queue stays full.
+        """
         if self._jobs.qsize() >= _MOST_NOTES and not self._is_stuck() and not self.flush():
             self.missed += 1
         else:
             self._queue(row)
 
     def post(self, work: Callable[[Connection], Any]) -> None:
-        """Queue *work*, without waiting for its answer."""
+        """Queue *work* for the thread, without waiting for the answer."""
         self._queue((work, None))
 
     def ask(
         self, work: Callable[[Connection], T], timeout_seconds: float = PATIENCE_SECONDS
     ) -> T | None:
-        """Queue *work* and return its answer; None if there is none within *timeout_seconds*."""
+        """Queue *work* for the thread, and return the answer of *work*.
+
+        None is returned if *work* fails, or has no answer within *timeout_seconds*.
+        """
         future: Future[T] = Future()
         if not self._queue((work, future)):
             return None
@@ -75,14 +81,16 @@ class SqlThread:
             return None
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until all jobs queued before are done; False if that takes too long."""
+        """Wait until all jobs queued before this call are done. Return False if that takes too
+        long.
+        """
         if self._thread is None:
             return True
         wait_seconds = min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS)
         return self.ask(lambda connection: True, wait_seconds) is not None
 
     def close(self) -> None:
-        """End the thread once it has done all queued jobs."""
+        """End the thread after all queued jobs are done."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)

@@ -1,4 +1,4 @@
-"""Waiting tasks, and how to search, count, cancel and move them. Does no I/O of its own."""
+"""Waiting tasks, and the interface to search, count, cancel and move waiting tasks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ PLACE = "native_delay_place"
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A waiting message.
+    """A message that waits in the broker until it is due.
 
-    *id* and *name* are those of the Celery task. A message of another kind has no *name*, and its
-    *id* is its correlation id. *args* and *kwargs* are texts (``repr``), as in Celery's events.
-    *queue* is the queue that it will be delivered to, "" if only its exchange decides. *due_us* is
-    its due time in microseconds since the epoch. *key* and *kind* tell of a call of ``debounce``,
-    ``throttle`` or ``unique``, such as "user:7" and "debounce"; otherwise they are "".
+    *id* and *name* are the id and name of the Celery task. A message that is not a task has the
+    *name* "", and its *id* is its correlation id. *args* and *kwargs* are texts (``repr``), as in
+    Celery's events. *queue* is the queue to which the message will be delivered, or "" if only the
+    message's exchange decides that. *due_us* is the due time in microseconds since the epoch.
+
+    *key* and *kind* are set if the message was sent by ``debounce``, ``throttle`` or ``unique``,
+    for example to "user:7" and "debounce". Otherwise *key* and *kind* are "".
     """
 
     id: str
@@ -57,7 +59,7 @@ class Waiting:
         key: str,
         kind: str,
     ) -> Waiting:
-        """A waiting message with these AMQP headers and properties, of any task protocol."""
+        """Make a waiting message from AMQP *headers* and *properties* of any task protocol."""
         task_id = headers.get("id") or properties.get("correlation_id") or delivery_id
         return cls(
             str(task_id),
@@ -83,7 +85,7 @@ class Waiting:
         return datetime.fromtimestamp(self.due_us / 1_000_000, UTC)
 
     def as_json(self) -> dict[str, Any]:
-        """The task as plain data, for ``--json`` and Flower's REST API."""
+        """Return the task as plain data, for the option ``--json`` and for Flower's REST API."""
         return {
             "id": self.id,
             "name": self.name,
@@ -113,8 +115,11 @@ def _number(value: Any) -> int:
 class Query:
     """A search among waiting tasks. A task matches if all conditions hold.
 
-    All *words* must match. *name* and *queue* must be equal. The due time must be from *from_us* on
-    and before *until_us*, in microseconds since the epoch. None means no condition.
+    - All *words* match.
+    - The task's name is *name*, and the task's queue is *queue*.
+    - The due time is *from_us* or later, and before *until_us*, in microseconds since the epoch.
+
+    A value of None means no condition.
     """
 
     words: tuple[Word, ...] = ()
@@ -133,26 +138,30 @@ class Query:
         return cls(parse(text))
 
     def due_within(self, from_us: int | None, until_us: int | None) -> Query:
-        """This search, for tasks due from *from_us* on and before *until_us*."""
+        """Return a copy of this search for tasks due from *from_us* on and before *until_us*.
+
+        Both times are in microseconds since the epoch. None means no limit.
+        """
         return replace(self, from_us=from_us, until_us=until_us)
 
     @property
     def is_by_time_only(self) -> bool:
-        """True if the search has no conditions besides due times."""
+        """True if the due time is the only condition of this search."""
         return not (self.words or self.name or self.queue)
 
     @property
     def needle(self) -> str:
-        """The longest word that Redis or the database can search for, in lower case; "" if none.
+        """The longest word for which Redis or the database can search, in lower case.
 
-        Every stored message that matches contains it, whatever its case.
+        Every stored message that matches contains the word, in upper or lower case. The text is ""
+        if there is no such word.
         """
         texts = [word.needle for word in self.words]
         texts += [text.lower() for text in (self.name, self.queue) if text]
         return max(filter(is_itself_in_json, texts), key=len, default="")
 
     def matches(self, task: Waiting) -> bool:
-        """True if *task* fulfils all conditions of this search."""
+        """Return True if *task* fulfils all conditions of this search."""
         return (
             (self.name is None or task.name == self.name)
             and (self.queue is None or task.queue == self.queue)
@@ -168,9 +177,10 @@ ALL = Query()
 
 @dataclass(frozen=True)
 class Page(Sequence[Waiting]):
-    """A page of waiting *tasks*, earliest due time first, and the *total* number that match.
+    """A page of waiting *tasks*, earliest due time first.
 
-    *total* is None if they were not counted, because that would read every message.
+    *total* is the number of all tasks that match the search. *total* is None if the tasks were not
+    counted, because counting would read every message.
     """
 
     tasks: tuple[Waiting, ...]
@@ -189,9 +199,9 @@ class Page(Sequence[Waiting]):
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of a histogram: the *count* of tasks due from *from_us* until *until_us*.
+    """A bar of a histogram: the *count* of tasks due from *from_us* on and before *until_us*.
 
-    Both are in microseconds since the epoch.
+    Both times are in microseconds since the epoch.
     """
 
     from_us: int
@@ -209,7 +219,11 @@ _WIDTHS = (
 
 
 def edges(first_us: int, last_us: int, *, bars: int) -> list[int]:
-    """The round times at which the bars of a histogram begin and end, for at most *bars* bars."""
+    """Return round times at which the bars of a histogram begin and end.
+
+    The times are in microseconds since the epoch and cover *first_us* to *last_us*. There are at
+    most *bars* bars.
+    """
     span_us = max(last_us - first_us, 1)
     for width in _WIDTHS:
         width_us = width * 1_000_000
@@ -231,18 +245,22 @@ class Verdict(Enum):
     TOO_LATE = "too late"
     """The task was delivered before it could be changed, or is about to be delivered."""
     UNKNOWN = "unknown"
-    """No task with this id is waiting: it is due already, or was never delayed."""
+    """No task with this id is waiting: the task is due already, or was never delayed."""
     IMPOSSIBLE = "impossible"
-    """The message cannot be moved, because it is no task of protocol 2. It still waits."""
+    """The message cannot be moved, because it is not a task of protocol 2.
+
+    The message still waits.
+    """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of cancelling or moving the task *id*. It is truthy if the change was made.
+    """The result of cancelling or moving the task *id*. An outcome is truthy if the change was
+    made.
 
-    *due_us* is the new due time in microseconds since the epoch, None if the task is cancelled.
-    *tasks* are the waiting messages before the change. *reason* says why the change was not made;
-    "" stands for the usual reason of the *verdict*.
+    *due_us* is the new due time in microseconds since the epoch, or None if the task is cancelled.
+    *tasks* are the waiting messages before the change. *reason* says why the change was not made. A
+    *reason* of "" stands for the usual reason of the *verdict*.
     """
 
     id: str
@@ -268,7 +286,7 @@ class Outcome:
 
 
 class WaitingTasks(ABC):
-    """The waiting tasks of one broker: lists, searches, cancels and moves them.
+    """Lists, searches, cancels and moves the waiting tasks of one broker.
 
     Every method may raise RecordsUnavailable.
     """
@@ -278,42 +296,55 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def count(self, query: Query = ALL) -> int:
-        """The number of waiting tasks that match."""
+        """Return the number of waiting tasks that match the search *query*."""
 
     @abstractmethod
     def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
-        """The waiting tasks that match, earliest due time first, from the *offset*-th on."""
+        """Return the waiting tasks that match the search *query*, earliest due time first.
+
+        The first *offset* matching tasks are skipped, and at most *limit* tasks are returned.
+        """
 
     def ids(self, query: Query = ALL) -> Iterator[str]:
-        """The ids of all waiting tasks that match, earliest due time first.
+        """Yield the ids of all waiting tasks that match *query*, earliest due time first.
 
-        They are read 1,000 at a time. An id may come more than once.
+        The tasks are read 1,000 at a time. An id may come more than once.
         """
         return ids_by_page(self.page, query)
 
     def get(self, task_id: str) -> list[Waiting]:
-        """The waiting messages with this task id: usually one, none if the task is not waiting."""
+        """Return the waiting messages with this task id.
+
+        The list usually has one message. The list is empty if the task is not waiting.
+        """
         return [task for _, _, task in self._found(task_id)]
 
     @abstractmethod
     def counts(self, edges_us: Sequence[int]) -> list[int]:
-        """The number of waiting tasks due between each two neighbouring times of *edges_us*."""
+        """Count the waiting tasks due between each two neighbouring times of *edges_us*."""
 
     @abstractmethod
     def span(self) -> tuple[int, int] | None:
-        """The first and the last due time, in microseconds; None if no task is waiting."""
+        """Return the first and the last due time of all waiting tasks, in microseconds.
+
+        None is returned if no task is waiting.
+        """
 
     def close(self) -> None:  # noqa: B027  most have nothing to close
-        """Close connections that were opened for these questions."""
+        """Close the connections that this object has opened."""
 
     def cancel(self, task_id: str) -> Outcome:
-        """Cancel a task. Its message is delivered at once, and a worker announces it as revoked."""
+        """Cancel the task *task_id*.
+
+        The task's message is delivered at once, and a worker announces the task as revoked.
+        """
         return self._change(task_id, None, cancelled=True)
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:
-        """Give a task a new due time; None means now.
+        """Give the task *task_id* a new due time. None as *due_us* means now.
 
-        Raises DelayTooLong or CannotDelay if it cannot wait that long. Then it keeps its due time.
+        Raises DelayTooLong or CannotDelay if the task cannot wait that long. The task then keeps
+        its due time.
         """
         if due_us is not None:
             self._delays.check_reach(due_us)
@@ -362,10 +393,10 @@ IDS_AT_ONCE = 1000
 
 
 def ids_by_page(page_of: Callable[..., Page], query: Query) -> Iterator[str]:
-    """The ids of all tasks that match *query*, read page by page.
+    """Yield the ids of all tasks that match *query*, read page by page.
 
-    Each page begins at the last due time of the page before. So messages that are delivered
-    meanwhile do not shift the pages.
+    Each page begins at the last due time of the page before. So messages that are delivered during
+    the reading do not shift the pages.
     """
     skipped = 0
     while True:
@@ -381,7 +412,10 @@ def ids_by_page(page_of: Callable[..., Page], query: Query) -> Iterator[str]:
 
 
 def histogram(tasks: WaitingTasks, *, bars: int = 40) -> list[Bar]:
-    """A histogram of due times with at most *bars* bars; empty if no task is waiting."""
+    """Return a histogram of the due times of *tasks*, with at most *bars* bars.
+
+    The list is empty if no task is waiting.
+    """
     span = tasks.span()
     if span is None:
         return []
