@@ -4,8 +4,9 @@ from __future__ import annotations
 
 
 class Backoff:
-    """Pauses in seconds between attempts, from *first* to *longest*. Each pause doubles the last
-    one.
+    """Growing pauses in seconds between attempts, from *first* to *longest*.
+
+    Each pause is twice as long as the pause before.
     """
 
     def __init__(self, first: float, longest: float) -> None:
@@ -15,9 +16,7 @@ class Backoff:
         """The pause that the next call of :meth:`failed` returns."""
 
     def failed(self) -> float:
-        """Return the pause in seconds before the next attempt. The pause after that is twice as
-        long.
-        """
+        """Return the pause in seconds before the next attempt, and double the pause."""
         seconds = self.seconds
         self.seconds = min(seconds * 2, self._longest)
         return seconds

@@ -55,7 +55,7 @@ class DelayTooLong(InvalidDueTime):
 
 
 class CannotDelay(NativeDelayError):
-    """The broker cannot delay this message and later deliver it as if it had not been delayed."""
+    """This message cannot be delayed in the broker. The text says why, and what to do."""
 
 
 class PublishRefused(NativeDelayError):

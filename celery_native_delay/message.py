@@ -57,7 +57,7 @@ class Delayed(NamedTuple):
 
     *due_us* is in microseconds since the epoch. *expires_ms*, the end of the message's
     ``expiration``, is in milliseconds since the epoch. A worker announces a *cancelled* message as
-    revoked, and does not run it.
+    revoked, and does not run the task.
     """
 
     delivery_id: str
@@ -145,7 +145,10 @@ def cancel(headers: dict[str, Any], header: dict[str, Any]) -> None:
 
 
 def uncover(headers: dict[str, Any], header: Mapping[str, Any]) -> bool:
-    """Undo :func:`cancel` in *headers*. Return True if the task was cancelled."""
+    """Remove the mark of a cancelled task, which :func:`cancel` has set, from *headers*.
+
+    Returns True if the task was cancelled.
+    """
     if not header.get(CANCELLED):
         return False
     if EXPIRES in header:

@@ -1,7 +1,7 @@
-"""Values that each process makes for itself, such as connections.
+"""Values that each process makes for itself, such as connections, and never takes from its parent.
 
 A forked child has its parent's sockets but not its threads. The child must neither use nor close
-these sockets. Only this module of the package hooks into forks.
+the parent's sockets. Only this module of the package hooks into forks.
 """
 
 from __future__ import annotations

@@ -144,9 +144,9 @@ class DelaySettings:
     and one line when the task ends. Defaults to None: no telemetry.
     """
     fence_policy: str = "run"
-    """Decides about a fenced Spark run (of repeated attempts, each row runs once) whose Spark
-    driver did not say in time which attempts won. Workers "run" all tasks of the run, perhaps
-    twice, or "drop" all of them. Defaults to "run".
+    """Decides about a fenced Spark run (of repeated attempts, each row runs once) that has no
+    winners yet. If the Spark driver did not record in time which attempts won, workers "run" all
+    tasks of the run, perhaps twice, or "drop" all tasks of the run. Defaults to "run".
     """
 
     rates: Mapping[str, Rate | str | Mapping[str, Any]] | tuple[tuple[str, Rate], ...] = ()
@@ -192,7 +192,7 @@ class DelaySettings:
 
     @property
     def longest_delay_seconds(self) -> float:
-        """The longest delay, in seconds. The settings *levels* and *resolution* determine it."""
+        """The longest delay in seconds. It follows from the settings *levels* and *resolution*."""
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000
 
     def _largest_step(self, levels: int) -> int:

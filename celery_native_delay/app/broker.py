@@ -1,4 +1,4 @@
-"""Helpers for the broker of an app: ask it, name it in errors, check that it is supported."""
+"""Helpers for the broker of an app: ask the broker, name it in errors, check its support."""
 
 from __future__ import annotations
 

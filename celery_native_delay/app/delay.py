@@ -45,8 +45,9 @@ _MOST_LINES = 10_000
 class Delay(KeyedCalls):
     """List, search, cancel and reschedule the waiting tasks of one app, or send one task per key.
 
-    On Redis, ``Delay`` asks the broker. On RabbitMQ, SQS and pgmq, it asks
-    ``native_delay_records``, and elsewhere ``native_delay_store``.
+    On Redis, ``Delay`` asks the broker. On RabbitMQ, SQS and pgmq, ``Delay`` asks the Redis or
+    database of ``native_delay_records``. With other brokers, ``Delay`` asks the database in which
+    messages wait.
 
     Every method raises :class:`~celery_native_delay.RecordsUnavailable` if the Redis or database
     that lists the waiting tasks is unreachable. Every method raises kombu's errors if the broker is
@@ -178,8 +179,8 @@ class Delay(KeyedCalls):
             the outcome. The outcome's *id* is "" if no task was sent with the key.
 
         Raises:
-            UnsupportedBroker: this app has no place for the state of keys. On RabbitMQ, SQS and
-                pgmq that is ``native_delay_records``.
+            UnsupportedBroker: this app cannot store the state of keys. RabbitMQ, SQS and pgmq need
+                ``native_delay_records`` for keys.
         """
         if key is None and task is None and kind is None:
             return self.cancel_all([_id_of(task_id)])[0]

@@ -335,9 +335,9 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Tell *part* the names of the *queues* to serve, and return *part*.
+    """Tell a part of a transport, such as an :class:`AdminPart`, the names of the queues to serve.
 
-    None as *queues* means all queues of the app. A *part* that needs no queues is only returned.
+    None as *queues* means all queues of the app. Returns *part*.
     """
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))

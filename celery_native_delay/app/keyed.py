@@ -1,8 +1,8 @@
 """Debounce, throttle and unique: calls with the same key send one task instead of many.
 
 A call first reads the record (the stored state) of its key. The call sends nothing if another task
-has the key. Otherwise the call publishes a message by Celery. Our channel then decides again, and
-changes message and record in one step.
+has the key. Otherwise the call publishes a message with Celery's ``apply_async``. The channel of
+this package then decides again, and changes message and record in one step.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ class KeyedCalls:
                 different names do not share a key.
             max_wait_seconds: the task runs at most this long after the first call.
             announce: the results of the replaced calls become REVOKED, with the reason. By default
-                these results stay pending.
+                the results of the replaced calls stay pending.
 
         Returns:
             the result of the task that will run if there is no later call. The result's *replaced*
             is the id of the waiting task that this call replaced, or None.
 
         Raises:
-            UnsupportedBroker: this app has no place for the state of keys; nothing was sent. On
-                RabbitMQ, SQS and pgmq that is ``native_delay_records``.
+            UnsupportedBroker: this app cannot store the state of keys, and nothing was sent.
+                RabbitMQ, SQS and pgmq need ``native_delay_records`` for keys.
         """
         mark = _mark_of("debounce", signature, key)
         quiet_us = _microseconds("seconds", seconds)
@@ -246,7 +246,7 @@ class KeyedCalls:
 def key_records(app: Any, connection: Any) -> KeyRecords:
     """Return the records (stored state) of debounce, throttle and unique keys for *connection*.
 
-    Raises UnsupportedBroker if this app has no place for such records.
+    Raises UnsupportedBroker if this app cannot store the state of keys.
     """
     try:
         channel, settings = delaying_channel(app, connection)

@@ -57,7 +57,7 @@ class MovingKeys:
 
     @property
     def warning(self) -> str | None:
-        """A warning to print before the move: tasks with a key will stay behind, or will lose their
+        """A warning to print before the move: tasks with a key will stay behind, or will lose the
         key.
 
         A key is a debounce, throttle or unique key. The warning is None if the keys move with their

@@ -159,8 +159,8 @@ def fate(record: Record, stamp: Stamp) -> Fate:
 def is_overdue(record: Record | None, *, now: float) -> bool:
     """Return True if a worker must decide about a fenced Spark run in place of the driver.
 
-    That is so if the run's deadline is over, or if its record is lost (None). *now* is in seconds
-    since the epoch.
+    A worker must decide if the run's deadline is over, or if the run's record is lost (*record* is
+    None). *now* is in seconds since the epoch.
     """
     return record is None or (record.state == OPEN and now >= record.deadline)
 

@@ -103,8 +103,8 @@ def throttle(seen: Seen, new_id: str, *, window_us: int, trails: bool) -> Step:
 def unique(seen: Seen, new_id: str, *, wait_us: int = 0, at_us: int | None = None) -> Step:
     """Decide about a unique call: publish the new task unless another task has the key.
 
-    A task has the key while it waits, is queued or is running. The new task is due after *wait_us*,
-    or at *at_us*.
+    A waiting, queued or running task has its key. The new task is due after *wait_us*, or at
+    *at_us*.
     """
     now_us, known = seen.now_us, seen.record
     if known is not None:
@@ -118,7 +118,7 @@ def unique(seen: Seen, new_id: str, *, wait_us: int = 0, at_us: int | None = Non
 
 
 def begin(seen: Seen, task_id: str, *, token: str) -> Step:
-    """Decide about a unique task that is about to run: the task takes the key or must wait.
+    """Decide about a unique task that a worker is about to run: the task takes its key or waits.
 
     If another attempt is running with the key, the decision says when to ask again.
     """

@@ -1,1 +1,1 @@
-"""Rate limits: how often the tasks of one key may start, and how the others wait."""
+"""Rate limits: how often the tasks of one key may start, and how other tasks wait."""

@@ -133,9 +133,10 @@ class Lines(Protocol):
 class Line(NamedTuple):
     """The stored state of a queue of tasks that wait for their rate limit.
 
-    The default values are those of a new queue. *front* is the first place that was not used yet.
-    *end* is the first free place behind all others. *shift* converts places to times. *start_at* is
-    the time at which the next start would be exactly on pace. No task starts before *held_until*.
+    Each task has a place: a point on the queue's own clock. *front* is the first place that was not
+    used yet. *end* is the first free place behind all other places. *shift* converts places to
+    times. *start_at* is the time at which the next start would be exactly on pace. No task starts
+    before *held_until*.
 
     *starts* is the number of starts since *counted_from*. *starts_before* is the number in the
     period before, and *total* is the number in all. *log* holds the times of the last starts, or of
@@ -239,9 +240,9 @@ class Line(NamedTuple):
         return self._replace(counted_from=now_us, starts=0, starts_before=0)
 
     def ends_us(self, rate: Rate) -> int:
-        """Return the time at which the stored state expires, in microseconds.
+        """Return the time at which the stored state of this queue expires, in microseconds.
 
-        That is a period and a minute after the last place in the queue.
+        The state expires a period and a minute after the last place in the queue.
         """
         last_us = max(self.end + self.shift, self.start_at, self.held_until)
         return last_us + rate.window_us + rate.catch_up_us + KEPT_US

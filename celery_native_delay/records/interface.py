@@ -101,7 +101,7 @@ Publish: TypeAlias = Callable[[int, str, int], Any]
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """A waiting message in the index, which lists messages for brokers that cannot list them.
+    """A waiting message in the index, which lists messages for brokers without such a list.
 
     *member* is the entry's key, ``<task id>:<delivery id>``. *due_us* is the due time in
     microseconds since the epoch. *entry* is a text with all fields that are needed to publish the
@@ -159,7 +159,7 @@ class MessageState(Enum):
     KNOWN = "known"
     """The index lists the message."""
     VOID = "void"
-    """The task of the message was cancelled or moved: no worker may run it."""
+    """The task of the message was cancelled or moved: no worker may run the message."""
     UNKNOWN = "unknown"
     """The index does not know the message."""
 
@@ -255,7 +255,11 @@ class Index(ABC):
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:
-        """Make the change *step*. Return False if a condition of *step* does not hold."""
+        """Change a record and waiting messages as *step* says, as a whole or not at all.
+
+        Returns False if a condition of *step* does not hold. In that case only the new message is
+        changed: no worker may run the new message.
+        """
 
     @abstractmethod
     def state_of(self, member: str) -> MessageState:

@@ -1,6 +1,6 @@
 """Parses and matches searches for waiting tasks: words, quoted texts and ``field:word``.
 
-A task matches if all words match. Case does not matter. The fields are ``name``, ``queue``,
+A task matches if all words match, in upper or lower case. The fields are ``name``, ``queue``,
 ``key``, ``args``, ``kwargs``, ``id``, ``uuid`` and ``root``. ``kwargs:order=7`` matches if the
 keyword argument ``order`` is exactly 7.
 """

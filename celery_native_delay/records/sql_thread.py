@@ -1,4 +1,4 @@
-"""A thread that asks a database for publishes and workers, so that they wait at most 0.3 s."""
+"""A thread that asks a database, so that publishes and workers wait at most 0.3 s for answers."""
 
 from __future__ import annotations
 

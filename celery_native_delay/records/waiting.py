@@ -18,7 +18,7 @@ PLACE = "native_delay_place"
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A message that waits in the broker until it is due.
+    """A message that waits in the broker until its due time.
 
     *id* and *name* are the id and name of the Celery task. A message that is not a task has the
     *name* "", and its *id* is its correlation id. *args* and *kwargs* are texts (``repr``), as in
@@ -153,8 +153,8 @@ class Query:
     def needle(self) -> str:
         """The longest word for which Redis or the database can search, in lower case.
 
-        Every stored message that matches contains the word, in upper or lower case. The text is ""
-        if there is no such word.
+        Every stored message that matches contains the word, in upper or lower case. If no word can
+        be searched for, *needle* is "".
         """
         texts = [word.needle for word in self.words]
         texts += [text.lower() for text in (self.name, self.queue) if text]
@@ -243,13 +243,13 @@ class Verdict(Enum):
     DONE = "done"
     """The task was cancelled or moved."""
     TOO_LATE = "too late"
-    """The task was delivered before it could be changed, or is about to be delivered."""
+    """The task was delivered before the change, or is about to be delivered."""
     UNKNOWN = "unknown"
     """No task with this id is waiting: the task is due already, or was never delayed."""
     IMPOSSIBLE = "impossible"
-    """The message cannot be moved, because it is not a task of protocol 2.
+    """The message cannot be moved, because the message is not a task of protocol 2.
 
-    The message still waits.
+    It still waits.
     """
 
 

@@ -1,6 +1,7 @@
-"""A worker's thread beside its event loop: it puts early tasks back and rescues parked ones.
+"""A worker's thread that puts early tasks back into the broker, and rescues parked messages.
 
-It has a connection of its own: waiting for a confirm runs every callback of the connection.
+A parked message is due, but its queue did not exist. The thread has a connection of its own,
+because waiting for a confirm runs every callback of the connection.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ _ERRORS = (AMQPError, OSError, AttributeError)
 
 @dataclass(frozen=True)
 class Task:
-    """An early task; *done* is called when the broker has it, *instead* if it was refused."""
+    """A task that arrived before its ETA and is to be put back into the broker.
+
+    *done* is called when the broker has the message, and *instead* if the broker refused the
+    message.
+    """
 
     wait: Wait
     done: Callable[[], Any]
@@ -60,9 +65,10 @@ class Task:
 
 
 class Attendant(Thread):
-    """Thread that puts early tasks back into the broker and rescues parked messages.
+    """A worker's thread that puts early tasks back into the broker, and rescues parked messages.
 
-    The consumer's thread calls its public methods.
+    A parked message is due, but its queue did not exist. The consumer's thread calls the public
+    methods of this class.
     """
 
     def __init__(self, app: Any, settings: DelaySettings) -> None:
@@ -80,9 +86,10 @@ class Attendant(Thread):
     # --- called from the consumer's thread ----------------------------------------------
 
     def put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Put a message back into the broker, soon; False if the thread is stopping.
+        """Queue a message to be put back into the broker. Return False if the thread is stopping.
 
-        The thread calls *done* when the broker has the message, *instead* if it refused it.
+        The thread calls *done* when the broker has the message, and *instead* if the broker refused
+        the message.
         """
         if self._stopping.is_set():
             return False
@@ -90,12 +97,15 @@ class Attendant(Thread):
         return True
 
     def look_for_parked(self) -> None:
-        """Look for parked messages now: there may be new bindings for them."""
+        """Look now for parked messages: messages that are due, but had no queue.
+
+        New bindings may have given parked messages a queue.
+        """
         self._next_look = monotonic()
         self._tasks.put(None)
 
     def stop(self, *, timeout_seconds: float = 5.0) -> None:
-        """End the thread; the broker redelivers the messages that were not put back."""
+        """End the thread. The broker redelivers the messages that were not put back."""
         self._stopping.set()
         self._tasks.put(None)
         self.join(timeout_seconds)

@@ -1,4 +1,4 @@
-"""The worker's bootstep: it prepares the broker and starts the threads of this package."""
+"""The worker's bootstep, which prepares the broker and starts the threads of this package."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ keep_celerys_own_off(celery.worker.consumer.delayed_delivery)
 
 
 class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Bootstep of a worker: prepares its broker, puts early tasks back, delivers due messages."""
+    """The worker's bootstep: prepare the broker, put early tasks back, deliver due messages."""
 
     label = "NativeDelay"
     requires = (Tasks,)
@@ -83,7 +83,10 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         return hasattr(self, "_installation")
 
     def start(self, c: Any) -> None:
-        """Prepare the broker; if that fails, log it and go on with immediate tasks."""
+        """Prepare the broker for delayed messages, and start the threads.
+
+        If that fails, the error is logged, and the worker runs immediate tasks only.
+        """
         self._tallying.start()
         channel = c.connection.default_channel
         if hasattr(c.connection.transport, "waker"):
@@ -126,7 +129,10 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._promoting.start()
 
     def register_with_event_loop(self, c: Any, hub: Any) -> None:
-        """Register a new waker: with a new connection the hub has forgotten the last one."""
+        """Register a new waker, which wakes up the worker's event loop.
+
+        After a new connection the event loop has forgotten the last waker.
+        """
         if self._waker is not None:
             self._waker.close()
         self._waker = Waker(hub)
@@ -140,7 +146,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._tallying.stop()
 
     def shutdown(self, c: Any) -> None:
-        """End all threads; the broker redelivers the messages that were not put back."""
+        """End all threads. The broker redelivers the messages that were not put back."""
         for part in (self._waker, self._rated, self._moved.receipts):
             if part is not None:
                 part.close()
@@ -177,5 +183,8 @@ def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> No
 
 @signals.worker_process_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
 def flush_at_the_end_of_a_child(**_: Any) -> None:
-    """Write pending records: a pool process ends without Python's atexit handlers."""
+    """Write pending index entries when a pool process ends.
+
+    A pool process ends without Python's atexit handlers.
+    """
     flush()

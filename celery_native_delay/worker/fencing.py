@@ -1,6 +1,7 @@
-"""The gate for tasks of fenced Spark runs: they run, are dropped, or wait in the broker.
+"""The gate (check before a task runs) for tasks of fenced Spark runs.
 
-They wait while their run is not sealed, or its record cannot be read.
+In a fenced run of repeated attempts, each row runs once. The gate runs or drops a task if the
+winning attempts are recorded. Otherwise the task waits in the broker.
 """
 
 from __future__ import annotations
@@ -42,10 +43,16 @@ _WARN_SECONDS = 30.0
 
 
 class Fence:
-    """The gate for tasks of fenced runs; without records all of them run."""
+    """The gate (check before a task runs) for tasks of fenced Spark runs.
+
+    Of repeated attempts, only the winning attempt's tasks run. If the app has no place for records,
+    all tasks run.
+    """
 
     def __init__(self, settings: DelaySettings, worker: str, place: Place | None) -> None:
-        """*worker* is this worker's name, for runs that it seals; *place* has the runs' records."""
+        """*worker* is the name of this worker. *place* is the Redis or database with the runs'
+        records.
+        """
         self._policy = settings.fence_policy
         self._keep_seconds = settings.longest_delay_seconds + fence.MARGIN_SECONDS
         self._worker = worker

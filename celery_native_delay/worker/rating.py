@@ -1,13 +1,16 @@
-"""The gate for rate-limited tasks: a task starts, or waits in the broker for its place.
+"""The gate (check before a task runs) for rate-limited tasks, which start or wait.
 
-A *line* has the rate-limited tasks of one name and key in the order of their *places*, the times
-at which they may start. The gate asks the line in the consumer's thread, in one round trip.
+A *line* is the queue of the tasks that share one rate limit: tasks with the same name and key. Each
+waiting task has a *place*, from which the time of its start follows. The gate asks the line in the
+consumer's thread, in one round trip.
 
-- A task whose place is near waits in the worker, beside the prefetch limit. Any other goes back to
-  the broker and returns a little before its place: a broker is less exact than a worker's timer.
-- Of one line's tasks in a worker only the first one asks. The others wait until it has started.
-- A task starts only when the pool has a free process, so that it is not late by the tasks before
-  it. Until then all later tasks of the worker wait, too.
+- A task whose start is near waits in the worker, beside the prefetch limit. Any other task goes
+  back to the broker, and returns a little before its start. A broker is less exact than a worker's
+  timer.
+- Of one line's tasks in a worker only the first task asks. The other tasks wait until the first
+  task has started.
+- A task starts only when the pool has a free process, so that no earlier task makes the task late.
+  Until then all later tasks of the worker wait, too.
 """
 
 from __future__ import annotations
@@ -65,10 +68,14 @@ class _InLine:
 
 
 class Rated:
-    """The gate for rate-limited tasks; without *lines* they wait in the broker."""
+    """The gate (check before a task runs) for rate-limited tasks.
+
+    The attribute *lines* asks the queues of tasks that wait for their rate limit. While *lines* is
+    None, rate-limited tasks wait in the broker.
+    """
 
     def __init__(self, settings: DelaySettings, tasks: Mapping[str, Any]) -> None:
-        """*tasks* are the app's tasks by name."""
+        """*tasks* maps the names of the app's tasks to the tasks."""
         self.lines: Lines | None = None
         self.come_back_late_us = SHORTEST_WAIT_US
         self._rates = settings.rate_by_task
@@ -96,7 +103,10 @@ class Rated:
         return self._ask_line(arrival, rate, entry, wait)
 
     def begin(self, lines: Lines) -> None:
-        """Use *lines* with a new connection; the broker redelivers the tasks that waited here."""
+        """Ask *lines* about rate-limited tasks from now on, over a new broker connection.
+
+        The broker redelivers the tasks that waited in this worker.
+        """
         self.close()
         self.lines = lines
         self._for_process.clear()
@@ -104,7 +114,7 @@ class Rated:
         self._by_line.clear()
 
     def close(self) -> None:
-        """Close the connection to the lines."""
+        """Close the connection to the Redis or database that keeps the rates."""
         if self.lines is not None:
             self.lines.close()
             self.lines = None
@@ -266,9 +276,9 @@ def _place(headers: Mapping[str, Any], key: str | None, now_us: int) -> int | No
 
 
 def signatures(rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> dict[str, Signature]:
-    """The signatures of the functions of rate-limited tasks, by task name.
+    """Return the signatures of the functions of rate-limited tasks, by task name.
 
-    SettingsError: a rate's key is no argument of its task.
+    Raises SettingsError if the key of a rate is not an argument of its task.
     """
     found = {}
     for name, rate in rates.items():
@@ -284,9 +294,9 @@ def signatures(rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> dict[str,
 
 
 def teach_retry_after(app: Any, rates: Mapping[str, Rate], known: Mapping[str, Signature]) -> None:
-    """Let rate-limited tasks raise RetryAfter; called before the pool forks.
+    """Wrap the functions of rate-limited tasks, so that these functions may raise RetryAfter.
 
-    *known* are the tasks' :func:`signatures`.
+    The worker calls this function before the pool forks. *known* are the tasks' :func:`signatures`.
     """
     for name, rate in rates.items():
         task = app.tasks.get(name)

@@ -1,9 +1,9 @@
-"""Telemetry: workers write a line of JSON when a task starts and when it ends.
+"""Telemetry: workers write a line of JSON when a task starts, and one when the task ends.
 
-Each process of a worker appends to its own file of the (UTC) day, ``<day>_<worker>_<pid>.jsonl``.
-Each line is one unbuffered write, so a SIGKILL loses none that was written. A failing write never
-stops a task. :mod:`~celery_native_delay.worker.attempt` has the fields; ``spark.reconcile`` reads
-the files.
+Each process of a worker appends to its own file of the day (UTC), ``<day>_<worker>_<pid>.jsonl``.
+Each line is one unbuffered write, so a SIGKILL loses no written line. A failing write never stops a
+task. The module :mod:`~celery_native_delay.worker.attempt` has the fields of a line.
+``spark.reconcile`` reads the files.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ _ENDED_FROM_OUTSIDE: tuple[tuple[type[BaseException], str], ...] = (
 class Telemetry:
     """Writes telemetry of one app's tasks in this worker, from connect() to disconnect().
 
-    It is made before the pool forks, so that the child processes inherit its signal receivers.
+    The object is made before the pool forks, so that the child processes inherit its signal
+    receivers.
     """
 
     def __init__(self, installation: Installation, consumer: Any, folder: str) -> None:
@@ -199,10 +200,10 @@ class Telemetry:
 
 
 class LineFiles:
-    """Appends lines to one file per process and day, from any thread without a lock.
+    """Appends lines to one file per process and day, from any thread, without a lock.
 
-    Another thread could hold a lock while a pool process is forked. The system never mixes two
-    writes to a file that is open for appending.
+    Another thread could hold a lock while a pool process is forked. A lock is not needed: the
+    operating system never mixes two writes to a file that is open for appending.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -213,7 +214,7 @@ class LineFiles:
         self._warned = False
 
     def append(self, at_us: int, line: str) -> None:
-        """Write *line*; the first error of a process is logged."""
+        """Append *line* to the file of the day *at_us*. The first error of a process is logged."""
         data = line.encode() + b"\n"
         try:
             if self._file(at_us // DAY_US).write(data) < len(data):
@@ -229,7 +230,7 @@ class LineFiles:
                 )
 
     def close(self) -> None:
-        """Forget the file; the next line opens it again."""
+        """Forget the open file. The next line opens the file again."""
         self._open = None
 
     def _file(self, day: int) -> LineFile:
@@ -244,7 +245,10 @@ class LineFiles:
 
 
 class LineFile:
-    """A file open for appending; it is closed with its last reference, never during a write."""
+    """A file that is open for appending.
+
+    The file is closed with the last reference to this object, so never during a write.
+    """
 
     def __init__(self, path: Path) -> None:
         self._descriptor = -1
@@ -261,9 +265,10 @@ class LineFile:
 
 
 def waited(message: Any, *, now_ms: int) -> bool | None:
-    """True if a received message waited in the broker until it was due.
+    """Return True if a received message waited in the broker until its due time.
 
-    False if it was sent after it was due, by an installed producer; None if that is unknown.
+    Returns False if a producer with this package sent the message after the due time. Returns None
+    if the message does not tell.
     """
     headers = getattr(message, "headers", None) or {}
     # The strategy takes the ETA out of the headers while Celery makes its request.
@@ -278,7 +283,10 @@ def waited(message: Any, *, now_ms: int) -> bool | None:
 
 
 def outcome_of(state: str | None, retval: Any) -> str:
-    """The outcome of an attempt with this state and return value or exception."""
+    """Return the outcome of a task attempt that ended with *state*.
+
+    *retval* is the attempt's return value or exception.
+    """
     if state == states.REJECTED and getattr(retval, "requeue", False):
         return attempt.REQUEUED
     # A task that raised a BaseException has no state: Celery takes its process for lost.
@@ -286,7 +294,10 @@ def outcome_of(state: str | None, retval: Any) -> str:
 
 
 def retry_due_us(outcome: str, raised: Any, finished_us: int) -> int | None:
-    """The time of the task's next attempt, in microseconds since the epoch; None without one."""
+    """Return the time of the task's next attempt, in microseconds since the epoch.
+
+    None is returned if the task is not attempted again.
+    """
     if outcome not in attempt.COMES_AGAIN:
         return None
     when = getattr(raised, "when", None)
