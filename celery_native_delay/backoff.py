@@ -22,8 +22,9 @@ class Backoff:
         return seconds
 
     def reset(self) -> bool:
-        """Start again with the shortest pause. Return True if there was a failure since the last
-        reset.
+        """Start again with the shortest pause.
+
+        Returns True if there was a failure since the last reset.
         """
         has_failed = self.seconds != self._first
         self.seconds = self._first

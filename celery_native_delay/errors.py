@@ -10,8 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RefusedMessage:
-    """A message that the broker refused, with all fields that are needed to publish the message
-    again.
+    """A message that the broker refused, with all fields needed to publish the message again.
 
     *delivery_id* is None if the message had no delay. *returned* is true if no queue was bound for
     the message's *exchange* and *routing_key*.
@@ -95,13 +94,14 @@ class InvalidQuery(NativeDelayError, ValueError):
 
 
 class RecordsUnavailable(NativeDelayError):
-    """The Redis or database that lists waiting tasks is unreachable: no task can be listed or
-    changed.
+    """The Redis or database that lists waiting tasks is unreachable.
+
+    No waiting task can be listed or changed.
     """
 
 
 class NoRecords(RecordsUnavailable):
-    """This app must set ``native_delay_records``: its broker cannot list waiting tasks."""
+    """This app needs ``native_delay_records`` to list or change waiting tasks, or for rates."""
 
 
 class InvalidFanOut(NativeDelayError, ValueError):

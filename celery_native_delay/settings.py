@@ -204,8 +204,7 @@ class DelaySettings:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> DelaySettings:
-        """Make settings from a mapping of names to values. The names have no prefix
-        ``native_delay_``.
+        """Make settings from a mapping of names, without the prefix ``native_delay_``, to values.
 
         Raises SettingsError if a name is unknown or a value is invalid.
         """
@@ -214,8 +213,7 @@ class DelaySettings:
 
 
 def check_settings(values: Mapping[str, Any]) -> None:
-    """Check the name and the value of each setting, without the rules that involve several
-    settings.
+    """Check the name and value of each setting, but not the rules that involve several settings.
 
     Raises SettingsError if a name is unknown or a value is invalid.
     """

@@ -21,9 +21,7 @@ logger = get_logger(__name__)
 
 
 class RevokesWaiting:
-    """A mixin for the app's ``Control`` class: ``revoke`` also cancels tasks that wait in the
-    broker.
-    """
+    """A mixin for the app's ``Control`` class, whose ``revoke`` also cancels waiting tasks."""
 
     app: Any
 

@@ -65,8 +65,7 @@ def install(app: App, **settings: Any) -> App:
 
 @dataclass(frozen=True)
 class ControlOf:
-    """A factory that makes the app's ``Control`` object, whose ``revoke`` also cancels waiting
-    tasks.
+    """A factory of the app's ``Control`` object, whose ``revoke`` also cancels waiting tasks.
 
     *original* is the app's ``Control`` class before ``install``. The factory can be pickled.
     """

@@ -38,9 +38,7 @@ EXPECTED_URLS = {
 
 
 class Installation:
-    """The settings that ``install`` gave one app, and the methods of the app that ``install``
-    replaced.
-    """
+    """The settings that ``install`` gave one app, and the replaced methods of the app."""
 
     def __init__(self, app: Celery, keywords: dict[str, Any]) -> None:
         self.app = app
@@ -89,10 +87,10 @@ class Installation:
     # --- what replaces the app's own ----------------------------------------------------
 
     def connection(self, *args: Any, **kwargs: Any) -> Connection:
-        """Make a connection that can delay messages. ``install`` replaces ``app._connection`` by
-        this method.
+        """Make a broker connection that can delay messages.
 
-        If the broker is not supported, the connection is Celery's own, and a warning is logged.
+        ``install`` replaces ``app._connection`` by this method. If the broker is not supported, the
+        connection is Celery's own, and a warning is logged.
         """
         # Looked up each time: others, such as an APM, may replace the class's method later.
         connect = self._earlier_connection or partial(type(self.app)._connection, self.app)

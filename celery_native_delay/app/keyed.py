@@ -312,8 +312,7 @@ _UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
 
 
 class KeyedResult(AsyncResult):  # type: ignore[misc]  # Celery has no types
-    """The result of a task with a debounce, throttle or unique key: an ``AsyncResult`` with two
-    fields.
+    """The result of a debounced, throttled or unique task: an ``AsyncResult`` with two more fields.
 
     *created* is False if another call's task has the key; this call then sent nothing. *replaced*
     is the id of the waiting task that this call replaced, or None.

@@ -43,7 +43,7 @@ _PROBE_US = 60_000_000
 
 
 class MovingKeys:
-    """Moves the messages of *source* to the place *into*.
+    """Moves the messages of *source* into another broker or database, *into*.
 
     The records (stored state) of the messages' debounce, throttle and unique keys move, too.
     """
@@ -57,8 +57,7 @@ class MovingKeys:
 
     @property
     def warning(self) -> str | None:
-        """A warning to print before the move: tasks with a key will stay behind, or will lose the
-        key.
+        """A warning to print before the move: tasks with a key stay behind, or lose their key.
 
         A key is a debounce, throttle or unique key. The warning is None if the keys move with their
         tasks.
@@ -171,7 +170,7 @@ def move(
     on_each: Callable[[], object],
     on_doubt: Callable[[str | None], object],
 ) -> None:
-    """Move all messages of *source* to the place *into*, until *stopped* returns true.
+    """Move all messages of *source* to the broker or database *into*, until *stopped* returns true.
 
     *pace* limits the messages per second. The numbers are counted in *account*. *on_each* is called
     after each message, and *on_doubt* with the id of each task that may run twice.
@@ -237,10 +236,10 @@ def reaches_of(app: Any) -> list[Reach]:
 def moving(
     app: Any, connection: Any, names: Sequence[str], *, records: str | None
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
-    """Open the places between which waiting messages are moved.
+    """Open the brokers or databases between which waiting messages are moved.
 
-    The first value is the place of *connection*, to which messages are moved. The second value
-    lists the sources with these *names*.
+    The first value is the destination, the broker of *connection*. The second value lists the
+    sources with these *names*.
 
     Args:
         records: URL of the records (state about waiting tasks) of another broker. None means the

@@ -21,18 +21,16 @@ class Runs:
         self._records = records
 
     def open(self, run: str, record: Record, *, job: str, kept_seconds: float) -> Record:
-        """Store that *job* has opened the fenced Spark run *run*. Return the record that is valid
-        now.
+        """Store that *job* has opened the fenced Spark run *run*.
 
-        :func:`~.run.opened` decides which record is valid.
+        Returns the record that is valid now, which :func:`~.run.opened` decides.
         """
         return self._change(run, lambda before: opened(before, record, job), kept_seconds)
 
     def seal(self, run: str, record: Record, *, kept_seconds: float) -> Record:
-        """Store which attempts of the fenced Spark run *run* won. Return the record that is valid
-        now.
+        """Store which attempts of the fenced Spark run *run* won.
 
-        :func:`~.run.sealed` decides which record is valid.
+        Returns the record that is valid now, which :func:`~.run.sealed` decides.
         """
         return self._change(run, lambda before: sealed(before, record), kept_seconds)
 

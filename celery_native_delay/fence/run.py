@@ -111,7 +111,7 @@ def opened(held: Record | None, new: Record, job: str) -> Record:
 
     *held* is the present record, or None. A record with the state "committed" or "all" stays. An
     open record gets the later of the two deadlines. An aborted record is replaced, unless the same
-    *job* had opened it: workers may have dropped messages of that job.
+    *job* had opened the run: workers may have dropped messages of that job.
     """
     if held is None or (held.state == ABORTED and job not in held.jobs):
         return replace(new, jobs=(job,))

@@ -69,7 +69,7 @@ underway: ContextVar[KeyedPublish | None] = ContextVar("native_delay_keyed", def
 
 @contextmanager
 def publishing(keyed: KeyedPublish) -> Iterator[None]:
-    """Publish a task with a key: within this block Celery publishes the message of *keyed*."""
+    """Let Celery publish the task of *keyed* in this block, as its key's rule decides."""
     token = underway.set(keyed)
     try:
         yield

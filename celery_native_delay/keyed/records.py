@@ -20,11 +20,11 @@ class KeyRecords:
         self.needs_connection = records.needs_connection
 
     def read(self, name: str) -> Seen:
-        """Read the record *name* of a key, and the waiting messages of the key's task."""
+        """Read the stored state *name* of a key, and the waiting messages of the key's task."""
         return _seen(self._records.read(_name_of(name)))
 
     def change(self, name: str, rule: Rule, publish: Publish | None = None) -> tuple[Seen, Step]:
-        """Change the record *name* of a key as the function *rule* decides.
+        """Change the stored state *name* of a key as the function *rule* decides.
 
         Returns the state that *rule* saw, and the decision of *rule*. *publish* makes or publishes
         the message in the same step. A rule that never publishes needs no *publish*.

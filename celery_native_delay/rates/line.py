@@ -47,7 +47,7 @@ class RateLine:
     *key* is None if the rate has no key. *rate* is the limit as text. *waiting* is the number of
     waiting tasks; a cancelled task counts until its turn. *next_slot_us* is the time at which the
     next task may start, or None if no task is waiting. After a ``RetryAfter`` no task starts until
-    *held_until_us*; without one *held_until_us* is None. Both times are in microseconds since the
+    *held_until_us*. Otherwise *held_until_us* is None. Both times are in microseconds since the
     epoch.
 
     *starts_last_period* is about the number of tasks started in the last period. *utilisation* is
@@ -157,11 +157,11 @@ class Line(NamedTuple):
     def ask(
         self, rate: Rate, now_us: int, place: int | None, *, may_start: bool = True
     ) -> tuple[Self, Turn]:
-        """Decide whether a task may start now. Returns the changed queue, and the answer to the
-        task.
+        """Decide whether a task may start now.
 
-        *place* is the task's place in the queue, or None if the task has no place yet. With
-        *may_start* False a task without a place gets a place, and does not start.
+        Returns the changed queue, and the answer to the task. *place* is the task's place in the
+        queue, or None if the task has no place yet. With *may_start* False a task without a place
+        gets a place, and does not start.
         """
         if place is None:
             return self._join(rate, now_us, may_start)
@@ -271,8 +271,9 @@ class Line(NamedTuple):
     # --- as text ---------------------------------------------------------------------------
 
     def encoded(self, rate: Rate) -> str:
-        """Return the state of this queue as text, without *log*. The text has limit and burst of
-        *rate*.
+        """Return the state of this queue as text, without *log*.
+
+        The text includes limit and burst of *rate*.
         """
         return " ".join(map(str, (VERSION, *self[:-1], rate.limit, rate.burst)))
 
@@ -291,8 +292,9 @@ class Line(NamedTuple):
 
 
 def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[RateLine]:
-    """Parse stored states of rate limits, as pairs of name and text. Return the longest queue
-    first.
+    """Parse stored states of rate limits, and return them with the longest queue first.
+
+    *records* are pairs of name and text.
     """
     seen = []
     for name, text in records:
@@ -303,9 +305,7 @@ def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[
 
 
 def name_of(task: str, key: str | None) -> str:
-    """Return the name of a queue of rate-limited tasks: the task's name, and the key if there is
-    one.
-    """
+    """Return the name of a queue of rate-limited tasks: the task's name, and the key if any."""
     return task if key is None else f"{task}{_SEPARATOR}{key}"
 
 

@@ -50,7 +50,7 @@ UNDECIDED = "undecided"
 
 
 class RecordName(NamedTuple):
-    """The name of a record: a *kind*, such as "key" or "rate", and a *name* within that kind."""
+    """The name of a record (a stored text): a *kind*, such as "key" or "rate", and a *name*."""
 
     kind: str
     name: str
@@ -58,7 +58,7 @@ class RecordName(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A record as it was read at *now_us*, with the waiting messages of the record's task.
+    """A record (a stored text) as it was read at *now_us*, with the waiting messages of its task.
 
     *now_us* is in microseconds since the epoch, by the clock of the Redis or database. *text* is
     None if the record does not exist.
@@ -75,10 +75,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Change(Generic[T]):
-    """A decision to change a record: the record's new *text*, and the *answer* for the caller.
+    """A decision to change a record (a stored text), and the *answer* for the caller.
 
-    The record is kept until *kept_us*, in microseconds since the epoch. A *text* of None removes
-    the record. If the text is unchanged, the record is not written and keeps its expiry.
+    The record gets the new *text* and is kept until *kept_us*, in microseconds since the epoch. A
+    *text* of None removes the record. If the text is unchanged, the record is not written and keeps
+    its expiry.
 
     If *due_us* is set, the caller's message is published with that due time. If *replaces* is true
     as well, the waiting messages of the :class:`Snapshot` are cancelled.
@@ -115,13 +116,13 @@ class IndexEntry:
 
 @dataclass(frozen=True)
 class CompareAndSet:
-    """A change of a record and of waiting messages, which is made as a whole or not at all.
+    """A change of a record (a stored text) and of waiting messages, made as a whole or not at all.
 
     The change is made if three conditions hold: the record *name* still has the text *before*, the
     messages *gone* are still in the index, and the message *new* still has the mark "undecided".
 
     The record then gets the text *after* for *kept_ms* milliseconds. The messages *gone* get the
-    mark "void" (no worker may run them), and the message *new* is added to the index. If a
+    mark "void" (workers drop void messages), and the message *new* is added to the index. If a
     condition does not hold, the message *new* gets the mark "void".
     """
 
@@ -178,26 +179,26 @@ class Records(ABC):
 
     @abstractmethod
     def read(self, name: RecordName) -> Snapshot:
-        """Read the record *name*, and the waiting messages of the record's task."""
+        """Read the record (a stored text) *name*, and the waiting messages of the record's task."""
 
     @abstractmethod
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
-        """Change the record *name* as the function *decide* decides, and return the answer of
-        *decide*.
+        """Change the record (a stored text) *name* as the function *decide* decides.
 
-        If *decide* sets a due time, *publish* makes or publishes a message in the same step.
+        Returns the answer of *decide*. If *decide* sets a due time, *publish* makes or publishes a
+        message in the same step.
         """
 
     @abstractmethod
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
-        """Read the texts of several records. The text is None if the record does not exist."""
+        """Read several records (stored texts). The text is None if the record does not exist."""
 
     @abstractmethod
     def latest(self, kind: str, limit: int) -> tuple[int, list[tuple[str, str]]]:
-        """Return the names and texts of the records of a *kind* that expire last, at most *limit*.
+        """Return the records (stored texts) of a *kind* that expire last, at most *limit*.
 
         The first value is the time in microseconds since the epoch, by the clock of the Redis or
-        database.
+        database. The second value lists names and texts of records.
         """
 
     @abstractmethod
@@ -242,16 +243,19 @@ class Index(ABC):
 
     @abstractmethod
     def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
-        """Read the record *name*, and mark a new delivery as "undecided" for *mark_ms*
-        milliseconds.
+        """Read a record (a stored text), and mark a new delivery as "undecided" (workers drop it).
 
-        *undecided* is the id of the delivery. If *name* is None, no record is read. If *undecided*
-        is None, no delivery is marked.
+        *name* is the record's name; if *name* is None, no record is read. *undecided* is the id of
+        the delivery; if *undecided* is None, no delivery is marked. The mark is kept for *mark_ms*
+        milliseconds.
         """
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Remove the mark of a delivery, or keep the mark for *left_ms* milliseconds more."""
+        """Remove the mark that tells workers to drop a delivery.
+
+        If *left_ms* is set, the mark is kept for *left_ms* milliseconds more instead.
+        """
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:
@@ -274,8 +278,9 @@ class Index(ABC):
 
     @abstractmethod
     def sweep(self) -> int:
-        """Remove index entries whose messages are overdue by a day. Return the number of removed
-        entries.
+        """Remove index entries whose messages are overdue by a day.
+
+        Returns the number of removed entries.
         """
 
     @abstractmethod

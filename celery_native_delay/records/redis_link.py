@@ -99,8 +99,9 @@ class RedisLink:
             return _answer(connection, *command)
 
     def connect(self) -> bool:
-        """Open a connection before the first call needs one. Return False if the server does not
-        answer.
+        """Open a connection to the Redis before the first call needs one.
+
+        Returns False if the server does not answer.
         """
         with suppress(RecordsUnavailable), self._connection_in_use():
             return True
@@ -204,7 +205,7 @@ class RedisLink:
 
 
 def latest(link: RedisLink, names: str, prefix: str, limit: int) -> tuple[int, list[Any]]:
-    """Return the records that expire last, at most *limit*.
+    """Return the records (stored texts) that expire last, at most *limit*.
 
     The first value is the server's time in microseconds since the epoch. The second value lists
     names and texts. *names* is the key of a sorted set with the records' names, scored by expiry.

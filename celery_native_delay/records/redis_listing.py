@@ -94,26 +94,31 @@ class IndexKeys:
 
     @property
     def marks(self) -> str:
-        """The prefix of the keys of marks. A mark tells workers not to run a delivery.
+        """The prefix of Redis keys that tell workers not to run a delivery.
 
         The delivery's id follows the prefix.
         """
         return f"{self.space}.mark."
 
     def record(self, name: RecordName) -> str:
-        """Return the key of a string with a TTL, which holds the text of the record *name*."""
+        """Return the Redis key that holds the text of the record (state about tasks) *name*.
+
+        The key's value is a string with a TTL.
+        """
         return f"{self.space}.{name.kind}.{name.name}"
 
     def names(self, kind: str) -> str:
-        """Return the key of a sorted set with the names of all records of a *kind*, scored by
-        expiry.
+        """Return the key of a sorted set with the names of all records of a *kind*.
+
+        The score of a name is the record's expiry. A record is a stored text about waiting tasks.
         """
         return f"{self.space}.{kind}s"
 
     @property
     def ids(self) -> str:
-        """The key of a sorted set of waiting messages, all with score 0, so in the order of task
-        ids.
+        """The key of a sorted set of waiting messages, in the order of task ids.
+
+        All scores are 0.
         """
         return f"{self.space}.ids"
 
@@ -207,10 +212,10 @@ class RedisListing(WaitingTasks):
 
 
 def throw_away(link: Any, keys: Sequence[str], lowest: int | str, highest: int | str) -> int:
-    """Remove all messages with a score from *lowest* to *highest* from three Redis keys.
+    """Remove all messages with a score from *lowest* to *highest*, and return their number.
 
-    The score is that in the first key of *keys*. The other two *keys* are ``messages`` and ``ids``.
-    *link* runs the script. Returns the number of removed messages.
+    *keys* are the names of three Redis keys: any sorted set, whose scores count, ``messages`` and
+    ``ids``. *link* runs the script.
     """
     thrown = 0
     while True:

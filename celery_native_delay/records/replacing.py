@@ -40,7 +40,7 @@ _UNDECIDED_MS = 25 * 366 * 86_400_000
 
 
 class ComparedRecords(Records, Index):
-    """Records that are changed by compare-and-set: read, decide, and write if still unchanged.
+    """Records (stored texts) that are changed by compare-and-set: read, decide, write if unchanged.
 
     If another caller has changed the record, the change starts again.
     """
@@ -101,13 +101,15 @@ class Republishes(Protocol):
     """The part of a transport that publishes the messages of index entries again."""
 
     def waiting(self, member: str, entry: str, due_us: int) -> Waiting | None:
-        """Make the waiting task that an index entry describes. Return None if the task is
-        cancelled.
+        """Make the waiting task that an index entry describes.
+
+        Returns None if the task is cancelled.
         """
 
     def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
-        """Publish the message of an index entry with a new due time. Return the message's new
-        entry.
+        """Publish the message of an index entry with a new due time.
+
+        Returns the message's new entry.
         """
 
     def check_reach(self, due_us: int) -> None:

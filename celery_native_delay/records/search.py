@@ -82,9 +82,7 @@ def parse(text: str) -> tuple[Word, ...]:
 
 
 def is_itself_in_json(text: str) -> bool:
-    """Return True if JSON contains *text* without escapes, so that a search in stored JSON finds
-    *text*.
-    """
+    """Return True if JSON contains *text* unchanged, so that stored JSON can be searched."""
     return text.isascii() and json.dumps(text) == f'"{text}"'
 
 

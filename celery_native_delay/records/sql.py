@@ -353,10 +353,10 @@ class SqlRecords(Database, ComparedRecords):
     def read_row(
         self, connection: Connection, name: RecordName, *, locked: bool = False
     ) -> tuple[str, int] | None:
-        """Return the text of a record and its expiry in microseconds since the epoch.
+        """Return the text of a record (state about waiting tasks) and its expiry.
 
-        None is returned if the record has no row. With *locked* the row stays locked until the
-        transaction ends.
+        The expiry is in microseconds since the epoch. None is returned if the record has no row.
+        With *locked* the row stays locked until the transaction ends.
         """
         asked = select(_RECORD.text, _RECORD.kept_us).where(*self._this(name))
         return connection.execute(asked.with_for_update() if locked else asked).first()
@@ -369,9 +369,9 @@ class SqlRecords(Database, ComparedRecords):
         kept_us: int,
         is_there: bool,
     ) -> None:
-        """Write the text of a record. None as *text* deletes the record's row.
+        """Write the text of a record (state about waiting tasks) to its row.
 
-        *is_there* is true if the record has a row already.
+        None as *text* deletes the row. *is_there* is true if the record has a row already.
         """
         this = self._this(name)
         if text is None:

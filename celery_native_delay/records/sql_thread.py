@@ -81,8 +81,9 @@ class SqlThread:
             return None
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until all jobs queued before this call are done. Return False if that takes too
-        long.
+        """Wait until all jobs queued before this call are done.
+
+        Returns False if that takes too long.
         """
         if self._thread is None:
             return True

@@ -247,16 +247,12 @@ class Verdict(Enum):
     UNKNOWN = "unknown"
     """No task with this id is waiting: the task is due already, or was never delayed."""
     IMPOSSIBLE = "impossible"
-    """The message cannot be moved, because the message is not a task of protocol 2.
-
-    It still waits.
-    """
+    """The message cannot be moved: it is not a task of protocol 2. The message still waits."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of cancelling or moving the task *id*. An outcome is truthy if the change was
-    made.
+    """The result of cancelling or moving the task *id*, which is truthy if the change was made.
 
     *due_us* is the new due time in microseconds since the epoch, or None if the task is cancelled.
     *tasks* are the waiting messages before the change. *reason* says why the change was not made. A

@@ -42,9 +42,7 @@ class Arrival:
 
     @property
     def id(self) -> str:
-        """The task's id, or "" if the id is not a text. Celery rejects a message whose id is not a
-        text.
-        """
+        """The task's id, or "" if the id is not a text. Celery rejects such a message."""
         found = self.fields.get("id")
         return found if isinstance(found, str) else ""
 
@@ -77,9 +75,7 @@ class Arrival:
 
     @property
     def is_connected(self) -> bool:
-        """False if the worker has lost the message's connection, so that the broker redelivers the
-        message.
-        """
+        """False if the message's connection is lost. The broker then redelivers the message."""
         return self.message.channel.connection is not None
 
     @cached_property

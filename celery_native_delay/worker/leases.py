@@ -67,11 +67,10 @@ class Leases:
     def begin(
         self, name: str, task_id: str, is_here: Callable[[], bool], rule: Callable[..., Step]
     ) -> tuple[str, Step]:
-        """Try to take the lease of the key *name* for a task. Return the lease's token and the
-        decision.
+        """Try to take the lease (a lock with an expiry) of the key *name* for a unique task.
 
-        If another task has the key, the decision says when to try again. Raises an error if the
-        state of the key cannot be read.
+        Returns the lease's token and the decision of *rule*. If another task has the key, the
+        decision says when to try again. Raises an error if the state of the key cannot be read.
         """
         token = token_hex(8)
         step = self._change(name, partial(rule, task_id=task_id, token=token))
@@ -80,13 +79,13 @@ class Leases:
         return token, step
 
     def hold(self, held: Held) -> None:
-        """Renew the lease *held* from now on, until the task has left this process."""
+        """Renew a lease (a lock on a unique key) until the task has left this process."""
         with self._changed:
             self._held.append(held)
             self._work()
 
     def settle(self, name: str, rule: Rule, *, token: str | None = None) -> None:
-        """Change the key *name* as *rule* decides, and stop renewing the lease *token*.
+        """Change the key *name* as *rule* decides, and stop renewing the lease with the id *token*.
 
         If the change cannot be written now, the change is tried again every two seconds.
         """
@@ -105,8 +104,9 @@ class Leases:
                 self._work()
 
     def lost(self, task_id: str, *, retry_us: int | None = None) -> None:
-        """End the leases of a task whose process died. The task keeps its key if it will be
-        retried.
+        """End the leases (locks on unique keys) of a task whose process died.
+
+        The task keeps its key if Celery will retry the task.
         """
         with self._changed:
             gone = [held for held in self._held if held.task_id == task_id]

@@ -60,8 +60,7 @@ def list_as_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
 
 @signals.task_revoked.connect(weak=False)  # type: ignore[untyped-decorator]
 def unlist_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Remove an announced task from Celery's revoked list, and revoke the tasks chained to this
-    task.
+    """Remove an announced task from Celery's revoked list, and revoke its chained tasks.
 
     Celery would leave the chained tasks, and a chord of the chain, pending for ever.
     """
@@ -103,8 +102,9 @@ class _Task:
 
 
 class GatedStrategies(dict[str, Any]):
-    """A consumer's strategies by task name. Each strategy first asks the gates (checks) about a
-    task.
+    """A consumer's strategies by task name. Each strategy first asks the *gates* about a task.
+
+    A gate is a check before a task runs in the worker.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Counts the delayed messages that a worker receives, and sends the counts in an event every
-second.
+"""Counts the delayed messages that a worker receives, and sends an event every second.
 
 The worker counts while events are on (``celery worker -E``, ``celery control enable_events``). The
 metrics exporter listens to these events, so no worker needs a port.

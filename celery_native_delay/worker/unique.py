@@ -32,8 +32,9 @@ PAUSE_SECONDS = 1.0
 
 
 class Unique:
-    """The gate (check before a task runs) that lets a unique task wait while another task has its
-    key.
+    """The gate (check before a task runs) for unique tasks.
+
+    A unique task waits while another task has its key.
     """
 
     def __init__(self, app: Any) -> None:
