@@ -8,10 +8,10 @@ from typing import Self
 
 from .durations import duration
 
-#: Clocks may differ by this: workers accept a delayed message up to a second early.
+#: Seconds by which clocks may differ: workers accept a delayed message up to a second early.
 MAY_DIFFER_SECONDS = 1.0
 
-#: The same for a clock that is only known in whole seconds.
+#: Seconds by which a clock that is only known in whole seconds may differ.
 MAY_DIFFER_IN_WHOLE_SECONDS = 2.5
 
 #: Level of a finding: delays do not work, or lose messages.

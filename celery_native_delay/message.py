@@ -129,7 +129,7 @@ def due_ms_of(headers: Mapping[str, Any]) -> int | None:
 #: Fields of our header: the task was cancelled, and its original ``expires``.
 CANCELLED, EXPIRES = "cancelled", "task_expires"
 
-#: A cancelled task expired then: a worker without this package announces it as expired.
+#: The ``expires`` of a cancelled task: a worker without this package announces it as expired.
 _LONG_AGO = "2000-01-01T00:00:00+00:00"
 
 

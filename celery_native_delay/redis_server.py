@@ -15,7 +15,7 @@ from .finding import ADVICE, UNCHECKED, WRONG, Finding, clock_finding
 #: TTL of the key that a check writes, in seconds.
 _TRIED_SECONDS = 5
 
-#: The first version with ZRANGE … BYSCORE, which kombu's own consumers need, too.
+#: The first version with ZRANGE … BYSCORE. kombu's own consumers need this command, too.
 OLDEST_REDIS = (6, 2)
 
 
@@ -150,7 +150,7 @@ def server_of(client: Any, *, thoroughly: bool = False) -> Server:
 
 
 def _is_configurable(client: Any) -> bool:
-    """True if this user may read the configuration; otherwise it cannot change it either."""
+    """Return True if this user may read the configuration. Other users cannot change it either."""
     try:
         client.config_get("appendonly")
     except ResponseError:

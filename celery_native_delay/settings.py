@@ -23,7 +23,7 @@ MAX_TTL_MS = 315_360_000_000
 #: A million unconfirmed messages of 1 kB take a gigabyte of memory.
 MAX_CONFIRM_WINDOW = 1_000_000
 
-#: Fused bits of one group: its 15 queues replace four hops by one.
+#: Fused bits of one group: a message passes one of the group's 15 queues, instead of four queues.
 FUSED_WIDTH = 4
 #: The lowest group has three bits: the fractions of a second at the default resolution. The next
 #: group then begins with whole seconds, and most delays use all of its 15 queues.
@@ -35,7 +35,7 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _NAMESPACE_BYTES = 64
 
 
-# Not SQLite in memory: no other process would see it.
+# SQLite in memory is refused, because no other process would see the database.
 _STORE_URL = re.compile(
     r"(?!sqlite(\+\w+)?://(/?(\?|$)|.*(:memory:|mode=memory)))[A-Za-z][\w.]*(\+\w+)?://", re.ASCII
 )
@@ -65,8 +65,8 @@ class DelaySettings:
     enabled: bool = True
     """If off, Celery behaves as if this package were not installed. Defaults to True."""
     namespace: str = "celery_delay"
-    """The first word of every queue, exchange, key and table entry of this package on the broker.
-    Apps with different namespaces share nothing. Defaults to "celery_delay".
+    """The first word of the names of this package's queues, exchanges and keys on the broker. Apps
+    with different namespaces share nothing. Defaults to "celery_delay".
     """
     levels: int = 31
     """Number of delay levels (queues with a TTL) on RabbitMQ. The longest delay is just under
@@ -196,7 +196,7 @@ class DelaySettings:
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000
 
     def _largest_step(self, levels: int) -> int:
-        """The longest single wait in units of the resolution: all bits of the top level."""
+        """Return the longest single wait in units of the resolution: all bits of the top level."""
         return (1 << levels) - (1 << lowest_bit(levels - 1, fused_bits=self.fused_bits))
 
     def _fits_ttl(self, levels: int) -> bool:
@@ -268,7 +268,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def _rule(name: str, value: Any) -> tuple[bool, str]:
-    """True if *value* is valid for the setting *name*, and the values that are."""
+    """Return True if *value* is valid for the setting *name*, and a text with the valid values."""
     is_text = isinstance(value, str) and value != ""
     match name:
         case "enabled" | "adopt" | "confirm_publish" | "declare" | "strict":

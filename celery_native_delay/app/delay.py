@@ -135,7 +135,7 @@ class Delay(KeyedCalls):
         return self._ask_broker(looked)
 
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
-        """Correct the due times of *tasks* that RetryAfter holds: they run after the hold."""
+        """Correct the due times of *tasks* that a RetryAfter holds to the end of the hold."""
         until_us: dict[tuple[str, str], int] = {}
         if any(task.place for task in tasks):
             with suppress(NativeDelayError):  # then show the due times of the messages
@@ -264,7 +264,7 @@ class Delay(KeyedCalls):
 
         def rest(found: WaitingTasks) -> list[Outcome]:
             nonlocal begun
-            # Runs again on a new connection if the first one breaks, for the rest of the ids.
+            # If the connection breaks, this function runs again for the rest of the ids.
             for position, task_id in list(enumerate(ids))[len(outcomes) :]:
                 is_again, begun = position == begun, position
                 try:
@@ -302,7 +302,10 @@ class Delay(KeyedCalls):
         return self._ask_broker(ask)
 
     def _ask_broker(self, question: Callable[[Any, DelaySettings], T]) -> T:
-        """Ask *question* on a delaying channel; if it breaks, ask again on a new connection."""
+        """Ask *question* on a channel that can delay.
+
+        If the channel breaks, *question* is asked again on a new connection.
+        """
 
         def ask(connection: Any) -> T:
             return question(*delaying_channel(self._app, connection))
@@ -310,9 +313,11 @@ class Delay(KeyedCalls):
         return ask_on_a_connection(self._app, ask)
 
     def _revoke_result(self, outcome: Outcome) -> None:
-        """Set the results to REVOKED now; a worker tells chord and monitors later.
+        """Set the results of cancelled tasks to REVOKED now. A worker tells chord and monitors
+        later.
 
-        If the backend fails once, the worker sets the other results, too: a try may take minutes.
+        If the backend fails once, the worker also sets the other results, because each attempt may
+        take minutes.
         """
         for task in outcome.tasks:
             if self._sets_results and task.name and task.keeps_result:
@@ -335,7 +340,7 @@ def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, b
 
 
 def _some_of(ids: Iterable[str], limit: int | None) -> list[str]:
-    """The first *limit* different ids; all of them if *limit* is None."""
+    """Return the first *limit* different ids, or all ids if *limit* is None."""
     found: dict[str, None] = {}
     for task_id in ids:
         if len(found) == limit:

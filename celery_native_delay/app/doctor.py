@@ -111,7 +111,9 @@ def _failed(check: str, exc: NativeDelayError) -> Finding:
 
 
 def _of_lines(connection: Any, settings: DelaySettings) -> Iterator[Finding]:
-    """Findings about the server that keeps the rates: workers must be able to ask it."""
+    """Yield findings about the server that keeps the rates. Workers must be able to ask that
+    server.
+    """
     if not settings.rates:
         return
     try:

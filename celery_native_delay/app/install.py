@@ -85,7 +85,7 @@ def reinstall(app: Celery) -> None:
 
 
 def _drop_pools(app: Celery) -> None:
-    """Forget the connection pools made before ``install``: their connections cannot delay."""
+    """Forget the connection pools made before ``install``, which cannot delay."""
     app._pool = None
     if "amqp" in vars(app):
         app.amqp._producer_pool = None

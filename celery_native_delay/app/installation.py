@@ -90,9 +90,10 @@ class Installation:
         """Make a broker connection that can delay messages.
 
         ``install`` replaces ``app._connection`` by this method. If the broker is not supported, the
-        connection is Celery's own, and a warning is logged.
+        connection is Celery's own, and a warning is logged. With ``native_delay_strict``
+        UnsupportedBroker is raised instead.
         """
-        # Looked up each time: others, such as an APM, may replace the class's method later.
+        # The method is looked up each time: other code, such as an APM, may replace it later.
         connect = self._earlier_connection or partial(type(self.app)._connection, self.app)
         self._connected_enabled = self.enabled
         if not self._connected_enabled:
@@ -120,7 +121,7 @@ class Installation:
 
         Raises InvalidDueTime or DelayTooLong if Celery cannot turn *countdown* into an ETA.
         """
-        # The channel checks all others when it publishes. NaN is caught, too.
+        # The channel checks all other countdowns when it publishes. NaN is caught here, too.
         if isinstance(countdown, int | float) and not countdown < LONGEST_CELERY_SECONDS:
             settings = self._settings_or_error()
             known = settings if isinstance(settings, DelaySettings) else DelaySettings()
@@ -144,10 +145,11 @@ class Installation:
             return exc
 
     def _fits(self, connection: Connection, settings: DelaySettings | SettingsError) -> bool:
-        """True if *connection* uses one of our transports.
+        """Return True if *connection* uses one of our transports.
 
-        UnsupportedBroker: it reaches a supported broker through another transport, or the broker is
-        not supported and ``native_delay_strict`` is on.
+        Raises UnsupportedBroker if *connection* reaches a supported broker through another
+        transport. Raises UnsupportedBroker if the broker is not supported and
+        ``native_delay_strict`` is on.
         """
         name = connection.transport_cls
         # With wrong settings take our transport: then a delayed publish raises the error.
@@ -229,7 +231,7 @@ def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
 
 
 def _configured(app: Celery) -> dict[str, Any]:
-    """The app's ``native_delay_*`` settings without their prefix, from any namespace."""
+    """Return the app's ``native_delay_*`` settings without this prefix, from any namespace."""
     app.conf.get("broker_url")  # loads a pending configuration
     namespace = (app.namespace or "").lower().rstrip("_")
     found: dict[str, Any] = {}
@@ -261,7 +263,7 @@ def _give_eta_header(amqp: Any) -> None:
 
 
 def keep_celerys_own_off(module: ModuleType) -> None:
-    """Switch off Celery's own delayed delivery for every app with ``install(app)``.
+    """Switch off Celery's own delayed delivery for apps that use this package.
 
     Celery calls ``detect_quorum_queues`` of *module* to decide whether to delay. That function is
     replaced. Raises UnsupportedBroker if *module* has no such function.
@@ -294,7 +296,7 @@ Part = TypeVar("Part")
 #: Time limit for each answer of a broker that is checked, in seconds.
 TIMEOUT_SECONDS = 5.0
 
-#: Transport options for it: py-amqp uses the first two, redis-py the others.
+#: Transport options with the time limit. py-amqp uses the first two, redis-py uses the others.
 _BOUNDED = {
     "read_timeout": TIMEOUT_SECONDS,
     "write_timeout": TIMEOUT_SECONDS,

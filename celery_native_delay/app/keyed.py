@@ -169,7 +169,7 @@ class KeyedCalls:
         return self._unless_another_stands(mark, call, signature)
 
     def _standing_id(self, kind: KeyKind, task: str, key: str) -> str | None:
-        """The id of the last task that was sent for *key*; it may have run."""
+        """Return the id of the last task that was sent for *key*. The task may have run."""
         _check_word("kind", kind, KeyKind)
         _check_key(key)
         seen: Seen = self._ask_keys(lambda records: records.read(name_of(kind, task, key)))
@@ -188,7 +188,9 @@ class KeyedCalls:
     def _publish(
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
     ) -> KeyedResult:
-        """Publish the task if the rule *call* lets it; the result of the task that has the key."""
+        """Publish the task if the rule *call* lets it. Return the result of the task that has the
+        key.
+        """
         task = self._task(signature)
         send = partial(self._app.send_task, signature.task) if task is None else task.apply_async
         options = dict(signature.options)
@@ -217,7 +219,7 @@ class KeyedCalls:
         return keyed_result(result, replaced=keyed.replaced)
 
     def _check(self) -> None:
-        """Raise if records of keys cannot be kept for this app; checks once."""
+        """Raise an error if this app cannot store the state of keys. The check is made once."""
         if self._is_checked:
             return
         if self._app.conf.task_protocol != 2:
@@ -256,7 +258,10 @@ def key_records(app: Any, connection: Any) -> KeyRecords:
 
 
 def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -> Mark:
-    """The mark for the header of a message; TypeError for no single task, or no key."""
+    """Make the header of a message with a key.
+
+    Raises TypeError if *signature* is not of a single task, or if *key* is no text.
+    """
     if isinstance(signature, Task):
         raise TypeError(
             f"expected a signature, got the task itself: write {signature.__name__}.s()"
@@ -307,7 +312,7 @@ def _refuse_times(signature: Signature) -> None:
         )
 
 
-#: States that a task can still leave; Celery's own revoke overwrites the same ones.
+#: States that a task can still leave. Celery's own revoke overwrites the same states.
 _UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
 
 

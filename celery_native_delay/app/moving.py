@@ -38,7 +38,7 @@ from .installation import delaying_channel
 
 _UNKNOWN = "the records of the keys are unknown: set native_delay_records, or use --records"
 
-#: TTL of the record that finds out whether two places share their records, in microseconds.
+#: TTL, in microseconds, of the record that shows whether two places share their records.
 _PROBE_US = 60_000_000
 
 
@@ -76,15 +76,16 @@ class MovingKeys:
         Returns False if the task may run twice. Otherwise the answer is True.
 
         Raises:
-            NativeDelayError: the message cannot wait at the destination, or another task with the
-                same key prevents the move. The message was not written.
+            NativeDelayError: the message cannot wait at the destination, or its key prevents the
+                move. The message was not written.
         """
         mark = Mark.of(moving.headers)
         if mark is not None and not self._is_kept and not self._is_probed:
             self._probe()
         if self._is_kept:
             return self._into.take_in(moving)
-        # A place in a rate line means nothing elsewhere: there the task gets a new one when due.
+        # A place in a rate line is valid at the source only. At the destination the task gets a new
+        # place when the task is due.
         moving = moving.without(PLACE)
         if mark is None or moving.task_id is None:
             return self._into.take_in(moving)
@@ -115,7 +116,7 @@ class MovingKeys:
             ) from exc
 
     def _probe(self) -> None:
-        """Find out whether both places share their records, by writing one and reading it."""
+        """Find out whether source and destination share their records, with a test record."""
         if self._from is not None and self._to is not None:
             token = token_hex(16)
             name = f"probe:{token}"
@@ -209,7 +210,7 @@ def _move_one(
         account.refuse(str(exc))
         return
     if not is_once:
-        # Before it is deleted: if the process dies in between, the next run says it.
+        # Report this before the deletion: if the process dies in between, the next run reports it.
         on_doubt(moving.task_id)
     is_gone = source.done()
     if is_once and not is_gone:
@@ -266,7 +267,7 @@ def moving(
 
 @contextmanager
 def _other_part(url: str, settings: DelaySettings, own: Any) -> Iterator[MovingPart]:
-    """The part for another broker, or for a store, at *url*."""
+    """Open another broker, or a database with waiting messages, at *url*."""
     if url.partition("://")[0].partition("+")[0] in _DATABASES and is_store_url(url):
         url = f"sqla+{url}"
     shown = without_password(url)

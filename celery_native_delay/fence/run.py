@@ -26,7 +26,7 @@ HEADER = "native_delay_fence"
 MARGIN_SECONDS = 30 * 86_400
 
 #: A message of a run that is not sealed waits in the broker for a tenth of the time since the run
-#: was opened, within these bounds. It may be late by that.
+#: was opened, within these bounds. The message may be late by that time.
 SHORTEST_HOLD_SECONDS = 1.0
 LONGEST_HOLD_SECONDS = 30.0
 
@@ -153,7 +153,7 @@ def fate(record: Record, stamp: Stamp) -> Fate:
             return Fate.RUN if won else Fate.DROP
         case "aborted":
             return Fate.DROP
-    return Fate.RUN  # also for a state of a later release: rather twice than never
+    return Fate.RUN  # also for a state of a later release: a task runs rather twice than never
 
 
 def is_overdue(record: Record | None, *, now: float) -> bool:

@@ -18,12 +18,12 @@ BELIEVED_US = 86_400_000_000
 #: The record of a unique task is kept for 30 days after its due time, as a user may move the task.
 KEPT_US = 30 * BELIEVED_US
 
-#: The lease of a running task, and how often its worker renews the lease.
+#: The length of a running task's lease, and the seconds between two renewals by its worker.
 LEASE_US = 60_000_000
 RENEWED_EVERY_SECONDS = 20.0
 
-#: A task that meets a running attempt of itself asks again after 2 s: usually it is a retry that
-#: arrived before that attempt ended.
+#: A task that meets a running attempt of itself asks again after 2 s. Usually the task is a retry
+#: that arrived before the attempt ended.
 _OWN_US = 2_000_000
 
 
@@ -218,7 +218,7 @@ def let_go(seen: Seen, *, task_id: str) -> Step:
 
 
 def _waits(seen: Seen) -> bool:
-    """True if a message of the record's task is still waiting, maybe with a new due time."""
+    """Return True if a message of the record's task still waits, maybe with a new due time."""
     return any(seen.now_us < due_us for _, due_us in seen.waiting)
 
 
@@ -231,7 +231,7 @@ def _without(known: Record, task_id: str) -> Record:
 
 
 def _kept(record: Record, now_us: int) -> Step:
-    """The decision to keep *record*, or to remove it if it is empty."""
+    """Decide to keep *record*, or to remove *record* if it is empty."""
     if record.id is None and record.run is None and record.window_us <= now_us:
         return Step(None)
     lease_us = 0 if record.run is None else record.run.lease_us

@@ -311,5 +311,5 @@ def name_of(task: str, key: str | None) -> str:
 
 @lru_cache
 def _rate(limit: str, burst: int) -> Rate:
-    """A rate, cached, so that its numbers are computed once for all lines."""
+    """Make a rate. Rates are cached, so that their numbers are computed once for all lines."""
     return Rate(limit, burst=burst)

@@ -218,7 +218,10 @@ class Rate:
 
 
 def _positional(name: str, args: Sequence[Any], signature: Signature | None) -> Any:
-    """The value of the argument *name* of a call, or its default; None if it has neither."""
+    """Return the value of the argument *name* of a call, or the argument's default.
+
+    None is returned if there is neither a value nor a default.
+    """
     if signature is None:
         return None
     for number, parameter in enumerate(signature.parameters.values()):

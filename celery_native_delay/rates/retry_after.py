@@ -43,7 +43,7 @@ class RetryAfter(Exception):
 
 
 def _parsed(when: object) -> float | datetime:
-    """*when* as seconds, or as a date."""
+    """Convert *when* to seconds or to a date."""
     if isinstance(when, int | float | str):
         try:
             seconds = float(when)

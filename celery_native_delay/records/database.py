@@ -32,7 +32,7 @@ T = TypeVar("T")
 #: Attempts of one transaction: another process may create the tables, or write the same row.
 _TRIES = 6
 
-#: An attempt that took longer, in seconds, is not repeated.
+#: An attempt that took longer than this, in seconds, is not repeated.
 _QUICK_SECONDS = 2.0
 
 #: Values of our option ``synchronous`` in a SQLite URL, in lower case. The first is the default.
@@ -95,7 +95,7 @@ def _of_servers(place: URL) -> dict[str, Any]:
     """Further arguments of ``create_engine`` for PostgreSQL, MySQL and MariaDB."""
     if place.get_backend_name() not in ("postgresql", "mysql", "mariadb"):
         return {}
-    # A producer waits for so many seconds for a server that does not answer.
+    # A producer waits at most 5 seconds for a server that does not answer.
     patience = {} if "connect_timeout" in place.query else {"connect_timeout": 5}
     # A stricter isolation level, which a database may have as its default, can refuse the commit of
     # a dispatcher that has already put messages into queues.
@@ -125,8 +125,8 @@ def _sqlite(place: URL) -> Engine:
 
     @event.listens_for(engine, "begin")
     def begin(connection: Any) -> None:
-        # BEGIN IMMEDIATE: a transaction that reads and then writes fails if another wrote
-        # meanwhile.
+        # BEGIN IMMEDIATE takes the write lock at once. Otherwise a transaction that reads and then
+        # writes fails if another transaction wrote meanwhile.
         reads = connection.get_execution_options().get(READS)
         # exec_driver_sql() would take as long as the insert that follows.
         connection.connection.dbapi_connection.execute("BEGIN" if reads else "BEGIN IMMEDIATE")
@@ -194,7 +194,9 @@ class Database(ABC):
 
     @abstractmethod
     def _unavailable(self, reason: str) -> NativeDelayError:
-        """The error to raise if the database cannot be used; *reason* is the driver's."""
+        """Make the error to raise if the database cannot be used. *reason* is the driver's error
+        text.
+        """
 
     def do(self, work: Callable[[Connection], T]) -> T:
         """Run *work* in a transaction, and return the answer of *work*.

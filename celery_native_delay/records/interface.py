@@ -34,18 +34,18 @@ ANSWER_SECONDS = 5.0
 LEFT_ALONE_SECONDS = (1.0, 30.0)
 
 #: A mark is kept for 30 days, in ms, after its message is due: the message may lie in its queue for
-#: that long before a worker receives it.
+#: 30 days before a worker receives the message.
 MARK_GRACE_MS = 30 * 86_400_000
 
 #: An index entry that is overdue by a day, in microseconds, is removed: its message was lost, or
-#: the worker that ran it could not reach the records.
+#: the worker that ran the message could not reach the records.
 STALE_AFTER_US = 86_400_000_000
 
-#: The mark of a delivery that no worker may run: its task was cancelled or moved.
+#: The mark of a delivery that no worker may run, because its task was cancelled or moved.
 VOID = "void"
 
 #: The mark of a new delivery until :meth:`Index.compare_and_set`. A worker that receives the
-#: delivery earlier drops it, and makes the mark :data:`VOID`.
+#: delivery earlier drops the delivery, and sets the mark :data:`VOID`.
 UNDECIDED = "undecided"
 
 
@@ -92,7 +92,7 @@ class Change(Generic[T]):
     replaces: bool = False
 
 
-#: A pure function that decides the change of a record. It may be called several times.
+#: A pure function that decides the change of a record. The function may be called several times.
 Decide: TypeAlias = Callable[[Snapshot], Change[T]]
 
 #: Makes or publishes the caller's message. Its arguments are the due time, the id of the new

@@ -23,8 +23,8 @@ class Place(NamedTuple):
     owner: str
 
 
-#: Records of the parent process after a fork. They are kept here, because freeing them in the child
-#: would close the parent's connections.
+#: Records of the parent process after a fork. The child keeps these objects, because freeing the
+#: objects would close the parent's connections.
 _inherited: list[Any] = []
 
 _records: PerProcess[tuple[str, str], Any] = PerProcess(_inherited.append)

@@ -121,9 +121,9 @@ class RedisLink:
         self._idle.append(connection)
 
     def _idle_connection(self) -> Any:
-        """An open connection that no thread uses; None if there is none.
+        """Return an open connection that no thread uses, or None if there is none.
 
-        Readable data on such a connection can only mean that the server has closed it.
+        Readable data on such a connection can only mean that the server has closed the connection.
         """
         while True:
             try:
@@ -144,7 +144,7 @@ class RedisLink:
             for timeout in ("socket_timeout", "socket_connect_timeout"):
                 setattr(connection, timeout, self._timeout_seconds)
             connection.connect()
-        except Exception as exc:  # redis-py's, the resolver's, TLS'
+        except Exception as exc:  # errors of redis-py, of the resolver or of TLS
             raise self._failures.failed(exc) from exc
         return connection
 

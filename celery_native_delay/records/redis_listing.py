@@ -192,7 +192,7 @@ class RedisListing(WaitingTasks):
         return found
 
     def _ranks(self, query: Query) -> tuple[int, int]:
-        """The rank of the first message due in the range, and the rank behind the last."""
+        """Return the rank of the first message due in the range, and the rank behind the last."""
         count = self._client.zcount
         first = 0 if query.from_us is None else count(self._due, "-inf", f"({query.from_us}")
         if query.until_us is None:

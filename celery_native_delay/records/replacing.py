@@ -56,8 +56,8 @@ class ComparedRecords(Records, Index):
             delivery_id = "" if publish is None else token_hex(16)
             marked = delivery_id if self.has_marks else ""
             snapshot = self.look(name, marked, _UNDECIDED_MS)
-            # The answer took time on its way, so this is too much: tasks are late by that, not
-            # early.
+            # The number includes the time that the answer took, so it is too large. Tasks are late
+            # by that time, and never early.
             ahead_us = time_ns() // 1000 - snapshot.now_us
             change = decide(snapshot)
             new, due_us = None, change.due_us
@@ -90,7 +90,7 @@ def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Call
         index.unmark(delivery_id)
         raise
     except Exception:
-        # The broker may have the message all the same.
+        # The broker may have the message in spite of the error.
         left_ms = max(due_us - time_ns() // 1000, 0) // 1000 + MARK_GRACE_MS
         with suppress(RecordsUnavailable):
             index.unmark(delivery_id, left_ms)

@@ -99,7 +99,7 @@ def _word(token: str, text: str) -> Word:
 
 
 def _pairs(kwargs: str) -> set[tuple[str, str]]:
-    """The keyword arguments in a repr, as pairs of texts: name and value."""
+    """Return the keyword arguments in a repr as pairs of texts: name and value."""
     try:
         found = ast.literal_eval(kwargs)
         pairs = found.items() if isinstance(found, dict) else ()

@@ -220,7 +220,10 @@ class SqlRecords(Database, ComparedRecords):
     def _snapshot(
         self, connection: Connection, row: tuple[str, int] | None, *, locked: bool = False
     ) -> Snapshot:
-        """The record in *row* and its messages, which are *locked* if they are to be changed."""
+        """Make a snapshot of the record in *row* and its messages.
+
+        The messages are *locked* if they are to be changed.
+        """
         # Ask for the time after locking the row: the lock may have taken a while.
         at_us = now_us(connection)
         if row is None or row[1] < at_us:
@@ -390,7 +393,9 @@ class SqlRecords(Database, ComparedRecords):
     def _messages(
         self, connection: Connection, task_id: str, *, locked: bool
     ) -> tuple[tuple[Any, int], ...]:
-        """Names and due times of a task's waiting messages. Rows of the index are never locked."""
+        """Return names and due times of a task's waiting messages. Rows of the index are never
+        locked.
+        """
         asked = select(_WAITING.delivery_id, _WAITING.due_us).where(
             _WAITING.owner == self.owner, _WAITING.task_id == task_id[:255]
         )
@@ -461,7 +466,7 @@ class SqlTasks(RecordedTasks, SqlListing):
 
 
 def _note_all(connection: Connection, rows: list[Mapping[str, Any]]) -> None:
-    """Insert index entries. An entry that exists, from an earlier attempt to publish, stays."""
+    """Insert rows into the index. A row from an earlier attempt to publish stays."""
     if connection.dialect.name == "postgresql":
         statement: Any = postgresql.insert(WAITING).on_conflict_do_nothing()
     else:

@@ -38,11 +38,13 @@ class SqlListing(WaitingTasks):
 
     @abstractmethod
     def _look_up(self, work: Callable[[Connection], T]) -> T:
-        """Run *work* in a transaction that only reads, and return its answer."""
+        """Run *work* in a read-only transaction, and return the answer of *work*."""
 
     @abstractmethod
     def _decoded(self, row: Any) -> Waiting | None:
-        """The waiting task in a row; None for a cancelled task, which is not shown."""
+        """Make the waiting task of a row. None is returned for a cancelled task, which is not
+        shown.
+        """
 
     def count(self, query: Query = ALL) -> int:
         def counted(connection: Connection) -> int:
@@ -78,7 +80,7 @@ class SqlListing(WaitingTasks):
         return int(connection.execute(asked.where(*self._between(from_us, until_us))).scalar() or 0)
 
     def _matching(self, connection: Connection, query: Query, offset: int = 0) -> Iterator[Waiting]:
-        """Tasks that match *query*, earliest first. The first *offset* rows are skipped."""
+        """Yield tasks that match *query*, earliest first. The first *offset* rows are skipped."""
         conditions = self._between(query.from_us, query.until_us)
         if query.needle:
             conditions.append(self._text.icontains(query.needle, autoescape=True))

@@ -20,7 +20,7 @@ from .link_failures import LinkFailures
 
 T = TypeVar("T")
 
-#: Most index entries that are inserted at once, and that may be queued to be inserted.
+#: The largest numbers of index entries that are inserted at once, and that wait to be inserted.
 _AT_ONCE = 500
 _MOST_NOTES = 2000
 
@@ -98,12 +98,18 @@ class SqlThread:
             thread.join(PATIENCE_SECONDS)
 
     def _is_stuck(self) -> bool:
-        """True if the present job has waited over 0.3 s for the database: then no caller waits."""
+        """Return True if the present job has waited over 0.3 s for the database.
+
+        In that case no caller waits for the thread.
+        """
         since = self._busy_since
         return since is not None and monotonic() - since > PATIENCE_SECONDS
 
     def _queue(self, job: Row | Job) -> bool:
-        """Queue *job*, and start the thread if need be; False if the database does not answer."""
+        """Queue *job*, and start the thread if the thread does not run.
+
+        Returns False if the database does not answer.
+        """
         if self._is_stuck():
             self.missed += 1
             return False

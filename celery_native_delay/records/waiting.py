@@ -104,7 +104,10 @@ class Waiting:
 
 
 def _number(value: Any) -> int:
-    """The header as a number; 0 if it is none. Other programs may use the same header name."""
+    """Convert the header to a number, or to 0 if the header is not a number.
+
+    Other programs may use the same header name.
+    """
     try:
         return int(value or 0)
     except (TypeError, ValueError, OverflowError):
@@ -348,19 +351,21 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def _found(self, task_id: str) -> list[tuple[Any, Any, Waiting]]:
-        """The waiting messages with this task id: for each its name, its content, and the task."""
+        """Return the waiting messages with this task id: for each its name, its content, and the
+        task.
+        """
 
     @abstractmethod
     def _replace(
         self, member: Any, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
     ) -> tuple[Any, int] | None:
-        """Replace one message. Returns the name of the new message and its due time.
+        """Replace one message. Return the name of the new message and its due time.
 
-        None if the message was delivered or changed meanwhile.
+        None is returned if the message was delivered or changed meanwhile.
         """
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
-        """Replace all waiting messages with this task id. *due_us* None means now."""
+        """Replace all waiting messages with this task id. None as *due_us* means now."""
         seen: dict[Any, Waiting] = {}
         #: Names of the messages that have replaced others.
         made: set[Any] = set()

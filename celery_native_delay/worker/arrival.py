@@ -159,7 +159,7 @@ class WaitUntil:
 
 Ruling: TypeAlias = Announce | Drop | AskAgain | WaitUntil
 
-#: A gate decides about an arrival; None lets the next gate decide. After the last the task runs.
+#: A gate decides about an arrival. None lets the next gate decide; after the last the task runs.
 Gate: TypeAlias = Callable[[Arrival], Ruling | None]
 
 

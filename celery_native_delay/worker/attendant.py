@@ -36,8 +36,8 @@ logger = get_logger(__name__)
 SHORTEST_LOOK_SECONDS = 1.0
 LONGEST_LOOK_SECONDS = 30.0
 
-#: Early tasks put back with one wait for the broker's confirms. A quorum queue's client delays
-#: acknowledgements beyond 32: if the worker then stops, the broker delivers those tasks again.
+#: Number of early tasks put back with one wait for the broker's confirms. A quorum queue's client
+#: delays acknowledgements beyond 32. If the worker then stops, the broker redelivers these tasks.
 BATCH = 32
 
 _RETRY_SECONDS = 1.0
@@ -123,7 +123,9 @@ class Attendant(Thread):
         self._disconnect()
 
     def _take_batch(self) -> list[Task]:
-        """Up to 32 early tasks; none when it is time to look for parked messages."""
+        """Return up to 32 early tasks. The list is empty when it is time to look for parked
+        messages.
+        """
         batch: list[Task] = []
         timeout: float = max(self._next_look - monotonic(), 0.0)
         while len(batch) < BATCH:
@@ -190,7 +192,7 @@ class Attendant(Thread):
                 logger.warning("native delay: %s", finding)
 
     def _guarded(self, step: Callable[[], None]) -> bool:
-        """Run *step*; if it raises, log the error, close the connection and return False."""
+        """Run *step*. If *step* raises, log the error, close the connection and return False."""
         try:
             step()
         except Exception as exc:  # no message may end the thread

@@ -68,7 +68,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         if settings.rates:
             self._rated = Rated(settings, c.app.tasks)
             teach_retry_after(c.app, settings.rate_by_task, self._rated.signatures)
-        # Unique comes last: it takes the lease of the key, and then the task must not wait again.
+        # Unique comes last: this gate takes the key's lease, after which the task must not wait.
         fence = Fence(settings, str(c.hostname), records_place(c.app, settings))
         passed = gates(settings, self._moved, fence, self._rated, Unique(c.app))
         c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)
@@ -105,7 +105,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
                 self._rated.come_back_late_us = round(part.comes_back_late_seconds * 1_000_000)
             try:
                 prepared = part.prepare(where)
-            finally:  # even if it fails, no cancelled task may run
+            finally:  # even if that fails, no cancelled task may run
                 if self._moved.receipts is None:
                     self._moved.receipts = part.receipts()
         except (NativeDelayError, *c.connection.channel_errors) as exc:
@@ -139,7 +139,9 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         c.strategies.wake = self._waker.wake
 
     def _put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Put a message back into the broker by the attendant; False if there is none."""
+        """Let the attendant put a message back into the broker. Return False if there is no
+        attendant.
+        """
         return self._attendant is not None and self._attendant.put_back(wait, done, instead)
 
     def stop(self, c: Any) -> None:
@@ -163,8 +165,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 def _check_lines(app: Any, settings: DelaySettings) -> None:
     """Raise NoRecords if this broker cannot keep rates.
 
-    Raised here it reaches the caller: Celery's ``start_worker`` waits for ever if a worker fails
-    later. If the broker is unreachable, :meth:`NativeDelay.start` raises.
+    An error raised here reaches the caller. Celery's ``start_worker`` waits for ever if a worker
+    fails later. If the broker is unreachable, :meth:`NativeDelay.start` raises the error.
     """
     with app.connection_for_read() as connection:
         try:

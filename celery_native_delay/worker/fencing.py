@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 #: id, and monitors must not change its state.
 EVENT = "native_delay-fenced"
 
-#: Runs that a worker remembers; each takes some hundred bytes per partition.
+#: Number of runs that a worker remembers. Each run takes some hundred bytes per partition.
 MOST_RUNS = 256
 
 #: Seconds until the gate is asked again about a message that could not be put back.
@@ -83,7 +83,7 @@ class Fence:
         return _hold(arrival, record)
 
     def _stamp(self, arrival: Arrival) -> Stamp | None:
-        """The Spark attempt that sent the message; None if the task runs unfenced."""
+        """Return the Spark attempt that sent the message, or None if the task runs unfenced."""
         if self._place is None:
             self._warn_once(
                 "native delay: task %s is of a fenced run, but this worker has no "
@@ -103,7 +103,10 @@ class Fence:
             logger.warning(text, *args)
 
     def _record_of(self, run: str) -> Record | None:
-        """The record of *run*; None if it cannot be read. Seals the run if that is overdue."""
+        """Return the record of *run*, or None if the record cannot be read.
+
+        If the run's deadline is over, this worker decides about the run.
+        """
         record, until = self._known.get(run, (None, 0.0))
         if monotonic() < until:
             return record
@@ -125,7 +128,8 @@ class Fence:
         [record] = runs.load([run])
         if record is not None and not fence.is_overdue(record, now=now):
             return record
-        # The record makes all workers do the same; if it was sealed meanwhile, that stays.
+        # The record makes all workers do the same. If another process has sealed the record
+        # meanwhile, that decision stays.
         mine = fence.given_up(self._policy, now=now, by=self._worker)
         sealed = runs.seal(run, mine, kept_seconds=self._keep_seconds)
         if (sealed.state, sealed.by) == (mine.state, mine.by):
@@ -153,7 +157,7 @@ class Fence:
 
 
 def _hold(arrival: Arrival, record: Record | None) -> Ruling | None:
-    """Let the task wait in the broker; a broadcast has no queue to go back to and runs."""
+    """Let the task wait in the broker. A broadcast has no queue to go back to, so its task runs."""
     if not arrival.queue:
         logger.warning("native delay: task %s runs unfenced: it has no queue", arrival.id)
         return None

@@ -18,7 +18,7 @@ def gates(settings: DelaySettings, moved: Moved, *more: Gate | None) -> tuple[Ga
 
     The gates *more* come last.
     """
-    # First the early tasks go back: the records are then asked once per task, when it is due.
+    # Early tasks go back first, so that the records are asked once per task, when it is due.
     ordered = (early if settings.adopt else None, moved, cancelled, expired, *more)
     return tuple(gate for gate in ordered if gate is not None)
 

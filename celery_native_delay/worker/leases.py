@@ -143,7 +143,7 @@ class Leases:
         self._disconnect()
 
     def _renew_all(self) -> bool:
-        """Renew all leases; False if a renewal failed."""
+        """Renew all leases. Return False if a renewal failed."""
         with self._changed:
             self._held = [held for held in self._held if held.is_here()]
             tasks = list(self._held)

@@ -56,9 +56,9 @@ _FORGOTTEN_US = 1_000_000
 
 @dataclass(eq=False)
 class _InLine:
-    """A rate-limited task in this worker; *line* is its name and key, a new task has no *place*.
+    """A rate-limited task in this worker. *line* is its name and key; a new task has no *place*.
 
-    *again* lets it ask again, if it waits for another task of its line.
+    *again* lets the task ask again, if the task waits for another task of its line.
     """
 
     tag: Any
@@ -80,7 +80,7 @@ class Rated:
         self.come_back_late_us = SHORTEST_WAIT_US
         self._rates = settings.rate_by_task
         self.signatures = signatures(self._rates, tasks)
-        #: The longest wait in the broker; after it a task goes back again, with its place.
+        #: The longest wait in the broker. After that a task goes back again, with its place.
         self._longest_us = round(settings.longest_delay_seconds * 900_000)
         #: Tasks that wait for a free process, oldest first: when they asked last, by delivery tag.
         self._for_process: dict[Any, int] = {}
@@ -92,7 +92,7 @@ class Rated:
     def __call__(self, arrival: Arrival) -> Ruling | None:
         rate = self._rates.get(arrival.name)
         if rate is None:
-            # It only waits until the rate-limited tasks before it have started.
+            # A task without a rate only waits until the rate-limited tasks before it have started.
             return self._wait_for_process(arrival, 1) if self._for_process else None
         entry = self._by_tag.get(arrival.message.delivery_tag) or self._task_of(arrival, rate)
         if entry.place is not None and not self._is_first(entry):
@@ -139,9 +139,9 @@ class Rated:
         return self._by_line[entry.line][0] is entry
 
     def _ask_when_first(self, entry: _InLine) -> AskAgain:
-        """Ask again when the task is the first of its line.
+        """Let a task ask again when it is the first task of its line in this worker.
 
-        It counts as prefetched only if that first task waits for a free process.
+        The task counts as prefetched only if that first task waits for a free process.
         """
         self._for_process.pop(entry.tag, None)
         beside = self._by_line[entry.line][0].tag not in self._for_process
@@ -152,7 +152,7 @@ class Rated:
         return AskAgain(0.0, beside_prefetch=beside, from_here=True, once=note)
 
     def _remove(self, entry: _InLine) -> None:
-        """Remove a task that starts or goes back to the broker, and let the next one ask."""
+        """Remove a task that starts or goes back to the broker, and let the next task ask."""
         self._for_process.pop(entry.tag, None)
         if self._by_tag.pop(entry.tag, None) is None:
             return
@@ -167,7 +167,10 @@ class Rated:
     # --- waiting for a free process ----------------------------------------------------------
 
     def _wait_for_process(self, arrival: Arrival, room: int) -> AskAgain | None:
-        """None if the task may start: fewer than *room* tasks wait for a process before it."""
+        """Let a task ask again later if *room* or more tasks wait for a free process before it.
+
+        None is returned if the task may start.
+        """
         waiting, tag = self._for_process, arrival.message.delivery_tag
         while waiting and next(iter(waiting.values())) < arrival.now_us - _FORGOTTEN_US:
             del waiting[next(iter(waiting))]  # its connection was lost
@@ -184,7 +187,7 @@ class Rated:
     def _ask_line(
         self, arrival: Arrival, rate: Rate, entry: _InLine, wait: AskAgain | None
     ) -> Ruling | None:
-        """Decide by the line's answer; a new task waits if others of its line wait here."""
+        """Decide by the line's answer. A new task waits if other tasks of its line wait here."""
         headers, (task, key) = arrival.message.headers, entry.line
         may_start = wait is None and (entry.place is not None or entry.line not in self._by_line)
         try:
@@ -232,7 +235,10 @@ def _key_of(
     call: Callable[[], tuple[Any, Any]],
     headers: Mapping[str, Any],
 ) -> str | None:
-    """The key of a call of *task*; None if the rate has no key, or its key cannot be computed."""
+    """Return the key of a call of *task*.
+
+    None is returned if the rate has no key, or if the key cannot be computed.
+    """
     if rate.key is None:
         return None
     try:
@@ -266,7 +272,7 @@ def _header(place: int | None, key: str | None) -> str:
 
 
 def _place(headers: Mapping[str, Any], key: str | None, now_us: int) -> int | None:
-    """The place of a message in the line of *key*; None for a new task."""
+    """Return the place of a message in the line of *key*, or None for a new task."""
     header = headers.get(PLACE)
     place, separator, kept = header.partition(" ") if isinstance(header, str) else ("", "", "")
     if not _DIGITS.fullmatch(place) or (kept if separator else None) != key:

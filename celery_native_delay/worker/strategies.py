@@ -93,7 +93,7 @@ _NONE = timedelta()
 
 @dataclass(eq=False)
 class _Task:
-    """A task at the gates; *run* gives it to Celery, *ack* acknowledges it."""
+    """A task at the gates. *run* gives the task to Celery, and *ack* acknowledges its message."""
 
     arrival: Arrival
     payload: Any
@@ -135,7 +135,7 @@ class GatedStrategies(dict[str, Any]):
         super().__setitem__(name, on_task)
 
     def _pass(self, task: _Task, first: int = 0) -> None:
-        """Ask the gates about *task*, from number *first* on."""
+        """Ask the gates about *task*, from the gate number *first* on."""
         for number, gate in enumerate(self._gates[first:], first):
             try:
                 ruling = gate(task.arrival)
@@ -251,7 +251,8 @@ class GatedStrategies(dict[str, Any]):
     def _ack_soon(self, message: Any) -> None:
         """Acknowledge *message* in the consumer's thread.
 
-        Celery's own callback for it runs one loop later, and nothing wakes the loop up for that.
+        Celery's own callback for acknowledging runs one loop later, and nothing wakes the loop up
+        for that.
         """
         consumer = self._consumer
         call_soon = getattr(consumer, "call_soon_ack", consumer.call_soon)
@@ -260,7 +261,7 @@ class GatedStrategies(dict[str, Any]):
     def _after(self, seconds: float, call: Callable[[], Any]) -> None:
         """Call *call* after *seconds*, in any thread.
 
-        Without a hub Celery's timer thread sleeps until its first call, so an earlier call that is
+        Without a hub Celery's timer thread sleeps until its first call. So an earlier call that is
         added meanwhile would be up to a second late.
         """
         if self._consumer.hub is not None or self._is_green:

@@ -130,7 +130,7 @@ class Telemetry:
     def _on_failure(
         self, sender: Any = None, task_id: Any = None, exception: Any = None, **_: Any
     ) -> None:
-        """Write the end of a task whose own process could not."""
+        """Write the end of a task whose own process could not write it."""
         for kind, outcome in _ENDED_FROM_OUTSIDE:
             if isinstance(exception, kind) and self._is_ours(sender):
                 # Celery sets the task's request only for some of these failures.
@@ -157,7 +157,9 @@ class Telemetry:
         return installation_of(task.app) is self._installation
 
     def _request_of(self, task: Any) -> Any:
-        """The running request; None if it is of another app or did not come from a broker."""
+        """Return the running request, or None if it is of another app or did not come from a
+        broker.
+        """
         if not self._is_ours(task) or task.request.is_eager:
             return None
         return task.request
@@ -277,7 +279,7 @@ def waited(message: Any, *, now_ms: int) -> bool | None:
     if due_ms is None or wait is _UNTOLD:
         return None
     if wait is None:
-        # A message that a fence has put back does not say if it waited before.
+        # A message that a fence has put back does not say if the message waited before.
         return False if due_ms <= now_ms and HEADER not in headers else None
     return True if wait.due_us <= due_ms * 1000 else None
 
@@ -289,7 +291,7 @@ def outcome_of(state: str | None, retval: Any) -> str:
     """
     if state == states.REJECTED and getattr(retval, "requeue", False):
         return attempt.REQUEUED
-    # A task that raised a BaseException has no state: Celery takes its process for lost.
+    # A task that raised a BaseException has no state, and Celery takes its process for lost.
     return _OUTCOMES.get(state, attempt.LOST)
 
 

@@ -65,14 +65,14 @@ class Unique:
 
 
 def _unique_mark_of(headers: Any) -> Mark | None:
-    """The mark in the *headers* of a unique task; None for any other task."""
+    """Return the key's header in the *headers* of a unique task, or None for any other task."""
     mark = Mark.of(headers)
     is_unique = mark is not None and mark.kind == "unique" and mark.until in ("start", "end")
     return mark if is_unique else None
 
 
 def _is_here(arrival: Arrival) -> bool:
-    """True while the message is unacknowledged, or its task is in the pool."""
+    """Return True while the message is unacknowledged, or its task is in the pool."""
     unsettled = not arrival.message.acknowledged and arrival.is_connected
     return unsettled or arrival.id in worker_state.requests
 
@@ -81,7 +81,10 @@ def _is_here(arrival: Arrival) -> bool:
 
 
 def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
-    """The leases and the mark of a unique task that a worker runs; None for any other."""
+    """Return the leases and the key's header of a unique task that a worker runs.
+
+    None is returned for any other task.
+    """
     mark = _unique_mark_of(vars(request))
     if mark is None or request.is_eager or installation_of(task.app) is None:
         return None
@@ -182,7 +185,7 @@ def _is_from_outside(exception: Any) -> bool:
 
 
 def _wait_us(when: Any) -> int:
-    """Microseconds until a retry, by its countdown or ETA."""
+    """Return the microseconds until a retry, by its countdown or ETA."""
     if isinstance(when, int | float):
         return max(round(when * 1_000_000), 0)
     now_us = time_ns() // 1000
