@@ -46,7 +46,7 @@ class SettingsError(NativeDelayError, ValueError):
 
 
 class InvalidDueTime(NativeDelayError, ValueError):
-    """A countdown or ETA is not a point in time."""
+    """A countdown, an ETA or a duration is invalid."""
 
 
 class DelayTooLong(InvalidDueTime):

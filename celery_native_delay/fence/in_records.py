@@ -21,7 +21,8 @@ class Runs:
         self._records = records
 
     def open(self, run: str, record: Record, *, job: str, kept_seconds: float) -> Record:
-        """Store that *job* has opened the fenced Spark run *run*.
+        """Store that *job* has opened the fenced Spark run *run*, before the first message of the
+        run.
 
         Returns the record that is valid now, which :func:`~.run.opened` decides.
         """

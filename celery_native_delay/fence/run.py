@@ -109,9 +109,10 @@ class Record:
 def opened(held: Record | None, new: Record, job: str) -> Record:
     """Return the record of a fenced Spark run after *job* opens the run with the record *new*.
 
-    *held* is the present record, or None. A record with the state "committed" or "all" stays. An
-    open record gets the later of the two deadlines. An aborted record is replaced, unless the same
-    *job* had opened the run: workers may have dropped messages of that job.
+    A job opens a run before the job publishes the first message. *held* is the present record, or
+    None. A record with the state "committed" or "all" stays. An open record gets the later of the
+    two deadlines. An aborted record is replaced, unless the same *job* had opened the run: workers
+    may have dropped messages of that job.
     """
     if held is None or (held.state == ABORTED and job not in held.jobs):
         return replace(new, jobs=(job,))
@@ -122,7 +123,7 @@ def opened(held: Record | None, new: Record, job: str) -> Record:
 
 
 def sealed(held: Record | None, new: Record) -> Record:
-    """Return the record of a fenced Spark run after the decision *new* about its attempts.
+    """Return the record of a fenced Spark run after the decision *new*: which attempts won.
 
     *held* is the present record, or None. If *held* has a decision already, *held* stays.
     """

@@ -28,7 +28,7 @@ _as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(frozen=True)
 class Run:
-    """A running attempt of a unique task, which has its key until the attempt ends.
+    """A running attempt of a unique task. The attempt has the task's key until the attempt ends.
 
     *id* is the task's id. *token* is the attempt's own id. The attempt counts as running until
     *lease_us*, in microseconds since the epoch by the clock of the Redis or database.

@@ -135,9 +135,9 @@ def begin(seen: Seen, task_id: str, *, token: str) -> Step:
 def receive(seen: Seen, task_id: str, *, token: str) -> Step:
     """Decide about a unique task, with the option until="start", that a worker has received.
 
-    From now on a lease keeps the key until the task starts. If the broker delivers a task twice,
-    the later delivery has the lease. A task that has started before, such as a retry, has no key
-    any more.
+    From now on a lease (a lock with an expiry) keeps the key until the task starts. If the broker
+    delivers a task twice, the later delivery has the lease. A task that has started before, such as
+    a retry, has no key any more.
     """
     now_us, known = seen.now_us, seen.record
     if known is None or task_id not in (known.id, known.run and known.run.id):
@@ -147,7 +147,10 @@ def receive(seen: Seen, task_id: str, *, token: str) -> Step:
 
 
 def renew(seen: Seen, *, token: str) -> Step:
-    """Prolong the lease of a unique task's running attempt, if the attempt still has the key."""
+    """Prolong the lease (a lock with an expiry) of a unique task's running attempt.
+
+    If another attempt has the key, the record stays as it is.
+    """
     known = seen.record
     if known is None or known.run is None or known.run.token != token:
         return Step(known)
@@ -170,7 +173,7 @@ def end(seen: Seen, *, token: str, retry: tuple[str, int] | None = None) -> Step
 
 
 def release(seen: Seen, task_id: str, *, token: str | None = None) -> Step:
-    """Free the key of a delivery that will never run, unless the key's task still waits.
+    """Free the key of a unique task's delivery that will never run, unless the task still waits.
 
     *token* is the id of the attempt, if a worker had begun an attempt.
     """

@@ -32,7 +32,7 @@ RETRY_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Held:
-    """The lease that a unique task in this process has on its key.
+    """The lease (a lock with an expiry) that a unique task in this process has on its key.
 
     *is_here* returns False when the task has left this process. *token* is the id of the attempt.
     *runs* is true in the process that runs the task.
@@ -85,9 +85,10 @@ class Leases:
             self._work()
 
     def settle(self, name: str, rule: Rule, *, token: str | None = None) -> None:
-        """Change the key *name* as *rule* decides, and stop renewing the lease with the id *token*.
+        """Change the unique key *name* as *rule* decides, and stop renewing the lease *token*.
 
-        If the change cannot be written now, the change is tried again every two seconds.
+        A lease is a lock with an expiry. If the change cannot be written now, the change is tried
+        again every two seconds.
         """
         with self._changed:
             self._held = [held for held in self._held if token is None or held.token != token]
@@ -213,5 +214,5 @@ _leases: PerProcess[Any, Leases] = PerProcess()
 
 
 def leases_of(app: Any) -> Leases:
-    """Return the leases of the unique tasks of *app* in this process."""
+    """Return the leases (locks on keys) of the unique tasks of *app* in this process."""
     return _leases.get(app, lambda: Leases(app))

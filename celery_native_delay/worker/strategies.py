@@ -305,7 +305,7 @@ class Waker:
         hub.add_reader(self._reader, self._drain)
 
     def wake(self) -> None:
-        """Wake up the event loop: its call of poll() returns now."""
+        """Wake up the event loop, so that its poll() returns now."""
         with suppress(OSError):  # the socket is full, so the loop is awake
             self._writer.send(b"\0")
 

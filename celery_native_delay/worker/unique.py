@@ -32,7 +32,7 @@ PAUSE_SECONDS = 1.0
 
 
 class Unique:
-    """The gate (check before a task runs) for unique tasks.
+    """The gate (check before a task runs) for unique tasks, of which one per key runs at a time.
 
     A unique task waits while another task has its key.
     """
@@ -95,7 +95,8 @@ def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
 def start(sender: Any = None, **_: Any) -> None:
     """Free the key of a unique task that starts, if the task was sent with until="start".
 
-    For any other unique task, the process that runs the task renews the task's lease from now on.
+    Of unique tasks, one per key waits or runs at a time. A task sent with until="end" keeps its
+    key: the process that runs the task renews the task's lease (a lock with an expiry).
     """
     found = _marked(sender, sender.request)
     if found is None or (token := found[1].token) is None:
@@ -109,7 +110,10 @@ def start(sender: Any = None, **_: Any) -> None:
 
 @signals.task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
 def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> None:
-    """Free the key of a unique task that has ended. A task that is retried keeps its key."""
+    """Free the key of a unique task that has ended. A task that is retried keeps its key.
+
+    Of unique tasks, one per key waits or runs at a time.
+    """
     found = _marked(sender, sender.request)
     if found is None or found[1].until == "start" or (token := found[1].token) is None:
         return
@@ -160,22 +164,26 @@ def discarded(sender: Any = None, message: Any = None, **_: Any) -> None:
 
 @signals.task_failure.connect(weak=False)  # type: ignore[untyped-decorator]
 def lost(sender: Any = None, task_id: Any = None, exception: Any = None, **_: Any) -> None:
-    """Free the unique key of a task whose process was killed."""
+    """Free the key of a unique task (one per key at a time) whose process was killed."""
     if _is_from_outside(exception) and installation_of(sender.app) is not None:
         leases_of(sender.app).lost(task_id)
 
 
 @signals.task_retry.connect(weak=False)  # type: ignore[untyped-decorator]
 def retried(sender: Any = None, request: Any = None, reason: Any = None, **_: Any) -> None:
-    """Keep the unique key of a task whose process was killed, if Celery retries the task."""
+    """Keep the key of a unique task whose process was killed, if Celery retries the task.
+
+    Of unique tasks, one per key waits or runs at a time.
+    """
     if _is_from_outside(reason.exc) and installation_of(sender.app) is not None:
         leases_of(sender.app).lost(request.id, retry_us=_wait_us(reason.when))
 
 
 def rejected(app: Any, task_id: str, *, requeue: bool) -> None:
-    """Free the unique key of a task whose message is rejected. A requeued message keeps the key.
+    """Free the key of a unique task (one per key at a time) whose message is rejected.
 
-    If a killed task's message is requeued, Celery sends no other signal than this one.
+    If the message is requeued, the task keeps its key. If a killed task's message is requeued,
+    Celery sends no other signal than this one.
     """
     leases_of(app).lost(task_id, retry_us=0 if requeue else None)
 
