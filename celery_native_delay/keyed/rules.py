@@ -173,9 +173,10 @@ def end(seen: Seen, *, token: str, retry: tuple[str, int] | None = None) -> Step
 
 
 def release(seen: Seen, task_id: str, *, token: str | None = None) -> Step:
-    """Free the key of a unique task's delivery that will never run, unless the task still waits.
+    """Free the key of a task's delivery that will never run, unless the task still waits.
 
-    *token* is the id of the attempt, if a worker had begun an attempt.
+    The key is a debounce, throttle or unique key. *token* is the id of the attempt, if a worker had
+    begun an attempt.
     """
     known = seen.record
     if known is None:

@@ -85,10 +85,11 @@ class Leases:
             self._work()
 
     def settle(self, name: str, rule: Rule, *, token: str | None = None) -> None:
-        """Change the unique key *name* as *rule* decides, and stop renewing the lease *token*.
+        """Change the state of the key *name* as *rule* decides, and stop renewing the lease
+        *token*.
 
-        A lease is a lock with an expiry. If the change cannot be written now, the change is tried
-        again every two seconds.
+        The key is a debounce, throttle or unique key, and a lease is a lock with an expiry. If the
+        change cannot be written now, the change is tried again every two seconds.
         """
         with self._changed:
             self._held = [held for held in self._held if token is None or held.token != token]
