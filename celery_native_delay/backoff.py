@@ -4,10 +4,7 @@ from __future__ import annotations
 
 
 class Backoff:
-    """Growing pauses in seconds between attempts, from *first* to *longest*.
-
-    Each pause is twice as long as the pause before.
-    """
+    """Pauses in seconds from *first* to *longest*, each twice as long as the pause before."""
 
     def __init__(self, first: float, longest: float) -> None:
         self._first = first
@@ -22,10 +19,7 @@ class Backoff:
         return seconds
 
     def reset(self) -> bool:
-        """Start again with the shortest pause.
-
-        Returns True if there was a failure since the last reset.
-        """
+        """Start again with the shortest pause. Returns True if there was a failure."""
         has_failed = self.seconds != self._first
         self.seconds = self._first
         return has_failed

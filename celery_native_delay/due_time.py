@@ -17,10 +17,9 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 def due_us(eta: datetime | str) -> int:
-    """Convert an ETA to microseconds since the epoch.
+    """Convert an ETA, a datetime or ISO 8601 text, to microseconds since the epoch.
 
-    The ETA is a datetime or an ISO 8601 text. An ETA without a time zone is in UTC, as in Celery's
-    workers. Raises InvalidDueTime if *eta* is neither a datetime nor an ISO 8601 text.
+    Without a time zone the ETA is in UTC. Raises InvalidDueTime if *eta* is neither.
     """
     if isinstance(eta, str):
         try:
@@ -55,18 +54,12 @@ def milliseconds_up(microseconds: int) -> int:
 
 
 def units_until(due_us: int, *, now_us: int, resolution_ms: int) -> int:
-    """Return the time from *now_us* until *due_us* in units of *resolution_ms*, rounded up.
-
-    A past due time gives 0.
-    """
+    """Return the time until *due_us* in units of *resolution_ms*, rounded up; 0 if it is past."""
     return max(0, -((now_us - due_us) // (resolution_ms * 1000)))
 
 
 def check_reach(units: int, *, max_units: int, resolution_ms: int) -> None:
-    """Raise DelayTooLong if a delay of *units* is longer than *max_units*.
-
-    *resolution_ms* is the length of one unit, for the error's text.
-    """
+    """Raise DelayTooLong if a delay exceeds *max_units*, which are *resolution_ms* long each."""
     if units > max_units:
         raise DelayTooLong(
             _too_long(units * resolution_ms / 1000, max_units * resolution_ms / 1000)
@@ -83,10 +76,9 @@ def check_due(due_us: int, *, now_us: int, longest_delay_seconds: float) -> None
 
 
 def check_countdown(countdown: object, *, longest_delay_seconds: float) -> None:
-    """Raise an error if a countdown cannot be delayed.
+    """Raise an error if a countdown is infinite, NaN, or longer than the longest delay.
 
-    Raises InvalidDueTime if *countdown* is infinite or NaN. Raises DelayTooLong if *countdown*
-    exceeds the longest delay. A *countdown* that is not a number is left to Celery's own checks.
+    A *countdown* that is not a number is left to Celery's own checks.
     """
     if not isinstance(countdown, int | float):
         return

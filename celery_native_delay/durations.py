@@ -46,10 +46,7 @@ def duration(seconds: float, *, exact: bool = False, up: bool = False) -> str:
 
 
 def seconds_of(text: str) -> float:
-    """Parse a duration such as ``90``, ``1h30m``, ``1h 30min`` or ``2d`` to seconds.
-
-    Raises InvalidDueTime if *text* is not a duration.
-    """
+    """Parse ``90``, ``1h30m`` or ``2d`` to seconds. Raises InvalidDueTime for any other text."""
     try:
         seconds = float(text)
     except ValueError:

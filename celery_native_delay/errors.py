@@ -94,10 +94,7 @@ class InvalidQuery(NativeDelayError, ValueError):
 
 
 class RecordsUnavailable(NativeDelayError):
-    """The Redis or database that lists waiting tasks is unreachable.
-
-    No waiting task can be listed or changed.
-    """
+    """The Redis or database that lists waiting tasks is unreachable: none can be changed."""
 
 
 class NoRecords(RecordsUnavailable):
@@ -124,10 +121,7 @@ class ManagementUnavailable(NativeDelayError):
 
 
 class ExtraMissing(ModuleNotFoundError):
-    """A Python package that an optional feature needs is not installed.
-
-    The text names the package.
-    """
+    """A Python package for an optional feature is not installed. The text names the package."""
 
 
 def described(error: BaseException) -> str:
@@ -137,10 +131,7 @@ def described(error: BaseException) -> str:
 
 @contextmanager
 def brought_by(extra: str, *, whose: str) -> Iterator[None]:
-    """Turn an ImportError in this block into an error that says which *extra* to install.
-
-    *whose* names the feature that needs the extra.
-    """
+    """Turn an ImportError in this block into an error that says which *extra* *whose* needs."""
     try:
         yield
     except ModuleNotFoundError as exc:

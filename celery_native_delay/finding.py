@@ -53,10 +53,9 @@ def clock_finding(
     may_differ_seconds: float = MAY_DIFFER_SECONDS,
     check: str = "clocks",
 ) -> Iterator[Finding]:
-    """Yield a finding if a server's clock differs too much from this machine's clock.
+    """Yield a finding if the clock *whose* differs too much; *ahead_seconds* < 0 means behind.
 
-    *whose* names the clock. *ahead_seconds* is negative if the server's clock is behind. *effect*
-    says how the difference changes delays.
+    *effect* says how the difference changes delays.
     """
     if abs(ahead_seconds) > may_differ_seconds:
         side = "ahead of" if ahead_seconds > 0 else "behind"

@@ -51,12 +51,9 @@ def is_own(header: Any) -> bool:
 class Delayed(NamedTuple):
     """The header of a delayed message: its original exchange and routing key, and its due time.
 
-    All copies of one delivery have the same *delivery_id*. *queue* is set if the message is for one
-    queue only. If *queue* is None, the message is for all queues bound for *exchange* and
-    *routing_key*.
-
-    *due_us* is in microseconds since the epoch. *expires_ms*, the end of the message's
-    ``expiration``, is in milliseconds since the epoch. A worker announces a *cancelled* message as
+    All copies of one delivery have one *delivery_id*. *queue* is None if the message is for all
+    queues bound for *exchange* and *routing_key*. *due_us* and *expires_ms* (the end of the
+    message's ``expiration``) count from the epoch. A worker announces a *cancelled* message as
     revoked, and does not run the task.
     """
 
@@ -98,10 +95,9 @@ class Delayed(NamedTuple):
 
 
 def due_of(headers: Mapping[str, Any] | None) -> int | None:
-    """Return the due time in the header ``eta``, in microseconds since the epoch.
+    """Return the due time in the header ``eta``, in microseconds since the epoch, or None.
 
-    None is returned if the message has no such header. Raises InvalidDueTime if the ETA of a Celery
-    task is not ISO 8601. In messages that are not tasks such an ETA is ignored.
+    Raises InvalidDueTime if a task's ETA is not ISO 8601. In other messages it is ignored.
     """
     eta = headers.get("eta") if headers else None
     if not eta:
@@ -115,10 +111,7 @@ def due_of(headers: Mapping[str, Any] | None) -> int | None:
 
 
 def due_ms_of(headers: Mapping[str, Any]) -> int | None:
-    """Return the due time in the header ``eta``, in milliseconds since the epoch.
-
-    None is returned if there is no ETA, or if the ETA is invalid.
-    """
+    """Return the due time of ``eta`` in milliseconds since the epoch, or None if it is invalid."""
     try:
         found_us = due_of(headers)
     except InvalidDueTime:
@@ -134,10 +127,7 @@ _LONG_AGO = "2000-01-01T00:00:00+00:00"
 
 
 def cancel(headers: dict[str, Any], header: dict[str, Any]) -> None:
-    """Mark a task as cancelled, in the message's *headers* and in our own *header*.
-
-    No worker runs a task with this mark.
-    """
+    """Mark a task as cancelled, in *headers* and in our own *header*: no worker runs the task."""
     header[CANCELLED] = True
     if "expires" in headers:
         header[EXPIRES] = headers["expires"]
@@ -145,10 +135,7 @@ def cancel(headers: dict[str, Any], header: dict[str, Any]) -> None:
 
 
 def uncover(headers: dict[str, Any], header: Mapping[str, Any]) -> bool:
-    """Remove the mark of a cancelled task, which :func:`cancel` has set, from *headers*.
-
-    Returns True if the task was cancelled.
-    """
+    """Remove the mark of :func:`cancel` from *headers*. Returns True if the task was cancelled."""
     if not header.get(CANCELLED):
         return False
     if EXPIRES in header:

@@ -1,7 +1,6 @@
 """Values that each process makes for itself, such as connections, and never takes from its parent.
 
-A forked child has its parent's sockets but not its threads. The child must neither use nor close
-the parent's sockets. Only this module of the package hooks into forks.
+A forked child has its parent's sockets but not its threads, and must not use or close a socket.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ class PerProcess(Generic[Key, Value]):
         *,
         is_good: Callable[[Value], bool] = lambda value: True,
     ) -> Value:
-        """Return the cached value of *key*.
-
-        If *key* has no value, or *is_good* returns False for the value, *make* makes a new one.
-        """
+        """Return the value of *key*. If none exists or *is_good* refuses it, *make* makes one."""
         value = self._values.get(key)
         if value is None or not is_good(value):
             with self._making:

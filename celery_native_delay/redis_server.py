@@ -23,10 +23,9 @@ OLDEST_REDIS = (6, 2)
 class Server:
     """A Redis or Valkey server, as the server's ``INFO`` describes it.
 
-    *version* is () if the version is unknown. *policy* (``maxmemory-policy``) and *aof*
-    (``appendonly``) are None if the setting is unknown. *configurable* is true if this user may
-    read the server's configuration; on most hosted servers no user may. *configurable* is None if
-    that was not tried.
+    *version* is () if unknown. *policy* (``maxmemory-policy``) and *aof* (``appendonly``) are None
+    if unknown. *configurable* is true if this user may read the server's configuration, which most
+    hosted servers forbid. *configurable* is None if that was not tried.
     """
 
     name: str = "Redis"
@@ -38,10 +37,7 @@ class Server:
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any], *, configurable: bool | None = None) -> Server:
-        """Make a Server from the answer of redis-py's ``info()``.
-
-        *info* is {} if this user may not call ``INFO``.
-        """
+        """Make a Server from redis-py's ``info()``; {} if this user may not call ``INFO``."""
         text = str(info.get("redis_version", ""))
         aof = info.get("aof_enabled")
         return cls(
@@ -77,11 +73,10 @@ def check_server(server: Server, *, prefix: str) -> None:
 
 
 def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) -> Iterator[Finding]:
-    """Yield a finding for each setting that may make the server lose data.
+    """Yield a finding for each setting that may make the server lose *kept*.
 
-    *kept* names the data, such as "delayed messages". Findings are only advice if the server's host
-    decides about its configuration. *has_ttls* is true if the keys have TTLs: then a volatile
-    eviction policy can delete the keys.
+    *kept* names data, such as "delayed messages". Findings are only advice if the server's host
+    decides. *has_ttls*: keys have TTLs, so a volatile eviction policy can delete them.
     """
     level = ADVICE if server.configurable is False else WRONG
     policy = server.policy
@@ -118,10 +113,7 @@ def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) ->
 
 
 def clocks(ahead_seconds: float, *, check: str = "clocks") -> Iterator[Finding]:
-    """Yield a finding if the server's clock differs too much from this machine's clock.
-
-    *ahead_seconds* is negative if the server's clock is behind.
-    """
+    """Yield a finding if the server's clock is *ahead_seconds* ahead (negative: behind)."""
     effect = "arrive early and are put back once" if ahead_seconds > 0 else "arrive that much later"
     yield from clock_finding(
         "the Redis server's clock", ahead_seconds, f"delayed tasks {effect}", check=check
@@ -165,10 +157,7 @@ def now_us(client: Any) -> int:
 
 
 def clock_ahead_seconds(client: Any) -> float:
-    """Return the seconds by which the server's clock is ahead of this machine's clock.
-
-    The number is negative if the server's clock is behind.
-    """
+    """Return the seconds that the server's clock is ahead of this machine's; negative if behind."""
     before_us = time_ns() // 1000
     server_us = now_us(client)
     return (server_us - (before_us + time_ns() // 1000) / 2) / 1_000_000
@@ -177,8 +166,7 @@ def clock_ahead_seconds(client: Any) -> float:
 def findings(client: Any, *, key: str, where: str) -> Iterator[Finding]:
     """Yield the problems of a Redis server that keeps records (state about waiting tasks).
 
-    *where* is the server's URL without a password. *key* is the name of a key that is written as a
-    test, with a TTL.
+    *where* is its URL without a password. *key* is written as a test, with a TTL.
     """
     check = "records"
     try:

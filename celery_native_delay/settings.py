@@ -65,95 +65,67 @@ class DelaySettings:
     enabled: bool = True
     """If off, Celery behaves as if this package were not installed. Defaults to True."""
     namespace: str = "celery_delay"
-    """The first word of the names of this package's queues, exchanges and keys on the broker. Apps
-    with different namespaces share nothing. Defaults to "celery_delay".
-    """
+    """First word of each queue, exchange and key on the broker. Defaults to "celery_delay"."""
     levels: int = 31
     """Number of delay levels (queues with a TTL) on RabbitMQ. The longest delay is just under
-    2**levels times the resolution. Defaults to 31 (8.5 years at 125 ms).
-    """
+    2**levels times the resolution. Defaults to 31 (8.5 years at 125 ms)."""
     resolution: float = 0.125
-    """Seconds of the shortest delay level (a queue with a TTL), a whole number of milliseconds.
-    Delays are rounded up to a multiple of the resolution. Defaults to 0.125.
-    """
+    """Seconds of the shortest delay, in whole milliseconds, to which delays are rounded up."""
     fused_bits: int = 15
-    """Number of the lowest bits of a delay that share delay levels. A message waits once for a
-    group of these bits, in one of up to 15 queues, and not once per bit. So a message passes fewer
-    queues, and the broker delivers more messages per second, but has more queues. The lowest group
-    has three bits (the fractions of a second at the default resolution), and the others have four.
-    So use 3, 7, 11, 15 and so on; 0 makes no groups. Defaults to 15: whole seconds below an hour
-    pass at most three queues.
-    """
+    """Number of the lowest bits of a delay that share delay levels (queues with a TTL). A message
+    waits once for a group of these bits, in one of up to 15 queues. So it passes fewer queues, and
+    the broker delivers more messages per second, but has more queues. The lowest group has three
+    bits (fractions of a second), and the others have four: use 3, 7, 11, 15 and so on; 0 makes no
+    groups. Defaults to 15: whole seconds below an hour pass at most three queues."""
     queue_type: str = "quorum"
-    """The type of RabbitMQ's delay queues: "quorum" or "classic". A classic queue is on one node.
-    Messages that move from one classic queue to the next while the broker crashes may be lost.
-    Defaults to "quorum".
-    """
+    """RabbitMQ's delay queues are "quorum" or "classic". A classic queue is on one node, and may
+    lose messages that move on while the broker crashes. Defaults to "quorum"."""
     confirm_publish: bool = True
-    """Each delayed publish waits for RabbitMQ's confirm. If this setting is off, a message may be
-    lost unnoticed, as in Celery. Defaults to True.
-    """
+    """Each delayed publish waits for RabbitMQ's confirm. If off, as in Celery, a message may be
+    lost unnoticed. Defaults to True."""
     confirm_window: int = 1000
-    """The largest number of messages of ``bulk(app)`` that wait for RabbitMQ's confirm at a time.
-    Defaults to 1000.
-    """
+    """Number of messages of ``bulk(app)`` that may wait for RabbitMQ's confirm at a time."""
     declare: bool = True
-    """If off, this package declares, binds and deletes nothing on RabbitMQ. ``NotDeclared`` is then
-    raised if a queue, exchange or binding is missing. `celery -A PROJ delay export` writes all
-    declarations for other tools. Defaults to True.
-    """
+    """If off, this package declares, binds and deletes nothing on RabbitMQ, and raises
+    ``NotDeclared`` if something is missing. `celery -A PROJ delay export` writes all declarations
+    for other tools. Defaults to True."""
     landing_exchanges: tuple[str, ...] = ()
-    """Exchanges to which consumers without this package bind queues. The delayed messages of these
-    exchanges go through a landing queue (it receives due messages and routes them on). Defaults to
-    none.
-    """
+    """Exchanges to which consumers without this package bind queues. A landing queue receives their
+    due messages and routes them on. Defaults to none."""
     adopt: bool = True
     """Workers put tasks that arrive before their ETA back into the broker. Defaults to True."""
     management_url: str | None = None
     """URL of RabbitMQ's management API, ``http://user:password@host:15672``. None means the
-    broker's host and credentials, and port 15672. Only ``doctor``, ``verify``, ``status`` and a
-    worker's check of policies read this API. Defaults to None.
-    """
+    broker's host and credentials, port 15672. Only ``doctor``, ``verify``, ``status`` and a
+    worker's check of policies read this API."""
 
     records: str | None = None
-    """URL of a Redis, or SQLAlchemy URL of a database, for the records (state about waiting tasks),
-    such as ``postgresql+psycopg://host/shop``. RabbitMQ, SQS and pgmq need records to list, cancel
-    and move tasks, for keys and for rates. A Redis broker and ``native_delay_store`` keep records
-    themselves. Fenced Spark runs (of repeated attempts, each row runs once) are recorded here on
-    any broker. Defaults to None.
-    """
+    """URL of a Redis, or SQLAlchemy URL of a database, for the records (state about waiting tasks).
+    RabbitMQ, SQS and pgmq need records to list, cancel and move tasks, for keys and for rates. A
+    Redis broker and ``native_delay_store`` keep records themselves. Fenced Spark runs (each row
+    runs once) are recorded here on any broker. Defaults to None."""
     records_away: str = "run"
-    """Decides about due tasks while the records (state about waiting tasks) are unreachable. With
-    "run" due tasks run, even if they were cancelled or moved. With "wait" due tasks wait in the
-    broker. Defaults to "run".
-    """
+    """Decides about due tasks while the records (state about waiting tasks) are unreachable: "run",
+    even if they were cancelled or moved, or "wait" in the broker. Defaults to "run"."""
 
     store: str | None = None
-    """SQLAlchemy URL of the database in which messages wait if the broker itself cannot delay, such
-    as ``sqlite:////var/lib/shop/delays.db``. Defaults to None: a ``sqla+…`` broker keeps delayed
-    messages in its own database. On other brokers that cannot delay, tasks wait in the worker, as
-    in Celery.
-    """
+    """SQLAlchemy URL of the database in which messages wait if the broker itself cannot delay.
+    Defaults to None: a ``sqla+…`` broker keeps delayed messages in its own database. On other such
+    brokers tasks wait in the worker, as in Celery."""
     strict: bool = False
     """If on, an app with an unsupported broker raises ``UnsupportedBroker``. If off, the app logs a
-    warning. Defaults to False.
-    """
+    warning. Defaults to False."""
 
     telemetry: str | None = None
     """Folder for telemetry. Every process of a worker writes one line of JSON when a task starts,
-    and one line when the task ends. Defaults to None: no telemetry.
-    """
+    and one when the task ends. Defaults to None: no telemetry."""
     fence_policy: str = "run"
-    """Decides about a fenced Spark run (of repeated attempts, each row runs once) that has no
-    winners yet. If the Spark driver did not record in time which attempts won, workers "run" all
-    tasks of the run, perhaps twice, or "drop" all tasks of the run. Defaults to "run".
-    """
+    """If the Spark driver did not record in time which attempts of a fenced run won, workers "run"
+    all tasks of the run, perhaps twice, or "drop" all of them. Defaults to "run"."""
 
     rates: Mapping[str, Rate | str | Mapping[str, Any]] | tuple[tuple[str, Rate], ...] = ()
-    """Rate limits by task name, such as ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
-    ``{"shop.call_api": "100/m"}``. Tasks beyond their rate limit wait in the broker. Defaults to
-    none.
-    """
+    """Rate limits by task name, ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
+    ``{"shop.call_api": "100/m"}``. Tasks beyond their rate limit wait in the broker."""
 
     def __post_init__(self) -> None:
         for name in ("landing_exchanges", "rates"):
@@ -183,10 +155,7 @@ class DelaySettings:
 
     @property
     def while_records_are_away(self) -> str:
-        """A text for errors: what happens to due tasks while the records are unreachable.
-
-        The records are the state about waiting tasks, in Redis or a database.
-        """
+        """A text for errors: what happens to due tasks while the records are unreachable."""
         due = "run, even if cancelled" if self.records_away == "run" else "wait in the broker"
         return f"meanwhile due tasks {due}, and none can be listed, cancelled or moved"
 
@@ -204,19 +173,13 @@ class DelaySettings:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> DelaySettings:
-        """Make settings from a mapping of names, without the prefix ``native_delay_``, to values.
-
-        Raises SettingsError if a name is unknown or a value is invalid.
-        """
+        """Make settings from names, without ``native_delay_``, and values. Raises SettingsError."""
         check_settings(values)
         return cls(**values)
 
 
 def check_settings(values: Mapping[str, Any]) -> None:
-    """Check the name and value of each setting, but not the rules that involve several settings.
-
-    Raises SettingsError if a name is unknown or a value is invalid.
-    """
+    """Check each name and value, but no rule about several settings. Raises SettingsError."""
     for name, value in values.items():
         bare = name.removeprefix(_PREFIX)
         if bare != name and bare in _names():
@@ -233,10 +196,7 @@ def check_settings(values: Mapping[str, Any]) -> None:
 
 
 def is_store_url(url: str) -> bool:
-    """Return True if *url* is the SQLAlchemy URL of a database that outlives the process.
-
-    SQLite in memory does not outlive the process.
-    """
+    """Return True if *url* is the SQLAlchemy URL of a database, other than SQLite in memory."""
     return bool(_STORE_URL.match(url))
 
 
@@ -318,10 +278,7 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
 
 
 def lowest_bit(bit: int, *, fused_bits: int) -> int:
-    """Return the lowest bit of the delay level (a queue with a TTL) that *bit* belongs to.
-
-    The lowest *fused_bits* bits of a delay are in groups. Each group has one delay level.
-    """
+    """Return the lowest bit of the delay level (a queue with a TTL) that *bit* belongs to."""
     if bit >= fused_bits:
         return bit
     return max(0, bit - (bit - FRACTION_BITS) % FUSED_WIDTH)

@@ -6,10 +6,7 @@ from typing import TypeGuard
 
 
 def is_text(value: object) -> TypeGuard[str]:
-    """Return True if *value* is a text that UTF-8 can encode.
-
-    A text with lone surrogates is not.
-    """
+    """Return True if *value* is a text that UTF-8 can encode, one without lone surrogates."""
     if not isinstance(value, str):
         return False
     try:

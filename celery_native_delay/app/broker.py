@@ -22,10 +22,7 @@ _WAY_TO_STORE = (
 
 
 def check_fits(connection: Any, settings: DelaySettings) -> None:
-    """Raise UnsupportedBroker if delayed tasks cannot wait in the broker of *connection*.
-
-    *settings* may name a database (``native_delay_store``) in which the tasks wait instead.
-    """
+    """Raise UnsupportedBroker if delayed tasks can wait neither in this broker nor a database."""
     if transport_of(connection.transport_cls, store=settings.store) is None:
         raise UnsupportedBroker(why_nothing_waits(connection.transport_cls))
 
@@ -53,10 +50,7 @@ def without_traceback() -> Iterator[None]:
 
 
 def name_broker(error: OperationalError, app: Any) -> None:
-    """Add the URL of the app's broker to kombu's *error* as a note.
-
-    The text of a kombu error may not name the broker.
-    """
+    """Add the URL of the app's broker to kombu's *error* as a note: its text may lack the URL."""
     if not hasattr(error, "__notes__"):
         error.add_note(f"the broker is {shown_broker(app)}")
 
@@ -72,10 +66,9 @@ T = TypeVar("T")
 
 
 def ask_on_a_connection(app: Any, question: Callable[[Any], T]) -> T:
-    """Call *question* with a connection of the app's pool, and return the answer of *question*.
+    """Call *question* with a connection of the app's pool, once more if the connection breaks.
 
-    If the connection breaks, *question* is called once more. Raises kombu's OperationalError if the
-    broker cannot be reached.
+    Raises kombu's OperationalError if the broker cannot be reached.
     """
     try:
         with app.connection_or_acquire() as connection:

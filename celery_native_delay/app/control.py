@@ -33,11 +33,7 @@ class RevokesWaiting:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Broadcast *command* to the workers.
-
-        If *command* revokes tasks on all workers, the waiting tasks with these ids are cancelled
-        first.
-        """
+        """Broadcast *command*. Before a revoke on all workers, cancel the waiting tasks."""
         everywhere = destination is None and kwargs.get("pattern") is None
         if command in ("revoke", "terminate") and everywhere:
             self._cancel_waiting((arguments or {}).get("task_id"))

@@ -45,16 +45,11 @@ _MOST_LINES = 10_000
 class Delay(KeyedCalls):
     """List, search, cancel and reschedule the waiting tasks of one app, or send one task per key.
 
-    On Redis, ``Delay`` asks the broker. On RabbitMQ, SQS and pgmq, ``Delay`` asks the Redis or
-    database of ``native_delay_records``. With other brokers, ``Delay`` asks the database in which
-    messages wait.
-
-    Every method raises :class:`~celery_native_delay.RecordsUnavailable` if the Redis or database
-    that lists the waiting tasks is unreachable. Every method raises kombu's errors if the broker is
-    unreachable.
-
-    Methods that change a task return an :class:`~celery_native_delay.Outcome`, which is truthy if
-    the change was made.
+    ``Delay`` asks the broker on Redis, the Redis or database of ``native_delay_records`` on
+    RabbitMQ, SQS and pgmq, and the database in which messages wait elsewhere. Every method raises
+    :class:`~celery_native_delay.RecordsUnavailable` if this Redis or database is unreachable, and
+    kombu's errors if the broker is unreachable. Methods that change a task return an
+    :class:`~celery_native_delay.Outcome`, which is truthy if the change was made.
     """
 
     def __init__(self, app: Celery) -> None:
@@ -86,18 +81,12 @@ class Delay(KeyedCalls):
         return Page(tuple(self._with_holds(page.tasks)), page.total)
 
     def show(self, task_id: TaskId) -> list[Waiting]:
-        """Return the waiting messages with this task id.
-
-        The list usually has one message. The list is empty if the task is not waiting.
-        """
+        """Return the waiting messages with this task id: usually one, none if it is not waiting."""
         one = _id_of(task_id)
         return self._with_holds(self._ask(lambda found: found.get(one)))
 
     def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
-        """Return the ids of the waiting tasks that match *search*, earliest due time first.
-
-        At most *limit* ids are returned. None as *limit* means all ids.
-        """
+        """Return the ids of at most *limit* waiting tasks that match *search*, earliest first."""
         if limit is not None:
             _check_count("limit", limit, least=0)
         query = _query(search)
@@ -119,9 +108,7 @@ class Delay(KeyedCalls):
         return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
 
     def rates(self, *, limit: int = 50) -> list[RateLine]:
-        """Return the state of the rate limits: one :class:`RateLine` for each task name and key.
-
-        The rate limits with the most waiting tasks come first. At most *limit* are returned.
+        """Return the state of each rate limit, most waiting tasks first, at most *limit* of them.
 
         Raises:
             NoRecords: this broker needs ``native_delay_records`` for rates.
@@ -302,10 +289,7 @@ class Delay(KeyedCalls):
         return self._ask_broker(ask)
 
     def _ask_broker(self, question: Callable[[Any, DelaySettings], T]) -> T:
-        """Ask *question* on a channel that can delay.
-
-        If the channel breaks, *question* is asked again on a new connection.
-        """
+        """Ask *question* on a delaying channel. If the channel breaks, ask on a new connection."""
 
         def ask(connection: Any) -> T:
             return question(*delaying_channel(self._app, connection))
@@ -313,11 +297,9 @@ class Delay(KeyedCalls):
         return ask_on_a_connection(self._app, ask)
 
     def _revoke_result(self, outcome: Outcome) -> None:
-        """Set the results of cancelled tasks to REVOKED now. A worker tells chord and monitors
-        later.
+        """Set results of cancelled tasks to REVOKED. A worker tells chord and monitors later.
 
-        If the backend fails once, the worker also sets the other results, because each attempt may
-        take minutes.
+        If the backend fails once, a worker sets the other results: each attempt may take minutes.
         """
         for task in outcome.tasks:
             if self._sets_results and task.name and task.keeps_result:
@@ -325,10 +307,7 @@ class Delay(KeyedCalls):
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:
-    """Return a page of waiting tasks that match *query*, and True if the page's total is exact.
-
-    The second value is False if more tasks match than the total says.
-    """
+    """Return a page of waiting tasks that match *query*, and True if the page's total is exact."""
     searched = not query.is_by_time_only
     page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
     total = page.total

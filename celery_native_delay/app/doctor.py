@@ -46,11 +46,7 @@ _START_THEM = (
 
 
 def examine(app: Any) -> list[Finding]:
-    """Check the app's broker and settings for problems with delayed tasks.
-
-    Returns one :class:`Finding` for each problem, and for each check that could not be made. The
-    list is empty if all is well.
-    """
+    """Return the problems with delayed tasks, and the checks that could not be made; [] if none."""
     installation = installed(app)
     try:
         settings = installation.settings()
@@ -111,9 +107,7 @@ def _failed(check: str, exc: NativeDelayError) -> Finding:
 
 
 def _of_lines(connection: Any, settings: DelaySettings) -> Iterator[Finding]:
-    """Yield findings about the server that keeps the rates. Workers must be able to ask that
-    server.
-    """
+    """Yield findings about the server that keeps the rates. Workers must reach that server."""
     if not settings.rates:
         return
     try:

@@ -65,10 +65,7 @@ def install(app: App, **settings: Any) -> App:
 
 @dataclass(frozen=True)
 class ControlOf:
-    """A factory of the app's ``Control`` object, whose ``revoke`` also cancels waiting tasks.
-
-    *original* is the app's ``Control`` class before ``install``. The factory can be pickled.
-    """
+    """A factory of the app's ``Control``, from its *original* class. The factory can be pickled."""
 
     original: Any
 

@@ -50,9 +50,7 @@ class Installation:
         self._connected_enabled: bool | None = None
         self._warned_of: set[str] = set()
         self.raises_if_unsupported = False
-        """True in a ``delay`` command: an unsupported broker raises an error, and is not just a
-        warning.
-        """
+        """True in a ``delay`` command: an unsupported broker then raises, and does not warn."""
 
     def settings(self) -> DelaySettings:
         """Return the app's settings. A keyword of ``install()`` wins over the app's configuration.
@@ -68,10 +66,7 @@ class Installation:
 
     @property
     def enabled(self) -> bool:
-        """False if the setting ``native_delay_enabled`` is False, otherwise True.
-
-        An invalid value counts as True here. :meth:`settings` raises an error for the value.
-        """
+        """The setting ``native_delay_enabled``. :meth:`settings` raises for an invalid value."""
         value = self.keywords.get("enabled", self.app.conf.get(f"{PREFIX}enabled", True))
         return value is not False
 
@@ -87,12 +82,7 @@ class Installation:
     # --- what replaces the app's own ----------------------------------------------------
 
     def connection(self, *args: Any, **kwargs: Any) -> Connection:
-        """Make a broker connection that can delay messages.
-
-        ``install`` replaces ``app._connection`` by this method. If the broker is not supported, the
-        connection is Celery's own, and a warning is logged. With ``native_delay_strict``
-        UnsupportedBroker is raised instead.
-        """
+        """Make a broker connection that can delay, in place of ``app._connection``."""
         # The method is looked up each time: other code, such as an APM, may replace it later.
         connect = self._earlier_connection or partial(type(self.app)._connection, self.app)
         self._connected_enabled = self.enabled
@@ -117,10 +107,7 @@ class Installation:
         *more: Any,
         **options: Any,
     ) -> Any:
-        """Send a task. ``install`` replaces ``app.send_task`` by this method.
-
-        Raises InvalidDueTime or DelayTooLong if Celery cannot turn *countdown* into an ETA.
-        """
+        """Send a task. Raises InvalidDueTime or DelayTooLong if *countdown* gives no ETA."""
         # The channel checks all other countdowns when it publishes. NaN is caught here, too.
         if isinstance(countdown, int | float) and not countdown < LONGEST_CELERY_SECONDS:
             settings = self._settings_or_error()
@@ -147,9 +134,8 @@ class Installation:
     def _fits(self, connection: Connection, settings: DelaySettings | SettingsError) -> bool:
         """Return True if *connection* uses one of our transports.
 
-        Raises UnsupportedBroker if *connection* reaches a supported broker through another
-        transport. Raises UnsupportedBroker if the broker is not supported and
-        ``native_delay_strict`` is on.
+        Raises UnsupportedBroker if a supported broker is reached through another transport, or if
+        an unsupported broker is used with ``native_delay_strict``.
         """
         name = connection.transport_cls
         # With wrong settings take our transport: then a delayed publish raises the error.
@@ -174,10 +160,7 @@ class Installation:
 
 
 def checked_app(app: Any) -> Any:
-    """Return the Celery app behind the proxy *app*, or *app* itself if it is not a proxy.
-
-    Raises TypeError if *app* is not a Celery app.
-    """
+    """Return the app behind a proxy, or *app*. Raises TypeError if *app* is not a Celery app."""
     real = app._get_current_object() if isinstance(app, Proxy) else app
     if not isinstance(real, Celery):
         raise TypeError(f"expected a Celery app, got {real!r}")
@@ -192,10 +175,7 @@ def installation_of(app: Any) -> Installation | None:
 
 
 def installed(app: Any) -> Installation:
-    """Return the :class:`Installation` of *app*.
-
-    Raises SettingsError if ``install(app)`` was not called.
-    """
+    """Return :class:`Installation` of *app*. Raises SettingsError if ``install`` was not called."""
     found = installation_of(checked_app(app))
     if found is None:
         raise SettingsError(
@@ -206,10 +186,9 @@ def installed(app: Any) -> Installation:
 
 
 def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
-    """Return the channel of *connection*, and the settings of *app*.
+    """Return the channel of *connection*, which must be one of *app*, and the app's settings.
 
-    *connection* must be a connection of *app*. The channel has the methods that
-    :mod:`~celery_native_delay.transports.interface` describes.
+    :mod:`~celery_native_delay.transports.interface` describes the channel's methods.
 
     Raises:
         SettingsError: ``install(app)`` was not called, or a setting is wrong.
@@ -263,10 +242,9 @@ def _give_eta_header(amqp: Any) -> None:
 
 
 def keep_celerys_own_off(module: ModuleType) -> None:
-    """Switch off Celery's own delayed delivery for apps that use this package.
+    """Replace *module*'s ``detect_quorum_queues``, by which Celery decides to delay by itself.
 
-    Celery calls ``detect_quorum_queues`` of *module* to decide whether to delay. That function is
-    replaced. Raises UnsupportedBroker if *module* has no such function.
+    Raises UnsupportedBroker if *module* has no such function.
     """
     original = getattr(module, "detect_quorum_queues", None)
     if original is None:
@@ -313,10 +291,9 @@ def bounded_connection(app: Any) -> Any:
 
 
 def records_place(app: Any, settings: DelaySettings) -> Place | None:
-    """Return the URL and owner of the records (state about waiting tasks) of *app*.
+    """Return URL and owner of the records (state about waiting tasks) of *app*, or None.
 
-    None is returned if the app has no records. The broker is not asked. The answer is the same in
-    every process and on every virtual host.
+    The answer is the same in every process and on every virtual host. The broker is not asked.
     """
     if settings.records is not None:
         return Place(settings.records, settings.namespace)
@@ -325,20 +302,14 @@ def records_place(app: Any, settings: DelaySettings) -> Place | None:
 
 
 def admin_part(app: Any, connection: Any) -> AdminPart:
-    """Return the :class:`AdminPart` of *connection*, with which ``delay`` commands ask the broker.
-
-    *connection* must be a connection of *app*.
-    """
+    """Return :class:`AdminPart` of *connection* (one of *app*), which ``delay`` commands use."""
     channel, settings = delaying_channel(app, connection)
     part: AdminPart = channel.admin_part(settings)
     return serving(part, app)
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Tell a part of a transport, such as an :class:`AdminPart`, the names of the queues to serve.
-
-    None as *queues* means all queues of the app. Returns *part*.
-    """
+    """Tell *part* the names of the queues to serve (None: all of the app), and return *part*."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

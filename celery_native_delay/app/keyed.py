@@ -1,8 +1,7 @@
 """Debounce, throttle and unique: calls with the same key send one task instead of many.
 
-A call first reads the record (the stored state) of its key. The call sends nothing if another task
-has the key. Otherwise the call publishes a message with Celery's ``apply_async``. The channel of
-this package then decides again, and changes message and record in one step.
+A call reads the record (stored state) of its key, and publishes unless another task has the key.
+Then our channel decides again, and changes message and record in one step.
 """
 
 from __future__ import annotations
@@ -60,22 +59,19 @@ class KeyedCalls:
     ) -> KeyedResult:
         """Run a task once, *seconds* after the last of several calls with the same *key*.
 
-        Each call replaces the waiting task of the call before.
-
         Args:
             signature: the signature of a single task, such as ``reindex.s(7)``. Tasks with
                 different names do not share a key.
             max_wait_seconds: the task runs at most this long after the first call.
             announce: the results of the replaced calls become REVOKED, with the reason. By default
-                the results of the replaced calls stay pending.
+                these results stay pending.
 
         Returns:
             the result of the task that will run if there is no later call. The result's *replaced*
             is the id of the waiting task that this call replaced, or None.
 
         Raises:
-            UnsupportedBroker: this app cannot store the state of keys, and nothing was sent.
-                RabbitMQ, SQS and pgmq need ``native_delay_records`` for keys.
+            UnsupportedBroker: this broker needs ``native_delay_records``, and nothing was sent.
         """
         mark = _mark_of("debounce", signature, key)
         quiet_us = _microseconds("seconds", seconds)
@@ -105,16 +101,11 @@ class KeyedCalls:
             edge: "leading": the first call's task runs at once, and later calls get its result;
                 "trailing": the last call's task runs when *seconds* are over; "both": the first
                 call's task runs at once and, if there are more calls, the last one's at the end.
-            signature: the signature of a single task, as in :meth:`debounce`.
-            announce: the results of the replaced calls become REVOKED, as in :meth:`debounce`.
+            signature, announce: as in :meth:`debounce`, which raises the same errors.
 
         Returns:
             the result of the task that runs for the key. The result's *created* is true if this
-            call sent the task. The result's *replaced* is the id of the waiting task that this call
-            replaced, or None.
-
-        Raises:
-            UnsupportedBroker: as in :meth:`debounce`.
+            call sent the task. The result's *replaced* is as in :meth:`debounce`.
         """
         window_us = _microseconds("seconds", seconds)
         _check_word("edge", edge, Edge)
@@ -146,14 +137,10 @@ class KeyedCalls:
         Args:
             until: "end": the key is free when the task has ended, and no two tasks run at once;
                 "start": the key is free when the task starts.
-            signature: the signature of a single task, as in :meth:`debounce`.
+            signature: as in :meth:`debounce`, which raises the same errors.
 
         Returns:
-            the result of the task that has the key. The result's *created* is true if this call
-            sent the task.
-
-        Raises:
-            UnsupportedBroker: as in :meth:`debounce`.
+            the result of the task with the key. Its *created* is true if this call sent the task.
         """
         mark = _mark_of("unique", signature, key, until)
         _check_word("until", until, Until)
@@ -188,9 +175,7 @@ class KeyedCalls:
     def _publish(
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
     ) -> KeyedResult:
-        """Publish the task if the rule *call* lets it. Return the result of the task that has the
-        key.
-        """
+        """Publish the task if the rule *call* lets it. Return the result of the key's task."""
         task = self._task(signature)
         send = partial(self._app.send_task, signature.task) if task is None else task.apply_async
         options = dict(signature.options)
@@ -246,10 +231,7 @@ class KeyedCalls:
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:
-    """Return the records (stored state) of debounce, throttle and unique keys for *connection*.
-
-    Raises UnsupportedBroker if this app cannot store the state of keys.
-    """
+    """Return the state of keys. Raises UnsupportedBroker if *connection* has no such state."""
     try:
         channel, settings = delaying_channel(app, connection)
     except UnsupportedBroker as exc:
@@ -258,10 +240,7 @@ def key_records(app: Any, connection: Any) -> KeyRecords:
 
 
 def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -> Mark:
-    """Make the header of a message with a key.
-
-    Raises TypeError if *signature* is not of a single task, or if *key* is no text.
-    """
+    """Make the header of a message with a key. Raises TypeError for a group, or a wrong key."""
     if isinstance(signature, Task):
         raise TypeError(
             f"expected a signature, got the task itself: write {signature.__name__}.s()"
@@ -366,10 +345,9 @@ def keyed_result(
 
 
 def revoke_result(app: Any, task_id: str, name: str, *, reason: str) -> bool:
-    """Set the result of the task *task_id* to REVOKED in the result backend.
+    """Set the result of the task *task_id* to REVOKED. If the backend fails, log, and return False.
 
-    If the backend fails, the error is logged and False is returned. A worker later tells the task's
-    chord and monitors.
+    A worker later tells the task's chord and monitors.
     """
     registered = app.tasks.get(name)
     try:

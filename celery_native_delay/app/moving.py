@@ -1,8 +1,7 @@
 """Move waiting messages from one broker or database to another, one message at a time.
 
-A message is deleted at its source after the destination has the message. If the process dies in
-between, both places have the message. The record (stored state) of a message's debounce, throttle
-or unique key moves with the message:
+A message is deleted at its source after the destination has it. If the process dies in between,
+both have it. The record (stored state) of a message's key moves with the message:
 
 1. The message and its key's record are written to the destination, in one step.
 2. The record at the source forgets the task.
@@ -43,10 +42,7 @@ _PROBE_US = 60_000_000
 
 
 class MovingKeys:
-    """Moves the messages of *source* into another broker or database, *into*.
-
-    The records (stored state) of the messages' debounce, throttle and unique keys move, too.
-    """
+    """Moves the messages of *source*, with the state of their keys, to another broker."""
 
     def __init__(self, source: Source, into: MovingPart) -> None:
         self._into = into
@@ -57,11 +53,7 @@ class MovingKeys:
 
     @property
     def warning(self) -> str | None:
-        """A warning to print before the move: tasks with a key stay behind, or lose their key.
-
-        A key is a debounce, throttle or unique key. The warning is None if the keys move with their
-        tasks.
-        """
+        """A warning about tasks with a key, before the move. None if their keys move, too."""
         if self._is_kept:
             return None
         if self._from is None:
@@ -71,13 +63,10 @@ class MovingKeys:
         return None
 
     def take_in(self, moving: Moving) -> bool:
-        """Write a message, and the record of its key, to the destination.
-
-        Returns False if the task may run twice. Otherwise the answer is True.
+        """Write a message and its key's record. Returns False if the task may run twice.
 
         Raises:
-            NativeDelayError: the message cannot wait at the destination, or its key prevents the
-                move. The message was not written.
+            NativeDelayError: the message cannot wait there, or its key prevents the move.
         """
         mark = Mark.of(moving.headers)
         if mark is not None and not self._is_kept and not self._is_probed:
@@ -137,12 +126,10 @@ _REASONS = 20
 
 @dataclass
 class Account:
-    """The numbers of moved and remaining messages of one source.
+    """The numbers of messages of one source: *count* before the move, and what became of them.
 
-    *count* is the number of messages before the move. *stays* counts messages that were not to be
-    moved. *refused* counts messages that could not be moved, by reason. *void* counts messages that
-    had been cancelled or replaced, and were deleted. *doubtful* lists the ids of tasks that may run
-    twice.
+    *stays* were not to be moved. *refused* could not be moved, by reason. *void* had been cancelled
+    or replaced. *doubtful* lists the ids of tasks that may run twice.
     """
 
     source: str
@@ -171,10 +158,9 @@ def move(
     on_each: Callable[[], object],
     on_doubt: Callable[[str | None], object],
 ) -> None:
-    """Move all messages of *source* to the broker or database *into*, until *stopped* returns true.
+    """Move all messages of *source* at the rate of *pace*, until *stopped* returns true.
 
-    *pace* limits the messages per second. The numbers are counted in *account*. *on_each* is called
-    after each message, and *on_doubt* with the id of each task that may run twice.
+    *on_doubt* is called with the id of each task that may run twice.
     """
     keys = MovingKeys(source, into)
     with closing(source):
@@ -237,14 +223,10 @@ def reaches_of(app: Any) -> list[Reach]:
 def moving(
     app: Any, connection: Any, names: Sequence[str], *, records: str | None
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
-    """Open the brokers or databases between which waiting messages are moved.
-
-    The first value is the destination, the broker of *connection*. The second value lists the
-    sources with these *names*.
+    """Open the destination, *connection*'s broker, and the sources with these *names*.
 
     Args:
-        records: URL of the records (state about waiting tasks) of another broker. None means the
-            app's own.
+        records: URL of the stored state of another broker. None means the app's own.
 
     Raises:
         UnsupportedBroker: messages cannot be moved to this broker, or a source does not exist.

@@ -1,7 +1,4 @@
-"""Stores which attempts of a fenced Spark run won, as records in a Redis or database.
-
-In a fenced run of repeated attempts, each row runs once.
-"""
+"""Stores the winning attempts of fenced Spark runs (of repeated attempts, each row runs once)."""
 
 from __future__ import annotations
 
@@ -12,34 +9,21 @@ from .run import Record, opened, sealed
 
 
 class Runs:
-    """The stored records of fenced Spark runs (of repeated attempts, each row runs once).
-
-    Spark's driver and executors, and Celery's workers, read and write the records.
-    """
+    """The records of fenced Spark runs, in which of repeated attempts each row runs once."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
 
     def open(self, run: str, record: Record, *, job: str, kept_seconds: float) -> Record:
-        """Store that *job* has opened the fenced Spark run *run*, before the first message of the
-        run.
-
-        Returns the record that is valid now, which :func:`~.run.opened` decides.
-        """
+        """Store that *job* has opened the run *run*. Returns the valid record."""
         return self._change(run, lambda before: opened(before, record, job), kept_seconds)
 
     def seal(self, run: str, record: Record, *, kept_seconds: float) -> Record:
-        """Store which attempts of the fenced Spark run *run* won.
-
-        Returns the record that is valid now, which :func:`~.run.sealed` decides.
-        """
+        """Store which attempts of *run* won, unless that is stored. Returns the valid record."""
         return self._change(run, lambda before: sealed(before, record), kept_seconds)
 
     def load(self, runs: Sequence[str]) -> list[Record | None]:
-        """Read the records of several fenced Spark runs.
-
-        The value is None if a run has no record.
-        """
+        """Read the records of several runs. The value is None if a run has no record."""
         found = self._records.load([_name_of(run) for run in runs])
         return [None if text is None else Record.from_json(text) for text in found]
 

@@ -1,9 +1,8 @@
 """Fenced Spark runs: of repeated attempts at a partition, the tasks of one attempt run.
 
-Every message of a fenced run has a header with its sender, ``run/partition/attempt``. One record
-per run says whose tasks run. The record is opened before the first message is published. The record
-is sealed once, which means that the winning attempts are recorded. The driver seals the record when
-the job ends. A worker seals the record if the driver did not do so in time.
+Each message has a header with its sender, ``run/partition/attempt``. One record per run says whose
+tasks run. The record is opened before the first message is published. The driver seals it (records
+which attempts won) when the job ends, or a worker does if the driver did not in time.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ OPEN, COMMITTED, ABORTED, ALL = "open", "committed", "aborted", "all"
 
 @dataclass(frozen=True)
 class Stamp:
-    """The sender of a message in a fenced Spark run: run, partition and attempt.
-
-    Each attempt has an id of its own.
-    """
+    """The sender of a fenced message: run, partition and attempt. Each attempt has its own id."""
 
     run: str
     partition: int
@@ -92,10 +88,7 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Record:
-        """Parse the JSON that :meth:`to_json` made.
-
-        Unknown fields of later releases are ignored.
-        """
+        """Parse the JSON of :meth:`to_json`. Unknown fields of later releases are ignored."""
         values = json.loads(text)
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         return cls(**known | {"jobs": tuple(known.get("jobs", ()))})
@@ -109,10 +102,8 @@ class Record:
 def opened(held: Record | None, new: Record, job: str) -> Record:
     """Return the record of a fenced Spark run after *job* opens the run with the record *new*.
 
-    A job opens a run before the job publishes the first message. *held* is the present record, or
-    None. A record with the state "committed" or "all" stays. An open record gets the later of the
-    two deadlines. An aborted record is replaced, unless the same *job* had opened the run: workers
-    may have dropped messages of that job.
+    A decided record *held* stays. An open record gets the later deadline. An aborted record is
+    replaced, unless the same *job* had opened the run: workers may have dropped its messages.
     """
     if held is None or (held.state == ABORTED and job not in held.jobs):
         return replace(new, jobs=(job,))
@@ -123,10 +114,7 @@ def opened(held: Record | None, new: Record, job: str) -> Record:
 
 
 def sealed(held: Record | None, new: Record) -> Record:
-    """Return the record of a fenced Spark run after the decision *new*: which attempts won.
-
-    *held* is the present record, or None. If *held* has a decision already, *held* stays.
-    """
+    """Return the record after *new*, the decision which attempts won. A decided record stays."""
     if held is None:
         return new
     return replace(new, jobs=held.jobs) if held.state == OPEN else held
@@ -142,10 +130,7 @@ class Fate(Enum):
 
 
 def fate(record: Record, stamp: Stamp) -> Fate:
-    """Decide whether a worker runs, drops or holds a message of a fenced Spark run.
-
-    *stamp* is the message's sender, and *record* is the record of the run.
-    """
+    """Decide whether a worker runs, drops or holds a fenced message that *stamp* has sent."""
     match record.state:
         case "open":
             return Fate.HOLD
@@ -160,8 +145,7 @@ def fate(record: Record, stamp: Stamp) -> Fate:
 def is_overdue(record: Record | None, *, now: float) -> bool:
     """Return True if a worker must decide about a fenced Spark run in place of the driver.
 
-    A worker must decide if the run's deadline is over, or if the run's record is lost (*record* is
-    None). *now* is in seconds since the epoch.
+    The deadline is over (*now* is in seconds since the epoch), or *record* is lost (None).
     """
     return record is None or (record.state == OPEN and now >= record.deadline)
 
@@ -175,10 +159,9 @@ def given_up(policy: str, *, now: float, by: str) -> Record:
 
 
 def hold_seconds(record: Record | None, *, now: float) -> float:
-    """Return the seconds for which a message waits until a worker reads the run's record again.
+    """Return the seconds for which a fenced message waits until its run is read again.
 
-    The message is of a fenced Spark run whose winning attempts are not recorded yet. *record* is
-    None if the record could not be read.
+    *record* is None if the record could not be read.
     """
     if record is None:
         return BLIND_HOLD_SECONDS

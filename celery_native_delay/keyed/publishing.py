@@ -18,10 +18,7 @@ from .rules import Rule, Step
 
 
 class AnotherStands(Exception):
-    """Another task has the debounce, throttle or unique key, so no message was published.
-
-    *task_id* is the id of the other task.
-    """
+    """Another task, *task_id*, has the debounce, throttle or unique key. Nothing was published."""
 
     def __init__(self, task_id: str) -> None:
         super().__init__(task_id)
@@ -30,11 +27,10 @@ class AnotherStands(Exception):
 
 @dataclass
 class KeyedPublish:
-    """A publish of the task *task_id* with a debounce, throttle or unique key.
+    """A publish of *task_id* with a debounce, throttle or unique key, if the *rule* lets it.
 
-    *rule* decides if the message is published. *name* is the name of the key's record (stored
-    state). After the publish *step* is the decision of *rule*. *replaced* is then the id of the
-    task whose waiting message was cancelled, or None.
+    *name* is the name of the key's record (stored state). After the publish *step* is the decision
+    of *rule*, and *replaced* is the id of the task whose waiting message was cancelled, or None.
     """
 
     name: str
@@ -78,10 +74,7 @@ def publishing(keyed: KeyedPublish) -> Iterator[None]:
 
 
 def keyed_publish(headers: Mapping[str, Any] | None) -> KeyedPublish | None:
-    """Return the publish with a key that runs in this thread, if *headers* are of its message.
-
-    None is returned for the headers of any other message.
-    """
+    """Return this thread's publish with a key if *headers* are of its message, or None."""
     keyed = underway.get()
     if keyed is None or not headers or headers.get("id") != keyed.task_id:
         return None

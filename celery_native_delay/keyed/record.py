@@ -41,13 +41,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Record:
-    """The stored state of one debounce, throttle or unique key.
+    """The stored state of one debounce, throttle or unique key. Times are in microseconds.
 
-    All times are in microseconds since the epoch. *id* is the id of the waiting task, and *due_us*
-    is the task's due time. *since_us* is the time of the first call that this task replaces. A
-    throttle's window ends at *window_us*, and *opener* is the id of the task that began the window.
-    *run* is the running attempt of a unique task. Fields that a kind of call does not need keep
-    their defaults.
+    *id* is the id of the waiting task, due at *due_us*. *since_us* is the time of the first call
+    that this task replaces. A throttle's window ends at *window_us*; *opener* is the task that
+    began it. *run* is the running attempt. Fields that a kind of call does not need are unset.
     """
 
     id: str | None = None
@@ -69,10 +67,7 @@ class Record:
 
     @classmethod
     def decoded(cls, text: str | bytes) -> Record:
-        """Parse the JSON that :meth:`encoded` made.
-
-        Raises TopologyMismatch if the record has another version.
-        """
+        """Parse the JSON of :meth:`encoded`. Raises TopologyMismatch for another version."""
         fields = json.loads(text)
         if fields.pop("v", None) != VERSION:
             raise TopologyMismatch(
@@ -104,19 +99,13 @@ class Mark:
         return name_of(self.kind, self.task, self.key)
 
     def header(self) -> dict[str, Any]:
-        """Return the content of the header.
-
-        The header does not contain the task's name, because Celery's own header has the name.
-        """
+        """Return the content of the header, without the task's name, which Celery's header has."""
         said = {"v": VERSION, "kind": self.kind, "key": self.key}
         return said | {name: value for name in _OPTIONAL if (value := getattr(self, name))}
 
     @classmethod
     def of(cls, headers: Mapping[str, Any] | None) -> Mark | None:
-        """Parse the header of a key from a message's *headers*.
-
-        None is returned if there is no such header, or if the header is invalid.
-        """
+        """Parse the header of a key from *headers*. Returns None if no valid one exists."""
         header = headers.get(HEADER) if headers else None
         if not isinstance(header, Mapping) or header.get("v") != VERSION:
             return None
@@ -132,19 +121,13 @@ _OPTIONAL = ("until", "token")
 
 
 def key_and_kind(headers: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the debounce, throttle or unique key in a message's *headers*, and the kind of call.
-
-    Both texts are "" if the message has no key.
-    """
+    """Return the key in a message's *headers*, and the kind of call; both are "" without a key."""
     mark = Mark.of(headers)
     return (mark.key, mark.kind) if mark else ("", "")
 
 
 def name_of(kind: str, task: str, key: str) -> str:
-    """Return the name of the record that holds the state of *key*.
-
-    Each task, and each kind of call, has records of its own.
-    """
+    """Return the name of the state of *key*. Each task and kind of call has keys of its own."""
     name = f"{kind}:{task}:{key}"
     if len(name.encode()) <= LONGEST_NAME:
         return name

@@ -10,10 +10,7 @@ from .rules import Rule, Seen, Step
 
 
 class KeyRecords:
-    """Reads and changes the records (stored state) of debounce, throttle and unique keys.
-
-    Methods raise RecordsUnavailable if the Redis or database with the records cannot be reached.
-    """
+    """The state of debounce, throttle and unique keys. Methods may raise RecordsUnavailable."""
 
     def __init__(self, records: Records) -> None:
         self._records = records

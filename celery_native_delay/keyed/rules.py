@@ -31,9 +31,8 @@ _OWN_US = 2_000_000
 class Seen:
     """The state of a debounce, throttle or unique key, as read at *now_us*.
 
-    *record* is None if the key has no record. *waiting* holds the waiting messages of the key's
-    task: for each the broker's name of the message, and the due time in microseconds. The due time
-    is 0 if the message is parked (due, but its queue does not exist).
+    *record* is None if the key has no record. *waiting* holds, for each waiting message of the
+    key's task, its name and due time. The due time is 0 if the message is due but has no queue.
     """
 
     now_us: int
@@ -43,11 +42,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Step:
-    """A rule's decision about a key: the new *record* of the key, kept until *kept_us*.
+    """A rule's decision about a key: the new *record*, kept until *kept_us*; None removes it.
 
-    If *record* is None, the key's record is removed. If *due_us* is set, the caller's message is
-    published with that due time. If *replaces* is true, the waiting messages of the key's task are
-    cancelled. If *stands* is set, nothing is published: *stands* is the id of the task that has the
+    If *due_us* is set, the caller's message is published. If *replaces* is true, the waiting
+    messages of the key's task are cancelled. Otherwise *stands* is the id of the task that has the
     key. If another attempt is running with the key, *free_us* is the time to ask again.
     """
 
@@ -65,9 +63,8 @@ Rule: TypeAlias = Callable[[Seen], Step]
 def debounce(seen: Seen, new_id: str, *, quiet_us: int, longest_us: int | None = None) -> Step:
     """Decide about a debounced call: the last call's task runs, *quiet_us* after that call.
 
-    With *longest_us* the task runs at most *longest_us* after the first call. A task that is due
-    already is not replaced. Otherwise calls in quick succession could keep the task from ever
-    running.
+    It runs at most *longest_us* after the first call. A task that is due already is not replaced,
+    or calls in quick succession could keep the task from ever running.
     """
     now_us, known = seen.now_us, seen.record
     waits = _waits(seen)
@@ -101,10 +98,9 @@ def throttle(seen: Seen, new_id: str, *, window_us: int, trails: bool) -> Step:
 
 
 def unique(seen: Seen, new_id: str, *, wait_us: int = 0, at_us: int | None = None) -> Step:
-    """Decide about a unique call: publish the new task unless another task has the key.
+    """Decide about a unique call: publish unless a waiting, queued or running task has the key.
 
-    A waiting, queued or running task has its key. The new task is due after *wait_us*, or at
-    *at_us*.
+    The new task is due after *wait_us*, or at *at_us*.
     """
     now_us, known = seen.now_us, seen.record
     if known is not None:
@@ -118,10 +114,7 @@ def unique(seen: Seen, new_id: str, *, wait_us: int = 0, at_us: int | None = Non
 
 
 def begin(seen: Seen, task_id: str, *, token: str) -> Step:
-    """Decide about a unique task that a worker is about to run: the task takes its key or waits.
-
-    If another attempt is running with the key, the decision says when to ask again.
-    """
+    """Let a unique task that is about to run take its key, or learn when to ask again."""
     now_us, known = seen.now_us, seen.record or Record()
     if known.run is not None and known.run.token != token and _runs(known.run, now_us):
         free_us = known.run.lease_us
@@ -133,11 +126,10 @@ def begin(seen: Seen, task_id: str, *, token: str) -> Step:
 
 
 def receive(seen: Seen, task_id: str, *, token: str) -> Step:
-    """Decide about a unique task, with the option until="start", that a worker has received.
+    """Decide about a received unique task with until="start": a lease keeps its key.
 
-    From now on a lease (a lock with an expiry) keeps the key until the task starts. If the broker
-    delivers a task twice, the later delivery has the lease. A task that has started before, such as
-    a retry, has no key any more.
+    If the broker delivers a task twice, the later delivery has the lease. A task that has started
+    before, such as a retry, has no key any more.
     """
     now_us, known = seen.now_us, seen.record
     if known is None or task_id not in (known.id, known.run and known.run.id):
@@ -147,10 +139,7 @@ def receive(seen: Seen, task_id: str, *, token: str) -> Step:
 
 
 def renew(seen: Seen, *, token: str) -> Step:
-    """Prolong the lease (a lock with an expiry) of a unique task's running attempt.
-
-    If another attempt has the key, the record stays as it is.
-    """
+    """Prolong the lease (lock) of a running unique task, unless another attempt has the key."""
     known = seen.record
     if known is None or known.run is None or known.run.token != token:
         return Step(known)
@@ -175,8 +164,7 @@ def end(seen: Seen, *, token: str, retry: tuple[str, int] | None = None) -> Step
 def release(seen: Seen, task_id: str, *, token: str | None = None) -> Step:
     """Free the key of a task's delivery that will never run, unless the task still waits.
 
-    The key is a debounce, throttle or unique key. *token* is the id of the attempt, if a worker had
-    begun an attempt.
+    *token* is the id of the attempt, if a worker had begun an attempt.
     """
     known = seen.record
     if known is None:
@@ -193,10 +181,9 @@ def runs(seen: Seen) -> bool:
 
 
 def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
-    """Take over the record of a key when its task is moved here from another broker.
+    """Take over the record *known* of a key when its task is moved here from another broker.
 
-    *known* is the key's record at the other broker. If this task, or another task with the key, is
-    here already, the record here stays.
+    If this task, or another task with the key, is here already, the record here stays.
     """
     here = seen.record or Record()
     runs_here = here.run is not None and here.run.id == task_id
@@ -210,10 +197,7 @@ def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
 
 
 def let_go(seen: Seen, *, task_id: str) -> Step:
-    """Free the key of a task that was moved to another broker.
-
-    The key's throttle window ends, too.
-    """
+    """Free the key of a task that was moved to another broker, and end its throttle window."""
     known = seen.record
     if known is None or known.id != task_id:
         return Step(known)

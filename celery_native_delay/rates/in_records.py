@@ -13,10 +13,7 @@ T = TypeVar("T")
 
 
 class RecordLines:
-    """The queues of tasks that wait for their rate limit, stored as *records*.
-
-    :class:`~.line.Lines` describes the methods.
-    """
+    """Queues of rate-limited tasks, stored as *records*; see :class:`~.line.Lines`."""
 
     def __init__(self, records: Records) -> None:
         self._records = records

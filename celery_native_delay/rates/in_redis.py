@@ -130,10 +130,7 @@ return place
 
 
 class RedisLines:
-    """The queues of tasks that wait for their rate limit, in Redis keys with the prefix *space*.
-
-    :class:`~.line.Lines` describes the methods.
-    """
+    """Queues of rate-limited tasks in Redis, with the prefix *space*; see :class:`~.line.Lines`."""
 
     def __init__(self, pool: Any, space: str, where: str) -> None:
         """*pool* is a connection pool of redis-py. *where* is the server's URL, for error texts."""
@@ -158,10 +155,7 @@ class RedisLines:
         may_start: bool = True,
         now_us: int | None = None,
     ) -> Turn:
-        """Ask whether a task may start now; see :meth:`.Lines.ask`.
-
-        Tests set *now_us*. Otherwise the time is the server's.
-        """
+        """See :meth:`.Lines.ask`. Tests set *now_us*. Otherwise the time is the server's."""
         asked = "" if place is None else place
         wait_us, found = self._run(ASK, name_of(task, key), rate, now_us, asked, int(may_start))
         return Turn() if found < 0 else Turn(wait_us, found)

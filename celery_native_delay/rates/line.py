@@ -45,13 +45,11 @@ class RateLine:
     """The state of a rate limit: how many tasks with this *task* name and *key* wait and start.
 
     *key* is None if the rate has no key. *rate* is the limit as text. *waiting* is the number of
-    waiting tasks; a cancelled task counts until its turn. *next_slot_us* is the time at which the
-    next task may start, or None if no task is waiting. After a ``RetryAfter`` no task starts until
-    *held_until_us*. Otherwise *held_until_us* is None. Both times are in microseconds since the
-    epoch.
-
-    *starts_last_period* is about the number of tasks started in the last period. *utilisation* is
-    that number divided by the limit.
+    waiting tasks; a cancelled task counts until its turn. *next_slot_us* is when the next task may
+    start, or None if no task waits. After a ``RetryAfter`` no task starts until *held_until_us*;
+    otherwise it is None. Both are in microseconds since the epoch. *starts_last_period* is about
+    the number of tasks started in the last period, and *utilisation* is that number divided by the
+    limit.
     """
 
     task: str
@@ -86,10 +84,7 @@ def _iso(moment_us: int | None) -> str | None:
 
 @dataclass(frozen=True)
 class Turn:
-    """The answer to a rate-limited task that asks to start.
-
-    The task starts now, or waits *wait_us* microseconds and keeps *place*, its place in the queue.
-    """
+    """The answer to a rate-limited task: the task starts, or waits *wait_us* in its *place*."""
 
     wait_us: int = 0
     place: int | None = None
@@ -101,45 +96,32 @@ class Turn:
 
 
 class Lines(Protocol):
-    """All queues of tasks that wait for their rate limit, in a Redis or a database.
-
-    Methods raise RecordsUnavailable if the Redis or database cannot be reached.
-    """
+    """All queues of tasks that wait for their rate limit. Methods may raise RecordsUnavailable."""
 
     def ask(
         self, task: str, key: str | None, rate: Rate, place: int | None, *, may_start: bool = True
     ) -> Turn:
-        """Ask whether a rate-limited task may start now.
+        """Ask whether a rate-limited task may start. *place* is its place in the queue, or None.
 
-        *place* is the task's place in its queue, or None if the task has no place yet. With
-        *may_start* False a task without a place gets a place, and does not start.
+        With *may_start* False a task without a place gets a place, and does not start.
         """
 
     def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
-        """Let no task with this name and key start for *seconds*.
-
-        Returns a place in front of all waiting tasks.
-        """
+        """Let no such task start for *seconds*. Returns a place in front of all waiting tasks."""
 
     def look(self, limit: int) -> Sequence[RateLine]:
-        """Return the state of the *limit* rate limits with the latest slots, longest queue first.
-
-        A slot is the time at which a waiting task may start.
-        """
+        """Return the *limit* rate limits that may start a task last, longest queue first."""
 
     def close(self) -> None: ...
 
 
 class Line(NamedTuple):
-    """The stored state of a queue of tasks that wait for their rate limit.
+    """The stored state of a queue of tasks that wait for their rate limit. A task has a place.
 
-    Each task has a place: a point on the queue's own clock. *front* is the first place that was not
-    used yet. *end* is the first free place behind all other places. *shift* converts places to
-    times. *start_at* is the time at which the next start would be exactly on pace. No task starts
-    before *held_until*.
-
-    *starts* is the number of starts since *counted_from*. *starts_before* is the number in the
-    period before, and *total* is the number in all. *log* holds the times of the last starts, or of
+    *front* is the first unused place, and *end* the first free place behind all others. *shift*
+    converts places to times. *start_at* is the time at which the next start would be exactly on
+    pace. No task starts before *held_until*. *starts* counts the starts since *counted_from*,
+    *starts_before* in the period before, *total* all. *log* holds the times of the last starts, or
     every n-th start.
     """
 
@@ -157,11 +139,10 @@ class Line(NamedTuple):
     def ask(
         self, rate: Rate, now_us: int, place: int | None, *, may_start: bool = True
     ) -> tuple[Self, Turn]:
-        """Decide whether a task may start now.
+        """Decide whether a task may start now. Returns the changed queue, and the answer.
 
-        Returns the changed queue, and the answer to the task. *place* is the task's place in the
-        queue, or None if the task has no place yet. With *may_start* False a task without a place
-        gets a place, and does not start.
+        *place* is the task's place in the queue, or None. With *may_start* False a task without a
+        place gets a place, and does not start.
         """
         if place is None:
             return self._join(rate, now_us, may_start)
@@ -215,10 +196,7 @@ class Line(NamedTuple):
         )
 
     def hold(self, rate: Rate, now_us: int, wait_us: int) -> tuple[Self, int]:
-        """Let no task of this queue start for *wait_us* microseconds.
-
-        Returns the changed queue, and a place in front of all waiting tasks.
-        """
+        """Let no task start for *wait_us*. Returns the changed queue, and a place in front."""
         held_until = max(self.held_until, now_us + wait_us)
         next_us = max(now_us, self.held_until, self.start_at - rate.ahead_us)
         if self.end > self.front:
@@ -240,10 +218,7 @@ class Line(NamedTuple):
         return self._replace(counted_from=now_us, starts=0, starts_before=0)
 
     def ends_us(self, rate: Rate) -> int:
-        """Return the time at which the stored state of this queue expires, in microseconds.
-
-        The state expires a period and a minute after the last place in the queue.
-        """
+        """The time at which this state expires: a period and a minute after the last place."""
         last_us = max(self.end + self.shift, self.start_at, self.held_until)
         return last_us + rate.window_us + rate.catch_up_us + KEPT_US
 
@@ -271,18 +246,12 @@ class Line(NamedTuple):
     # --- as text ---------------------------------------------------------------------------
 
     def encoded(self, rate: Rate) -> str:
-        """Return the state of this queue as text, without *log*.
-
-        The text includes limit and burst of *rate*.
-        """
+        """Return this state as text, without *log* but with limit and burst of *rate*."""
         return " ".join(map(str, (VERSION, *self[:-1], rate.limit, rate.burst)))
 
     @classmethod
     def decoded(cls, text: str | None, log: str = "") -> tuple[Self, Rate | None]:
-        """Parse the text of :meth:`encoded` to a queue and its rate.
-
-        If there is no text in this version, the queue is a new one and the rate is None.
-        """
+        """Parse a text to a queue and its rate: a new queue and None if the version differs."""
         words = (text or "").split(" ")
         if words[0] != str(VERSION):
             return cls(), None
@@ -292,10 +261,7 @@ class Line(NamedTuple):
 
 
 def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[RateLine]:
-    """Parse stored states of rate limits, and return them with the longest queue first.
-
-    *records* are pairs of name and text.
-    """
+    """Parse the stored states *records* (names and texts) of rate limits, longest queue first."""
     seen = []
     for name, text in records:
         line, rate = Line.decoded(*text.split("\n"))

@@ -185,13 +185,11 @@ class Rate:
         headers: Mapping[str, Any],
         signature: Signature | None = None,
     ) -> str | None:
-        """Return the key of one call of a task: calls with the same key share the rate limit.
+        """Return the key of a call: None if the rate has no key, or the call no such argument.
 
-        None is returned if the rate has no key, or if the call has no such argument or header.
-        *signature* is the signature of the task's function, which gives positional arguments their
-        names.
+        *signature* is that of the task's function, and gives positional arguments their names.
 
-        Raises ValueError if the key is not a valid text. Raises the errors of a key callable.
+        Raises ValueError if the key is not a valid text, and the errors of a key callable.
         """
         key = self.key
         if key is None:
@@ -218,10 +216,7 @@ class Rate:
 
 
 def _positional(name: str, args: Sequence[Any], signature: Signature | None) -> Any:
-    """Return the value of the argument *name* of a call, or the argument's default.
-
-    None is returned if there is neither a value nor a default.
-    """
+    """Return the value or the default of the argument *name* of a call, or None."""
     if signature is None:
         return None
     for number, parameter in enumerate(signature.parameters.values()):

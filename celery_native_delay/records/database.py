@@ -1,7 +1,4 @@
-"""A database for waiting messages or for records (state about waiting tasks).
-
-This module has the database's engine, its clock and its transactions.
-"""
+"""A database for waiting messages or state about tasks: its engine, clock and transactions."""
 
 from __future__ import annotations
 
@@ -76,8 +73,7 @@ def _place(url: URL) -> tuple[Any, ...]:
 def engine_of(url: str, *, setting: str = "native_delay_store") -> Engine:
     """Make a SQLAlchemy engine for *url*. The engine connects on first use.
 
-    Raises SettingsError if SQLAlchemy does not know the database, or if the database's driver is
-    not installed. *setting* is the name of the setting with the URL, for the error's text.
+    Raises SettingsError if SQLAlchemy does not know the database or has no driver.
     """
     place = parsed(url)
     try:
@@ -156,8 +152,7 @@ def now_us(connection: Connection) -> int:
 def clock_ahead_seconds(connection: Connection) -> float | None:
     """Return the seconds by which the database's clock is ahead of this machine's clock.
 
-    The number is negative if the database's clock is behind. None is returned if the database
-    cannot be asked for its time.
+    None is returned if the database cannot be asked for its time.
     """
     if connection.dialect.name == "sqlite":
         return 0.0  # it uses this machine's clock
@@ -178,10 +173,7 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 
 class Database(ABC):
-    """The pool of connections to a database with tables of this package, for any thread.
-
-    Missing tables are created on first use.
-    """
+    """The connections to a database, for any thread. Missing tables are created on first use."""
 
     tables: ClassVar[MetaData]
 
@@ -194,9 +186,7 @@ class Database(ABC):
 
     @abstractmethod
     def _unavailable(self, reason: str) -> NativeDelayError:
-        """Make the error to raise if the database cannot be used. *reason* is the driver's error
-        text.
-        """
+        """Make the error to raise if the database cannot be used. *reason* is the driver's."""
 
     def do(self, work: Callable[[Connection], T]) -> T:
         """Run *work* in a transaction, and return the answer of *work*.
@@ -218,10 +208,7 @@ class Database(ABC):
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turn database errors in this block into an error of this package.
-
-        Subclasses choose the error in :meth:`_unavailable`.
-        """
+        """Turn database errors in this block into the error of :meth:`_unavailable`."""
         try:
             yield
         # SQLite's BEGIN runs on the driver's connection, so its errors are not SQLAlchemy's.

@@ -61,11 +61,9 @@ class Snapshot:
     """A record (a stored text) as it was read at *now_us*, with the waiting messages of its task.
 
     *now_us* is in microseconds since the epoch, by the clock of the Redis or database. *text* is
-    None if the record does not exist.
-
-    If *text* is JSON with a field ``id``, that field is the id of a task. *messages* then lists the
-    task's waiting messages. Each item is the broker's name of the message and its due time in
-    microseconds. The due time is 0 if the message is parked (due, but its queue does not exist).
+    None if the record does not exist. The field ``id`` of a JSON *text* is a task's id. *messages*
+    then are the task's waiting messages: for each the broker's name of the message, and its due
+    time in microseconds, or 0 if the message is parked (due, but its queue does not exist).
     """
 
     now_us: int
@@ -77,12 +75,10 @@ class Snapshot:
 class Change(Generic[T]):
     """A decision to change a record (a stored text), and the *answer* for the caller.
 
-    The record gets the new *text* and is kept until *kept_us*, in microseconds since the epoch. A
-    *text* of None removes the record. If the text is unchanged, the record is not written and keeps
-    its expiry.
-
-    If *due_us* is set, the caller's message is published with that due time. If *replaces* is true
-    as well, the waiting messages of the :class:`Snapshot` are cancelled.
+    The record gets the new *text* and is kept until *kept_us*, in microseconds since the epoch.
+    None as *text* removes the record. An unchanged text is not written, and keeps its expiry. If
+    *due_us* is set, the caller's message is published. If *replaces* is true as well, the waiting
+    messages of the :class:`Snapshot` are cancelled.
     """
 
     text: str | None
@@ -118,12 +114,10 @@ class IndexEntry:
 class CompareAndSet:
     """A change of a record (a stored text) and of waiting messages, made as a whole or not at all.
 
-    The change is made if three conditions hold: the record *name* still has the text *before*, the
-    messages *gone* are still in the index, and the message *new* still has the mark "undecided".
-
-    The record then gets the text *after* for *kept_ms* milliseconds. The messages *gone* get the
-    mark "void" (workers drop void messages), and the message *new* is added to the index. If a
-    condition does not hold, the message *new* gets the mark "void".
+    The change is made if the record *name* still has the text *before*, the messages *gone* are
+    still in the index, and the message *new* still has the mark "undecided". Then the record gets
+    the text *after* for *kept_ms*, workers drop the messages *gone*, and *new* is added to the
+    index. If a condition does not hold, workers drop the message *new*.
     """
 
     name: RecordName | None = None
@@ -183,10 +177,9 @@ class Records(ABC):
 
     @abstractmethod
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
-        """Change the record (a stored text) *name* as the function *decide* decides.
+        """Change the record (a stored text) *name* as *decide* says, and return its answer.
 
-        Returns the answer of *decide*. If *decide* sets a due time, *publish* makes or publishes a
-        message in the same step.
+        If *decide* sets a due time, *publish* makes or publishes a message in the same step.
         """
 
     @abstractmethod
@@ -195,10 +188,9 @@ class Records(ABC):
 
     @abstractmethod
     def latest(self, kind: str, limit: int) -> tuple[int, list[tuple[str, str]]]:
-        """Return the records (stored texts) of a *kind* that expire last, at most *limit*.
+        """Return names and texts of the *limit* records of a *kind* that expire last.
 
-        The first value is the time in microseconds since the epoch, by the clock of the Redis or
-        database. The second value lists names and texts of records.
+        The first value is the server's time in microseconds since the epoch.
         """
 
     @abstractmethod
@@ -207,34 +199,24 @@ class Records(ABC):
 
 
 class Index(ABC):
-    """An index of waiting messages in a Redis or a database.
-
-    RabbitMQ, SQS and pgmq need the index, because these brokers cannot list their waiting messages.
-    """
+    """An index of waiting messages, for brokers that cannot list them: RabbitMQ, SQS and pgmq."""
 
     missed: int
     """Number of messages for which the index could not be written or read."""
 
     @abstractmethod
     def note(self, listed: IndexEntry) -> None:
-        """Add a message to the index, just before the message is published.
-
-        The method never raises, and hardly ever blocks.
-        """
+        """Add a message that is about to be published. Never raises, and hardly ever blocks."""
 
     @abstractmethod
     def forget(self, member: str) -> None:
-        """Remove a message that could not be published from the index.
-
-        The method never raises, and hardly ever blocks.
-        """
+        """Remove a message that was not published. Never raises, and hardly ever blocks."""
 
     @abstractmethod
     def received(self, member: str) -> bool | None:
-        """Remove a message that a worker has received from the index.
+        """Remove a message that a worker received. Return True if the worker may run it.
 
-        Returns True if the worker may run the message. Returns False if the message was cancelled
-        or replaced. Returns None if the index did not answer in time.
+        None is returned if the index did not answer in time.
         """
 
     @abstractmethod
@@ -243,27 +225,18 @@ class Index(ABC):
 
     @abstractmethod
     def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
-        """Read a record (a stored text), and mark a new delivery as "undecided" (workers drop it).
+        """Read the record *name*, and mark the delivery *undecided*: workers drop it.
 
-        *name* is the record's name; if *name* is None, no record is read. *undecided* is the id of
-        the delivery; if *undecided* is None, no delivery is marked. The mark is kept for *mark_ms*
-        milliseconds.
+        None skips the one or the other. The mark is kept for *mark_ms* milliseconds.
         """
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Remove the mark that tells workers to drop a delivery.
-
-        If *left_ms* is set, the mark is kept for *left_ms* milliseconds more instead.
-        """
+        """Remove a delivery's mark "undecided", or keep the mark for *left_ms* more."""
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:
-        """Change a record and waiting messages as *step* says, as a whole or not at all.
-
-        Returns False if a condition of *step* does not hold. In that case only the new message is
-        changed: no worker may run the new message.
-        """
+        """Make the change *step*. Returns False if a condition of *step* does not hold."""
 
     @abstractmethod
     def state_of(self, member: str) -> MessageState:
@@ -271,17 +244,11 @@ class Index(ABC):
 
     @abstractmethod
     def tasks(self, republishes: Any) -> WaitingTasks:
-        """Return an object that lists, cancels and moves the waiting tasks in the index.
-
-        *republishes* reads index entries and publishes their messages again.
-        """
+        """Return the waiting tasks in the index. *republishes* publishes a message again."""
 
     @abstractmethod
     def sweep(self) -> int:
-        """Remove index entries whose messages are overdue by a day.
-
-        Returns the number of removed entries.
-        """
+        """Remove index entries that are overdue by a day, and return their number."""
 
     @abstractmethod
     def purge(self) -> None:

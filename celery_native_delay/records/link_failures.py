@@ -13,10 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class LinkFailures:
-    """The failures of one connection to a Redis or database, and the pauses after failures.
-
-    *what* names the server in logs and errors, such as "the records at redis://…".
-    """
+    """The failures of one connection. *what* names it in logs, as in "the records at redis://…"."""
 
     def __init__(
         self,
@@ -49,10 +46,7 @@ class LinkFailures:
         self._backoff.reset()
 
     def failed(self, error: BaseException) -> RecordsUnavailable:
-        """Note that the connection has failed, and return the error to raise.
-
-        The first failure is logged. The next ones are not.
-        """
+        """Note a failure, and return the error to raise. Only the first failure is logged."""
         self._retry_at = monotonic() + self._backoff.failed()
         said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
         if self._logs and not self._is_told:

@@ -1,7 +1,4 @@
-"""Opens the records (state about waiting tasks) at the URL of a Redis or a database.
-
-The first use of the records makes the connection.
-"""
+"""Opens the records (state about waiting tasks) at a URL. The first use makes the connection."""
 
 from __future__ import annotations
 
@@ -31,10 +28,7 @@ _records: PerProcess[tuple[str, str], Any] = PerProcess(_inherited.append)
 
 
 def records_at(url: str, owner: str) -> Any:
-    """Open the records (state about waiting tasks) of the namespace *owner* at *url*.
-
-    *url* is the URL of a Redis, or a SQLAlchemy URL.
-    """
+    """Open the records (state about waiting tasks) of *owner* at the URL of a Redis or database."""
     if is_redis_url(url):
         try:
             from .redis import RedisRecords
@@ -53,10 +47,7 @@ def records_at(url: str, owner: str) -> Any:
 
 
 def records_of_process(url: str, owner: str) -> Any:
-    """Return the records (state about waiting tasks) of the namespace *owner* at *url*.
-
-    The records are opened once per process.
-    """
+    """Return the records (state about waiting tasks) of *owner* at *url*, one for the process."""
     return _records.get((url, owner), lambda: records_at(url, owner))
 
 

@@ -154,10 +154,7 @@ return 1
 
 @dataclass(frozen=True)
 class RecordKeys(IndexKeys):
-    """The names of the Redis keys of the namespace *owner*.
-
-    Several namespaces may share a Redis.
-    """
+    """The names of the Redis keys of one *owner*, a namespace. Several owners may share a Redis."""
 
     owner: str
 
@@ -168,10 +165,7 @@ class RecordKeys(IndexKeys):
 
 
 class RedisRecords(ComparedRecords):
-    """The records (state about waiting tasks) and the index of waiting messages, in a Redis.
-
-    *owner* is the namespace of the app.
-    """
+    """The records (state about waiting tasks) and the message index of one *owner* in a Redis."""
 
     _of_broker: tuple[str, ...] = ()
     """On a Redis broker: the keys ``wake``, which wakes promoters, and ``parked``."""

@@ -49,11 +49,10 @@ return found
 
 
 class RedisLink:
-    """A client of one Redis, for any thread, that never blocks longer than a timeout.
+    """A client of one Redis, for any thread. Raises RecordsUnavailable if Redis does not answer.
 
-    Methods raise RecordsUnavailable if the Redis does not answer. The connections use the
-    parameters of redis-py's *pool*, but are not taken from the pool: the pool's limit also counts
-    failed and closed connections.
+    The connections use the parameters of redis-py's *pool*, but are not taken from the pool. The
+    pool's limit also counts failed and closed connections.
     """
 
     def __init__(
@@ -82,10 +81,7 @@ class RedisLink:
     # --- asking --------------------------------------------------------------------------
 
     def run(self, script: str, keys: tuple[str, ...] | list[str], *arguments: Any) -> Any:
-        """Run a Lua *script* in the Redis, and return the answer.
-
-        The script is sent only if the server does not have the script yet.
-        """
+        """Run a Lua *script*, which the server gets if needed, and return the answer."""
         words = (len(keys), *keys, *arguments)
         with self._connection_in_use() as connection:
             try:
@@ -99,10 +95,7 @@ class RedisLink:
             return _answer(connection, *command)
 
     def connect(self) -> bool:
-        """Open a connection to the Redis before the first call needs one.
-
-        Returns False if the server does not answer.
-        """
+        """Connect before the first call. Returns False if the server does not answer."""
         with suppress(RecordsUnavailable), self._connection_in_use():
             return True
         return False
@@ -205,11 +198,10 @@ class RedisLink:
 
 
 def latest(link: RedisLink, names: str, prefix: str, limit: int) -> tuple[int, list[Any]]:
-    """Return the records (stored texts) that expire last, at most *limit*.
+    """Return the server's time in µs, then names and texts of the *limit* records that expire last.
 
-    The first value is the server's time in microseconds since the epoch. The second value lists
-    names and texts. *names* is the key of a sorted set with the records' names, scored by expiry.
-    *prefix* is the prefix of the records' keys.
+    *names* is the key of a sorted set with the records' names, scored by expiry. *prefix* is the
+    prefix of the records' keys.
     """
     now_us, *found = link.run(_LATEST, [names], limit, prefix)
     texts = [text.decode() for text in found]

@@ -86,40 +86,25 @@ class IndexKeys:
 
     @property
     def messages(self) -> str:
-        """The key of a hash with the content of all waiting, due and parked messages.
-
-        A parked message is due, but its queue does not exist.
-        """
+        """The key of a hash with the content of all waiting, due and unroutable messages."""
         return f"{self.space}.messages"
 
     @property
     def marks(self) -> str:
-        """The prefix of Redis keys that tell workers not to run a delivery.
-
-        The delivery's id follows the prefix.
-        """
+        """The prefix of keys that tell workers not to run a delivery; its id follows."""
         return f"{self.space}.mark."
 
     def record(self, name: RecordName) -> str:
-        """Return the Redis key that holds the text of the record (state about tasks) *name*.
-
-        The key's value is a string with a TTL.
-        """
+        """Return the key of a string with a TTL: the text of the record *name*."""
         return f"{self.space}.{name.kind}.{name.name}"
 
     def names(self, kind: str) -> str:
-        """Return the key of a sorted set with the names of all records of a *kind*.
-
-        The score of a name is the record's expiry. A record is a stored text about waiting tasks.
-        """
+        """Return the key of a sorted set: the names of a *kind*'s records, scored by expiry."""
         return f"{self.space}.{kind}s"
 
     @property
     def ids(self) -> str:
-        """The key of a sorted set of waiting messages, in the order of task ids.
-
-        All scores are 0.
-        """
+        """The key of a sorted set of waiting messages by task id; all scores are 0."""
         return f"{self.space}.ids"
 
     @property
@@ -131,9 +116,7 @@ class RedisListing(WaitingTasks):
     """Lists and searches the waiting tasks in the Redis keys ``due``, ``messages`` and ``ids``."""
 
     def __init__(self, client: Any, keys: IndexKeys, decode: Decode) -> None:
-        """*client* is a ``redis.Redis`` that returns bytes. *decode* makes a task of a message's
-        content.
-        """
+        """*client* is a ``redis.Redis`` that returns bytes. *decode* makes a task of a message."""
         self._client = client
         self._due, self._messages, self._ids = keys.index
         self._decoded = decode
@@ -214,8 +197,7 @@ class RedisListing(WaitingTasks):
 def throw_away(link: Any, keys: Sequence[str], lowest: int | str, highest: int | str) -> int:
     """Remove all messages with a score from *lowest* to *highest*, and return their number.
 
-    *keys* are the names of three Redis keys: any sorted set, whose scores count, ``messages`` and
-    ``ids``. *link* runs the script.
+    *keys* are any sorted set with scores, ``messages`` and ``ids``. *link* runs the script.
     """
     thrown = 0
     while True:

@@ -1,7 +1,6 @@
 """Replaces a waiting message on RabbitMQ, SQS and pgmq, which cannot remove a waiting message.
 
-1. ``Index.look()`` marks the new delivery as "undecided". A worker that receives a delivery with
-   this mark drops the delivery.
+1. ``Index.look()`` marks the new delivery as "undecided": a worker that receives it drops it.
 2. :func:`publish_undecided` publishes the new message, and waits for the broker's confirm.
 3. ``Index.compare_and_set()`` removes the mark of the new message and marks the old messages as
    "void", if nothing has changed since step 1. A worker drops every void message it receives.
@@ -78,11 +77,10 @@ class ComparedRecords(Records, Index):
 
 
 def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Callable[[], T]) -> T:
-    """Call *publish*, which publishes a delivery with the mark "undecided", and return the answer.
+    """Call *publish*, which publishes a delivery marked "undecided", and return the answer.
 
-    A worker that receives a delivery with this mark drops the delivery. If the broker refuses the
-    message, the mark is removed. If the broker may or may not have the message, the mark is kept
-    until 30 days after *due_us*.
+    If the broker refuses the message, the mark is removed. If the broker may or may not have the
+    message, the mark is kept until 30 days after *due_us*.
     """
     try:
         return publish()
@@ -101,26 +99,19 @@ class Republishes(Protocol):
     """The part of a transport that publishes the messages of index entries again."""
 
     def waiting(self, member: str, entry: str, due_us: int) -> Waiting | None:
-        """Make the waiting task that an index entry describes.
-
-        Returns None if the task is cancelled.
-        """
+        """Make the waiting task of an index entry. Returns None if the task is cancelled."""
 
     def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
-        """Publish the message of an index entry with a new due time.
-
-        Returns the message's new entry.
-        """
+        """Publish an index entry's message with a new due time. Returns the new entry."""
 
     def check_reach(self, due_us: int) -> None:
         """Raise DelayTooLong if *due_us* is beyond the broker's longest delay."""
 
 
 class RecordedTasks(WaitingTasks):
-    """Cancels and moves waiting tasks by publishing their messages again.
+    """Cancels and moves the tasks that *index* lists, by publishing their messages again.
 
-    The tasks are listed in *index*. This class is a mixin, to be named before
-    :class:`.RedisListing` or :class:`.SqlListing`.
+    A mixin, to be named before :class:`.RedisListing` or :class:`.SqlListing`.
     """
 
     index: Index

@@ -104,10 +104,7 @@ _RECORD, _WAITING, _MARK = RECORDS.c, WAITING.c, MARKS.c
 
 
 class SqlRecords(Database, ComparedRecords):
-    """The records (state about waiting tasks) and the index of waiting messages, in a database.
-
-    *url* is the database's URL, and *owner* is the namespace of the app.
-    """
+    """The records (state about waiting tasks) and the message index of *owner*, in a database."""
 
     tables = METADATA
 
@@ -220,10 +217,7 @@ class SqlRecords(Database, ComparedRecords):
     def _snapshot(
         self, connection: Connection, row: tuple[str, int] | None, *, locked: bool = False
     ) -> Snapshot:
-        """Make a snapshot of the record in *row* and its messages.
-
-        The messages are *locked* if they are to be changed.
-        """
+        """Make a snapshot of the record in *row* and its messages, *locked* to be changed."""
         # Ask for the time after locking the row: the lock may have taken a while.
         at_us = now_us(connection)
         if row is None or row[1] < at_us:
@@ -356,9 +350,8 @@ class SqlRecords(Database, ComparedRecords):
     def read_row(
         self, connection: Connection, name: RecordName, *, locked: bool = False
     ) -> tuple[str, int] | None:
-        """Return the text of a record (state about waiting tasks) and its expiry.
+        """Return a record's text and its expiry in microseconds, or None if it has no row.
 
-        The expiry is in microseconds since the epoch. None is returned if the record has no row.
         With *locked* the row stays locked until the transaction ends.
         """
         asked = select(_RECORD.text, _RECORD.kept_us).where(*self._this(name))
@@ -372,10 +365,7 @@ class SqlRecords(Database, ComparedRecords):
         kept_us: int,
         is_there: bool,
     ) -> None:
-        """Write the text of a record (state about waiting tasks) to its row.
-
-        None as *text* deletes the row. *is_there* is true if the record has a row already.
-        """
+        """Write a record's text; None deletes its row. *is_there* is true if a row exists."""
         this = self._this(name)
         if text is None:
             connection.execute(delete(RECORDS).where(*this))
@@ -393,9 +383,7 @@ class SqlRecords(Database, ComparedRecords):
     def _messages(
         self, connection: Connection, task_id: str, *, locked: bool
     ) -> tuple[tuple[Any, int], ...]:
-        """Return names and due times of a task's waiting messages. Rows of the index are never
-        locked.
-        """
+        """Return names and due times of a task's waiting messages, without locking the index."""
         asked = select(_WAITING.delivery_id, _WAITING.due_us).where(
             _WAITING.owner == self.owner, _WAITING.task_id == task_id[:255]
         )

@@ -42,9 +42,7 @@ class SqlListing(WaitingTasks):
 
     @abstractmethod
     def _decoded(self, row: Any) -> Waiting | None:
-        """Make the waiting task of a row. None is returned for a cancelled task, which is not
-        shown.
-        """
+        """Make the waiting task of a row. A cancelled task, which is not shown, gives None."""
 
     def count(self, query: Query = ALL) -> int:
         def counted(connection: Connection) -> int:

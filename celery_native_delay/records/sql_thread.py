@@ -51,10 +51,7 @@ class SqlThread:
         self.missed = 0
 
     def note(self, row: Row) -> None:
-        """Queue a row to be inserted into the index of waiting messages.
-
-        The row is dropped if the thread's queue stays full.
-        """
+        """Queue a row to be inserted into the index, or drop the row if the queue stays full."""
         if self._jobs.qsize() >= _MOST_NOTES and not self._is_stuck() and not self.flush():
             self.missed += 1
         else:
@@ -67,10 +64,7 @@ class SqlThread:
     def ask(
         self, work: Callable[[Connection], T], timeout_seconds: float = PATIENCE_SECONDS
     ) -> T | None:
-        """Queue *work* for the thread, and return the answer of *work*.
-
-        None is returned if *work* fails, or has no answer within *timeout_seconds*.
-        """
+        """Queue *work*, and return its answer, or None if it fails or takes too long."""
         future: Future[T] = Future()
         if not self._queue((work, future)):
             return None
@@ -81,10 +75,7 @@ class SqlThread:
             return None
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until all jobs queued before this call are done.
-
-        Returns False if that takes too long.
-        """
+        """Wait until all jobs queued before are done. Returns False if that takes too long."""
         if self._thread is None:
             return True
         wait_seconds = min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS)
@@ -98,18 +89,12 @@ class SqlThread:
             thread.join(PATIENCE_SECONDS)
 
     def _is_stuck(self) -> bool:
-        """Return True if the present job has waited over 0.3 s for the database.
-
-        In that case no caller waits for the thread.
-        """
+        """Return True, so that no caller waits, if the job has waited over 0.3 s."""
         since = self._busy_since
         return since is not None and monotonic() - since > PATIENCE_SECONDS
 
     def _queue(self, job: Row | Job) -> bool:
-        """Queue *job*, and start the thread if the thread does not run.
-
-        Returns False if the database does not answer.
-        """
+        """Queue *job* for the thread. Returns False if the database does not answer."""
         if self._is_stuck():
             self.missed += 1
             return False

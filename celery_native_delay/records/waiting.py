@@ -22,11 +22,9 @@ class Waiting:
 
     *id* and *name* are the id and name of the Celery task. A message that is not a task has the
     *name* "", and its *id* is its correlation id. *args* and *kwargs* are texts (``repr``), as in
-    Celery's events. *queue* is the queue to which the message will be delivered, or "" if only the
-    message's exchange decides that. *due_us* is the due time in microseconds since the epoch.
-
-    *key* and *kind* are set if the message was sent by ``debounce``, ``throttle`` or ``unique``,
-    for example to "user:7" and "debounce". Otherwise *key* and *kind* are "".
+    Celery's events. *queue* is the queue of delivery, or "" if only the message's exchange decides
+    that. *due_us* is in microseconds since the epoch. *key* and *kind* are set by ``debounce``,
+    ``throttle`` or ``unique``, for example to "user:7" and "debounce". Otherwise they are "".
     """
 
     id: str
@@ -104,10 +102,7 @@ class Waiting:
 
 
 def _number(value: Any) -> int:
-    """Convert the header to a number, or to 0 if the header is not a number.
-
-    Other programs may use the same header name.
-    """
+    """Convert the header, which other programs may set, to a number, or to 0 if it is no number."""
     try:
         return int(value or 0)
     except (TypeError, ValueError, OverflowError):
@@ -118,11 +113,8 @@ def _number(value: Any) -> int:
 class Query:
     """A search among waiting tasks. A task matches if all conditions hold.
 
-    - All *words* match.
-    - The task's name is *name*, and the task's queue is *queue*.
-    - The due time is *from_us* or later, and before *until_us*, in microseconds since the epoch.
-
-    A value of None means no condition.
+    All *words* match. *name* and *queue* are the task's. The due time is *from_us* or later, and
+    before *until_us*, in microseconds since the epoch. None means no condition.
     """
 
     words: tuple[Word, ...] = ()
@@ -141,10 +133,7 @@ class Query:
         return cls(parse(text))
 
     def due_within(self, from_us: int | None, until_us: int | None) -> Query:
-        """Return a copy of this search for tasks due from *from_us* on and before *until_us*.
-
-        Both times are in microseconds since the epoch. None means no limit.
-        """
+        """Return this search for tasks due from *from_us* on and before *until_us*."""
         return replace(self, from_us=from_us, until_us=until_us)
 
     @property
@@ -154,10 +143,9 @@ class Query:
 
     @property
     def needle(self) -> str:
-        """The longest word for which Redis or the database can search, in lower case.
+        """The longest word that Redis or the database can search for, in lower case, or "".
 
-        Every stored message that matches contains the word, in upper or lower case. If no word can
-        be searched for, *needle* is "".
+        Every stored message that matches contains the word, in upper or lower case.
         """
         texts = [word.needle for word in self.words]
         texts += [text.lower() for text in (self.name, self.queue) if text]
@@ -180,10 +168,9 @@ ALL = Query()
 
 @dataclass(frozen=True)
 class Page(Sequence[Waiting]):
-    """A page of waiting *tasks*, earliest due time first.
+    """A page of waiting *tasks*, earliest due time first, and the *total* number of matches.
 
-    *total* is the number of all tasks that match the search. *total* is None if the tasks were not
-    counted, because counting would read every message.
+    *total* is None if the tasks were not counted: counting would read every message.
     """
 
     tasks: tuple[Waiting, ...]
@@ -222,11 +209,7 @@ _WIDTHS = (
 
 
 def edges(first_us: int, last_us: int, *, bars: int) -> list[int]:
-    """Return round times at which the bars of a histogram begin and end.
-
-    The times are in microseconds since the epoch and cover *first_us* to *last_us*. There are at
-    most *bars* bars.
-    """
+    """Return round times for at most *bars* bars of a histogram, from *first_us* to *last_us*."""
     span_us = max(last_us - first_us, 1)
     for width in _WIDTHS:
         width_us = width * 1_000_000
@@ -299,10 +282,7 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
-        """Return the waiting tasks that match the search *query*, earliest due time first.
-
-        The first *offset* matching tasks are skipped, and at most *limit* tasks are returned.
-        """
+        """Return at most *limit* tasks that match *query*, earliest first, from *offset* on."""
 
     def ids(self, query: Query = ALL) -> Iterator[str]:
         """Yield the ids of all waiting tasks that match *query*, earliest due time first.
@@ -312,10 +292,7 @@ class WaitingTasks(ABC):
         return ids_by_page(self.page, query)
 
     def get(self, task_id: str) -> list[Waiting]:
-        """Return the waiting messages with this task id.
-
-        The list usually has one message. The list is empty if the task is not waiting.
-        """
+        """Return the waiting messages with this task id: usually one, none if it is not waiting."""
         return [task for _, _, task in self._found(task_id)]
 
     @abstractmethod
@@ -324,26 +301,19 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def span(self) -> tuple[int, int] | None:
-        """Return the first and the last due time of all waiting tasks, in microseconds.
-
-        None is returned if no task is waiting.
-        """
+        """Return the first and last due time in microseconds, or None if no task is waiting."""
 
     def close(self) -> None:  # noqa: B027  most have nothing to close
         """Close the connections that this object has opened."""
 
     def cancel(self, task_id: str) -> Outcome:
-        """Cancel the task *task_id*.
-
-        The task's message is delivered at once, and a worker announces the task as revoked.
-        """
+        """Cancel a task. Its message is delivered at once, and a worker announces it as revoked."""
         return self._change(task_id, None, cancelled=True)
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:
         """Give the task *task_id* a new due time. None as *due_us* means now.
 
-        Raises DelayTooLong or CannotDelay if the task cannot wait that long. The task then keeps
-        its due time.
+        Raises DelayTooLong or CannotDelay if the task cannot wait so long, and keeps its due time.
         """
         if due_us is not None:
             self._delays.check_reach(due_us)
@@ -351,9 +321,7 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def _found(self, task_id: str) -> list[tuple[Any, Any, Waiting]]:
-        """Return the waiting messages with this task id: for each its name, its content, and the
-        task.
-        """
+        """Return name, content and task of each waiting message with this task id."""
 
     @abstractmethod
     def _replace(
@@ -413,10 +381,7 @@ def ids_by_page(page_of: Callable[..., Page], query: Query) -> Iterator[str]:
 
 
 def histogram(tasks: WaitingTasks, *, bars: int = 40) -> list[Bar]:
-    """Return a histogram of the due times of *tasks*, with at most *bars* bars.
-
-    The list is empty if no task is waiting.
-    """
+    """Return a histogram of the due times of *tasks*; it is empty if no task is waiting."""
     span = tasks.span()
     if span is None:
         return []

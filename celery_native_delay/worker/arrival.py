@@ -29,10 +29,9 @@ AWAY_US = 5_000_000
 
 @dataclass(eq=False)
 class Arrival:
-    """A task message that has arrived in a worker, with the data on which gates decide.
+    """A task message in a worker. Gates (checks before a task runs) decide about it at *now_us*.
 
-    A gate is a check before a task runs. *fields* are the message's headers, or its payload in task
-    protocol 1. *now_us* is the time of the check, in microseconds since the epoch.
+    *fields* are the headers, or in task protocol 1 the payload. *now_us* counts from the epoch.
     """
 
     message: Any
@@ -52,10 +51,7 @@ class Arrival:
 
     @property
     def queue(self) -> str:
-        """The queue from which the message came.
-
-        The name is "" for a broadcast, which cannot be put back into a queue.
-        """
+        """The queue from which the message came, or "" for a broadcast, which has none."""
         return queue_of(self.consumer, self.message)
 
     @cached_property
@@ -82,8 +78,7 @@ class Arrival:
     def is_early(self) -> bool:
         """True if the ETA is far enough ahead for the message to go back to the broker.
 
-        False for a revoked or expired task, and for an ETA that is not a date. Celery handles these
-        tasks.
+        False for a revoked or expired task, and for a wrong ETA: Celery handles these.
         """
         eta_us = due_us_or_none(self.fields.get("eta"))
         if eta_us is None or self.is_cancelled:
@@ -96,27 +91,20 @@ class Arrival:
         )
 
     def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
-        """Return the decision that the message waits in the broker for five seconds.
-
-        A gate decides so if the records (state about waiting tasks) are unreachable.
-        """
+        """Let the message wait in the broker for five seconds: the records are unreachable."""
         return WaitUntil(self.now_us + AWAY_US, delivery_id, AskAgain(AWAY_US / 1e6))
 
 
 @dataclass(frozen=True)
 class Announce:
-    """The decision to give the task to Celery, which announces the task as revoked.
-
-    No later gate (check before a task runs) is asked.
-    """
+    """Decision: Celery gets the task and announces it as revoked. No later check is made."""
 
 
 @dataclass(frozen=True)
 class Drop:
     """The decision to acknowledge the message without running the task. The worker logs *why*.
 
-    Monitors get an event of type *event* with *fields*. If *expired* is true, the message counts as
-    expired.
+    Monitors get an *event* with *fields*. If *expired* is true, the message counts as expired.
     """
 
     why: str
@@ -127,11 +115,10 @@ class Drop:
 
 @dataclass(frozen=True)
 class AskAgain:
-    """The decision to ask the gates (checks before a task runs) again after *after_seconds*.
+    """Decision: ask all gates (checks) again after *after_seconds*. The message stays unacked.
 
-    The message stays unacknowledged until then. If *from_here* is true, only this gate and the
-    later gates are asked. If *beside_prefetch* is true, the prefetch count is one higher during the
-    wait. If *once* is set, *once* is called with a function that starts the wait.
+    If *from_here* is true, earlier gates are not asked. If *beside_prefetch* is true, the prefetch
+    count is one higher meanwhile. *once* is called with a function that starts the wait.
     """
 
     after_seconds: float
@@ -142,13 +129,10 @@ class AskAgain:
 
 @dataclass(frozen=True)
 class WaitUntil:
-    """The decision to put the message back into the broker until *due_us*.
+    """The decision to put the message back into the broker until *due_us*, with more *headers*.
 
-    *due_us* is in microseconds since the epoch. *headers* are added to the message. The message
-    keeps the id *delivery_id*, or gets a new id if *delivery_id* is None.
-
-    If the broker refuses the message, *otherwise* is carried out. If *otherwise* is None, the next
-    gate (check before a task runs) decides.
+    The message keeps *delivery_id*, or gets a new id if that is None. If the broker refuses the
+    message, *otherwise* is carried out; None means that the next gate (check) decides.
     """
 
     due_us: int
@@ -164,10 +148,7 @@ Gate: TypeAlias = Callable[[Arrival], Ruling | None]
 
 
 def queue_of(consumer: Any, message: Any) -> str:
-    """Return the queue from which *message* was consumed.
-
-    The name is "" if the message has no queue to go back to.
-    """
+    """Return the queue from which *message* came, or "" if it has no queue to go back to."""
     known: str | None = getattr(message, "consumed_from", None)
     if known is not None:
         return known

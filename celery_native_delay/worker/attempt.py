@@ -1,14 +1,12 @@
 """The fields and outcomes of a telemetry line, which workers write and ``spark.reconcile`` reads.
 
-The process that runs a task writes two lines per attempt. The first line, written when the task
-starts, has ``finished`` and ``outcome`` null. The second line is written when the task ends. The
-worker's main process writes a line with ``started`` null for a task that never started (revoked or
-expired). The main process also writes such a line for a task whose process was killed or timed out.
+The process that runs a task writes two lines per attempt: at the start, with ``finished`` and
+``outcome`` null, and at the end. The main process writes a line with ``started`` null for a task
+that never started (revoked, expired), or whose process was killed or timed out.
 
-``waited`` is true if the message waited in the broker until its due time. ``waited`` is false if a
-producer with this package sent the message after the due time. ``waited`` is null if the worker
-cannot know: the task had no due time, was put back, waited in a worker, or the broker does not say.
-Before Celery 5.7 other fields may be null, too.
+``waited`` is true if the message waited in the broker until its due time, and false if a producer
+with this package sent it later. It is null if unknown: the task had no due time, was put back,
+waited in a worker, or the broker does not say. Before Celery 5.7 other fields may be null, too.
 """
 
 from __future__ import annotations
@@ -54,9 +52,7 @@ DONE = (SUCCESS, IGNORED)
 GIVEN_UP = (FAILURE, REJECTED, LOST, TIMEOUT, REVOKED, EXPIRED, TERMINATED)
 COMES_AGAIN = (RETRY, REQUEUED)
 RAN_TO_ITS_END = (SUCCESS, FAILURE, RETRY, REJECTED)
-"""Outcomes of attempts that ran to their end. If one number of retries has two such attempts, the
-message was delivered twice.
-"""
+"""A message was delivered twice if one number of retries has two attempts with such outcomes."""
 
 _EPOCH = datetime(1970, 1, 1)  # UTC
 

@@ -1,7 +1,6 @@
-"""A worker's thread that puts early tasks back into the broker, and rescues parked messages.
+"""A worker's thread that puts early tasks back, and rescues parked messages (due, without a queue).
 
-A parked message is due, but its queue did not exist. The thread has a connection of its own,
-because waiting for a confirm runs every callback of the connection.
+The thread has its own connection: waiting for a confirm runs every callback of a connection.
 """
 
 from __future__ import annotations
@@ -49,11 +48,7 @@ _ERRORS = (AMQPError, OSError, AttributeError)
 
 @dataclass(frozen=True)
 class Task:
-    """A task that arrived before its ETA and is to be put back into the broker.
-
-    *done* is called when the broker has the message, and *instead* if the broker refused the
-    message.
-    """
+    """An early task. *done* is called when the broker has it again, *instead* if it was refused."""
 
     wait: Wait
     done: Callable[[], Any]
@@ -65,10 +60,9 @@ class Task:
 
 
 class Attendant(Thread):
-    """A worker's thread that puts early tasks back into the broker, and rescues parked messages.
+    """A thread that puts early tasks back into the broker, and rescues messages without a queue.
 
-    A parked message is due, but its queue did not exist. The consumer's thread calls the public
-    methods of this class.
+    The consumer's thread calls the public methods.
     """
 
     def __init__(self, app: Any, settings: DelaySettings) -> None:
@@ -86,10 +80,9 @@ class Attendant(Thread):
     # --- called from the consumer's thread ----------------------------------------------
 
     def put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Queue a message to be put back into the broker. Return False if the thread is stopping.
+        """Queue a message to be put back into the broker, unless the thread is stopping.
 
-        The thread calls *done* when the broker has the message, and *instead* if the broker refused
-        the message.
+        *done* is called when the broker has the message, *instead* if the broker refused it.
         """
         if self._stopping.is_set():
             return False
@@ -97,10 +90,7 @@ class Attendant(Thread):
         return True
 
     def look_for_parked(self) -> None:
-        """Look now for parked messages: messages that are due, but had no queue.
-
-        New bindings may have given parked messages a queue.
-        """
+        """Look now for due messages without a queue. New bindings may have given them one."""
         self._next_look = monotonic()
         self._tasks.put(None)
 
@@ -123,9 +113,7 @@ class Attendant(Thread):
         self._disconnect()
 
     def _take_batch(self) -> list[Task]:
-        """Return up to 32 early tasks. The list is empty when it is time to look for parked
-        messages.
-        """
+        """Return up to 32 early tasks, or none when it is time to look for parked messages."""
         batch: list[Task] = []
         timeout: float = max(self._next_look - monotonic(), 0.0)
         while len(batch) < BATCH:

@@ -83,10 +83,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         return hasattr(self, "_installation")
 
     def start(self, c: Any) -> None:
-        """Prepare the broker for delayed messages, and start the threads.
-
-        If that fails, the error is logged, and the worker runs immediate tasks only.
-        """
+        """Prepare the broker for delays. If that fails, log, and run immediate tasks only."""
         self._tallying.start()
         channel = c.connection.default_channel
         if hasattr(c.connection.transport, "waker"):
@@ -129,19 +126,14 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._promoting.start()
 
     def register_with_event_loop(self, c: Any, hub: Any) -> None:
-        """Register a new waker, which wakes up the worker's event loop.
-
-        After a new connection the event loop has forgotten the last waker.
-        """
+        """Register a new waker: after a new connection the event loop has lost the last one."""
         if self._waker is not None:
             self._waker.close()
         self._waker = Waker(hub)
         c.strategies.wake = self._waker.wake
 
     def _put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Let the attendant put a message back into the broker. Return False if there is no
-        attendant.
-        """
+        """Let the attendant put a message back. Return False if there is no attendant."""
         return self._attendant is not None and self._attendant.put_back(wait, done, instead)
 
     def stop(self, c: Any) -> None:
@@ -185,8 +177,5 @@ def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> No
 
 @signals.worker_process_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
 def flush_at_the_end_of_a_child(**_: Any) -> None:
-    """Write pending index entries when a pool process ends.
-
-    A pool process ends without Python's atexit handlers.
-    """
+    """Write pending index entries: a pool process ends without Python's atexit handlers."""
     flush()

@@ -1,7 +1,6 @@
-"""The gate (check before a task runs) for tasks of fenced Spark runs.
+"""The gate (check before a task runs) that lets one attempt of a fenced Spark run's tasks run.
 
-In a fenced run of repeated attempts, each row runs once. The gate runs or drops a task if the
-winning attempts are recorded. Otherwise the task waits in the broker.
+While the winning attempts are not recorded, a task waits in the broker.
 """
 
 from __future__ import annotations
@@ -43,16 +42,10 @@ _WARN_SECONDS = 30.0
 
 
 class Fence:
-    """The gate (check before a task runs) for tasks of fenced Spark runs.
-
-    Of repeated attempts, only the winning attempt's tasks run. If the app has no place for records,
-    all tasks run.
-    """
+    """The gate (check) that runs only tasks of the winning attempts; all without records."""
 
     def __init__(self, settings: DelaySettings, worker: str, place: Place | None) -> None:
-        """*worker* is the name of this worker. *place* is the Redis or database with the runs'
-        records.
-        """
+        """*worker* is the name of this worker. *place* is where the runs' records are."""
         self._policy = settings.fence_policy
         self._keep_seconds = settings.longest_delay_seconds + fence.MARGIN_SECONDS
         self._worker = worker
@@ -103,10 +96,7 @@ class Fence:
             logger.warning(text, *args)
 
     def _record_of(self, run: str) -> Record | None:
-        """Return the record of *run*, or None if the record cannot be read.
-
-        If the run's deadline is over, this worker decides about the run.
-        """
+        """Return the record of *run*, or None. After the deadline this worker decides."""
         record, until = self._known.get(run, (None, 0.0))
         if monotonic() < until:
             return record

@@ -14,10 +14,7 @@ from .arrival import Announce, Arrival, Drop, Gate, Ruling, WaitUntil
 
 
 def gates(settings: DelaySettings, moved: Moved, *more: Gate | None) -> tuple[Gate, ...]:
-    """Return the gates (checks before a task runs) of a worker, in their order.
-
-    The gates *more* come last.
-    """
+    """Return the gates (checks before a task runs) of a worker, in their order, *more* last."""
     # Early tasks go back first, so that the records are asked once per task, when it is due.
     ordered = (early if settings.adopt else None, moved, cancelled, expired, *more)
     return tuple(gate for gate in ordered if gate is not None)
@@ -48,19 +45,15 @@ class Moved:
 
 
 def cancelled(arrival: Arrival) -> Ruling | None:
-    """Let Celery announce a task as revoked if the task was cancelled while it waited.
-
-    This function is a gate (a check before a task runs).
-    """
+    """The gate (check) that lets Celery announce a task as revoked if it was cancelled."""
     return Announce() if arrival.is_cancelled else None
 
 
 def expired(arrival: Arrival) -> Ruling | None:
-    """Drop a message whose AMQP ``expiration`` ran out while the message waited.
+    """The gate (check) that drops a message whose AMQP ``expiration`` ran out during its wait.
 
-    This function is a gate (a check before a task runs). RabbitMQ removes the property
-    ``expiration`` when RabbitMQ dead-letters a message, so our header keeps the property. A task's
-    own ``expires`` is left to Celery, which tells the result backend.
+    RabbitMQ removes this property when it dead-letters, so our header keeps it. A task's own
+    ``expires`` is left to Celery, which tells the result backend.
     """
     delayed = arrival.delayed
     if delayed is None or delayed.expires_ms is None or arrival.fields.get("expires"):
@@ -70,11 +63,10 @@ def expired(arrival: Arrival) -> Ruling | None:
 
 
 def early(arrival: Arrival) -> Ruling | None:
-    """Put a task that arrives before its ETA back into the broker.
+    """The gate (check) that puts a task which arrives before its ETA back into the broker.
 
-    This function is a gate (a check before a task runs). An early task comes from a producer
-    without this package, or has waited for as long as the broker can keep a message. In the second
-    case the message keeps its delivery id.
+    The task comes from a producer without this package, or has waited for as long as its broker can
+    keep a message. In the second case the message keeps its delivery id.
     """
     if not arrival.is_early:
         return None

@@ -32,11 +32,7 @@ RETRY_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Held:
-    """The lease (a lock with an expiry) that a unique task in this process has on its key.
-
-    *is_here* returns False when the task has left this process. *token* is the id of the attempt.
-    *runs* is true in the process that runs the task.
-    """
+    """The lease (lock) on a unique task's key, until *is_here* is false: the task has left."""
 
     name: str
     task_id: str
@@ -46,10 +42,7 @@ class Held:
 
 
 class Leases:
-    """The leases of one app's unique tasks in this process, for use by any thread.
-
-    A lease is a lock on a key, with an expiry.
-    """
+    """The leases (locks on unique keys) of one app in this process, for use by any thread."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -85,12 +78,7 @@ class Leases:
             self._work()
 
     def settle(self, name: str, rule: Rule, *, token: str | None = None) -> None:
-        """Change the state of the key *name* as *rule* decides, and stop renewing the lease
-        *token*.
-
-        The key is a debounce, throttle or unique key, and a lease is a lock with an expiry. If the
-        change cannot be written now, the change is tried again every two seconds.
-        """
+        """Change the key *name* as *rule* decides, now or later. No longer renew *token*."""
         with self._changed:
             self._held = [held for held in self._held if token is None or held.token != token]
         try:
@@ -106,10 +94,7 @@ class Leases:
                 self._work()
 
     def lost(self, task_id: str, *, retry_us: int | None = None) -> None:
-        """End the leases (locks on unique keys) of a task whose process died.
-
-        The task keeps its key if Celery will retry the task.
-        """
+        """End the leases of a task whose process died. A task to be retried keeps its key."""
         with self._changed:
             gone = [held for held in self._held if held.task_id == task_id]
         retry = None if retry_us is None else (task_id, retry_us)

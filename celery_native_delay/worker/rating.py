@@ -1,16 +1,13 @@
 """The gate (check before a task runs) for rate-limited tasks, which start or wait.
 
-A *line* is the queue of the tasks that share one rate limit: tasks with the same name and key. Each
-waiting task has a *place*, from which the time of its start follows. The gate asks the line in the
-consumer's thread, in one round trip.
+A *line* is the queue of the tasks of one name and key. Their *places* say when they may start. The
+gate asks the line in the consumer's thread, in one round trip.
 
-- A task whose start is near waits in the worker, beside the prefetch limit. Any other task goes
-  back to the broker, and returns a little before its start. A broker is less exact than a worker's
-  timer.
-- Of one line's tasks in a worker only the first task asks. The other tasks wait until the first
-  task has started.
-- A task starts only when the pool has a free process, so that no earlier task makes the task late.
-  Until then all later tasks of the worker wait, too.
+- A task whose start is near waits in the worker, beside the prefetch limit. Any other goes back to
+  the broker, and returns a little early: a broker is less exact than a worker's timer.
+- Of one line's tasks in a worker only the first asks. The others wait until it has started.
+- A task starts only when the pool has a free process, so that no earlier task makes it late. Until
+  then all later tasks of the worker wait, too.
 """
 
 from __future__ import annotations
@@ -68,11 +65,7 @@ class _InLine:
 
 
 class Rated:
-    """The gate (check before a task runs) for rate-limited tasks.
-
-    The attribute *lines* asks the queues of tasks that wait for their rate limit. While *lines* is
-    None, rate-limited tasks wait in the broker.
-    """
+    """The gate (check) for rate-limited tasks. Without *lines* they wait in the broker."""
 
     def __init__(self, settings: DelaySettings, tasks: Mapping[str, Any]) -> None:
         """*tasks* maps the names of the app's tasks to the tasks."""
@@ -103,10 +96,7 @@ class Rated:
         return self._ask_line(arrival, rate, entry, wait)
 
     def begin(self, lines: Lines) -> None:
-        """Ask *lines* about rate-limited tasks from now on, over a new broker connection.
-
-        The broker redelivers the tasks that waited in this worker.
-        """
+        """Ask *lines* from now on. The broker redelivers the tasks that waited here."""
         self.close()
         self.lines = lines
         self._for_process.clear()
@@ -167,10 +157,7 @@ class Rated:
     # --- waiting for a free process ----------------------------------------------------------
 
     def _wait_for_process(self, arrival: Arrival, room: int) -> AskAgain | None:
-        """Let a task ask again later if *room* or more tasks wait for a free process before it.
-
-        None is returned if the task may start.
-        """
+        """Wait if *room* or more tasks wait for a process. None means that the task may start."""
         waiting, tag = self._for_process, arrival.message.delivery_tag
         while waiting and next(iter(waiting.values())) < arrival.now_us - _FORGOTTEN_US:
             del waiting[next(iter(waiting))]  # its connection was lost
@@ -235,10 +222,7 @@ def _key_of(
     call: Callable[[], tuple[Any, Any]],
     headers: Mapping[str, Any],
 ) -> str | None:
-    """Return the key of a call of *task*.
-
-    None is returned if the rate has no key, or if the key cannot be computed.
-    """
+    """Return the key of a call, or None if the rate has no key, or it cannot be computed."""
     if rate.key is None:
         return None
     try:

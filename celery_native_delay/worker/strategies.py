@@ -1,7 +1,6 @@
 """A consumer's strategies, which ask the gates (checks before a task runs) about each task.
 
-The strategies carry out the gates' decisions. Only this module acknowledges messages, puts messages
-back, and gives messages to Celery.
+Only this module acknowledges messages, puts messages back, and gives messages to Celery.
 """
 
 from __future__ import annotations
@@ -102,10 +101,7 @@ class _Task:
 
 
 class GatedStrategies(dict[str, Any]):
-    """A consumer's strategies by task name. Each strategy first asks the *gates* about a task.
-
-    A gate is a check before a task runs in the worker.
-    """
+    """A consumer's strategies by task name. Each asks the *gates* (checks) about a task first."""
 
     def __init__(
         self,
@@ -251,8 +247,7 @@ class GatedStrategies(dict[str, Any]):
     def _ack_soon(self, message: Any) -> None:
         """Acknowledge *message* in the consumer's thread.
 
-        Celery's own callback for acknowledging runs one loop later, and nothing wakes the loop up
-        for that.
+        Celery's own callback runs one loop later, and nothing wakes the loop up for it.
         """
         consumer = self._consumer
         call_soon = getattr(consumer, "call_soon_ack", consumer.call_soon)

@@ -16,10 +16,7 @@ BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0
 
 
 def count_start(tally: Counter[str], late_us: int) -> None:
-    """Count a task that started *late_us* microseconds after its due time.
-
-    A negative time counts as 0.
-    """
+    """Count a task that started *late_us* microseconds after its due time; negative counts as 0."""
     late_us = max(late_us, 0)
     tally[bucket(BOUNDS[bisect_left(BOUNDS, late_us / 1_000_000)])] += 1
     tally["late_us"] += late_us
@@ -31,10 +28,7 @@ def bucket(bound: float) -> str:
 
 
 def counts_of(fields: Mapping[str, Any]) -> Counter[str]:
-    """Check that the fields of an event are counts, and return the counts.
-
-    Raises ValueError, TypeError or AttributeError for any other fields.
-    """
+    """Check and return counts. Raises ValueError, TypeError or AttributeError for other fields."""
     for name, count in fields.items():
         if not isinstance(count, int) or not 0 <= count < 1 << 63:
             raise ValueError(f"expected {name} to be a count, got {count!r}")

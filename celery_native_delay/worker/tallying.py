@@ -22,10 +22,7 @@ INTERVAL_SECONDS = 1.0
 
 
 class Tallying:
-    """Counts a consumer's delayed messages, and the started tasks among *rated*.
-
-    *rated* has the names of the tasks with a rate limit.
-    """
+    """Counts a consumer's delayed messages, and the starts of *rated* tasks (with a rate limit)."""
 
     def __init__(self, consumer: Any, rated: Container[str] = ()) -> None:
         self._consumer = consumer
@@ -36,9 +33,7 @@ class Tallying:
         self._sends_events = False
         self._timer: Any = None
         self.passing: Any = None
-        """The message that Celery is handling now. The signal ``task_revoked`` does not carry the
-        message.
-        """
+        """The message that Celery handles now, as the signal ``task_revoked`` has no message."""
 
     def start(self) -> None:
         """Start to send the counts every second, over a new connection."""

@@ -64,8 +64,7 @@ _ENDED_FROM_OUTSIDE: tuple[tuple[type[BaseException], str], ...] = (
 class Telemetry:
     """Writes telemetry of one app's tasks in this worker, from connect() to disconnect().
 
-    The object is made before the pool forks, so that the child processes inherit its signal
-    receivers.
+    The object is made before the pool forks, so that children inherit its signal receivers.
     """
 
     def __init__(self, installation: Installation, consumer: Any, folder: str) -> None:
@@ -157,9 +156,7 @@ class Telemetry:
         return installation_of(task.app) is self._installation
 
     def _request_of(self, task: Any) -> Any:
-        """Return the running request, or None if it is of another app or did not come from a
-        broker.
-        """
+        """Return the running request, or None if it is another app's or from no broker."""
         if not self._is_ours(task) or task.request.is_eager:
             return None
         return task.request
@@ -247,10 +244,7 @@ class LineFiles:
 
 
 class LineFile:
-    """A file that is open for appending.
-
-    The file is closed with the last reference to this object, so never during a write.
-    """
+    """A file open for appending. The last reference closes it, so never during a write."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = -1
@@ -269,8 +263,7 @@ class LineFile:
 def waited(message: Any, *, now_ms: int) -> bool | None:
     """Return True if a received message waited in the broker until its due time.
 
-    Returns False if a producer with this package sent the message after the due time. Returns None
-    if the message does not tell.
+    False means that a producer with this package sent it later. None means unknown.
     """
     headers = getattr(message, "headers", None) or {}
     # The strategy takes the ETA out of the headers while Celery makes its request.
@@ -285,10 +278,7 @@ def waited(message: Any, *, now_ms: int) -> bool | None:
 
 
 def outcome_of(state: str | None, retval: Any) -> str:
-    """Return the outcome of a task attempt that ended with *state*.
-
-    *retval* is the attempt's return value or exception.
-    """
+    """Return the outcome of an attempt with this *state* and return value or exception."""
     if state == states.REJECTED and getattr(retval, "requeue", False):
         return attempt.REQUEUED
     # A task that raised a BaseException has no state, and Celery takes its process for lost.
@@ -296,10 +286,7 @@ def outcome_of(state: str | None, retval: Any) -> str:
 
 
 def retry_due_us(outcome: str, raised: Any, finished_us: int) -> int | None:
-    """Return the time of the task's next attempt, in microseconds since the epoch.
-
-    None is returned if the task is not attempted again.
-    """
+    """Return the next attempt's time in microseconds, or None if there is no next attempt."""
     if outcome not in attempt.COMES_AGAIN:
         return None
     when = getattr(raised, "when", None)

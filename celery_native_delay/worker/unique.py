@@ -1,7 +1,6 @@
 """The gate (check before a task runs) for unique tasks, and signal receivers that free keys.
 
-A unique task frees its key when the task ends. A debounced or throttled task frees its key only if
-the task will never run.
+Debounced and throttled tasks free their key only if they will never run.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ PAUSE_SECONDS = 1.0
 
 
 class Unique:
-    """The gate (check before a task runs) for unique tasks, of which one per key runs at a time.
-
-    A unique task waits while another task has its key.
-    """
+    """The gate (check) that lets a unique task wait while another task has its key."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -81,10 +77,7 @@ def _is_here(arrival: Arrival) -> bool:
 
 
 def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
-    """Return the leases and the key's header of a unique task that a worker runs.
-
-    None is returned for any other task.
-    """
+    """Return the leases and the key's header of a unique task, or None for other tasks."""
     mark = _unique_mark_of(vars(request))
     if mark is None or request.is_eager or installation_of(task.app) is None:
         return None
@@ -93,11 +86,7 @@ def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
 
 @signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
 def start(sender: Any = None, **_: Any) -> None:
-    """Free the key of a unique task that starts, if the task was sent with until="start".
-
-    Of unique tasks, one per key waits or runs at a time. A task sent with until="end" keeps its
-    key: the process that runs the task renews the task's lease (a lock with an expiry).
-    """
+    """Free the key of a starting unique task (until="start"), or renew its lease here."""
     found = _marked(sender, sender.request)
     if found is None or (token := found[1].token) is None:
         return
@@ -110,10 +99,7 @@ def start(sender: Any = None, **_: Any) -> None:
 
 @signals.task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
 def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> None:
-    """Free the key of a unique task that has ended. A task that is retried keeps its key.
-
-    Of unique tasks, one per key waits or runs at a time.
-    """
+    """Free the key of a unique task that has ended. A task that is retried keeps its key."""
     found = _marked(sender, sender.request)
     if found is None or found[1].until == "start" or (token := found[1].token) is None:
         return
@@ -129,10 +115,7 @@ def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> 
 
 
 def never_runs(sender: Any, headers: Any, task_id: str) -> None:
-    """Free the debounce, throttle or unique key of a message that will never run.
-
-    *sender* is any object with the attribute ``app``.
-    """
+    """Free the key of a message that will never run. *sender* has the attribute ``app``."""
     mark = Mark.of(headers)
     if mark is not None and installation_of(sender.app) is not None:
         rule = partial(rules.release, task_id=task_id, token=mark.token)
@@ -153,10 +136,7 @@ def revoked(sender: Any = None, request: Any = None, terminated: bool = False, *
 @signals.task_unknown.connect(weak=False)  # type: ignore[untyped-decorator]
 @signals.task_rejected.connect(weak=False)  # type: ignore[untyped-decorator]
 def discarded(sender: Any = None, message: Any = None, **_: Any) -> None:
-    """Free the debounce, throttle or unique key of a message that Celery discards.
-
-    Celery discards messages of unknown or invalid tasks.
-    """
+    """Free the key of a message that Celery discards, because its task is unknown or invalid."""
     headers = message.headers
     if isinstance(headers, Mapping):
         never_runs(sender, headers, headers.get("id") or "")
@@ -171,19 +151,15 @@ def lost(sender: Any = None, task_id: Any = None, exception: Any = None, **_: An
 
 @signals.task_retry.connect(weak=False)  # type: ignore[untyped-decorator]
 def retried(sender: Any = None, request: Any = None, reason: Any = None, **_: Any) -> None:
-    """Keep the key of a unique task whose process was killed, if Celery retries the task.
-
-    Of unique tasks, one per key waits or runs at a time.
-    """
+    """Keep the key of a unique task whose process was killed, if Celery retries the task."""
     if _is_from_outside(reason.exc) and installation_of(sender.app) is not None:
         leases_of(sender.app).lost(request.id, retry_us=_wait_us(reason.when))
 
 
 def rejected(app: Any, task_id: str, *, requeue: bool) -> None:
-    """Free the key of a unique task (one per key at a time) whose message is rejected.
+    """Free the key of a task whose message is rejected, unless the message is requeued.
 
-    If the message is requeued, the task keeps its key. If a killed task's message is requeued,
-    Celery sends no other signal than this one.
+    If a killed task's message is requeued, Celery sends no other signal than this one.
     """
     leases_of(app).lost(task_id, retry_us=0 if requeue else None)
 
