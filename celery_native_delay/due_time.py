@@ -36,7 +36,6 @@ def due_us(eta: datetime | str) -> int:
 
 
 def due_us_or_none(eta: Any) -> int | None:
-    """Convert an ETA to microseconds since the epoch. Return None if *eta* is empty or invalid."""
     try:
         return due_us(eta) if eta else None
     except InvalidDueTime:
@@ -67,7 +66,6 @@ def check_reach(units: int, *, max_units: int, resolution_ms: int) -> None:
 
 
 def check_due(due_us: int, *, now_us: int, longest_delay_seconds: float) -> None:
-    """Raise DelayTooLong if *due_us* is more than the longest delay after *now_us*."""
     check_reach(
         milliseconds_up(due_us - now_us),
         max_units=round(longest_delay_seconds * 1000),

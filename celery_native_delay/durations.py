@@ -59,7 +59,6 @@ def seconds_of(text: str) -> float:
 
 
 def _written(text: str) -> float:
-    """Return the seconds of a duration with units, or NaN if *text* is not a duration."""
     found = _WRITTEN.fullmatch(text)
     if found is None or not any(found.groups()[1:]):
         return math.nan

@@ -151,7 +151,6 @@ def _is_configurable(client: Any) -> bool:
 
 
 def now_us(client: Any) -> int:
-    """Return the time of the server's clock in microseconds since the epoch."""
     seconds, microseconds = client.time()
     return int(seconds) * 1_000_000 + int(microseconds)
 

@@ -70,7 +70,8 @@ class DelaySettings:
     """Number of delay levels (queues with a TTL) on RabbitMQ. The longest delay is just under
     2**levels times the resolution. Defaults to 31 (8.5 years at 125 ms)."""
     resolution: float = 0.125
-    """Seconds of the shortest delay, in whole milliseconds, to which delays are rounded up."""
+    """Seconds of the shortest delay level (a queue with a TTL), a whole number of milliseconds.
+    Delays are rounded up to a multiple of the resolution. Defaults to 0.125."""
     fused_bits: int = 15
     """Number of the lowest bits of a delay that share delay levels (queues with a TTL). A message
     waits once for a group of these bits, in one of up to 15 queues. So it passes fewer queues, and
@@ -84,7 +85,8 @@ class DelaySettings:
     """Each delayed publish waits for RabbitMQ's confirm. If off, as in Celery, a message may be
     lost unnoticed. Defaults to True."""
     confirm_window: int = 1000
-    """Number of messages of ``bulk(app)`` that may wait for RabbitMQ's confirm at a time."""
+    """Number of messages of ``bulk(app)`` that may wait for RabbitMQ's confirm at a time. Defaults
+    to 1000."""
     declare: bool = True
     """If off, this package declares, binds and deletes nothing on RabbitMQ, and raises
     ``NotDeclared`` if something is missing. `celery -A PROJ delay export` writes all declarations
@@ -100,18 +102,19 @@ class DelaySettings:
     worker's check of policies read this API."""
 
     records: str | None = None
-    """URL of a Redis, or SQLAlchemy URL of a database, for the records (state about waiting tasks).
-    RabbitMQ, SQS and pgmq need records to list, cancel and move tasks, for keys and for rates. A
-    Redis broker and ``native_delay_store`` keep records themselves. Fenced Spark runs (each row
-    runs once) are recorded here on any broker. Defaults to None."""
+    """URL of a Redis, or SQLAlchemy URL of a database, for the records (state about waiting tasks),
+    such as ``postgresql+psycopg://host/shop``. RabbitMQ, SQS and pgmq need records to list, cancel
+    and move tasks, for keys and for rates. A Redis broker and ``native_delay_store`` keep records
+    themselves. Fenced Spark runs (each row runs once) are recorded here on any broker. Defaults to
+    None."""
     records_away: str = "run"
     """Decides about due tasks while the records (state about waiting tasks) are unreachable: "run",
     even if they were cancelled or moved, or "wait" in the broker. Defaults to "run"."""
 
     store: str | None = None
-    """SQLAlchemy URL of the database in which messages wait if the broker itself cannot delay.
-    Defaults to None: a ``sqla+…`` broker keeps delayed messages in its own database. On other such
-    brokers tasks wait in the worker, as in Celery."""
+    """SQLAlchemy URL of the database in which messages wait if the broker itself cannot delay, such
+    as ``sqlite:////var/lib/shop/delays.db``. Defaults to None: a ``sqla+…`` broker keeps delayed
+    messages in its own database. On other such brokers tasks wait in the worker, as in Celery."""
     strict: bool = False
     """If on, an app with an unsupported broker raises ``UnsupportedBroker``. If off, the app logs a
     warning. Defaults to False."""
@@ -120,12 +123,14 @@ class DelaySettings:
     """Folder for telemetry. Every process of a worker writes one line of JSON when a task starts,
     and one when the task ends. Defaults to None: no telemetry."""
     fence_policy: str = "run"
-    """If the Spark driver did not record in time which attempts of a fenced run won, workers "run"
-    all tasks of the run, perhaps twice, or "drop" all of them. Defaults to "run"."""
+    """Decides about a fenced Spark run (of repeated attempts, each row runs once) without winners.
+    If the driver did not record the winners in time, workers "run" all tasks, perhaps twice, or
+    "drop" all tasks. Defaults to "run"."""
 
     rates: Mapping[str, Rate | str | Mapping[str, Any]] | tuple[tuple[str, Rate], ...] = ()
-    """Rate limits by task name, ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
-    ``{"shop.call_api": "100/m"}``. Tasks beyond their rate limit wait in the broker."""
+    """Rate limits by task name, such as ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
+    ``{"shop.call_api": "100/m"}``. Tasks beyond their rate limit wait in the broker. Defaults to
+    none."""
 
     def __post_init__(self) -> None:
         for name in ("landing_exchanges", "rates"):
@@ -173,7 +178,10 @@ class DelaySettings:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> DelaySettings:
-        """Make settings from names, without ``native_delay_``, and values. Raises SettingsError."""
+        """Make settings from a mapping of names, without the prefix ``native_delay_``, to values.
+
+        Raises SettingsError if a name is unknown or a value is invalid.
+        """
         check_settings(values)
         return cls(**values)
 
@@ -205,7 +213,6 @@ def _names() -> list[str]:
 
 
 def _normal(name: str, value: Any) -> Any:
-    """The *value* in its normal form, which can be compared and hashed."""
     if name == "landing_exchanges" and isinstance(value, list | set | frozenset):
         return tuple(value if isinstance(value, list) else sorted(value, key=str))
     if name == "rates" and isinstance(value, Mapping):

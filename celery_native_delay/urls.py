@@ -9,7 +9,6 @@ _PASSWORD = re.compile(r"(?<=://)([^/:@?#]*):.*(?=@)|(?<=[?&]password=)[^&]*")
 
 
 def without_password(url: str) -> str:
-    """Return *url* with ``**`` in place of its password."""
     return _PASSWORD.sub(lambda found: "**" if found[1] is None else f"{found[1]}:**", url)
 
 

@@ -319,7 +319,6 @@ def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, b
 
 
 def _some_of(ids: Iterable[str], limit: int | None) -> list[str]:
-    """Return the first *limit* different ids, or all ids if *limit* is None."""
     found: dict[str, None] = {}
     for task_id in ids:
         if len(found) == limit:

@@ -130,7 +130,6 @@ def _of_records(settings: DelaySettings) -> Iterator[Finding]:
 
 
 def _of_rated_names(app: Any, settings: DelaySettings) -> Iterator[Finding]:
-    """Findings about the names and keys in ``native_delay_rates``."""
     if not settings.rates:
         return
     try:
@@ -159,7 +158,6 @@ def _of_rated_names(app: Any, settings: DelaySettings) -> Iterator[Finding]:
 
 
 def _of_telemetry(settings: DelaySettings) -> Iterator[Finding]:
-    """Findings about the telemetry folder on this machine."""
     if settings.telemetry is None:
         return
     folder = Path(settings.telemetry).absolute()

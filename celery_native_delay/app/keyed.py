@@ -225,13 +225,12 @@ class KeyedCalls:
         return found
 
     def _of_another(self, signature: Signature, task_id: str) -> KeyedResult:
-        """The result of task *task_id*, which another call has sent."""
         result = (self._task(signature) or self._app).AsyncResult(task_id)
         return keyed_result(result, created=False)
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:
-    """Return the state of keys. Raises UnsupportedBroker if *connection* has no such state."""
+    """Return the stored state of keys, or raise UnsupportedBroker if *connection* has none."""
     try:
         channel, settings = delaying_channel(app, connection)
     except UnsupportedBroker as exc:

@@ -145,7 +145,6 @@ class Account:
         return asdict(self) | {"refused": dict(self.refused)}
 
     def refuse(self, why: str) -> None:
-        """Count a message that could not be moved, under the reason *why*."""
         self.refused[why if why in self.refused or len(self.refused) < _REASONS else "…"] += 1
 
 

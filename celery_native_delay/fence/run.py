@@ -121,8 +121,6 @@ def sealed(held: Record | None, new: Record) -> Record:
 
 
 class Fate(Enum):
-    """A worker's decision about a message of a fenced Spark run: run, drop or hold."""
-
     RUN = "run"
     DROP = "drop"
     HOLD = "hold"

@@ -219,7 +219,6 @@ def _without(known: Record, task_id: str) -> Record:
 
 
 def _kept(record: Record, now_us: int) -> Step:
-    """Decide to keep *record*, or to remove *record* if it is empty."""
     if record.id is None and record.run is None and record.window_us <= now_us:
         return Step(None)
     lease_us = 0 if record.run is None else record.run.lease_us

@@ -223,7 +223,6 @@ class Line(NamedTuple):
         return last_us + rate.window_us + rate.catch_up_us + KEPT_US
 
     def seen(self, name: str, rate: Rate, now_us: int) -> RateLine:
-        """Return the state of this queue for people, as a :class:`RateLine`."""
         task, _, key = name.partition(_SEPARATOR)
         next_us = max(self.held_until, self.front + self.shift - rate.ahead_us)
         waiting = max(self.end - self.front, 0) // rate.spacing_us

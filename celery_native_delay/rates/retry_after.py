@@ -43,7 +43,6 @@ class RetryAfter(Exception):
 
 
 def _parsed(when: object) -> float | datetime:
-    """Convert *when* to seconds or to a date."""
     if isinstance(when, int | float | str):
         try:
             seconds = float(when)

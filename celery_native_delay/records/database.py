@@ -201,7 +201,6 @@ class Database(ABC):
         return self._tried(lambda: self.engine.connect().execution_options(**{READS: True}), work)
 
     def make_tables(self) -> None:
-        """Create the tables that are missing."""
         with self.engine.begin() as connection:
             self.tables.create_all(connection)
         self.is_ready = True

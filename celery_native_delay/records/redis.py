@@ -279,7 +279,6 @@ class RedisRecords(ComparedRecords):
         throw_away(self._patient, self.keys.index, time_ns() // 1000, "+inf")
 
     def findings(self) -> Iterator[Finding]:
-        """Check the Redis server's settings, version and clock, and yield the problems."""
         with redis_client(self.url) as client:
             yield from findings(
                 client,
@@ -289,8 +288,6 @@ class RedisRecords(ComparedRecords):
 
 
 class RedisTasks(RecordedTasks, RedisListing):
-    """Lists, cancels and moves the waiting tasks in the index of waiting messages in a Redis."""
-
     def __init__(self, index: RedisRecords, republishes: Republishes) -> None:
         def decode(member: str, entry: bytes, due_us: int) -> Waiting | None:
             return republishes.waiting(member, entry.decode(), due_us)

@@ -90,7 +90,6 @@ class RedisLink:
                 return _answer(connection, "EVAL", script, *words)
 
     def ask(self, *command: Any) -> Any:
-        """Send one Redis *command*, and return the server's answer."""
         with self._connection_in_use() as connection:
             return _answer(connection, *command)
 
@@ -215,5 +214,4 @@ def _answer(connection: Any, *command: Any) -> Any:
 
 @lru_cache
 def digest_of(script: str) -> str:
-    """Return the SHA-1 digest of a Lua *script*, the name of the script in the Redis server."""
     return sha1(script.encode(), usedforsecurity=False).hexdigest()

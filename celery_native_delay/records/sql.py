@@ -308,7 +308,6 @@ class SqlRecords(Database, ComparedRecords):
         self.do(lambda found: found.execute(mine.where(_WAITING.due_us >= time_ns() // 1000)))
 
     def findings(self) -> Iterator[Finding]:
-        """Check that the database can be written to, and check its clock. Yield the problems."""
         where = f"native_delay_records at {self.where}"
         try:
             self.do(lambda connection: connection.execute(delete(MARKS).where(_MARK.owner == "")))
@@ -427,8 +426,6 @@ class SqlRecords(Database, ComparedRecords):
 
 
 class SqlTasks(RecordedTasks, SqlListing):
-    """Lists, cancels and moves the waiting tasks in the index of waiting messages in a database."""
-
     index: SqlRecords
 
     def __init__(self, index: SqlRecords, republishes: Republishes) -> None:

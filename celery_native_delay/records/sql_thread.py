@@ -58,7 +58,6 @@ class SqlThread:
             self._queue(row)
 
     def post(self, work: Callable[[Connection], Any]) -> None:
-        """Queue *work* for the thread, without waiting for the answer."""
         self._queue((work, None))
 
     def ask(
@@ -82,7 +81,6 @@ class SqlThread:
         return self.ask(lambda connection: True, wait_seconds) is not None
 
     def close(self) -> None:
-        """End the thread after all queued jobs are done."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)

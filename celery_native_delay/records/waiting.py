@@ -333,7 +333,6 @@ class WaitingTasks(ABC):
         """
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
-        """Replace all waiting messages with this task id. None as *due_us* means now."""
         seen: dict[Any, Waiting] = {}
         #: Names of the messages that have replaced others.
         made: set[Any] = set()

@@ -140,7 +140,6 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._tallying.stop()
 
     def shutdown(self, c: Any) -> None:
-        """End all threads. The broker redelivers the messages that were not put back."""
         for part in (self._waker, self._rated, self._moved.receipts):
             if part is not None:
                 part.close()

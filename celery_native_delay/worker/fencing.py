@@ -42,7 +42,7 @@ _WARN_SECONDS = 30.0
 
 
 class Fence:
-    """The gate (check) that runs only tasks of the winning attempts; all without records."""
+    """The gate (check before a task runs) that lets only the winning Spark attempt's tasks run."""
 
     def __init__(self, settings: DelaySettings, worker: str, place: Place | None) -> None:
         """*worker* is the name of this worker. *place* is where the runs' records are."""

@@ -32,7 +32,11 @@ RETRY_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Held:
-    """The lease (lock) on a unique task's key, until *is_here* is false: the task has left."""
+    """The lease (a lock with an expiry) that a unique task in this process has on its key.
+
+    *is_here* returns False when the task has left this process. *token* is the attempt's id. *runs*
+    is true in the process that runs the task.
+    """
 
     name: str
     task_id: str
@@ -78,7 +82,10 @@ class Leases:
             self._work()
 
     def settle(self, name: str, rule: Rule, *, token: str | None = None) -> None:
-        """Change the key *name* as *rule* decides, now or later. No longer renew *token*."""
+        """Change the state of the key *name* as *rule* decides, and stop renewing *token*.
+
+        If the change cannot be written now, the change is tried again every two seconds.
+        """
         with self._changed:
             self._held = [held for held in self._held if token is None or held.token != token]
         try:
@@ -130,7 +137,6 @@ class Leases:
         self._disconnect()
 
     def _renew_all(self) -> bool:
-        """Renew all leases. Return False if a renewal failed."""
         with self._changed:
             self._held = [held for held in self._held if held.is_here()]
             tasks = list(self._held)
@@ -200,5 +206,4 @@ _leases: PerProcess[Any, Leases] = PerProcess()
 
 
 def leases_of(app: Any) -> Leases:
-    """Return the leases (locks on keys) of the unique tasks of *app* in this process."""
     return _leases.get(app, lambda: Leases(app))

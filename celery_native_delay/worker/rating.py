@@ -68,7 +68,6 @@ class Rated:
     """The gate (check) for rate-limited tasks. Without *lines* they wait in the broker."""
 
     def __init__(self, settings: DelaySettings, tasks: Mapping[str, Any]) -> None:
-        """*tasks* maps the names of the app's tasks to the tasks."""
         self.lines: Lines | None = None
         self.come_back_late_us = SHORTEST_WAIT_US
         self._rates = settings.rate_by_task
@@ -104,7 +103,6 @@ class Rated:
         self._by_line.clear()
 
     def close(self) -> None:
-        """Close the connection to the Redis or database that keeps the rates."""
         if self.lines is not None:
             self.lines.close()
             self.lines = None
@@ -256,7 +254,6 @@ def _header(place: int | None, key: str | None) -> str:
 
 
 def _place(headers: Mapping[str, Any], key: str | None, now_us: int) -> int | None:
-    """Return the place of a message in the line of *key*, or None for a new task."""
     header = headers.get(PLACE)
     place, separator, kept = header.partition(" ") if isinstance(header, str) else ("", "", "")
     if not _DIGITS.fullmatch(place) or (kept if separator else None) != key:

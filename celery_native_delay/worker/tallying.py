@@ -54,7 +54,6 @@ class Tallying:
         signals.task_revoked.disconnect(self._on_revoked)
 
     def send(self) -> None:
-        """Send an event with the counts since the last event."""
         dispatcher = self._consumer.event_dispatcher
         if dispatcher is None:
             return

@@ -61,7 +61,6 @@ class Unique:
 
 
 def _unique_mark_of(headers: Any) -> Mark | None:
-    """Return the key's header in the *headers* of a unique task, or None for any other task."""
     mark = Mark.of(headers)
     is_unique = mark is not None and mark.kind == "unique" and mark.until in ("start", "end")
     return mark if is_unique else None
@@ -169,7 +168,6 @@ def _is_from_outside(exception: Any) -> bool:
 
 
 def _wait_us(when: Any) -> int:
-    """Return the microseconds until a retry, by its countdown or ETA."""
     if isinstance(when, int | float):
         return max(round(when * 1_000_000), 0)
     now_us = time_ns() // 1000
