@@ -73,8 +73,7 @@ class MovingKeys:
             self._probe()
         if self._is_kept:
             return self._into.take_in(moving)
-        # A place in a rate line is valid at the source only. At the destination the task gets a new
-        # place when the task is due.
+        # A place in a rate line is valid at the source only. A due task gets a new place.
         moving = moving.without(PLACE)
         if mark is None or moving.task_id is None:
             return self._into.take_in(moving)

@@ -155,7 +155,7 @@ class RedisLines:
         may_start: bool = True,
         now_us: int | None = None,
     ) -> Turn:
-        """See :meth:`.Lines.ask`. Tests set *now_us*. Otherwise the time is the server's."""
+        """Implement :meth:`.Lines.ask`. Tests set *now_us*. Otherwise the time is the server's."""
         asked = "" if place is None else place
         wait_us, found = self._run(ASK, name_of(task, key), rate, now_us, asked, int(may_start))
         return Turn() if found < 0 else Turn(wait_us, found)

@@ -177,8 +177,7 @@ class RedisRecords(ComparedRecords):
         self.missed = 0
         self.pool = redis_client(url).connection_pool
         what = f"the records at {self.where}"
-        #: The first link is for publishes and workers, which wait 0.3 s. The second is for people,
-        #: who wait 5 s.
+        #: One link for publishes and workers, which wait 0.3 s, and one for people, who wait 5 s.
         self._quick = RedisLink(self.pool, what, timeout_seconds=PATIENCE_SECONDS)
         self._patient: Any = RedisLink(self.pool, what, timeout_seconds=ANSWER_SECONDS)
 

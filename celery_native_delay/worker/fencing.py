@@ -118,8 +118,7 @@ class Fence:
         [record] = runs.load([run])
         if record is not None and not fence.is_overdue(record, now=now):
             return record
-        # The record makes all workers do the same. If another process has sealed the record
-        # meanwhile, that decision stays.
+        # The record makes all workers do the same. A decision recorded meanwhile stays.
         mine = fence.given_up(self._policy, now=now, by=self._worker)
         sealed = runs.seal(run, mine, kept_seconds=self._keep_seconds)
         if (sealed.state, sealed.by) == (mine.state, mine.by):
