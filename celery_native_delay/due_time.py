@@ -58,7 +58,7 @@ def units_until(due_us: int, *, now_us: int, resolution_ms: int) -> int:
 
 
 def check_reach(units: int, *, max_units: int, resolution_ms: int) -> None:
-    """Raise DelayTooLong if a delay exceeds *max_units*, which are *resolution_ms* long each."""
+    """Raise DelayTooLong if *units* is more than *max_units*. A unit has *resolution_ms*."""
     if units > max_units:
         raise DelayTooLong(
             _too_long(units * resolution_ms / 1000, max_units * resolution_ms / 1000)

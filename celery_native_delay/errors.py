@@ -131,7 +131,7 @@ def described(error: BaseException) -> str:
 
 @contextmanager
 def brought_by(extra: str, *, whose: str) -> Iterator[None]:
-    """Turn an ImportError in this block into an error that says which *extra* *whose* needs."""
+    """Turn an ImportError into an error that says which *extra* the feature *whose* needs."""
     try:
         yield
     except ModuleNotFoundError as exc:

@@ -45,11 +45,13 @@ _MOST_LINES = 10_000
 class Delay(KeyedCalls):
     """List, search, cancel and reschedule the waiting tasks of one app, or send one task per key.
 
-    ``Delay`` asks the broker on Redis, the Redis or database of ``native_delay_records`` on
-    RabbitMQ, SQS and pgmq, and the database in which messages wait elsewhere. Every method raises
-    :class:`~celery_native_delay.RecordsUnavailable` if this Redis or database is unreachable, and
-    kombu's errors if the broker is unreachable. Methods that change a task return an
-    :class:`~celery_native_delay.Outcome`, which is truthy if the change was made.
+    On Redis, ``Delay`` asks the broker. On RabbitMQ, SQS and pgmq, ``Delay`` asks the Redis or
+    database of ``native_delay_records``. On other brokers, ``Delay`` asks the database in which
+    messages wait.
+
+    Every method raises :class:`~celery_native_delay.RecordsUnavailable` if this Redis or database
+    is unreachable, and kombu's errors if the broker is unreachable. Methods that change a task
+    return an :class:`~celery_native_delay.Outcome`, which is truthy if the change was made.
     """
 
     def __init__(self, app: Celery) -> None:
@@ -81,7 +83,7 @@ class Delay(KeyedCalls):
         return Page(tuple(self._with_holds(page.tasks)), page.total)
 
     def show(self, task_id: TaskId) -> list[Waiting]:
-        """Return the waiting messages with this task id: usually one, none if it is not waiting."""
+        """Return waiting messages with this task id: usually one, none if the task is not waiting."""
         one = _id_of(task_id)
         return self._with_holds(self._ask(lambda found: found.get(one)))
 

@@ -239,7 +239,7 @@ def key_records(app: Any, connection: Any) -> KeyRecords:
 
 
 def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -> Mark:
-    """Make the header of a message with a key. Raises TypeError for a group, or a wrong key."""
+    """Make a key's header. Raises TypeError if *signature* is no single task, or *key* no text."""
     if isinstance(signature, Task):
         raise TypeError(
             f"expected a signature, got the task itself: write {signature.__name__}.s()"

@@ -15,15 +15,15 @@ class Runs:
         self._records = records
 
     def open(self, run: str, record: Record, *, job: str, kept_seconds: float) -> Record:
-        """Store that *job* has opened the run *run*. Returns the valid record."""
+        """Store that *job* has opened the fenced Spark run *run*. Returns the valid record."""
         return self._change(run, lambda before: opened(before, record, job), kept_seconds)
 
     def seal(self, run: str, record: Record, *, kept_seconds: float) -> Record:
-        """Store which attempts of *run* won, unless that is stored. Returns the valid record."""
+        """Store which attempts of the fenced Spark run *run* won. An earlier decision stays."""
         return self._change(run, lambda before: sealed(before, record), kept_seconds)
 
     def load(self, runs: Sequence[str]) -> list[Record | None]:
-        """Read the records of several runs. The value is None if a run has no record."""
+        """Read the records of several fenced Spark runs. A value is None if no record exists."""
         found = self._records.load([_name_of(run) for run in runs])
         return [None if text is None else Record.from_json(text) for text in found]
 

@@ -1,8 +1,8 @@
 """Fenced Spark runs: of repeated attempts at a partition, the tasks of one attempt run.
 
 Each message has a header with its sender, ``run/partition/attempt``. One record per run says whose
-tasks run. The record is opened before the first message is published. The driver seals it (records
-which attempts won) when the job ends, or a worker does if the driver did not in time.
+tasks run. The record is opened before the first message is published. The driver seals the record
+(stores which attempts won) when the job ends. A worker seals it if the driver did not in time.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def fate(record: Record, stamp: Stamp) -> Fate:
 def is_overdue(record: Record | None, *, now: float) -> bool:
     """Return True if a worker must decide about a fenced Spark run in place of the driver.
 
-    The deadline is over (*now* is in seconds since the epoch), or *record* is lost (None).
+    The worker must decide if the deadline is over, or if *record* is lost (None). *now* is in
+    seconds since the epoch.
     """
     return record is None or (record.state == OPEN and now >= record.deadline)
 

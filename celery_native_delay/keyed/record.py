@@ -41,11 +41,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Record:
-    """The stored state of one debounce, throttle or unique key. Times are in microseconds.
+    """The stored state of one debounce, throttle or unique key.
 
-    *id* is the id of the waiting task, due at *due_us*. *since_us* is the time of the first call
-    that this task replaces. A throttle's window ends at *window_us*; *opener* is the task that
-    began it. *run* is the running attempt. Fields that a kind of call does not need are unset.
+    Times are in microseconds since the epoch. *id* is the id of the waiting task, due at *due_us*.
+    *since_us* is the time of the first call that this task replaces. A throttle's window ends at
+    *window_us*, and *opener* is the id of the task that began the window. *run* is the running
+    attempt. Fields that a kind of call does not need are unset.
     """
 
     id: str | None = None

@@ -10,7 +10,7 @@ from .rules import Rule, Seen, Step
 
 
 class KeyRecords:
-    """The state of debounce, throttle and unique keys. Methods may raise RecordsUnavailable."""
+    """The stored state of debounce, throttle and unique keys. May raise RecordsUnavailable."""
 
     def __init__(self, records: Records) -> None:
         self._records = records

@@ -44,9 +44,10 @@ class Seen:
 class Step:
     """A rule's decision about a key: the new *record*, kept until *kept_us*; None removes it.
 
-    If *due_us* is set, the caller's message is published. If *replaces* is true, the waiting
-    messages of the key's task are cancelled. Otherwise *stands* is the id of the task that has the
-    key. If another attempt is running with the key, *free_us* is the time to ask again.
+    If *due_us* is set, the caller's message is published. If *replaces* is true as well, the
+    waiting messages of the key's task are cancelled. If nothing is published, *stands* is the id of
+    the task that has the key. If another attempt runs with the key, *free_us* is the time to ask
+    again.
     """
 
     record: Record | None

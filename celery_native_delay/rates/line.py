@@ -107,10 +107,10 @@ class Lines(Protocol):
         """
 
     def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
-        """Let no such task start for *seconds*. Returns a place in front of all waiting tasks."""
+        """Let no task with this name and key start for *seconds*. Returns a place in front."""
 
     def look(self, limit: int) -> Sequence[RateLine]:
-        """Return the *limit* rate limits that may start a task last, longest queue first."""
+        """Return the *limit* rate limits with the latest next starts, longest queue first."""
 
     def close(self) -> None: ...
 

@@ -225,9 +225,10 @@ class Index(ABC):
 
     @abstractmethod
     def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
-        """Read the record *name*, and mark the delivery *undecided*: workers drop it.
+        """Read the record *name*, and mark the delivery *undecided*: workers drop the delivery.
 
-        None skips the one or the other. The mark is kept for *mark_ms* milliseconds.
+        If *name* is None, no record is read. If *undecided* is None, no delivery is marked. The
+        mark is kept for *mark_ms* milliseconds.
         """
 
     @abstractmethod

@@ -80,7 +80,7 @@ class Attendant(Thread):
     # --- called from the consumer's thread ----------------------------------------------
 
     def put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Queue a message to be put back into the broker, unless the thread is stopping.
+        """Queue a message to be put back into the broker. Return False if the thread is stopping.
 
         *done* is called when the broker has the message, *instead* if the broker refused it.
         """

@@ -1,4 +1,4 @@
-"""The gate (check before a task runs) that lets one attempt of a fenced Spark run's tasks run.
+"""The gate (check before a task runs) that runs only the tasks of a fenced Spark run's winners.
 
 While the winning attempts are not recorded, a task waits in the broker.
 """
@@ -96,7 +96,7 @@ class Fence:
             logger.warning(text, *args)
 
     def _record_of(self, run: str) -> Record | None:
-        """Return the record of *run*, or None. After the deadline this worker decides."""
+        """Return the record of *run*, or None. After the run's deadline this worker decides."""
         record, until = self._known.get(run, (None, 0.0))
         if monotonic() < until:
             return record

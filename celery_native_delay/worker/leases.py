@@ -101,7 +101,7 @@ class Leases:
                 self._work()
 
     def lost(self, task_id: str, *, retry_us: int | None = None) -> None:
-        """End the leases of a task whose process died. A task to be retried keeps its key."""
+        """End the leases (locks on keys) of a task whose process died. A retry keeps the key."""
         with self._changed:
             gone = [held for held in self._held if held.task_id == task_id]
         retry = None if retry_us is None else (task_id, retry_us)

@@ -3,11 +3,11 @@
 A *line* is the queue of the tasks of one name and key. Their *places* say when they may start. The
 gate asks the line in the consumer's thread, in one round trip.
 
-- A task whose start is near waits in the worker, beside the prefetch limit. Any other goes back to
-  the broker, and returns a little early: a broker is less exact than a worker's timer.
-- Of one line's tasks in a worker only the first asks. The others wait until it has started.
-- A task starts only when the pool has a free process, so that no earlier task makes it late. Until
-  then all later tasks of the worker wait, too.
+- A task whose start is near waits in the worker, beside the prefetch limit. Other tasks go back to
+  the broker, and return a little early: a broker is less exact than a worker's timer.
+- Of one line's tasks in a worker only the first asks. The others wait until the first has started.
+- A task starts only when the pool has a free process, so that earlier tasks do not make it late.
+  Until then all later tasks of the worker wait, too.
 """
 
 from __future__ import annotations
