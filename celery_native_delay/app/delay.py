@@ -83,7 +83,7 @@ class Delay(KeyedCalls):
         return Page(tuple(self._with_holds(page.tasks)), page.total)
 
     def show(self, task_id: TaskId) -> list[Waiting]:
-        """Return waiting messages with this task id: usually one, none if the task is not waiting."""
+        """Return messages with this task id: usually one, none if the task is not waiting."""
         one = _id_of(task_id)
         return self._with_holds(self._ask(lambda found: found.get(one)))
 

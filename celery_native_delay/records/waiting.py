@@ -292,7 +292,7 @@ class WaitingTasks(ABC):
         return ids_by_page(self.page, query)
 
     def get(self, task_id: str) -> list[Waiting]:
-        """Return waiting messages with this task id: usually one, none if the task is not waiting."""
+        """Return messages with this task id: usually one, none if the task is not waiting."""
         return [task for _, _, task in self._found(task_id)]
 
     @abstractmethod
