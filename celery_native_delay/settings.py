@@ -85,8 +85,7 @@ class DelaySettings:
     """Each delayed publish waits for RabbitMQ's confirm. If off, as in Celery, a message may be
     lost unnoticed. Defaults to True."""
     confirm_window: int = 1000
-    """Number of messages of ``bulk(app)`` that may wait for RabbitMQ's confirm at a time. Defaults
-    to 1000."""
+    """Number of ``bulk(app)`` messages that may wait for confirms at a time. Defaults to 1000."""
     declare: bool = True
     """If off, this package declares, binds and deletes nothing on RabbitMQ, and raises
     ``NotDeclared`` if something is missing. `celery -A PROJ delay export` writes all declarations

@@ -20,5 +20,4 @@ def redis_py_url(url: str) -> str:
 
 
 def is_redis_url(url: str) -> bool:
-    """Return True if *url* starts with ``redis://``, ``rediss://`` or ``redis+socket://``."""
     return url.startswith(("redis://", "rediss://", "redis+socket://"))

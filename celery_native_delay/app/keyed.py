@@ -175,7 +175,6 @@ class KeyedCalls:
     def _publish(
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
     ) -> KeyedResult:
-        """Publish the task if the rule *call* lets it. Return the result of the key's task."""
         task = self._task(signature)
         send = partial(self._app.send_task, signature.task) if task is None else task.apply_async
         options = dict(signature.options)

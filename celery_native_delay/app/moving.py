@@ -140,7 +140,6 @@ class Account:
     doubtful: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the numbers as plain data, for the option ``--json``."""
         return asdict(self) | {"refused": dict(self.refused)}
 
     def refuse(self, why: str) -> None:

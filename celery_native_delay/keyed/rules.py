@@ -177,7 +177,6 @@ def release(seen: Seen, task_id: str, *, token: str | None = None) -> Step:
 
 
 def runs(seen: Seen) -> bool:
-    """Return True if a unique task with this key is running."""
     return seen.record is not None and _runs(seen.record.run, seen.now_us)
 
 
