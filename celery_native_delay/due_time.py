@@ -1,4 +1,4 @@
-"""Countdowns and ETAs as due times: integer microseconds since the epoch.
+"""Converts countdowns and ETAs to due times: integer microseconds since the epoch.
 
 Integers are exact: ``countdown=5`` is five seconds, and rounding never makes a task early.
 """
@@ -17,9 +17,9 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 def due_us(eta: datetime | str) -> int:
-    """The due time of an ETA, a datetime or ISO 8601 text, in microseconds since the epoch.
+    """Convert an ETA, a datetime or ISO 8601 text, to microseconds since the epoch.
 
-    Without a time zone it is UTC, as in Celery's workers. InvalidDueTime: it is neither.
+    Without a time zone the ETA is in UTC. Raises InvalidDueTime if *eta* is neither.
     """
     if isinstance(eta, str):
         try:
@@ -36,7 +36,6 @@ def due_us(eta: datetime | str) -> int:
 
 
 def due_us_or_none(eta: Any) -> int | None:
-    """The due time of an ETA in microseconds since the epoch; None for none or an invalid one."""
     try:
         return due_us(eta) if eta else None
     except InvalidDueTime:
@@ -44,22 +43,22 @@ def due_us_or_none(eta: Any) -> int | None:
 
 
 def eta_of(due_us: int) -> str:
-    """The ETA for a due time in microseconds since the epoch, as Celery writes it."""
+    """Convert microseconds since the epoch to an ETA as Celery writes it, in ISO 8601."""
     return (_EPOCH + due_us * _MICROSECOND).isoformat()
 
 
 def milliseconds_up(microseconds: int) -> int:
-    """Convert microseconds to milliseconds, rounded up so that nothing is early."""
+    """Convert microseconds to milliseconds, rounded up so that no message is early."""
     return -(-microseconds // 1000)
 
 
 def units_until(due_us: int, *, now_us: int, resolution_ms: int) -> int:
-    """Units of the resolution from *now_us* until *due_us*, rounded up; 0 for a past due time."""
+    """Return the time until *due_us* in units of *resolution_ms*, rounded up; 0 if it is past."""
     return max(0, -((now_us - due_us) // (resolution_ms * 1000)))
 
 
 def check_reach(units: int, *, max_units: int, resolution_ms: int) -> None:
-    """Raise DelayTooLong if a delay exceeds what the delay levels can hold."""
+    """Raise DelayTooLong if *units* is more than *max_units*. A unit has *resolution_ms*."""
     if units > max_units:
         raise DelayTooLong(
             _too_long(units * resolution_ms / 1000, max_units * resolution_ms / 1000)
@@ -67,7 +66,6 @@ def check_reach(units: int, *, max_units: int, resolution_ms: int) -> None:
 
 
 def check_due(due_us: int, *, now_us: int, longest_delay_seconds: float) -> None:
-    """Raise DelayTooLong if *due_us* is further away than the longest delay."""
     check_reach(
         milliseconds_up(due_us - now_us),
         max_units=round(longest_delay_seconds * 1000),
@@ -76,9 +74,9 @@ def check_due(due_us: int, *, now_us: int, longest_delay_seconds: float) -> None
 
 
 def check_countdown(countdown: object, *, longest_delay_seconds: float) -> None:
-    """Raise if a countdown is infinite, NaN or longer than the longest delay.
+    """Raise an error if a countdown is infinite, NaN, or longer than the longest delay.
 
-    A countdown that is no number is left to Celery's own checks.
+    A *countdown* that is not a number is left to Celery's own checks.
     """
     if not isinstance(countdown, int | float):
         return

@@ -1,4 +1,4 @@
-"""Durations as people write and read them: ``1 h 10 min``. Pure."""
+"""Formats and parses durations as people write them, such as ``1 h 10 min``."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def duration(seconds: float, *, exact: bool = False, up: bool = False) -> str:
     """Format seconds in their two largest units: ``1 d 3 h``, ``1 h 10 min``, ``0.3 s``.
 
     Args:
-        exact: use all units, to the millisecond.
-        up: round up, for an upper bound; otherwise to the nearest.
+        exact: use all units, down to milliseconds.
+        up: round up. By default the duration is rounded to the nearest.
     """
     if seconds < 0:
         return f"-{duration(-seconds, exact=exact)}"
@@ -46,7 +46,7 @@ def duration(seconds: float, *, exact: bool = False, up: bool = False) -> str:
 
 
 def seconds_of(text: str) -> float:
-    """Parse a duration to seconds: ``90``, ``1h30m``, ``1h 30min``, ``2d``; or InvalidDueTime."""
+    """Parse ``90``, ``1h30m`` or ``2d`` to seconds. Raises InvalidDueTime for any other text."""
     try:
         seconds = float(text)
     except ValueError:
@@ -59,7 +59,6 @@ def seconds_of(text: str) -> float:
 
 
 def _written(text: str) -> float:
-    """The seconds of a duration with units; NaN if *text* is none."""
     found = _WRITTEN.fullmatch(text)
     if found is None or not any(found.groups()[1:]):
         return math.nan

@@ -1,4 +1,4 @@
-"""Every error that this package raises."""
+"""All errors that this package raises."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RefusedMessage:
-    """A message that the broker refused, with all that is needed to publish it again.
+    """A message that the broker refused, with all fields needed to publish the message again.
 
     *delivery_id* is None if the message had no delay. *returned* is true if no queue was bound for
-    its *exchange* and *routing_key*.
+    the message's *exchange* and *routing_key*.
     """
 
     reason: str
@@ -26,7 +26,7 @@ class RefusedMessage:
 
     @property
     def task_id(self) -> str | None:
-        """The id of a Celery task, None for any other message."""
+        """The id of the Celery task, or None if the message is not a Celery task."""
         return self.headers.get("id") if "task" in self.headers else None
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class SettingsError(NativeDelayError, ValueError):
 
 
 class InvalidDueTime(NativeDelayError, ValueError):
-    """A countdown or ETA is no point in time."""
+    """A countdown, an ETA or a duration is invalid."""
 
 
 class DelayTooLong(InvalidDueTime):
@@ -54,11 +54,11 @@ class DelayTooLong(InvalidDueTime):
 
 
 class CannotDelay(NativeDelayError):
-    """This message cannot wait in the broker and then arrive as it would without the delay."""
+    """This message cannot be delayed in the broker. The text says why, and what to do."""
 
 
 class PublishRefused(NativeDelayError):
-    """The broker refused some messages of a batch; *refused* lists all of them."""
+    """The broker refused some messages of a batch. *refused* lists these messages."""
 
     def __init__(self, text: str, refused: tuple[RefusedMessage, ...] = ()) -> None:
         super().__init__(text, refused)
@@ -66,27 +66,27 @@ class PublishRefused(NativeDelayError):
 
 
 class TopologyMismatch(NativeDelayError):
-    """The broker has a queue or exchange of this name with other arguments."""
+    """The broker has a queue or exchange with our name, but with other arguments."""
 
 
 class NotPermitted(NativeDelayError):
-    """The broker user may not declare or bind what delayed delivery needs."""
+    """The broker's user may not declare or bind a queue or exchange that delayed messages need."""
 
 
 class NotDeclared(NativeDelayError):
-    """Something is missing on the broker, and ``native_delay_declare`` is off."""
+    """RabbitMQ lacks a queue, exchange or binding, and ``native_delay_declare`` is off."""
 
 
 class UnsupportedBroker(NativeDelayError):
-    """This package does not support the broker, or not its version."""
+    """This package does not support this broker, or this version of the broker."""
 
 
 class BrokerFull(NativeDelayError):
-    """The broker has no memory left for delayed messages; nothing was sent."""
+    """The broker has no memory left for delayed messages. The message was not sent."""
 
 
 class StoreUnavailable(NativeDelayError):
-    """The database of ``native_delay_store`` cannot be used; nothing was stored."""
+    """The database of ``native_delay_store`` cannot be used. The message was not stored."""
 
 
 class InvalidQuery(NativeDelayError, ValueError):
@@ -94,21 +94,21 @@ class InvalidQuery(NativeDelayError, ValueError):
 
 
 class RecordsUnavailable(NativeDelayError):
-    """The records are unreachable: waiting tasks cannot be listed or changed."""
+    """The Redis or database that lists waiting tasks is unreachable: none can be changed."""
 
 
 class NoRecords(RecordsUnavailable):
-    """This app has no ``native_delay_records``, and its broker keeps no records itself."""
+    """This app needs ``native_delay_records`` to list or change waiting tasks, or for rates."""
 
 
 class InvalidFanOut(NativeDelayError, ValueError):
-    """An option or a column of a Spark fan-out is invalid; nothing was sent."""
+    """An option or a column of a Spark fan-out is invalid. No task was sent."""
 
 
 class FanOutFailed(NativeDelayError):
     """The broker did not confirm some rows of a Spark fan-out.
 
-    *result* lists these rows and counts the others.
+    *result* lists the rows that were not confirmed, and counts the confirmed rows.
     """
 
     def __init__(self, text: str, result: Any = None) -> None:
@@ -117,21 +117,21 @@ class FanOutFailed(NativeDelayError):
 
 
 class ManagementUnavailable(NativeDelayError):
-    """RabbitMQ's management API, which only checks and counts use, cannot be read."""
+    """RabbitMQ's management API cannot be read. Only checks and counts use this API."""
 
 
 class ExtraMissing(ModuleNotFoundError):
-    """A package of an extra is missing; the text says what to install."""
+    """A Python package for an optional feature is not installed. The text names the package."""
 
 
 def described(error: BaseException) -> str:
-    """The type and text of an error for a log line: ``ValueError: expected …``."""
+    """Return the type and text of an error for a log line: ``ValueError: expected …``."""
     return f"{type(error).__name__}: {error}"
 
 
 @contextmanager
 def brought_by(extra: str, *, whose: str) -> Iterator[None]:
-    """Turn a failing import in the module *whose* into an error that names *extra* to install."""
+    """Turn an ImportError into an error that says which *extra* the feature *whose* needs."""
     try:
         yield
     except ModuleNotFoundError as exc:

@@ -1,4 +1,4 @@
-"""Findings: problems of the delays, each with a remedy. Pure."""
+"""Findings: problems that a check has found, each with a remedy."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Self
 
 from .durations import duration
 
-#: Clocks may differ by this: workers accept a delayed message up to a second early.
+#: Seconds by which clocks may differ: workers accept a delayed message up to a second early.
 MAY_DIFFER_SECONDS = 1.0
 
-#: The same for a clock that is only known in whole seconds.
+#: Seconds by which a clock that is only known in whole seconds may differ.
 MAY_DIFFER_IN_WHOLE_SECONDS = 2.5
 
 #: Level of a finding: delays do not work, or lose messages.
@@ -24,10 +24,10 @@ ADVICE = "advice"
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem, or a check that could not be made, with its remedy.
+    """A problem that a check has found, or a check that could not be made.
 
     *check* names the check, such as "policies". *level* is :data:`WRONG`, :data:`UNCHECKED` or
-    :data:`ADVICE`. *problem* and *remedy* are a line each.
+    :data:`ADVICE`. *problem* and *remedy* are one line each.
     """
 
     check: str
@@ -37,7 +37,7 @@ class Finding:
 
     @classmethod
     def of_sentence(cls, check: str, level: str, sentence: str) -> Self:
-        """Split a sentence "problem: remedy", as our errors have it, into a finding."""
+        """Make a finding from a *sentence* of the form "problem: remedy"."""
         problem, _, remedy = sentence.rpartition(": ")
         return cls(check, level, problem, remedy)
 
@@ -53,9 +53,9 @@ def clock_finding(
     may_differ_seconds: float = MAY_DIFFER_SECONDS,
     check: str = "clocks",
 ) -> Iterator[Finding]:
-    """A finding if *whose* clock differs too much; *ahead_seconds* is negative if it is behind.
+    """Yield a finding if the clock *whose* differs too much; *ahead_seconds* < 0 means behind.
 
-    *effect* says what that does to delays.
+    *effect* says how the difference changes delays.
     """
     if abs(ahead_seconds) > may_differ_seconds:
         side = "ahead of" if ahead_seconds > 0 else "behind"

@@ -1,7 +1,7 @@
-"""The header of a delayed message, and the ETA that the message waits for.
+"""The header that this package adds to a delayed message, and the message's ETA.
 
-Only this module decides what the header contains. A change needs a new VERSION: messages in brokers
-carry the header for years.
+Only this module decides the content of the header. A change needs a new VERSION: messages in
+brokers carry the header for years.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _LATEST_MS = 253_402_300_800_000
 
 
 def is_own(header: Any) -> bool:
-    """True if *header* is of this version and its fields have the right types.
+    """Return True if *header* is a valid header of this version of the package.
 
-    Any producer may send any value under this name.
+    The check is needed because any producer may send any value under the header's name.
     """
     if not isinstance(header, dict) or header.get("v") != VERSION:
         return False
@@ -49,12 +49,12 @@ def is_own(header: Any) -> bool:
 
 
 class Delayed(NamedTuple):
-    """The header of a delayed message: where it was published to, and when it is due.
+    """The header of a delayed message: its original exchange and routing key, and its due time.
 
-    Only copies of one delivery have the same *delivery_id*. *queue* is set if the message is for
-    that queue alone; None: for all queues bound for *exchange* and *routing_key*. *due_us* and
-    *expires_ms* (the end of the message's ``expiration``) count from the epoch. A *cancelled*
-    message is announced by a worker and not run.
+    All copies of one delivery have one *delivery_id*. *queue* is None if the message is for all
+    queues bound for *exchange* and *routing_key*. *due_us* and *expires_ms* (the end of the
+    message's ``expiration``) count from the epoch. A worker announces a *cancelled* message as
+    revoked, and does not run the task.
     """
 
     delivery_id: str
@@ -66,7 +66,7 @@ class Delayed(NamedTuple):
     cancelled: bool = False
 
     def header(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """The header as a dict; *kept* are properties to restore when the message is due."""
+        """Return the header as a dict. *kept* are properties to restore when the message is due."""
         header: dict[str, Any] = {
             "v": VERSION,
             "id": self.delivery_id,
@@ -80,7 +80,7 @@ class Delayed(NamedTuple):
 
     @classmethod
     def of(cls, header: Any) -> Delayed | None:
-        """Parse what :meth:`header` has written; None for anything else."""
+        """Parse a dict that :meth:`header` made. Return None if *header* is any other value."""
         if not is_own(header) or not header.keys() >= _REQUIRED or not is_text(header["id"]):
             return None
         return cls(
@@ -95,9 +95,9 @@ class Delayed(NamedTuple):
 
 
 def due_of(headers: Mapping[str, Any] | None) -> int | None:
-    """The due time in the ``eta`` header, in microseconds since the epoch; None without one.
+    """Return the due time in the header ``eta``, in microseconds since the epoch, or None.
 
-    InvalidDueTime: a Celery task's ETA is not ISO 8601. In other messages such an ETA is ignored.
+    Raises InvalidDueTime if a task's ETA is not ISO 8601. In other messages it is ignored.
     """
     eta = headers.get("eta") if headers else None
     if not eta:
@@ -111,7 +111,7 @@ def due_of(headers: Mapping[str, Any] | None) -> int | None:
 
 
 def due_ms_of(headers: Mapping[str, Any]) -> int | None:
-    """The due time of the ``eta`` header in milliseconds; None for none or an invalid one."""
+    """Return the due time of ``eta`` in milliseconds since the epoch, or None if it is invalid."""
     try:
         found_us = due_of(headers)
     except InvalidDueTime:
@@ -122,12 +122,12 @@ def due_ms_of(headers: Mapping[str, Any]) -> int | None:
 #: Fields of our header: the task was cancelled, and its original ``expires``.
 CANCELLED, EXPIRES = "cancelled", "task_expires"
 
-#: A cancelled task expired then: a worker without this package announces it as expired.
+#: The ``expires`` of a cancelled task: a worker without this package announces it as expired.
 _LONG_AGO = "2000-01-01T00:00:00+00:00"
 
 
 def cancel(headers: dict[str, Any], header: dict[str, Any]) -> None:
-    """Mark a task as cancelled, in its *headers* and in our *header*: no worker may run it."""
+    """Mark a task as cancelled, in *headers* and in our own *header*: no worker runs the task."""
     header[CANCELLED] = True
     if "expires" in headers:
         header[EXPIRES] = headers["expires"]
@@ -135,7 +135,7 @@ def cancel(headers: dict[str, Any], header: dict[str, Any]) -> None:
 
 
 def uncover(headers: dict[str, Any], header: Mapping[str, Any]) -> bool:
-    """Undo :func:`cancel` in *headers*; True if the task was cancelled."""
+    """Remove the mark of :func:`cancel` from *headers*. Returns True if the task was cancelled."""
     if not header.get(CANCELLED):
         return False
     if EXPIRES in header:

@@ -1,6 +1,6 @@
-"""Values that belong to one process, such as connections, and this package's only fork hook.
+"""Values that each process makes for itself, such as connections, and never takes from its parent.
 
-A forked child has its parent's sockets but not its threads. It must neither use nor close them.
+A forked child has its parent's sockets but not its threads, and must not use or close a socket.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _forgets: list[Callable[[], object]] = []
 
 
 def in_forked_child(forget: Callable[[], object]) -> None:
-    """Call *forget* at the start of every forked child."""
+    """Register *forget* to be called at the start of every forked child."""
     _forgets.append(forget)
 
 
@@ -31,9 +31,9 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class PerProcess(Generic[Key, Value]):
-    """One value per key and process, made when it is first needed.
+    """A cache of values, one per key, that a forked child does not share with its parent.
 
-    A forked child calls *abandon* with each value of its parent, and forgets the value.
+    A forked child calls *abandon* with each value of its parent, and then removes the value.
     """
 
     def __init__(self, abandon: Callable[[Value], object] = lambda value: None) -> None:
@@ -49,7 +49,7 @@ class PerProcess(Generic[Key, Value]):
         *,
         is_good: Callable[[Value], bool] = lambda value: True,
     ) -> Value:
-        """The value of *key*; *make* makes it if there is none or *is_good* refuses it."""
+        """Return the value of *key*. If none exists or *is_good* refuses it, *make* makes one."""
         value = self._values.get(key)
         if value is None or not is_good(value):
             with self._making:

@@ -1,4 +1,4 @@
-"""Checks of a Redis or Valkey: its version, its settings and its clock."""
+"""Checks of a Redis or Valkey server: its version, its settings and its clock."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .finding import ADVICE, UNCHECKED, WRONG, Finding, clock_finding
 #: TTL of the key that a check writes, in seconds.
 _TRIED_SECONDS = 5
 
-#: The first version with ZRANGE … BYSCORE, which kombu's own consumers need, too.
+#: The first version with ZRANGE … BYSCORE. kombu's own consumers need this command, too.
 OLDEST_REDIS = (6, 2)
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server, as its ``INFO`` describes it.
+    """A Redis or Valkey server, as the server's ``INFO`` describes it.
 
-    *version* is () if it is unknown; *policy* (``maxmemory-policy``) and *aof* (``appendonly``) are
-    None. *configurable* is true if this user may read the configuration, and None if that was not
-    tried: on most hosted servers no user may.
+    *version* is () if unknown. *policy* (``maxmemory-policy``) and *aof* (``appendonly``) are None
+    if unknown. *configurable* is true if this user may read the server's configuration, which most
+    hosted servers forbid. *configurable* is None if that was not tried.
     """
 
     name: str = "Redis"
@@ -37,7 +37,7 @@ class Server:
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any], *, configurable: bool | None = None) -> Server:
-        """A server from redis-py's ``info()``; {} if this user may not call it."""
+        """Make a Server from redis-py's ``info()``; {} if this user may not call ``INFO``."""
         text = str(info.get("redis_version", ""))
         aof = info.get("aof_enabled")
         return cls(
@@ -54,10 +54,10 @@ class Server:
 
 
 def check_server(server: Server, *, prefix: str) -> None:
-    """Raise UnsupportedBroker for a server older than 6.2, or in cluster mode.
+    """Raise UnsupportedBroker if the server is older than Redis 6.2, or in cluster mode.
 
-    A cluster is accepted if *prefix*, kombu's ``global_keyprefix``, has a hash tag: then all keys
-    share a slot.
+    A cluster is accepted if *prefix*, kombu's ``global_keyprefix``, has a hash tag. All keys then
+    share a hash slot.
     """
     if server.version and server.version < OLDEST_REDIS:
         raise UnsupportedBroker(
@@ -73,10 +73,10 @@ def check_server(server: Server, *, prefix: str) -> None:
 
 
 def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) -> Iterator[Finding]:
-    """Findings for settings that may make the server lose what is *kept* ("delayed messages").
+    """Yield a finding for each setting that may make the server lose *kept*.
 
-    They are advice if the server's host decides about its configuration. A volatile eviction policy
-    matters if the keys have TTLs (*has_ttls*).
+    *kept* names data, such as "delayed messages". Findings are only advice if the server's host
+    decides. *has_ttls*: keys have TTLs, so a volatile eviction policy can delete them.
     """
     level = ADVICE if server.configurable is False else WRONG
     policy = server.policy
@@ -113,7 +113,7 @@ def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) ->
 
 
 def clocks(ahead_seconds: float, *, check: str = "clocks") -> Iterator[Finding]:
-    """A finding if the server's clock is *ahead_seconds* ahead of this machine's, or behind."""
+    """Yield a finding if the server's clock is *ahead_seconds* ahead (negative: behind)."""
     effect = "arrive early and are put back once" if ahead_seconds > 0 else "arrive that much later"
     yield from clock_finding(
         "the Redis server's clock", ahead_seconds, f"delayed tasks {effect}", check=check
@@ -130,9 +130,9 @@ def _has_hash_tag(prefix: str) -> bool:
 
 
 def server_of(client: Any, *, thoroughly: bool = False) -> Server:
-    """Ask the server for its ``INFO``; fields are unknown if this user may not.
+    """Ask the server for its ``INFO``. Fields are unknown if this user may not call ``INFO``.
 
-    *thoroughly*: find out *configurable*, too.
+    With *thoroughly*, the field *configurable* is found out, too.
     """
     configurable = _is_configurable(client) if thoroughly else None
     try:
@@ -142,7 +142,7 @@ def server_of(client: Any, *, thoroughly: bool = False) -> Server:
 
 
 def _is_configurable(client: Any) -> bool:
-    """True if this user may read the configuration; otherwise it cannot change it either."""
+    """Return True if this user may read the configuration. Other users cannot change it either."""
     try:
         client.config_get("appendonly")
     except ResponseError:
@@ -151,22 +151,21 @@ def _is_configurable(client: Any) -> bool:
 
 
 def now_us(client: Any) -> int:
-    """The time of the server's clock in microseconds since the epoch."""
     seconds, microseconds = client.time()
     return int(seconds) * 1_000_000 + int(microseconds)
 
 
 def clock_ahead_seconds(client: Any) -> float:
-    """Seconds that the server's clock is ahead of this machine's; negative if it is behind."""
+    """Return the seconds that the server's clock is ahead of this machine's; negative if behind."""
     before_us = time_ns() // 1000
     server_us = now_us(client)
     return (server_us - (before_us + time_ns() // 1000) / 2) / 1_000_000
 
 
 def findings(client: Any, *, key: str, where: str) -> Iterator[Finding]:
-    """Problems of a Redis that keeps records with TTLs, beside the broker.
+    """Yield the problems of a Redis server that keeps records (state about waiting tasks).
 
-    *where* is its URL without a password. *key* is written to try, and expires by itself.
+    *where* is its URL without a password. *key* is written as a test, with a TTL.
     """
     check = "records"
     try:

@@ -23,7 +23,7 @@ MAX_TTL_MS = 315_360_000_000
 #: A million unconfirmed messages of 1 kB take a gigabyte of memory.
 MAX_CONFIRM_WINDOW = 1_000_000
 
-#: Fused bits of one group: its 15 queues replace four hops by one.
+#: Fused bits of one group: a message passes one of the group's 15 queues, instead of four queues.
 FUSED_WIDTH = 4
 #: The lowest group has three bits: the fractions of a second at the default resolution. The next
 #: group then begins with whole seconds, and most delays use all of its 15 queues.
@@ -35,7 +35,7 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _NAMESPACE_BYTES = 64
 
 
-# Not SQLite in memory: no other process would see it.
+# SQLite in memory is refused, because no other process would see the database.
 _STORE_URL = re.compile(
     r"(?!sqlite(\+\w+)?://(/?(\?|$)|.*(:memory:|mode=memory)))[A-Za-z][\w.]*(\+\w+)?://", re.ASCII
 )
@@ -58,74 +58,78 @@ class DelaySettings:
     """The settings of this package for one app.
 
     Raises:
-        SettingsError: a name is unknown or a value invalid. The text says what was expected, what
-            was given and what to do.
+        SettingsError: a name is unknown or a value is invalid. The text says which values are
+            valid, which value was given, and what to do.
     """
 
     enabled: bool = True
-    """Off: Celery behaves as if this package were not installed. Defaults to True."""
+    """If off, Celery behaves as if this package were not installed. Defaults to True."""
     namespace: str = "celery_delay"
-    """First word of every name on the broker. Apps with different namespaces share nothing."""
+    """First word of each queue, exchange and key on the broker. Defaults to "celery_delay"."""
     levels: int = 31
-    """Number of delay levels. The longest delay is just under 2**levels times the resolution.
-    Defaults to 31 (8.5 years at 125 ms)."""
+    """Number of delay levels (queues with a TTL) on RabbitMQ. The longest delay is just under
+    2**levels times the resolution. Defaults to 31 (8.5 years at 125 ms)."""
     resolution: float = 0.125
-    """Seconds of level 0, a whole number of milliseconds. Delays are rounded up to a multiple."""
+    """Seconds of the shortest delay level (a queue with a TTL), a whole number of milliseconds.
+    Delays are rounded up to a multiple of the resolution. Defaults to 0.125."""
     fused_bits: int = 15
-    """Number of the lowest bits of a delay that are waited for in groups. A message waits for a
-    group once, in one of up to 15 queues, instead of once per bit: fewer hops and more messages per
-    second, for more level queues. The lowest group has three bits (the fractions of a second at
-    the default resolution), the others have four, so use 3, 7, 11, 15 and so on; 0 makes no groups.
-    Defaults to 15: whole seconds below an hour take at most three hops."""
+    """Number of the lowest bits of a delay that share delay levels (queues with a TTL). A message
+    waits once for a group of these bits, in one of up to 15 queues. So it passes fewer queues, and
+    the broker delivers more messages per second, but has more queues. The lowest group has three
+    bits (fractions of a second), and the others have four: use 3, 7, 11, 15 and so on; 0 makes no
+    groups. Defaults to 15: whole seconds below an hour pass at most three queues."""
     queue_type: str = "quorum"
-    """"quorum" or "classic". Classic queues are on one node, and may lose messages that hop while
-    the broker crashes."""
+    """RabbitMQ's delay queues are "quorum" or "classic". A classic queue is on one node, and may
+    lose messages that move on while the broker crashes. Defaults to "quorum"."""
     confirm_publish: bool = True
     """Each delayed publish waits for RabbitMQ's confirm. If off, as in Celery, a message may be
     lost unnoticed. Defaults to True."""
     confirm_window: int = 1000
-    """Number of messages of ``bulk(app)`` that may be unconfirmed at a time."""
+    """Number of ``bulk(app)`` messages that may wait for confirms at a time. Defaults to 1000."""
     declare: bool = True
     """If off, this package declares, binds and deletes nothing on RabbitMQ, and raises
-    ``NotDeclared`` for what is missing. `celery -A PROJ delay export` writes all of it for other
-    tools."""
+    ``NotDeclared`` if something is missing. `celery -A PROJ delay export` writes all declarations
+    for other tools. Defaults to True."""
     landing_exchanges: tuple[str, ...] = ()
-    """Exchanges to which consumers without this package bind queues. Their delayed messages go
-    through a landing queue."""
+    """Exchanges to which consumers without this package bind queues. A landing queue receives their
+    due messages and routes them on. Defaults to none."""
     adopt: bool = True
-    """Workers put tasks that arrive before their ETA back into the broker."""
+    """Workers put tasks that arrive before their ETA back into the broker. Defaults to True."""
     management_url: str | None = None
-    """URL of RabbitMQ's management API, ``http://user:password@host:15672``. None: the broker's
-    host and credentials, port 15672. Only ``doctor``, ``verify``, ``status`` and a worker's check
-    of policies read it."""
+    """URL of RabbitMQ's management API, ``http://user:password@host:15672``. None means the
+    broker's host and credentials, port 15672. Only ``doctor``, ``verify``, ``status`` and a
+    worker's check of policies read this API."""
 
     records: str | None = None
-    """URL of a Redis, or SQLAlchemy URL of a database, for the records of waiting tasks, such as
-    ``postgresql+psycopg://host/shop``. RabbitMQ, SQS and pgmq need it to list, cancel and move
-    tasks, for keys and for rates. A Redis broker and ``native_delay_store`` keep records
-    themselves. Fenced runs are recorded here on any broker. Defaults to None."""
+    """URL of a Redis, or SQLAlchemy URL of a database, for the records (state about waiting tasks),
+    such as ``postgresql+psycopg://host/shop``. RabbitMQ, SQS and pgmq need records to list, cancel
+    and move tasks, for keys and for rates. A Redis broker and ``native_delay_store`` keep records
+    themselves. Fenced Spark runs (each row runs once) are recorded here on any broker. Defaults to
+    None."""
     records_away: str = "run"
-    """Decides about due tasks while the records are unreachable: they "run", even if they were
-    cancelled or moved, or they "wait" in the broker."""
+    """Decides about due tasks while the records (state about waiting tasks) are unreachable: "run",
+    even if they were cancelled or moved, or "wait" in the broker. Defaults to "run"."""
 
     store: str | None = None
-    """SQLAlchemy URL of the database in which messages wait if the broker itself cannot delay,
-    such as ``sqlite:////var/lib/shop/delays.db``. Defaults to None: a ``sqla+…`` broker is its own
-    store, and on other such brokers delayed tasks wait in the worker, as in Celery."""
+    """SQLAlchemy URL of the database in which messages wait if the broker itself cannot delay, such
+    as ``sqlite:////var/lib/shop/delays.db``. Defaults to None: a ``sqla+…`` broker keeps delayed
+    messages in its own database. On other such brokers tasks wait in the worker, as in Celery."""
     strict: bool = False
-    """If on, an app whose broker is not supported raises ``UnsupportedBroker``, instead of a
-    warning."""
+    """If on, an app with an unsupported broker raises ``UnsupportedBroker``. If off, the app logs a
+    warning. Defaults to False."""
 
     telemetry: str | None = None
-    """Folder for telemetry: every process of a worker writes one line of JSON when a task starts
-    and one when it ends. Defaults to None: off."""
+    """Folder for telemetry. Every process of a worker writes one line of JSON when a task starts,
+    and one when the task ends. Defaults to None: no telemetry."""
     fence_policy: str = "run"
-    """Decides about the tasks of a fenced run that was not sealed in time: workers "run" all of
-    them, perhaps twice, or "drop" all of them."""
+    """Decides about a fenced Spark run (of repeated attempts, each row runs once) without winners.
+    If the driver did not record the winners in time, workers "run" all tasks, perhaps twice, or
+    "drop" all tasks. Defaults to "run"."""
 
     rates: Mapping[str, Rate | str | Mapping[str, Any]] | tuple[tuple[str, Rate], ...] = ()
-    """Rates by task name, ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
-    ``{"shop.call_api": "100/m"}``. Tasks beyond their rate wait in the broker. Defaults to none."""
+    """Rate limits by task name, such as ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
+    ``{"shop.call_api": "100/m"}``. Tasks beyond their rate limit wait in the broker. Defaults to
+    none."""
 
     def __post_init__(self) -> None:
         for name in ("landing_exchanges", "rates"):
@@ -145,27 +149,27 @@ class DelaySettings:
 
     @property
     def resolution_ms(self) -> int:
-        """Milliseconds of level 0."""
+        """The resolution in milliseconds: the TTL of the shortest delay level (a queue)."""
         return round(self.resolution * 1000)
 
     @property
     def rate_by_task(self) -> dict[str, Rate]:
-        """The rates by task name."""
+        """The rate limits, by task name."""
         return {name: Rate.of(rate) for name, rate in dict(self.rates).items()}
 
     @property
     def while_records_are_away(self) -> str:
-        """The consequences of unreachable records, for an error's text."""
+        """A text for errors: what happens to due tasks while the records are unreachable."""
         due = "run, even if cancelled" if self.records_away == "run" else "wait in the broker"
         return f"meanwhile due tasks {due}, and none can be listed, cancelled or moved"
 
     @property
     def longest_delay_seconds(self) -> float:
-        """The longest delay that the levels can hold, in seconds."""
+        """The longest delay in seconds. It follows from the settings *levels* and *resolution*."""
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000
 
     def _largest_step(self, levels: int) -> int:
-        """The longest single wait in units of the resolution: all bits of the top level."""
+        """Return the longest single wait in units of the resolution: all bits of the top level."""
         return (1 << levels) - (1 << lowest_bit(levels - 1, fused_bits=self.fused_bits))
 
     def _fits_ttl(self, levels: int) -> bool:
@@ -173,13 +177,16 @@ class DelaySettings:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> DelaySettings:
-        """Make settings from a mapping of names without the prefix."""
+        """Make settings from a mapping of names, without the prefix ``native_delay_``, to values.
+
+        Raises SettingsError if a name is unknown or a value is invalid.
+        """
         check_settings(values)
         return cls(**values)
 
 
 def check_settings(values: Mapping[str, Any]) -> None:
-    """Check each name and value, without the rules that involve several settings."""
+    """Check each name and value, but no rule about several settings. Raises SettingsError."""
     for name, value in values.items():
         bare = name.removeprefix(_PREFIX)
         if bare != name and bare in _names():
@@ -196,7 +203,7 @@ def check_settings(values: Mapping[str, Any]) -> None:
 
 
 def is_store_url(url: str) -> bool:
-    """True if *url* is a SQLAlchemy URL of a database, other than SQLite in memory."""
+    """Return True if *url* is the SQLAlchemy URL of a database, other than SQLite in memory."""
     return bool(_STORE_URL.match(url))
 
 
@@ -205,7 +212,6 @@ def _names() -> list[str]:
 
 
 def _normal(name: str, value: Any) -> Any:
-    """The *value* in its normal form, which can be compared and hashed."""
     if name == "landing_exchanges" and isinstance(value, list | set | frozenset):
         return tuple(value if isinstance(value, list) else sorted(value, key=str))
     if name == "rates" and isinstance(value, Mapping):
@@ -228,7 +234,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def _rule(name: str, value: Any) -> tuple[bool, str]:
-    """True if *value* is valid for the setting *name*, and the values that are."""
+    """Return True if *value* is valid for the setting *name*, and a text with the valid values."""
     is_text = isinstance(value, str) and value != ""
     match name:
         case "enabled" | "adopt" | "confirm_publish" | "declare" | "strict":
@@ -278,7 +284,7 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
 
 
 def lowest_bit(bit: int, *, fused_bits: int) -> int:
-    """The lowest bit of the delay level that *bit* belongs to."""
+    """Return the lowest bit of the delay level (a queue with a TTL) that *bit* belongs to."""
     if bit >= fused_bits:
         return bit
     return max(0, bit - (bit - FRACTION_BITS) % FUSED_WIDTH)

@@ -1,4 +1,4 @@
-"""Texts that every broker and database can store."""
+"""The check for texts that every broker and database can store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TypeGuard
 
 
 def is_text(value: object) -> TypeGuard[str]:
-    """True if *value* is a text that UTF-8 can encode: one without lone surrogates."""
+    """Return True if *value* is a text that UTF-8 can encode, one without lone surrogates."""
     if not isinstance(value, str):
         return False
     try:

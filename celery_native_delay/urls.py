@@ -1,4 +1,4 @@
-"""URLs of brokers and databases: without their password, and in the form that redis-py needs."""
+"""Helpers for the URLs of brokers and databases: hide the password, or convert for redis-py."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ _PASSWORD = re.compile(r"(?<=://)([^/:@?#]*):.*(?=@)|(?<=[?&]password=)[^&]*")
 
 
 def without_password(url: str) -> str:
-    """The *url* with ``**`` in place of its password."""
     return _PASSWORD.sub(lambda found: "**" if found[1] is None else f"{found[1]}:**", url)
 
 
 def redis_py_url(url: str) -> str:
-    """The *url* for redis-py, whose URLs of Unix sockets differ from kombu's."""
+    """Convert kombu's *url* of a Redis to the form of redis-py, which differs for Unix sockets."""
     if not url.startswith("redis+socket://"):
         return url
     return url.replace("redis+socket://", "unix://", 1).replace("virtual_host=", "db=")
 
 
 def is_redis_url(url: str) -> bool:
-    """True if the scheme of *url* is one of Redis."""
     return url.startswith(("redis://", "rediss://", "redis+socket://"))

@@ -1,1 +1,1 @@
-"""An app's part: what install() puts into it, and ``Delay(app)``."""
+"""The parts of this package that live in a Celery app: ``install()`` and ``Delay(app)``."""

@@ -1,4 +1,4 @@
-"""The broker of an app: questions to it, its name in errors, and whether tasks can wait there."""
+"""Helpers for the broker of an app: ask the broker, name it in errors, check its support."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _WAY_TO_STORE = (
 
 
 def check_fits(connection: Any, settings: DelaySettings) -> None:
-    """Raise UnsupportedBroker if no task can wait in the broker of *connection*."""
+    """Raise UnsupportedBroker if delayed tasks can wait neither in this broker nor a database."""
     if transport_of(connection.transport_cls, store=settings.store) is None:
         raise UnsupportedBroker(why_nothing_waits(connection.transport_cls))
 
 
 def why_nothing_waits(transport: Any) -> str:
-    """The reason why no task can wait with kombu's *transport*, and what to do."""
+    """Return the reason why delayed tasks cannot wait with kombu's *transport*, and a remedy."""
     shown = transport if transport in TRANSPORT_ALIASES else repr(transport)
     if needs_store(transport):
         return f"native delay has no store for {shown}: {_WAY_TO_STORE}"
@@ -37,7 +37,7 @@ def why_nothing_waits(transport: Any) -> str:
 
 @contextmanager
 def without_traceback() -> Iterator[None]:
-    """Let an UnsupportedBroker end ``celery worker``, ``beat``, … without a traceback."""
+    """Make Celery's commands print an UnsupportedBroker of this block without a traceback."""
     try:
         yield
     except UnsupportedBroker as exc:
@@ -50,13 +50,13 @@ def without_traceback() -> Iterator[None]:
 
 
 def name_broker(error: OperationalError, app: Any) -> None:
-    """Add the app's broker as a note to an error of kombu, whose text may name no host."""
+    """Add the URL of the app's broker to kombu's *error* as a note: its text may lack the URL."""
     if not hasattr(error, "__notes__"):
         error.add_note(f"the broker is {shown_broker(app)}")
 
 
 def shown_broker(app: Any) -> str:
-    """The URLs of the app's broker, without passwords."""
+    """Return the URLs of the app's broker as text, without passwords."""
     connection = app.connection_for_write()
     urls = [without_password(url) for url in connection.alt]
     return " or ".join(urls) if len(urls) > 1 else without_password(connection.as_uri())
@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 def ask_on_a_connection(app: Any, question: Callable[[Any], T]) -> T:
-    """Call *question* with a connection of the app's pool, and return its answer.
+    """Call *question* with a connection of the app's pool, once more if the connection breaks.
 
     Raises kombu's OperationalError if the broker cannot be reached.
     """

@@ -43,13 +43,15 @@ _MOST_LINES = 10_000
 
 
 class Delay(KeyedCalls):
-    """List, search, cancel and reschedule the waiting tasks of one app, or send one per key.
+    """List, search, cancel and reschedule the waiting tasks of one app, or send one task per key.
 
-    It asks the broker on Redis, ``native_delay_records`` on RabbitMQ, SQS and pgmq, and
-    ``native_delay_store`` elsewhere. Every method raises
-    :class:`~celery_native_delay.RecordsUnavailable` if these are unreachable, and kombu's errors if
-    the broker is. Methods that change a task return an :class:`~celery_native_delay.Outcome`; it is
-    truthy if the change was made.
+    On Redis, ``Delay`` asks the broker. On RabbitMQ, SQS and pgmq, ``Delay`` asks the Redis or
+    database of ``native_delay_records``. On other brokers, ``Delay`` asks the database in which
+    messages wait.
+
+    Every method raises :class:`~celery_native_delay.RecordsUnavailable` if this Redis or database
+    is unreachable, and kombu's errors if the broker is unreachable. Methods that change a task
+    return an :class:`~celery_native_delay.Outcome`, which is truthy if the change was made.
     """
 
     def __init__(self, app: Celery) -> None:
@@ -64,12 +66,15 @@ class Delay(KeyedCalls):
         Args:
             search: words as in Flower's search box, such as ``name:shop.remind ada``, or a
                 :class:`Query`. By default all tasks match.
+            limit: the largest number of tasks to return.
+            offset: the number of matching tasks to skip.
 
         Returns:
-            a sequence of :class:`Waiting`. Its *total* is the number of all matching tasks.
+            a sequence of :class:`Waiting`. The attribute *total* of the sequence is the number of
+            all matching tasks, or None if the tasks were not counted.
 
         Raises:
-            InvalidQuery: *search* cannot be parsed, or *limit* or *offset* is no number from 0.
+            InvalidQuery: *search* cannot be parsed, or *limit* or *offset* is not a number from 0.
         """
         _check_count("limit", limit, least=0)
         _check_count("offset", offset, least=0)
@@ -78,34 +83,34 @@ class Delay(KeyedCalls):
         return Page(tuple(self._with_holds(page.tasks)), page.total)
 
     def show(self, task_id: TaskId) -> list[Waiting]:
-        """The waiting messages with this task id: usually one, none if the task is not waiting."""
+        """Return messages with this task id: usually one, none if the task is not waiting."""
         one = _id_of(task_id)
         return self._with_holds(self._ask(lambda found: found.get(one)))
 
     def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
-        """The ids of the waiting tasks that match *search*, earliest first, up to *limit*."""
+        """Return the ids of at most *limit* waiting tasks that match *search*, earliest first."""
         if limit is not None:
             _check_count("limit", limit, least=0)
         query = _query(search)
         return self._ask(lambda found: _some_of(found.ids(query), limit))
 
     def count(self, search: str | Query = "") -> int:
-        """The number of waiting tasks that match *search*."""
+        """Return the number of waiting tasks that match *search*."""
         query = _query(search)
         return self._ask(lambda found: found.count(query))
 
     def histogram(self, *, bars: int = 40) -> list[Bar]:
-        """A histogram of the due times of all waiting tasks, with up to *bars* bars."""
+        """Return a histogram of the due times of all waiting tasks, with at most *bars* bars."""
         _check_count("bars", bars, least=1)
         return self._ask(lambda found: waiting.histogram(found, bars=bars))
 
     def next_due(self) -> datetime | None:
-        """The earliest due time of all waiting tasks; None if no task waits."""
+        """Return the earliest due time of all waiting tasks, or None if no task is waiting."""
         span = self._ask(lambda found: found.span())
         return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
 
     def rates(self, *, limit: int = 50) -> list[RateLine]:
-        """The queues of rate-limited tasks, one per task and key, longest first, up to *limit*.
+        """Return the state of each rate limit, most waiting tasks first, at most *limit* of them.
 
         Raises:
             NoRecords: this broker needs ``native_delay_records`` for rates.
@@ -119,7 +124,7 @@ class Delay(KeyedCalls):
         return self._ask_broker(looked)
 
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
-        """Correct the due times of *tasks* that RetryAfter holds: they run after the hold."""
+        """Correct the due times of *tasks* that a RetryAfter holds to the end of the hold."""
         until_us: dict[tuple[str, str], int] = {}
         if any(task.place for task in tasks):
             with suppress(NativeDelayError):  # then show the due times of the messages
@@ -147,23 +152,24 @@ class Delay(KeyedCalls):
         task: str | Task | Signature | None = None,
         kind: KeyKind | None = None,
     ) -> Outcome:
-        """Cancel a waiting task by its id, or by the key it was sent with: it never runs.
+        """Cancel a waiting task, by its id or by its debounce, throttle or unique key.
 
-        Its result becomes REVOKED at once. The next worker announces it like every revoked task,
-        to monitors and to its chord.
+        The task never runs. Its result becomes REVOKED at once. The next worker announces the task
+        to monitors and to its chord, like every revoked task.
 
         Args:
-            task_id: an id, an ``AsyncResult`` or a :class:`Waiting` of :meth:`ls`.
-            key: instead of *task_id*, together with *task* and *kind*: the key of the task.
-            task: the task, or its name.
-            kind: the call that sent it: "debounce", "throttle" (with edge "both"),
+            task_id: an id, an ``AsyncResult``, or a :class:`Waiting` that :meth:`ls` returned.
+            key: the key of the task. Give *key*, *task* and *kind* instead of *task_id*.
+            task: the task, or the name of the task.
+            kind: the call that sent the task: "debounce", "throttle" (with edge "both"),
                 "throttle-trailing" or "unique".
 
         Returns:
-            the outcome. Its *id* is "" if no task was sent with the key.
+            the outcome. The outcome's *id* is "" if no task was sent with the key.
 
         Raises:
-            UnsupportedBroker: no records of keys can be kept for this broker.
+            UnsupportedBroker: this app cannot store the state of keys. RabbitMQ, SQS and pgmq need
+                ``native_delay_records`` for keys.
         """
         if key is None and task is None and kind is None:
             return self.cancel_all([_id_of(task_id)])[0]
@@ -175,21 +181,22 @@ class Delay(KeyedCalls):
         return self._cancel_key(key, name, kind)
 
     def cancel_all(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
-        """Cancel many tasks over one connection; see :meth:`cancel`."""
+        """Cancel many waiting tasks over one connection, each as :meth:`cancel` does."""
         self._sets_results = True
         return self._change(task_ids, self._cancel)
 
     def reschedule(
         self, task_id: TaskId, *, countdown: float | None = None, eta: datetime | str | None = None
     ) -> Outcome:
-        """Give a waiting task another due time, which its ``eta`` then says.
+        """Give a waiting task another due time. The task's ``eta`` becomes the new due time.
 
         Args:
-            countdown: seconds from now; a negative one is now.
-            eta: the due time; without a time zone it is UTC. Give either *countdown* or *eta*.
+            countdown: seconds from now. A negative countdown means now.
+            eta: the new due time, in UTC if it has no time zone. Give either *countdown* or *eta*.
 
         Raises:
-            InvalidDueTime, DelayTooLong: the due time stays as it was.
+            InvalidDueTime: the new due time is not a point in time. The task keeps its due time.
+            DelayTooLong: the new due time is too far away. The task keeps its due time.
         """
         one = _id_of(task_id)
         return self.reschedule_all([one], countdown=countdown, eta=eta)[0]
@@ -201,7 +208,7 @@ class Delay(KeyedCalls):
         countdown: float | None = None,
         eta: datetime | str | None = None,
     ) -> list[Outcome]:
-        """Reschedule many tasks over one connection; see :meth:`reschedule`."""
+        """Reschedule many waiting tasks over one connection, each as :meth:`reschedule` does."""
         if isinstance(countdown, int | float):
             countdown = max(countdown, 0)
         at_us = due_us(delay_headers(countdown=countdown, eta=eta)["eta"])
@@ -209,11 +216,11 @@ class Delay(KeyedCalls):
         return self._change(task_ids, lambda found, task_id: found.move(task_id, moment))
 
     def run_now(self, task_id: TaskId) -> Outcome:
-        """Let a waiting task run now."""
+        """Let a waiting task run now instead of at its due time."""
         return self.run_all_now([_id_of(task_id)])[0]
 
     def run_all_now(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
-        """Let many waiting tasks run now, over one connection."""
+        """Let many waiting tasks run now instead of at their due times, over one connection."""
         return self._change(task_ids, lambda found, task_id: found.move(task_id, None))
 
     # --- private -------------------------------------------------------------------------
@@ -246,7 +253,7 @@ class Delay(KeyedCalls):
 
         def rest(found: WaitingTasks) -> list[Outcome]:
             nonlocal begun
-            # Runs again on a new connection if the first one breaks, for the rest of the ids.
+            # If the connection breaks, this function runs again for the rest of the ids.
             for position, task_id in list(enumerate(ids))[len(outcomes) :]:
                 is_again, begun = position == begun, position
                 try:
@@ -284,7 +291,7 @@ class Delay(KeyedCalls):
         return self._ask_broker(ask)
 
     def _ask_broker(self, question: Callable[[Any, DelaySettings], T]) -> T:
-        """Ask *question* on a delaying channel; if it breaks, ask again on a new connection."""
+        """Ask *question* on a delaying channel. If the channel breaks, ask on a new connection."""
 
         def ask(connection: Any) -> T:
             return question(*delaying_channel(self._app, connection))
@@ -292,9 +299,9 @@ class Delay(KeyedCalls):
         return ask_on_a_connection(self._app, ask)
 
     def _revoke_result(self, outcome: Outcome) -> None:
-        """Set the results to REVOKED now; a worker tells chord and monitors later.
+        """Set results of cancelled tasks to REVOKED. A worker tells chord and monitors later.
 
-        If the backend fails once, the worker sets the other results, too: a try may take minutes.
+        If the backend fails once, a worker sets the other results: each attempt may take minutes.
         """
         for task in outcome.tasks:
             if self._sets_results and task.name and task.keeps_result:
@@ -302,7 +309,7 @@ class Delay(KeyedCalls):
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:
-    """A page of matching tasks, and True if its total is exact; else there are more."""
+    """Return a page of waiting tasks that match *query*, and True if the page's total is exact."""
     searched = not query.is_by_time_only
     page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
     total = page.total
@@ -314,7 +321,6 @@ def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, b
 
 
 def _some_of(ids: Iterable[str], limit: int | None) -> list[str]:
-    """The first *limit* different ids; all of them if *limit* is None."""
     found: dict[str, None] = {}
     for task_id in ids:
         if len(found) == limit:

@@ -1,4 +1,4 @@
-"""The checks of ``delay doctor``."""
+"""The checks of the command ``delay doctor``: broker, records, rates and telemetry."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _START_THEM = (
 
 
 def examine(app: Any) -> list[Finding]:
-    """The problems of the app's delays, and checks that could not be made; [] if all is well."""
+    """Return the problems with delayed tasks, and the checks that could not be made; [] if none."""
     installation = installed(app)
     try:
         settings = installation.settings()
@@ -107,7 +107,7 @@ def _failed(check: str, exc: NativeDelayError) -> Finding:
 
 
 def _of_lines(connection: Any, settings: DelaySettings) -> Iterator[Finding]:
-    """Findings about the server that keeps the rates: workers must be able to ask it."""
+    """Yield findings about the server that keeps the rates. Workers must reach that server."""
     if not settings.rates:
         return
     try:
@@ -130,7 +130,6 @@ def _of_records(settings: DelaySettings) -> Iterator[Finding]:
 
 
 def _of_rated_names(app: Any, settings: DelaySettings) -> Iterator[Finding]:
-    """Findings about the names and keys in ``native_delay_rates``."""
     if not settings.rates:
         return
     try:
@@ -159,7 +158,6 @@ def _of_rated_names(app: Any, settings: DelaySettings) -> Iterator[Finding]:
 
 
 def _of_telemetry(settings: DelaySettings) -> Iterator[Finding]:
-    """Findings about the telemetry folder on this machine."""
     if settings.telemetry is None:
         return
     folder = Path(settings.telemetry).absolute()

@@ -1,4 +1,4 @@
-"""``install(app)``: the one line that lets an app's delayed tasks wait in the broker."""
+"""``install(app)`` makes the delayed tasks of a Celery app wait in the broker."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ BOOTSTEP = "celery_native_delay.worker.bootsteps:NativeDelay"
 def install(app: App, **settings: Any) -> App:
     """Let the delayed tasks of *app* wait in the broker instead of in its workers.
 
-    Call it once, before or after the app is configured. Another call only adds settings. Other apps
-    of the process stay as they are.
+    Call ``install`` once, before or after the app is configured. Another call only adds settings.
+    Other apps in the process are not changed.
 
     Args:
         app: the Celery app.
         **settings: any of :class:`~celery_native_delay.DelaySettings`, without the prefix
-            ``native_delay_``. They win over the app's configuration.
+            ``native_delay_``. A setting given here wins over the app's configuration.
 
     Returns:
         *app* itself.
 
     Raises:
-        TypeError: *app* is no Celery app.
+        TypeError: *app* is not a Celery app.
         SettingsError: a setting is unknown or has an impossible value.
         UnsupportedBroker: this release of Celery is not supported.
     """
@@ -65,7 +65,7 @@ def install(app: App, **settings: Any) -> App:
 
 @dataclass(frozen=True)
 class ControlOf:
-    """A factory of the app's ``Control``, from its original class; it can be pickled."""
+    """A factory of the app's ``Control``, from its *original* class. The factory can be pickled."""
 
     original: Any
 
@@ -77,12 +77,12 @@ class ControlOf:
 
 
 def reinstall(app: Celery) -> None:
-    """A Celery fixup: an app that was pickled while installed is installed again."""
+    """Install this package in an app that was unpickled. Celery calls this function as a fixup."""
     install(app)
 
 
 def _drop_pools(app: Celery) -> None:
-    """Forget the connection pools made before ``install``: their connections cannot delay."""
+    """Forget the connection pools made before ``install``, which cannot delay."""
     app._pool = None
     if "amqp" in vars(app):
         app.amqp._producer_pool = None

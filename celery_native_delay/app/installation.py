@@ -1,4 +1,4 @@
-"""The installation of an app: its settings, and the methods of the app that it replaces."""
+"""The changes that ``install(app)`` makes to an app: its settings and its replaced methods."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EXPECTED_URLS = {
 
 
 class Installation:
-    """The settings of one installed app, and the methods that ``install`` replaced."""
+    """The settings that ``install`` gave one app, and the replaced methods of the app."""
 
     def __init__(self, app: Celery, keywords: dict[str, Any]) -> None:
         self.app = app
@@ -50,23 +50,23 @@ class Installation:
         self._connected_enabled: bool | None = None
         self._warned_of: set[str] = set()
         self.raises_if_unsupported = False
-        """True in a ``delay`` command: an unsupported broker raises instead of a warning."""
+        """True in a ``delay`` command: an unsupported broker then raises, and does not warn."""
 
     def settings(self) -> DelaySettings:
-        """The settings: keywords of ``install()`` win over the configuration.
+        """Return the app's settings. A keyword of ``install()`` wins over the app's configuration.
 
         Raises:
-            SettingsError: a name is unknown or a value invalid.
+            SettingsError: the name of a setting is unknown, or its value is invalid.
         """
         return DelaySettings.from_mapping(_configured(self.app) | self.keywords)
 
     def has(self, name: str) -> bool:
-        """True if the setting *name* is given, valid or not."""
+        """Return True if the user has set the setting *name*, even to an invalid value."""
         return bool((_configured(self.app) | self.keywords).get(name))
 
     @property
     def enabled(self) -> bool:
-        """False if ``native_delay_enabled`` is False; any other wrong value is reported later."""
+        """The setting ``native_delay_enabled``. :meth:`settings` raises for an invalid value."""
         value = self.keywords.get("enabled", self.app.conf.get(f"{PREFIX}enabled", True))
         return value is not False
 
@@ -74,16 +74,16 @@ class Installation:
     def keeps_celerys_off(self) -> bool:
         """True if Celery must not use its own delayed delivery for this app.
 
-        Every delayed publish asks this, so it does not look up the setting but takes what the
-        app's connections were made with.
+        Every delayed publish reads this property. So the property does not look up the setting, but
+        takes the value with which the app's last connection was made.
         """
         return self.enabled if self._connected_enabled is None else self._connected_enabled
 
     # --- what replaces the app's own ----------------------------------------------------
 
     def connection(self, *args: Any, **kwargs: Any) -> Connection:
-        """``app._connection``, with our transport option in its connections."""
-        # Looked up each time: others, such as an APM, may replace the class's method later.
+        """Make a broker connection that can delay, in place of ``app._connection``."""
+        # The method is looked up each time: other code, such as an APM, may replace it later.
         connect = self._earlier_connection or partial(type(self.app)._connection, self.app)
         self._connected_enabled = self.enabled
         if not self._connected_enabled:
@@ -107,8 +107,8 @@ class Installation:
         *more: Any,
         **options: Any,
     ) -> Any:
-        """``app.send_task``; raises for countdowns that Celery cannot turn into an ETA."""
-        # The channel checks all others when it publishes. NaN is caught, too.
+        """Send a task. Raises InvalidDueTime or DelayTooLong if *countdown* gives no ETA."""
+        # The channel checks all other countdowns when it publishes. NaN is caught here, too.
         if isinstance(countdown, int | float) and not countdown < LONGEST_CELERY_SECONDS:
             settings = self._settings_or_error()
             known = settings if isinstance(settings, DelaySettings) else DelaySettings()
@@ -132,10 +132,10 @@ class Installation:
             return exc
 
     def _fits(self, connection: Connection, settings: DelaySettings | SettingsError) -> bool:
-        """True if *connection* uses one of our transports.
+        """Return True if *connection* uses one of our transports.
 
-        UnsupportedBroker: it reaches a supported broker through another transport, or the broker is
-        not supported and ``native_delay_strict`` is on.
+        Raises UnsupportedBroker if a supported broker is reached through another transport, or if
+        an unsupported broker is used with ``native_delay_strict``.
         """
         name = connection.transport_cls
         # With wrong settings take our transport: then a delayed publish raises the error.
@@ -160,7 +160,7 @@ class Installation:
 
 
 def checked_app(app: Any) -> Any:
-    """The app behind a proxy, or *app* itself; TypeError if it is no Celery app."""
+    """Return the app behind a proxy, or *app*. Raises TypeError if *app* is not a Celery app."""
     real = app._get_current_object() if isinstance(app, Proxy) else app
     if not isinstance(real, Celery):
         raise TypeError(f"expected a Celery app, got {real!r}")
@@ -168,14 +168,14 @@ def checked_app(app: Any) -> Any:
 
 
 def installation_of(app: Any) -> Installation | None:
-    """The :class:`Installation` of *app*; None if ``install`` was not called for it."""
+    """Return the :class:`Installation` of *app*, or None if ``install(app)`` was not called."""
     real = app._get_current_object() if isinstance(app, Proxy) else app
     installation: Installation | None = vars(real).get("_native_delay")
     return installation
 
 
 def installed(app: Any) -> Installation:
-    """The :class:`Installation` of *app*; SettingsError if ``install`` was not called for it."""
+    """Return :class:`Installation` of *app*. Raises SettingsError if ``install`` was not called."""
     found = installation_of(checked_app(app))
     if found is None:
         raise SettingsError(
@@ -186,13 +186,13 @@ def installed(app: Any) -> Installation:
 
 
 def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
-    """The channel of *connection*, which must be one of *app*, and the app's settings.
+    """Return the channel of *connection*, which must be one of *app*, and the app's settings.
 
-    :mod:`~celery_native_delay.transports.interface` says what such a channel has.
+    :mod:`~celery_native_delay.transports.interface` describes the channel's methods.
 
     Raises:
-        SettingsError: the app is not installed, or its settings are wrong.
-        UnsupportedBroker: no delayed task can wait there.
+        SettingsError: ``install(app)`` was not called, or a setting is wrong.
+        UnsupportedBroker: no delayed task can wait in this broker.
     """
     settings = installed(app).settings()
     if not settings.enabled:
@@ -210,7 +210,7 @@ def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
 
 
 def _configured(app: Celery) -> dict[str, Any]:
-    """The app's ``native_delay_*`` settings without their prefix, from any namespace."""
+    """Return the app's ``native_delay_*`` settings without this prefix, from any namespace."""
     app.conf.get("broker_url")  # loads a pending configuration
     namespace = (app.namespace or "").lower().rstrip("_")
     found: dict[str, Any] = {}
@@ -242,9 +242,9 @@ def _give_eta_header(amqp: Any) -> None:
 
 
 def keep_celerys_own_off(module: ModuleType) -> None:
-    """Keep Celery's own delayed delivery off for installed apps, also with quorum queues.
+    """Replace *module*'s ``detect_quorum_queues``, by which Celery decides to delay by itself.
 
-    UnsupportedBroker: this Celery decides about it elsewhere, so both would delay.
+    Raises UnsupportedBroker if *module* has no such function.
     """
     original = getattr(module, "detect_quorum_queues", None)
     if original is None:
@@ -274,7 +274,7 @@ Part = TypeVar("Part")
 #: Time limit for each answer of a broker that is checked, in seconds.
 TIMEOUT_SECONDS = 5.0
 
-#: Transport options for it: py-amqp uses the first two, redis-py the others.
+#: Transport options with the time limit. py-amqp uses the first two, redis-py uses the others.
 _BOUNDED = {
     "read_timeout": TIMEOUT_SECONDS,
     "write_timeout": TIMEOUT_SECONDS,
@@ -284,16 +284,16 @@ _BOUNDED = {
 
 
 def bounded_connection(app: Any) -> Any:
-    """A connection of *app* with a time limit for every answer of the broker."""
+    """Make a connection of *app* that waits at most 5 s for each answer of the broker."""
     return app.connection_for_write(
         connect_timeout=TIMEOUT_SECONDS, transport_options=dict(_BOUNDED)
     )
 
 
 def records_place(app: Any, settings: DelaySettings) -> Place | None:
-    """The place of records of the whole *app*, such as fenced runs; None if it has none.
+    """Return URL and owner of the records (state about waiting tasks) of *app*, or None.
 
-    It is the same in every process and on every virtual host. The broker is not asked.
+    The answer is the same in every process and on every virtual host. The broker is not asked.
     """
     if settings.records is not None:
         return Place(settings.records, settings.namespace)
@@ -302,14 +302,14 @@ def records_place(app: Any, settings: DelaySettings) -> Place | None:
 
 
 def admin_part(app: Any, connection: Any) -> AdminPart:
-    """The :class:`AdminPart` of *connection* (one of *app*), which ``delay`` commands use."""
+    """Return :class:`AdminPart` of *connection* (one of *app*), which ``delay`` commands use."""
     channel, settings = delaying_channel(app, connection)
     part: AdminPart = channel.admin_part(settings)
     return serving(part, app)
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Tell *part* the queues to serve, if it needs them (None: all of the app), and return it."""
+    """Tell *part* the names of the queues to serve (None: all of the app), and return *part*."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

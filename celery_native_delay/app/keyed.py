@@ -1,7 +1,7 @@
-"""Debounce, throttle and unique: one task per key.
+"""Debounce, throttle and unique: calls with the same key send one task instead of many.
 
-A call first reads the key's record: often there is nothing to send. Otherwise it publishes by
-Celery, and our channel decides again, in one step with the message.
+A call reads the record (stored state) of its key, and publishes unless another task has the key.
+Then our channel decides again, and changes message and record in one step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _Call: TypeAlias = Callable[[Seen, str], Step]
 
 
 class KeyedCalls:
-    """The methods of :class:`~celery_native_delay.Delay` that keep one task for a key."""
+    """The methods ``debounce``, ``throttle`` and ``unique`` of the class ``Delay``."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -57,21 +57,21 @@ class KeyedCalls:
         max_wait_seconds: float | None = None,
         announce: bool = False,
     ) -> KeyedResult:
-        """Run the last call's task when no other call with its *key* came for *seconds*.
+        """Run a task once, *seconds* after the last of several calls with the same *key*.
 
         Args:
-            signature: a single task's signature, such as ``reindex.s(7)``. The task's name is part
-                of the key.
+            signature: the signature of a single task, such as ``reindex.s(7)``. Tasks with
+                different names do not share a key.
             max_wait_seconds: the task runs at most this long after the first call.
-            announce: the results of the calls it replaces become REVOKED, with the reason. By
-                default they stay pending.
+            announce: the results of the replaced calls become REVOKED, with the reason. By default
+                these results stay pending.
 
         Returns:
-            the result of the task that will run if there is no later call. Its *replaced* is the
-            id of the waiting task that this call replaced, or None.
+            the result of the task that will run if there is no later call. The result's *replaced*
+            is the id of the waiting task that this call replaced, or None.
 
         Raises:
-            UnsupportedBroker: no records of keys can be kept for this broker; nothing was sent.
+            UnsupportedBroker: this broker needs ``native_delay_records``, and nothing was sent.
         """
         mark = _mark_of("debounce", signature, key)
         quiet_us = _microseconds("seconds", seconds)
@@ -101,11 +101,11 @@ class KeyedCalls:
             edge: "leading": the first call's task runs at once, and later calls get its result;
                 "trailing": the last call's task runs when *seconds* are over; "both": the first
                 call's task runs at once and, if there are more calls, the last one's at the end.
-            signature, announce: as in :meth:`debounce`, which also says what is raised.
+            signature, announce: as in :meth:`debounce`, which raises the same errors.
 
         Returns:
-            the result of the task that runs for the key. Its *created* is true if this call sent
-            that task; its *replaced* is as in :meth:`debounce`.
+            the result of the task that runs for the key. The result's *created* is true if this
+            call sent the task. The result's *replaced* is as in :meth:`debounce`.
         """
         window_us = _microseconds("seconds", seconds)
         _check_word("edge", edge, Edge)
@@ -132,15 +132,15 @@ class KeyedCalls:
         eta: datetime | str | None = None,
         until: Until = "end",
     ) -> KeyedResult:
-        """Send a task unless another one for its *key* waits or runs.
+        """Send a task, unless another task with the same *key* is waiting or running.
 
         Args:
             until: "end": the key is free when the task has ended, and no two tasks run at once;
                 "start": the key is free when the task starts.
-            signature: as in :meth:`debounce`, which also says what is raised.
+            signature: as in :meth:`debounce`, which raises the same errors.
 
         Returns:
-            the result of the task that has the key. Its *created* is true if this call sent it.
+            the result of the task with the key. Its *created* is true if this call sent the task.
         """
         mark = _mark_of("unique", signature, key, until)
         _check_word("until", until, Until)
@@ -156,7 +156,7 @@ class KeyedCalls:
         return self._unless_another_stands(mark, call, signature)
 
     def _standing_id(self, kind: KeyKind, task: str, key: str) -> str | None:
-        """The id of the last task that was sent for *key*; it may have run."""
+        """Return the id of the last task that was sent for *key*. The task may have run."""
         _check_word("kind", kind, KeyKind)
         _check_key(key)
         seen: Seen = self._ask_keys(lambda records: records.read(name_of(kind, task, key)))
@@ -175,7 +175,6 @@ class KeyedCalls:
     def _publish(
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
     ) -> KeyedResult:
-        """Publish the task if the rule *call* lets it; the result of the task that has the key."""
         task = self._task(signature)
         send = partial(self._app.send_task, signature.task) if task is None else task.apply_async
         options = dict(signature.options)
@@ -204,7 +203,7 @@ class KeyedCalls:
         return keyed_result(result, replaced=keyed.replaced)
 
     def _check(self) -> None:
-        """Raise if records of keys cannot be kept for this app; checks once."""
+        """Raise an error if this app cannot store the state of keys. The check is made once."""
         if self._is_checked:
             return
         if self._app.conf.task_protocol != 2:
@@ -225,13 +224,12 @@ class KeyedCalls:
         return found
 
     def _of_another(self, signature: Signature, task_id: str) -> KeyedResult:
-        """The result of task *task_id*, which another call has sent."""
         result = (self._task(signature) or self._app).AsyncResult(task_id)
         return keyed_result(result, created=False)
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:
-    """The records of keys for *connection*; UnsupportedBroker if none can be kept."""
+    """Return the stored state of keys, or raise UnsupportedBroker if *connection* has none."""
     try:
         channel, settings = delaying_channel(app, connection)
     except UnsupportedBroker as exc:
@@ -240,7 +238,7 @@ def key_records(app: Any, connection: Any) -> KeyRecords:
 
 
 def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -> Mark:
-    """The mark for the header of a message; TypeError for no single task, or no key."""
+    """Make a key's header. Raises TypeError if *signature* is no single task, or *key* no text."""
     if isinstance(signature, Task):
         raise TypeError(
             f"expected a signature, got the task itself: write {signature.__name__}.s()"
@@ -291,15 +289,15 @@ def _refuse_times(signature: Signature) -> None:
         )
 
 
-#: States that a task can still leave; Celery's own revoke overwrites the same ones.
+#: States that a task can still leave. Celery's own revoke overwrites the same states.
 _UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
 
 
 class KeyedResult(AsyncResult):  # type: ignore[misc]  # Celery has no types
-    """The ``AsyncResult`` of the task that has a key, with what the call did.
+    """The result of a debounced, throttled or unique task: an ``AsyncResult`` with two more fields.
 
-    *created* is False if another call's task has the key: then this call sent nothing.
-    *replaced* is the id of the waiting task that this call replaced, or None.
+    *created* is False if another call's task has the key; this call then sent nothing. *replaced*
+    is the id of the waiting task that this call replaced, or None.
     """
 
     created: bool = True
@@ -327,16 +325,16 @@ class KeyedResult(AsyncResult):  # type: ignore[misc]  # Celery has no types
 
 
 class EagerKeyedResult(EagerResult, KeyedResult):  # type: ignore[misc]
-    """A :class:`KeyedResult` of an app with ``task_always_eager``: the task has run."""
+    """A :class:`KeyedResult` of an app with ``task_always_eager``: the task has already run."""
 
 
 def keyed_result(
     result: AsyncResult, *, created: bool = True, replaced: str | None = None
 ) -> KeyedResult:
-    """Turn Celery's *result* into a :class:`KeyedResult`.
+    """Turn Celery's *result* into a :class:`KeyedResult`, without making a new object.
 
-    The object stays the same: with results in Redis, dropping a copy would end the subscription of
-    its id, and cost a round trip.
+    A new object would cost a round trip with results in Redis: when *result* is freed, Celery ends
+    the subscription to the task's id.
     """
     result.__class__ = EagerKeyedResult if isinstance(result, EagerResult) else KeyedResult
     keyed: KeyedResult = result
@@ -345,9 +343,9 @@ def keyed_result(
 
 
 def revoke_result(app: Any, task_id: str, name: str, *, reason: str) -> bool:
-    """Set the result of task *task_id* to REVOKED; log it and return False if the backend fails.
+    """Set the result of the task *task_id* to REVOKED. If the backend fails, log, and return False.
 
-    A worker tells chord and monitors later.
+    A worker later tells the task's chord and monitors.
     """
     registered = app.tasks.get(name)
     try:

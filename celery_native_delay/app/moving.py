@@ -1,10 +1,10 @@
-"""Move waiting messages from one place to another, one at a time.
+"""Move waiting messages from one broker or database to another, one message at a time.
 
-A message is deleted at its source after the other place has it. If the process dies in between,
-that message is in both places. The record of a message's key moves with it:
+A message is deleted at its source after the destination has it. If the process dies in between,
+both have it. The record (stored state) of a message's key moves with the message:
 
-1. The message and its key's record are written to the other place, in one step.
-2. The source's record forgets the task.
+1. The message and its key's record are written to the destination, in one step.
+2. The record at the source forgets the task.
 3. The message is deleted at the source.
 """
 
@@ -37,12 +37,12 @@ from .installation import delaying_channel
 
 _UNKNOWN = "the records of the keys are unknown: set native_delay_records, or use --records"
 
-#: TTL of the record that finds out whether two places share their records, in microseconds.
+#: TTL, in microseconds, of the record that shows whether two places share their records.
 _PROBE_US = 60_000_000
 
 
 class MovingKeys:
-    """Moves the messages of *source*, with the records of their keys, *into* another place."""
+    """Moves the messages of *source*, with the state of their keys, to another broker."""
 
     def __init__(self, source: Source, into: MovingPart) -> None:
         self._into = into
@@ -53,7 +53,7 @@ class MovingKeys:
 
     @property
     def warning(self) -> str | None:
-        """A warning about tasks with a key, before the move; None if their keys move, too."""
+        """A warning about tasks with a key, before the move. None if their keys move, too."""
         if self._is_kept:
             return None
         if self._from is None:
@@ -63,17 +63,17 @@ class MovingKeys:
         return None
 
     def take_in(self, moving: Moving) -> bool:
-        """Let a message wait in the other place, with its key's record; False: perhaps twice.
+        """Write a message and its key's record. Returns False if the task may run twice.
 
         Raises:
-            NativeDelayError: it cannot wait there, or its key does not let it; it was not sent.
+            NativeDelayError: the message cannot wait there, or its key prevents the move.
         """
         mark = Mark.of(moving.headers)
         if mark is not None and not self._is_kept and not self._is_probed:
             self._probe()
         if self._is_kept:
             return self._into.take_in(moving)
-        # A place in a rate line means nothing elsewhere: there the task gets a new one when due.
+        # A place in a rate line is valid at the source only. A due task gets a new place.
         moving = moving.without(PLACE)
         if mark is None or moving.task_id is None:
             return self._into.take_in(moving)
@@ -104,7 +104,7 @@ class MovingKeys:
             ) from exc
 
     def _probe(self) -> None:
-        """Find out whether both places share their records, by writing one and reading it."""
+        """Find out whether source and destination share their records, with a test record."""
         if self._from is not None and self._to is not None:
             token = token_hex(16)
             name = f"probe:{token}"
@@ -125,10 +125,10 @@ _REASONS = 20
 
 @dataclass
 class Account:
-    """The numbers of one source: its messages before (*count*), and what became of them.
+    """The numbers of messages of one source: *count* before the move, and what became of them.
 
-    *stays* were not to be moved; *refused* could not be moved, by reason; *void* were cancelled or
-    replaced before, and deleted. *doubtful* are the ids of tasks that may run twice.
+    *stays* were not to be moved. *refused* could not be moved, by reason. *void* had been cancelled
+    or replaced. *doubtful* lists the ids of tasks that may run twice.
     """
 
     source: str
@@ -140,11 +140,9 @@ class Account:
     doubtful: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """The numbers for ``--json``."""
         return asdict(self) | {"refused": dict(self.refused)}
 
     def refuse(self, why: str) -> None:
-        """Count a message that could not be moved."""
         self.refused[why if why in self.refused or len(self.refused) < _REASONS else "…"] += 1
 
 
@@ -157,7 +155,7 @@ def move(
     on_each: Callable[[], object],
     on_doubt: Callable[[str | None], object],
 ) -> None:
-    """Move all messages of *source*, at most as fast as *pace*, until *stopped* is true.
+    """Move all messages of *source* at the rate of *pace*, until *stopped* returns true.
 
     *on_doubt* is called with the id of each task that may run twice.
     """
@@ -195,7 +193,7 @@ def _move_one(
         account.refuse(str(exc))
         return
     if not is_once:
-        # Before it is deleted: if the process dies in between, the next run says it.
+        # Report this before the deletion: if the process dies in between, the next run reports it.
         on_doubt(moving.task_id)
     is_gone = source.done()
     if is_once and not is_gone:
@@ -209,7 +207,7 @@ def _move_one(
 
 
 def reaches_of(app: Any) -> list[Reach]:
-    """The bindings of the app's queues."""
+    """Return the bindings of the app's queues: exchange, type, routing key and queue of each."""
     return [
         Reach(each.exchange.name, each.exchange.type, each.routing_key or "", queue.name)
         for queue in app.amqp.queues.values()
@@ -222,13 +220,13 @@ def reaches_of(app: Any) -> list[Reach]:
 def moving(
     app: Any, connection: Any, names: Sequence[str], *, records: str | None
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
-    """The part of *connection* to move messages into, and the sources with these *names*.
+    """Open the destination, *connection*'s broker, and the sources with these *names*.
 
     Args:
-        records: URL of another broker's records; None for the app's own.
+        records: URL of the stored state of another broker. None means the app's own.
 
     Raises:
-        UnsupportedBroker: no messages can be moved into this broker, or a source does not exist.
+        UnsupportedBroker: messages cannot be moved to this broker, or a source does not exist.
     """
     channel, settings = delaying_channel(app, connection)
     part = _part_of(channel, settings, connection.as_uri())
@@ -248,7 +246,7 @@ def moving(
 
 @contextmanager
 def _other_part(url: str, settings: DelaySettings, own: Any) -> Iterator[MovingPart]:
-    """The part for another broker, or for a store, at *url*."""
+    """Open another broker, or a database with waiting messages, at *url*."""
     if url.partition("://")[0].partition("+")[0] in _DATABASES and is_store_url(url):
         url = f"sqla+{url}"
     shown = without_password(url)

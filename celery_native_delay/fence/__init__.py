@@ -1,1 +1,1 @@
-"""Fenced Spark jobs: of all attempts at a partition, the tasks of one attempt run."""
+"""Fenced Spark runs: of repeated attempts at a partition, the tasks of one attempt run."""

@@ -1,4 +1,4 @@
-"""Reads and writes the records of fenced runs."""
+"""Stores the winning attempts of fenced Spark runs (of repeated attempts, each row runs once)."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from .run import Record, opened, sealed
 
 
 class Runs:
-    """The records of fenced runs, for Spark's driver and executors and for workers."""
+    """The records of fenced Spark runs, in which of repeated attempts each row runs once."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
 
     def open(self, run: str, record: Record, *, job: str, kept_seconds: float) -> Record:
-        """Open a run for *job*. Returns the valid record, see :func:`~.run.opened`."""
+        """Store that *job* has opened the fenced Spark run *run*. Returns the valid record."""
         return self._change(run, lambda before: opened(before, record, job), kept_seconds)
 
     def seal(self, run: str, record: Record, *, kept_seconds: float) -> Record:
-        """Seal a run. Returns the valid record, see :func:`~.run.sealed`."""
+        """Store which attempts of the fenced Spark run *run* won. An earlier decision stays."""
         return self._change(run, lambda before: sealed(before, record), kept_seconds)
 
     def load(self, runs: Sequence[str]) -> list[Record | None]:
-        """Read the records of several runs; None for each run without a record."""
+        """Read the records of several fenced Spark runs. A value is None if no record exists."""
         found = self._records.load([_name_of(run) for run in runs])
         return [None if text is None else Record.from_json(text) for text in found]
 

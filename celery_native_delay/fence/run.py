@@ -1,8 +1,8 @@
-"""Fenced runs: Spark may try a partition several times, and the tasks of one attempt run. Pure.
+"""Fenced Spark runs: of repeated attempts at a partition, the tasks of one attempt run.
 
-Every message of a fenced run has a header with its sender: ``run/partition/attempt``. One record
-per run tells whose tasks run. The record is opened before the first message is published. It is
-sealed once: by the driver when the job ends, or by a worker if the driver did not seal it in time.
+Each message has a header with its sender, ``run/partition/attempt``. One record per run says whose
+tasks run. The record is opened before the first message is published. The driver seals the record
+(stores which attempts won) when the job ends. A worker seals it if the driver did not in time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEADER = "native_delay_fence"
 MARGIN_SECONDS = 30 * 86_400
 
 #: A message of a run that is not sealed waits in the broker for a tenth of the time since the run
-#: was opened, within these bounds. It may be late by that.
+#: was opened, within these bounds. The message may be late by that time.
 SHORTEST_HOLD_SECONDS = 1.0
 LONGEST_HOLD_SECONDS = 30.0
 
@@ -37,7 +37,7 @@ OPEN, COMMITTED, ABORTED, ALL = "open", "committed", "aborted", "all"
 
 @dataclass(frozen=True)
 class Stamp:
-    """The sender of a message: run, partition and attempt. Each attempt has an id of its own."""
+    """The sender of a fenced message: run, partition and attempt. Each attempt has its own id."""
 
     run: str
     partition: int
@@ -48,9 +48,9 @@ class Stamp:
 
     @classmethod
     def parse(cls, text: object) -> Stamp:
-        """Read a stamp from the text of :meth:`__str__`. Raises ValueError for any other text.
+        """Parse the text ``run/partition/attempt``. The name of the run may contain slashes.
 
-        The name of the run may contain slashes.
+        Raises ValueError if *text* has another form.
         """
         parts: Sequence[str] = text.rsplit("/", 2) if is_text(text) else ()
         if len(parts) != 3 or not all(parts) or not parts[1].isdecimal():
@@ -60,35 +60,35 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Record:
-    """The record of a fenced run. Times are in seconds since the epoch.
+    """The record of a fenced Spark run, which says whose tasks run.
 
-    *state* is one of:
+    Times are in seconds since the epoch. *state* is one of:
 
-    - "open": the run is not sealed yet;
-    - "committed": of each partition, the tasks of the attempt in *winners* run;
+    - "open": the winning attempts are not recorded yet;
+    - "committed": for each partition, only the tasks of the attempt in *winners* run;
     - "aborted": no tasks run;
     - "all": the tasks of all attempts run, which only a worker decides.
     """
 
     state: str
     at: float
-    """The time at which the run was opened, or sealed."""
+    """The time at which the run was opened, or its winning attempts were recorded."""
     deadline: float = 0.0
-    """The time from which workers seal the run if it is still open."""
+    """The time from which workers decide about the run if the driver has not done so."""
     winners: Mapping[str, str] = field(default_factory=dict)
     by: str = ""
-    """The driver or worker that sealed the run."""
+    """The name of the driver or worker that decided about the run."""
     jobs: tuple[str, ...] = ()
-    """The jobs that have opened the run. Another job may open it again after it was aborted."""
+    """The jobs that have opened the run. Another job may open the run again after an abort."""
     rows: str = ""
-    """Number and checksum of the rows of a committed run; "" if they were not counted."""
+    """Number and checksum of the rows of a committed run, or "" if the rows were not counted."""
 
     def to_json(self) -> str:
         return json.dumps({"v": VERSION, **asdict(self)}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Record:
-        """Read the JSON of :meth:`to_json`. Unknown fields, of later releases, are ignored."""
+        """Parse the JSON of :meth:`to_json`. Unknown fields of later releases are ignored."""
         values = json.loads(text)
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         return cls(**known | {"jobs": tuple(known.get("jobs", ()))})
@@ -100,10 +100,10 @@ class Record:
 
 
 def opened(held: Record | None, new: Record, job: str) -> Record:
-    """The record of a run after *job* opens it with the record *new*; *held* is the present record.
+    """Return the record of a fenced Spark run after *job* opens the run with the record *new*.
 
-    A sealed record stays as it is. An open record gets the later of the two deadlines. An aborted
-    record is replaced, unless the same *job* had opened it: workers may have dropped its messages.
+    A decided record *held* stays. An open record gets the later deadline. An aborted record is
+    replaced, unless the same *job* had opened the run: workers may have dropped its messages.
     """
     if held is None or (held.state == ABORTED and job not in held.jobs):
         return replace(new, jobs=(job,))
@@ -114,23 +114,21 @@ def opened(held: Record | None, new: Record, job: str) -> Record:
 
 
 def sealed(held: Record | None, new: Record) -> Record:
-    """The record of a run after sealing it with *new*. A record that is sealed stays as it is."""
+    """Return the record after *new*, the decision which attempts won. A decided record stays."""
     if held is None:
         return new
     return replace(new, jobs=held.jobs) if held.state == OPEN else held
 
 
 class Fate(Enum):
-    """A worker's decision about a message of a fenced run."""
-
     RUN = "run"
     DROP = "drop"
     HOLD = "hold"
-    """The message waits in the broker, because its run is not sealed yet."""
+    """The message waits in the broker, because the winning attempts are not recorded yet."""
 
 
 def fate(record: Record, stamp: Stamp) -> Fate:
-    """Decide about a message with the sender *stamp*, given the *record* of its run."""
+    """Decide whether a worker runs, drops or holds a fenced message that *stamp* has sent."""
     match record.state:
         case "open":
             return Fate.HOLD
@@ -139,29 +137,30 @@ def fate(record: Record, stamp: Stamp) -> Fate:
             return Fate.RUN if won else Fate.DROP
         case "aborted":
             return Fate.DROP
-    return Fate.RUN  # also for a state of a later release: rather twice than never
+    return Fate.RUN  # also for a state of a later release: a task runs rather twice than never
 
 
 def is_overdue(record: Record | None, *, now: float) -> bool:
-    """True if a worker has to seal the run: its deadline is over, or its record is lost (None).
+    """Return True if a worker must decide about a fenced Spark run in place of the driver.
 
-    *now* is in seconds since the epoch.
+    The worker must decide if the deadline is over, or if *record* is lost (None). *now* is in
+    seconds since the epoch.
     """
     return record is None or (record.state == OPEN and now >= record.deadline)
 
 
 def given_up(policy: str, *, now: float, by: str) -> Record:
-    """The record with which a worker seals a run after its deadline.
+    """Make the record with which a worker decides about a fenced Spark run after its deadline.
 
-    With the *policy* "run" all tasks run, with "drop" none. *by* is the worker.
+    With the *policy* "run" all tasks run. With "drop" no tasks run. *by* is the name of the worker.
     """
     return Record(ALL if policy == "run" else ABORTED, now, by=by)
 
 
 def hold_seconds(record: Record | None, *, now: float) -> float:
-    """Seconds that a message waits in the broker until its run is looked up again.
+    """Return the seconds for which a fenced message waits until its run is read again.
 
-    *record* is None if the records are unreachable.
+    *record* is None if the record could not be read.
     """
     if record is None:
         return BLIND_HOLD_SECONDS

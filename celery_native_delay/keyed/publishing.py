@@ -1,4 +1,4 @@
-"""A publish with a key, on its way from the call to the channel.
+"""Publishes a task with a debounce, throttle or unique key.
 
 The publish goes through Celery's ``apply_async``, which knows nothing of keys. The channel
 recognises the message by the id of its task.
@@ -18,7 +18,7 @@ from .rules import Rule, Step
 
 
 class AnotherStands(Exception):
-    """Another task has the key by now, so nothing was published. *task_id* is that task's id."""
+    """Another task, *task_id*, has the debounce, throttle or unique key. Nothing was published."""
 
     def __init__(self, task_id: str) -> None:
         super().__init__(task_id)
@@ -27,10 +27,10 @@ class AnotherStands(Exception):
 
 @dataclass
 class KeyedPublish:
-    """The message of task *task_id*, which is published as *rule* decides.
+    """A publish of *task_id* with a debounce, throttle or unique key, if the *rule* lets it.
 
-    *name* is the name of the key's record. After the publish *step* is the decision of *rule*, and
-    *replaced* is the id of the task whose waiting message was cancelled, if any.
+    *name* is the name of the key's record (stored state). After the publish *step* is the decision
+    of *rule*, and *replaced* is the id of the task whose waiting message was cancelled, or None.
     """
 
     name: str
@@ -41,13 +41,13 @@ class KeyedPublish:
 
     @property
     def due_us(self) -> int | None:
-        """The due time in microseconds, once the message is published."""
+        """The due time in microseconds since the epoch, or None before the message is published."""
         return None if self.step is None else self.step.due_us
 
     def settle(self, records: Records, publish: Publish) -> None:
-        """Publish the message by *publish*, and change the record in *records* in the same step.
+        """Call *publish* to publish the message, and change the key's record in the same step.
 
-        Raises AnotherStands if another task has the key by now.
+        Raises AnotherStands if another task has the key.
         """
         seen, step = KeyRecords(records).change(self.name, self.rule, publish)
         # Our own id: an earlier attempt has published the message, and its answer was lost.
@@ -65,7 +65,7 @@ underway: ContextVar[KeyedPublish | None] = ContextVar("native_delay_keyed", def
 
 @contextmanager
 def publishing(keyed: KeyedPublish) -> Iterator[None]:
-    """A block in which Celery publishes the message of *keyed*."""
+    """Let Celery publish the task of *keyed* in this block, as its key's rule decides."""
     token = underway.set(keyed)
     try:
         yield
@@ -74,7 +74,7 @@ def publishing(keyed: KeyedPublish) -> Iterator[None]:
 
 
 def keyed_publish(headers: Mapping[str, Any] | None) -> KeyedPublish | None:
-    """The publish with a key to which a message with these *headers* belongs; None if to none."""
+    """Return this thread's publish with a key if *headers* are of its message, or None."""
     keyed = underway.get()
     if keyed is None or not headers or headers.get("id") != keyed.task_id:
         return None

@@ -1,4 +1,4 @@
-"""The content of a key's record, and the header of a message with a key. Pure.
+"""The record (stored state) of a debounce, throttle or unique key, and the header of its message.
 
 A change in the content of a record needs a new VERSION.
 """
@@ -28,10 +28,10 @@ _as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(frozen=True)
 class Run:
-    """A running attempt of a task that has the key.
+    """A running attempt of a unique task. The attempt has the task's key until the attempt ends.
 
-    *id* is the task's id and *token* tells the attempt from all others. The attempt counts as
-    running until *lease_us*, in microseconds since the epoch by the clock of the records.
+    *id* is the task's id. *token* is the attempt's own id. The attempt counts as running until
+    *lease_us*, in microseconds since the epoch by the clock of the Redis or database.
     """
 
     id: str
@@ -41,11 +41,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Record:
-    """The state of one key. All times are in microseconds since the epoch.
+    """The stored state of one debounce, throttle or unique key.
 
-    *id* is the id of the task that waits, due at *due_us*. *since_us* is the time of the first call
-    that this task replaces. A throttle's window ends at *window_us*; *opener* is the id of the task
-    that began it. *run* is the running attempt. Fields that a kind of call does not need are unset.
+    Times are in microseconds since the epoch. *id* is the id of the waiting task, due at *due_us*.
+    *since_us* is the time of the first call that this task replaces. A throttle's window ends at
+    *window_us*, and *opener* is the id of the task that began the window. *run* is the running
+    attempt. Fields that a kind of call does not need are unset.
     """
 
     id: str | None = None
@@ -56,7 +57,7 @@ class Record:
     run: Run | None = None
 
     def encoded(self) -> str:
-        """The record as JSON. Equal records give equal texts."""
+        """Return the record as JSON. Equal records give equal texts."""
         fields: dict[str, Any] = {"v": VERSION}
         for name in ("id", "due_us", "since_us", "window_us", "opener"):
             if value := getattr(self, name):
@@ -67,7 +68,7 @@ class Record:
 
     @classmethod
     def decoded(cls, text: str | bytes) -> Record:
-        """Read the JSON of :meth:`encoded`. Raises TopologyMismatch for another version."""
+        """Parse the JSON of :meth:`encoded`. Raises TopologyMismatch for another version."""
         fields = json.loads(text)
         if fields.pop("v", None) != VERSION:
             raise TopologyMismatch(
@@ -80,11 +81,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Mark:
-    """The header of a message that was published with a key.
+    """The header of a message with a debounce, throttle or unique key.
 
     *kind* is the call: ``debounce``, ``throttle``, ``throttle-trailing`` or ``unique``. *task* is
-    the name of the task. A unique task also has *until*, "start" or "end", and *token*, which the
-    worker adds to tell its running attempt from others.
+    the name of the task. A unique task also has *until*, "start" or "end". A worker adds *token*,
+    the id of its running attempt.
     """
 
     kind: str
@@ -95,17 +96,17 @@ class Mark:
 
     @property
     def name(self) -> str:
-        """The name of the key's record."""
+        """The name of the record that holds the state of this key."""
         return name_of(self.kind, self.task, self.key)
 
     def header(self) -> dict[str, Any]:
-        """The header's content, without the task's name, which is in Celery's own header."""
+        """Return the content of the header, without the task's name, which Celery's header has."""
         said = {"v": VERSION, "kind": self.kind, "key": self.key}
         return said | {name: value for name in _OPTIONAL if (value := getattr(self, name))}
 
     @classmethod
     def of(cls, headers: Mapping[str, Any] | None) -> Mark | None:
-        """Read the mark from the *headers* of a message; None if there is no valid one."""
+        """Parse the header of a key from *headers*. Returns None if no valid one exists."""
         header = headers.get(HEADER) if headers else None
         if not isinstance(header, Mapping) or header.get("v") != VERSION:
             return None
@@ -121,13 +122,13 @@ _OPTIONAL = ("until", "token")
 
 
 def key_and_kind(headers: Mapping[str, Any]) -> tuple[str, str]:
-    """The key and the kind of call in the *headers* of a message; both "" if it has no key."""
+    """Return the key in a message's *headers*, and the kind of call; both are "" without a key."""
     mark = Mark.of(headers)
     return (mark.key, mark.kind) if mark else ("", "")
 
 
 def name_of(kind: str, task: str, key: str) -> str:
-    """The name of the record of *key*. Each task, and each kind of call, has records of its own."""
+    """Return the name of the state of *key*. Each task and kind of call has keys of its own."""
     name = f"{kind}:{task}:{key}"
     if len(name.encode()) <= LONGEST_NAME:
         return name

@@ -1,4 +1,4 @@
-"""The records of keys: reads one, lets a rule decide, and writes what the rule decides."""
+"""Reads and changes the records (stored state) of debounce, throttle and unique keys."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from .rules import Rule, Seen, Step
 
 
 class KeyRecords:
-    """The keys in *records*. Methods raise the errors of *records* if those are unreachable."""
+    """The stored state of debounce, throttle and unique keys. May raise RecordsUnavailable."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
         self.needs_connection = records.needs_connection
 
     def read(self, name: str) -> Seen:
-        """Read the record *name* of a key, and the waiting messages of its task."""
+        """Read the stored state *name* of a key, and the waiting messages of the key's task."""
         return _seen(self._records.read(_name_of(name)))
 
     def change(self, name: str, rule: Rule, publish: Publish | None = None) -> tuple[Seen, Step]:
-        """Change the record *name* of a key as *rule* decides, in one step with its message.
+        """Change the stored state *name* of a key as the function *rule* decides.
 
-        Returns the state that *rule* saw, and its decision. *publish* makes or publishes the
-        message; a rule that never publishes needs none.
+        Returns the state that *rule* saw, and the decision of *rule*. *publish* makes or publishes
+        the message in the same step. A rule that never publishes needs no *publish*.
         """
         return self._records.change(_name_of(name), partial(_decided, rule), publish)
 

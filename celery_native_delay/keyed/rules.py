@@ -1,7 +1,7 @@
 """The rules of debounce, throttle and unique: pure functions from a key's state to a decision.
 
 All times are in microseconds since the epoch, by the clock of the Redis or database that keeps the
-records.
+state.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ BELIEVED_US = 86_400_000_000
 #: The record of a unique task is kept for 30 days after its due time, as a user may move the task.
 KEPT_US = 30 * BELIEVED_US
 
-#: The lease of a running task, and how often its worker renews the lease.
+#: The length of a running task's lease, and the seconds between two renewals by its worker.
 LEASE_US = 60_000_000
 RENEWED_EVERY_SECONDS = 20.0
 
-#: A task that meets a running attempt of itself asks again after 2 s: usually it is a retry that
-#: arrived before that attempt ended.
+#: A task that meets a running attempt of itself asks again after 2 s. Usually the task is a retry
+#: that arrived before the attempt ended.
 _OWN_US = 2_000_000
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The state of a key: its *record* as read at *now_us*, and the waiting messages of its task.
+    """The state of a debounce, throttle or unique key, as read at *now_us*.
 
-    *record* is None if the key has none. *waiting* holds, for each message, the broker's name of
-    the message and its due time, 0 if the message is parked.
+    *record* is None if the key has no record. *waiting* holds, for each waiting message of the
+    key's task, its name and due time. The due time is 0 if the message is due but has no queue.
     """
 
     now_us: int
@@ -42,11 +42,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class Step:
-    """The decision of a rule: the new *record* of the key, kept until *kept_us*; None removes it.
+    """A rule's decision about a key: the new *record*, kept until *kept_us*; None removes it.
 
-    If *due_us* is set, the caller's message is published with that due time; if it *replaces* the
-    waiting messages, those are cancelled. Otherwise *stands* is the id of the task that already has
-    the key. *free_us* is when to ask again, if another attempt is running with the key.
+    If *due_us* is set, the caller's message is published. If *replaces* is true as well, the
+    waiting messages of the key's task are cancelled. If nothing is published, *stands* is the id of
+    the task that has the key. If another attempt runs with the key, *free_us* is the time to ask
+    again.
     """
 
     record: Record | None
@@ -61,10 +62,10 @@ Rule: TypeAlias = Callable[[Seen], Step]
 
 
 def debounce(seen: Seen, new_id: str, *, quiet_us: int, longest_us: int | None = None) -> Step:
-    """Debounce: the task of the last call runs, *quiet_us* after it.
+    """Decide about a debounced call: the last call's task runs, *quiet_us* after that call.
 
-    With *longest_us* it runs at the latest so long after the first call. A task that is due already
-    is not replaced, or calls in quick succession could keep it from ever running.
+    It runs at most *longest_us* after the first call. A task that is due already is not replaced,
+    or calls in quick succession could keep the task from ever running.
     """
     now_us, known = seen.now_us, seen.record
     waits = _waits(seen)
@@ -77,10 +78,10 @@ def debounce(seen: Seen, new_id: str, *, quiet_us: int, longest_us: int | None =
 
 
 def throttle(seen: Seen, new_id: str, *, window_us: int, trails: bool) -> Step:
-    """Throttle: the task of the first call runs, and later calls within *window_us* are dropped.
+    """Decide about a throttled call: the first call's task runs, and the window begins.
 
-    If it *trails*, the task of the last call in the window runs at the end of the window, and
-    begins the next window.
+    Later calls within *window_us* are dropped. If *trails* is true, the last call's task in the
+    window is not dropped. That task runs at the end of the window, and begins the next window.
     """
     now_us, known, waits = seen.now_us, seen.record, _waits(seen)
     if known is not None and known.id is not None and now_us >= known.due_us and not waits:
@@ -98,7 +99,7 @@ def throttle(seen: Seen, new_id: str, *, window_us: int, trails: bool) -> Step:
 
 
 def unique(seen: Seen, new_id: str, *, wait_us: int = 0, at_us: int | None = None) -> Step:
-    """Unique: the new task is published unless a task with the key waits, is queued or is running.
+    """Decide about a unique call: publish unless a waiting, queued or running task has the key.
 
     The new task is due after *wait_us*, or at *at_us*.
     """
@@ -114,7 +115,7 @@ def unique(seen: Seen, new_id: str, *, wait_us: int = 0, at_us: int | None = Non
 
 
 def begin(seen: Seen, task_id: str, *, token: str) -> Step:
-    """A unique task is about to run: it takes the key, or learns when to ask again."""
+    """Let a unique task that is about to run take its key, or learn when to ask again."""
     now_us, known = seen.now_us, seen.record or Record()
     if known.run is not None and known.run.token != token and _runs(known.run, now_us):
         free_us = known.run.lease_us
@@ -126,10 +127,10 @@ def begin(seen: Seen, task_id: str, *, token: str) -> Step:
 
 
 def receive(seen: Seen, task_id: str, *, token: str) -> Step:
-    """A worker has received a unique task that keeps its key until it starts.
+    """Decide about a received unique task with until="start": a lease keeps its key.
 
-    From now on a lease keeps the key. If a task is delivered twice, the later delivery has the
-    lease. A task that has started before, such as a retry, has no key any more.
+    If the broker delivers a task twice, the later delivery has the lease. A task that has started
+    before, such as a retry, has no key any more.
     """
     now_us, known = seen.now_us, seen.record
     if known is None or task_id not in (known.id, known.run and known.run.id):
@@ -139,7 +140,7 @@ def receive(seen: Seen, task_id: str, *, token: str) -> Step:
 
 
 def renew(seen: Seen, *, token: str) -> Step:
-    """Prolong the lease of a running attempt, unless another attempt has the key by now."""
+    """Prolong the lease (lock) of a running unique task, unless another attempt has the key."""
     known = seen.record
     if known is None or known.run is None or known.run.token != token:
         return Step(known)
@@ -148,9 +149,9 @@ def renew(seen: Seen, *, token: str) -> Step:
 
 
 def end(seen: Seen, *, token: str, retry: tuple[str, int] | None = None) -> Step:
-    """An attempt has ended: free its key, or keep the key for the *retry*.
+    """Free the key of a unique task whose attempt has ended, or keep the key for a retry.
 
-    *retry* is the id of the retried task, and how long until it is due, in microseconds.
+    *retry* is the id of the retried task, and the time until the task is due, in microseconds.
     """
     known = seen.record
     if known is None or known.run is None or known.run.token != token:
@@ -162,9 +163,9 @@ def end(seen: Seen, *, token: str, retry: tuple[str, int] | None = None) -> Step
 
 
 def release(seen: Seen, task_id: str, *, token: str | None = None) -> Step:
-    """A delivery of a unique task will never run: free its key, unless the task still waits.
+    """Free the key of a task's delivery that will never run, unless the task still waits.
 
-    *token* is that of the attempt, if a worker had begun one.
+    *token* is the id of the attempt, if a worker had begun an attempt.
     """
     known = seen.record
     if known is None:
@@ -176,14 +177,13 @@ def release(seen: Seen, task_id: str, *, token: str | None = None) -> Step:
 
 
 def runs(seen: Seen) -> bool:
-    """True while a task with the key is running."""
     return seen.record is not None and _runs(seen.record.run, seen.now_us)
 
 
 def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
-    """A task is moved here from another broker: its key's record *known* there is taken over.
+    """Take over the record *known* of a key when its task is moved here from another broker.
 
-    If this task, or another task with the key, is here already, that task keeps the key.
+    If this task, or another task with the key, is here already, the record here stays.
     """
     here = seen.record or Record()
     runs_here = here.run is not None and here.run.id == task_id
@@ -197,7 +197,7 @@ def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
 
 
 def let_go(seen: Seen, *, task_id: str) -> Step:
-    """A task was moved to another broker: its key is free here, and so is its throttle window."""
+    """Free the key of a task that was moved to another broker, and end its throttle window."""
     known = seen.record
     if known is None or known.id != task_id:
         return Step(known)
@@ -206,7 +206,7 @@ def let_go(seen: Seen, *, task_id: str) -> Step:
 
 
 def _waits(seen: Seen) -> bool:
-    """True if a message of the record's task is still waiting, maybe with a new due time."""
+    """Return True if a message of the record's task still waits, maybe with a new due time."""
     return any(seen.now_us < due_us for _, due_us in seen.waiting)
 
 
@@ -219,7 +219,6 @@ def _without(known: Record, task_id: str) -> Record:
 
 
 def _kept(record: Record, now_us: int) -> Step:
-    """The decision to keep *record*, or to remove it if it is empty."""
     if record.id is None and record.run is None and record.window_us <= now_us:
         return Step(None)
     lease_us = 0 if record.run is None else record.run.lease_us

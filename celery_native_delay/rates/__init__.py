@@ -1,1 +1,1 @@
-"""Rates: how often the tasks of one key may start, and how the others wait for their turn."""
+"""Rate limits: how often the tasks of one key may start, and how other tasks wait."""

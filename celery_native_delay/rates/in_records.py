@@ -1,4 +1,4 @@
-"""The lines of rate-limited tasks, kept as records in a database."""
+"""Stores the queues of tasks that wait for their rate limit as records in a database."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class RecordLines:
-    """The lines of rate-limited tasks in *records*; see :class:`~.line.Lines`."""
+    """Queues of rate-limited tasks, stored as *records*; see :class:`~.line.Lines`."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -35,7 +35,7 @@ class RecordLines:
         return seen_longest_first(found, at_us)
 
     def close(self) -> None:
-        """Nothing to close: other parts of this process use the records, too."""
+        """Do nothing, because other parts of this process use the same records."""
 
     def _change(
         self,

@@ -1,8 +1,8 @@
-"""The lines of rate-limited tasks, kept in a Redis.
+"""Stores the queues of tasks that wait for their rate limit in a Redis.
 
-The Lua scripts repeat the arithmetic of ``line.py``, so that a question takes one round trip. Each
-line is a string with a TTL. A sorted set holds the names of the lines by the end of their TTL.
-Times are in microseconds by the server's clock.
+The Lua scripts repeat the arithmetic of ``line.py``, so that each question takes one round trip. A
+string with a TTL holds the state of one queue. A sorted set holds the names of the queues, scored
+by the end of the TTL. Times are in microseconds by the server's clock.
 """
 
 from __future__ import annotations
@@ -130,10 +130,10 @@ return place
 
 
 class RedisLines:
-    """The lines under keys with the prefix *space*; see :class:`~.line.Lines`."""
+    """Queues of rate-limited tasks in Redis, with the prefix *space*; see :class:`~.line.Lines`."""
 
     def __init__(self, pool: Any, space: str, where: str) -> None:
-        """*pool* is a connection pool of redis-py. *where* is the server's URL, for errors."""
+        """*pool* is a connection pool of redis-py. *where* is the server's URL, for error texts."""
         self._link = RedisLink(
             pool,
             f"the lines of rated tasks at {where}",
@@ -155,7 +155,7 @@ class RedisLines:
         may_start: bool = True,
         now_us: int | None = None,
     ) -> Turn:
-        """As :meth:`.Lines.ask`. Tests set *now_us*; otherwise it is the server's time."""
+        """Implement :meth:`.Lines.ask`. Tests set *now_us*. Otherwise the time is the server's."""
         asked = "" if place is None else place
         wait_us, found = self._run(ASK, name_of(task, key), rate, now_us, asked, int(may_start))
         return Turn() if found < 0 else Turn(wait_us, found)

@@ -1,12 +1,12 @@
-"""The arithmetic of a line: which rate-limited task starts now, and how long the others wait. Pure.
+"""The arithmetic of a *line*: the queue of tasks that wait for their rate limit. No I/O.
 
-A *line* is the queue of the tasks that share one limit: those of one task name and one key. All
-times are in microseconds.
+A line decides which task starts now, and how long the other tasks wait. The tasks of one line have
+the same name and the same key. All times are in microseconds.
 
 Each waiting task has a *place*: a point on the line's own clock, one *spacing* after the place
-before it. Its *slot*, the time at which it may start, is ``place + shift - ahead``. A message
-carries its place only. So a change of *shift* moves all waiting tasks at once, after an outage or
-when a task raises ``RetryAfter``.
+before. The task's *slot*, the time at which the task may start, is ``place + shift - ahead``. A
+message carries its place only. So a change of *shift* moves all waiting tasks at once, after an
+outage or when a task raises ``RetryAfter``.
 
 A place alone lets no task start. Every start is checked twice:
 
@@ -17,7 +17,7 @@ A place alone lets no task start. Every start is checked twice:
 So a message that comes twice, or has lost its place, can change the order of the tasks, but never
 their rate.
 
-``in_redis.py`` has the same arithmetic in Lua; a test compares the two.
+``in_redis.py`` has the same arithmetic in Lua, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _SEPARATOR = "\n"
 
 @dataclass(frozen=True)
 class RateLine:
-    """The state of a line: the queue of tasks with one *task* name and one *key*.
+    """The state of a rate limit: how many tasks with this *task* name and *key* wait and start.
 
     *key* is None if the rate has no key. *rate* is the limit as text. *waiting* is the number of
     waiting tasks; a cancelled task counts until its turn. *next_slot_us* is when the next task may
-    start, None if none is waiting. After a ``RetryAfter`` no task starts until *held_until_us*;
-    otherwise that is None. Both are in microseconds since the epoch. *starts_last_period* is about
+    start, or None if no task waits. After a ``RetryAfter`` no task starts until *held_until_us*;
+    otherwise it is None. Both are in microseconds since the epoch. *starts_last_period* is about
     the number of tasks started in the last period, and *utilisation* is that number divided by the
     limit.
     """
@@ -62,7 +62,7 @@ class RateLine:
     held_until_us: int | None
 
     def as_json(self) -> dict[str, Any]:
-        """The line as plain data, for ``--json`` and Flower's REST API."""
+        """Return the state as plain data, for the option ``--json`` and for Flower's REST API."""
         return {
             "task": self.task,
             "key": self.key,
@@ -84,45 +84,45 @@ def _iso(moment_us: int | None) -> str | None:
 
 @dataclass(frozen=True)
 class Turn:
-    """The answer to a task that asks to start: it starts now, or waits *wait_us* in its *place*."""
+    """The answer to a rate-limited task: the task starts, or waits *wait_us* in its *place*."""
 
     wait_us: int = 0
     place: int | None = None
 
     @property
     def starts(self) -> bool:
-        """True if the task starts now. The start is counted already."""
+        """True if the task starts now. The start counts towards the rate limit already."""
         return self.place is None
 
 
 class Lines(Protocol):
-    """All lines of rate-limited tasks. Methods raise RecordsUnavailable if they are unreachable."""
+    """All queues of tasks that wait for their rate limit. Methods may raise RecordsUnavailable."""
 
     def ask(
         self, task: str, key: str | None, rate: Rate, place: int | None, *, may_start: bool = True
     ) -> Turn:
-        """Ask whether a task may start now. *place* is its place, None if it has none yet.
+        """Ask whether a rate-limited task may start. *place* is its place in the queue, or None.
 
         With *may_start* False a task without a place gets a place, and does not start.
         """
 
     def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
-        """Let no task of a line start for *seconds*. Returns the place in front of all others."""
+        """Let no task with this name and key start for *seconds*. Returns a place in front."""
 
     def look(self, limit: int) -> Sequence[RateLine]:
-        """The *limit* lines with the latest slots, longest queue first."""
+        """Return the *limit* rate limits with the latest next starts, longest queue first."""
 
     def close(self) -> None: ...
 
 
 class Line(NamedTuple):
-    """The content of a line's record. The default values are those of a new line.
+    """The stored state of a queue of tasks that wait for their rate limit. A task has a place.
 
-    *front* is the first place that was not used yet, *end* the first free place behind all others.
-    *shift* leads from places to times. *start_at* is the time at which the next start would be
-    exactly on pace. No task starts before *held_until*. Since *counted_from* there were *starts*
-    starts; *starts_before* is their number in the period before, *total* their number in all. *log*
-    holds the times of the last starts, or of every n-th start.
+    *front* is the first unused place, and *end* the first free place behind all others. *shift*
+    converts places to times. *start_at* is the time at which the next start would be exactly on
+    pace. No task starts before *held_until*. *starts* counts the starts since *counted_from*,
+    *starts_before* in the period before, *total* all. *log* holds the times of the last starts, or
+    every n-th start.
     """
 
     end: int = 0
@@ -139,10 +139,10 @@ class Line(NamedTuple):
     def ask(
         self, rate: Rate, now_us: int, place: int | None, *, may_start: bool = True
     ) -> tuple[Self, Turn]:
-        """Decide whether a task may start now. Returns the new line, and the answer.
+        """Decide whether a task may start now. Returns the changed queue, and the answer.
 
-        *place* is the task's place, None if it has none yet. With *may_start* False a task without
-        a place gets a place, and does not start.
+        *place* is the task's place in the queue, or None. With *may_start* False a task without a
+        place gets a place, and does not start.
         """
         if place is None:
             return self._join(rate, now_us, may_start)
@@ -196,7 +196,7 @@ class Line(NamedTuple):
         )
 
     def hold(self, rate: Rate, now_us: int, wait_us: int) -> tuple[Self, int]:
-        """Let no task start for *wait_us*. Returns the new line, and the place in front."""
+        """Let no task start for *wait_us*. Returns the changed queue, and a place in front."""
         held_until = max(self.held_until, now_us + wait_us)
         next_us = max(now_us, self.held_until, self.start_at - rate.ahead_us)
         if self.end > self.front:
@@ -218,12 +218,11 @@ class Line(NamedTuple):
         return self._replace(counted_from=now_us, starts=0, starts_before=0)
 
     def ends_us(self, rate: Rate) -> int:
-        """The end of the record: a period and a minute after the last place, in microseconds."""
+        """The time at which this state expires: a period and a minute after the last place."""
         last_us = max(self.end + self.shift, self.start_at, self.held_until)
         return last_us + rate.window_us + rate.catch_up_us + KEPT_US
 
     def seen(self, name: str, rate: Rate, now_us: int) -> RateLine:
-        """The state of this line, whose name is *name*, for people."""
         task, _, key = name.partition(_SEPARATOR)
         next_us = max(self.held_until, self.front + self.shift - rate.ahead_us)
         waiting = max(self.end - self.front, 0) // rate.spacing_us
@@ -246,12 +245,12 @@ class Line(NamedTuple):
     # --- as text ---------------------------------------------------------------------------
 
     def encoded(self, rate: Rate) -> str:
-        """The record as text, without its *log*. It includes limit and burst of *rate*."""
+        """Return this state as text, without *log* but with limit and burst of *rate*."""
         return " ".join(map(str, (VERSION, *self[:-1], rate.limit, rate.burst)))
 
     @classmethod
     def decoded(cls, text: str | None, log: str = "") -> tuple[Self, Rate | None]:
-        """Read a line and its rate from a record. A new line if there is none in this version."""
+        """Parse a text to a queue and its rate: a new queue and None if the version differs."""
         words = (text or "").split(" ")
         if words[0] != str(VERSION):
             return cls(), None
@@ -261,7 +260,7 @@ class Line(NamedTuple):
 
 
 def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[RateLine]:
-    """The lines in these records (names and texts), longest queue first."""
+    """Parse the stored states *records* (names and texts) of rate limits, longest queue first."""
     seen = []
     for name, text in records:
         line, rate = Line.decoded(*text.split("\n"))
@@ -271,11 +270,11 @@ def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[
 
 
 def name_of(task: str, key: str | None) -> str:
-    """The name of a line: the task's name, and the key behind it if there is one."""
+    """Return the name of a queue of rate-limited tasks: the task's name, and the key if any."""
     return task if key is None else f"{task}{_SEPARATOR}{key}"
 
 
 @lru_cache
 def _rate(limit: str, burst: int) -> Rate:
-    """A rate, cached, so that its numbers are computed once for all lines."""
+    """Make a rate. Rates are cached, so that their numbers are computed once for all lines."""
     return Rate(limit, burst=burst)

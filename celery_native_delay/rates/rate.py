@@ -1,4 +1,4 @@
-"""``Rate``: how many tasks may start in a period, counted for each key. Pure."""
+"""``Rate``: a limit on the tasks that may start in a period, counted for each key on its own."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Rate:
 
     @classmethod
     def of(cls, value: Any) -> Rate:
-        """A rate from a Rate, a text such as "100/m", or a dict of Rate's arguments."""
+        """Make a rate from a Rate, a text such as "100/m", or a dict of Rate's arguments."""
         if isinstance(value, Rate):
             return value
         if not isinstance(value, Mapping):
@@ -117,37 +117,37 @@ class Rate:
 
     @cached_property
     def spacing_us(self) -> int:
-        """Microseconds from one slot to the next."""
+        """Microseconds from one task's slot to the next slot. A task may start at its slot."""
         return -(-self.period_us * (1000 + MARGIN_PER_MILLE) // (1000 * self.count))
 
     @cached_property
     def window_us(self) -> int:
-        """Microseconds in which workers let at most :attr:`most` tasks start."""
+        """Length in microseconds of the window in which at most :attr:`most` tasks start."""
         return self.period_us + self.period_us * MARGIN_PER_MILLE // 1000
 
     @cached_property
     def most(self) -> int:
-        """The number of tasks that may start within :attr:`window_us`."""
+        """The largest number of tasks that may start within :attr:`window_us`."""
         return self.count + self.burst - 1
 
     @cached_property
     def catch_up_us(self) -> int:
-        """Microseconds that a task may start late without delaying the tasks behind it."""
+        """Microseconds by which a task may start late without delaying the next tasks."""
         return min(self.period_us // 2, _CATCH_UP_US)
 
     @cached_property
     def ahead_us(self) -> int:
-        """Microseconds by which a burst lets a task start before its slot."""
+        """Microseconds by which a burst lets a task start before its regular start time."""
         return (self.burst - 1) * self.spacing_us
 
     @cached_property
     def noted_each(self) -> int:
-        """The n of the n-th starts whose times are kept: 1 keeps the time of every start."""
+        """The number n: the time of every n-th start is stored. 1 means every start."""
         return -(-self.most // _KEPT_STARTS)
 
     @cached_property
     def noted(self) -> int:
-        """The number of start times that are kept."""
+        """The number of start times that are stored."""
         return self.most // self.noted_each
 
     @property
@@ -159,10 +159,10 @@ class Rate:
     # --- whose line ----------------------------------------------------------------------
 
     def signature_of(self, task: str, run: Callable[..., Any]) -> Signature | None:
-        """The signature of *run*, the function of the task, for :meth:`key_of`.
+        """Return the signature of *run*, the function of the task, for :meth:`key_of`.
 
-        None if Python cannot tell the signature. Raises SettingsError if the key of this rate is
-        not an argument of *run*.
+        None is returned if Python cannot find the signature. Raises SettingsError if the key of
+        this rate is not an argument of *run*.
         """
         try:
             found = signature(run)
@@ -185,11 +185,11 @@ class Rate:
         headers: Mapping[str, Any],
         signature: Signature | None = None,
     ) -> str | None:
-        """The key of a task; None if the rate has no key, or the task no such argument or header.
+        """Return the key of a call: None if the rate has no key, or the call no such argument.
 
         *signature* is that of the task's function, and gives positional arguments their names.
 
-        Raises ValueError if the key is no valid text, and whatever a key callable raises.
+        Raises ValueError if the key is not a valid text, and the errors of a key callable.
         """
         key = self.key
         if key is None:
@@ -216,7 +216,7 @@ class Rate:
 
 
 def _positional(name: str, args: Sequence[Any], signature: Signature | None) -> Any:
-    """The value of the argument *name* of a call, or its default; None if it has neither."""
+    """Return the value or the default of the argument *name* of a call, or None."""
     if signature is None:
         return None
     for number, parameter in enumerate(signature.parameters.values()):

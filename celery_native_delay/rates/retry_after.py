@@ -1,4 +1,4 @@
-"""``RetryAfter``: the exception of a rate-limited task that a server has turned away. Pure."""
+"""``RetryAfter``: the exception that a rate-limited task raises when a server refuses a request."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ LONGEST_SECONDS = 30 * 86_400.0
 
 
 class RetryAfter(Exception):
-    """Raise this in a task with a rate: the task is retried later, and all tasks of its key wait.
+    """Retry a rate-limited task later, and let all tasks with the same key wait until then.
 
     >>> raise RetryAfter(30)
     Traceback (most recent call last):
     celery_native_delay.rates.retry_after.RetryAfter: 30
 
-    In a task without a rate, with ``task_always_eager`` and in ``.apply()`` it is an ordinary
-    failure.
+    Raise this exception in a task with a rate. In a task without a rate, with ``task_always_eager``
+    and in ``.apply()``, the exception is an ordinary failure.
 
     Args:
         when: seconds, or the value of an HTTP server's header ``Retry-After``: seconds as text, or
             a date.
 
     Raises:
-        InvalidDueTime: *when* is none of these.
+        InvalidDueTime: *when* is neither seconds nor a date.
     """
 
     def __init__(self, when: float | str) -> None:
@@ -35,7 +35,7 @@ class RetryAfter(Exception):
         self._parsed = _parsed(when)
 
     def seconds(self, now: datetime) -> float:
-        """The wait in seconds from *now*: 0 for a past date, at most 30 days."""
+        """Return the wait in seconds from *now*: 0 for a past date, and at most 30 days."""
         parsed = self._parsed
         if isinstance(parsed, datetime):
             parsed = parsed.timestamp() - now.timestamp()
@@ -43,7 +43,6 @@ class RetryAfter(Exception):
 
 
 def _parsed(when: object) -> float | datetime:
-    """*when* as seconds, or as a date."""
     if isinstance(when, int | float | str):
         try:
             seconds = float(when)

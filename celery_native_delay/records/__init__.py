@@ -1,1 +1,1 @@
-"""Records: what this package knows about waiting tasks, in a Redis or a database."""
+"""The records: the state about waiting tasks, kept in a Redis or a database."""

@@ -1,4 +1,4 @@
-"""A database that keeps waiting messages or records: its engine, its clock, its transactions."""
+"""A database for waiting messages or state about tasks: its engine, clock and transactions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 #: Attempts of one transaction: another process may create the tables, or write the same row.
 _TRIES = 6
 
-#: An attempt that took longer, in seconds, is not repeated.
+#: An attempt that took longer than this, in seconds, is not repeated.
 _QUICK_SECONDS = 2.0
 
 #: Values of our option ``synchronous`` in a SQLite URL, in lower case. The first is the default.
@@ -43,7 +43,7 @@ READS = "native_delay_reads"
 
 
 def parsed(url: str) -> URL:
-    """Parse a SQLAlchemy URL. Raises SettingsError if it is not one."""
+    """Parse a SQLAlchemy URL. Raises SettingsError if *url* is not a SQLAlchemy URL."""
     try:
         return make_url(url)
     except (exc.ArgumentError, ValueError) as error:
@@ -54,7 +54,7 @@ def parsed(url: str) -> URL:
 
 
 def same_database(one: str, other: str) -> bool:
-    """True if both URLs name the same database, whatever their drivers and users."""
+    """Return True if both URLs name the same database. Drivers and users may differ."""
     return _place(parsed(one)) == _place(parsed(other))
 
 
@@ -71,9 +71,9 @@ def _place(url: URL) -> tuple[Any, ...]:
 
 
 def engine_of(url: str, *, setting: str = "native_delay_store") -> Engine:
-    """A SQLAlchemy engine for *url*, which connects on first use.
+    """Make a SQLAlchemy engine for *url*. The engine connects on first use.
 
-    Raises SettingsError if the database is unknown to SQLAlchemy, or its driver is not installed.
+    Raises SettingsError if SQLAlchemy does not know the database or has no driver.
     """
     place = parsed(url)
     try:
@@ -91,7 +91,7 @@ def _of_servers(place: URL) -> dict[str, Any]:
     """Further arguments of ``create_engine`` for PostgreSQL, MySQL and MariaDB."""
     if place.get_backend_name() not in ("postgresql", "mysql", "mariadb"):
         return {}
-    # A producer waits for so many seconds for a server that does not answer.
+    # A producer waits at most 5 seconds for a server that does not answer.
     patience = {} if "connect_timeout" in place.query else {"connect_timeout": 5}
     # A stricter isolation level, which a database may have as its default, can refuse the commit of
     # a dispatcher that has already put messages into queues.
@@ -121,8 +121,8 @@ def _sqlite(place: URL) -> Engine:
 
     @event.listens_for(engine, "begin")
     def begin(connection: Any) -> None:
-        # BEGIN IMMEDIATE: a transaction that reads and then writes fails if another wrote
-        # meanwhile.
+        # BEGIN IMMEDIATE takes the write lock at once. Otherwise a transaction that reads and then
+        # writes fails if another transaction wrote meanwhile.
         reads = connection.get_execution_options().get(READS)
         # exec_driver_sql() would take as long as the insert that follows.
         connection.connection.dbapi_connection.execute("BEGIN" if reads else "BEGIN IMMEDIATE")
@@ -139,9 +139,9 @@ _TIMES = {
 
 
 def now_us(connection: Connection) -> int:
-    """The time in microseconds since the epoch, by the clock of the database server.
+    """Return the time of the database server's clock in microseconds since the epoch.
 
-    For SQLite, and for a server whose statement is unknown, it is this machine's clock.
+    For SQLite, and for a server that cannot be asked for its time, this machine's clock is used.
     """
     statement = _TIMES.get(connection.dialect.name)
     if statement is None:  # SQLite uses this machine's clock
@@ -150,9 +150,9 @@ def now_us(connection: Connection) -> int:
 
 
 def clock_ahead_seconds(connection: Connection) -> float | None:
-    """Seconds that the clock of the database is ahead of this machine's; negative if behind.
+    """Return the seconds by which the database's clock is ahead of this machine's clock.
 
-    None if the statement that asks for the time is unknown.
+    None is returned if the database cannot be asked for its time.
     """
     if connection.dialect.name == "sqlite":
         return 0.0  # it uses this machine's clock
@@ -173,7 +173,7 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 
 class Database(ABC):
-    """A database with tables of ours. Missing tables are created. Any thread may use it."""
+    """The connections to a database, for any thread. Missing tables are created on first use."""
 
     tables: ClassVar[MetaData]
 
@@ -186,29 +186,28 @@ class Database(ABC):
 
     @abstractmethod
     def _unavailable(self, reason: str) -> NativeDelayError:
-        """The error to raise if the database cannot be used; *reason* is the driver's."""
+        """Make the error to raise if the database cannot be used. *reason* is the driver's."""
 
     def do(self, work: Callable[[Connection], T]) -> T:
-        """Run *work* in a transaction, and return its answer.
+        """Run *work* in a transaction, and return the answer of *work*.
 
-        It runs again if another process has created the tables, or written the row, at the same
-        time.
+        *work* runs again if another process has created the tables, or has written the same row, at
+        the same time.
         """
         return self._tried(self.engine.begin, work)
 
     def look_up(self, work: Callable[[Connection], T]) -> T:
-        """Run *work* in a transaction that only reads, and return its answer."""
+        """Run *work* in a read-only transaction, and return the answer of *work*."""
         return self._tried(lambda: self.engine.connect().execution_options(**{READS: True}), work)
 
     def make_tables(self) -> None:
-        """Create the tables that are missing."""
         with self.engine.begin() as connection:
             self.tables.create_all(connection)
         self.is_ready = True
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turn errors of SQLAlchemy and the driver into :meth:`_unavailable` within a block."""
+        """Turn database errors in this block into the error of :meth:`_unavailable`."""
         try:
             yield
         # SQLite's BEGIN runs on the driver's connection, so its errors are not SQLAlchemy's.
@@ -235,6 +234,6 @@ class Database(ABC):
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of the driver's error message."""
+    """Return the first line of the database driver's error message."""
     said = str(getattr(error, "orig", None) or error).strip()
     return said.splitlines()[0] if said else type(error).__name__

@@ -1,11 +1,11 @@
-"""The interface of records: what this package knows about waiting tasks.
+"""The interface of the records: the state about waiting tasks, in a Redis or a database.
 
-A Redis or a database keeps the records. A record is a text with a kind and a name. A pure function
-decides the new text of a record, and whether a message is published with it. Both changes happen in
-one step, and only if the record is still unchanged.
+A record is a text with a kind and a name. A pure function decides the new text of a record, and
+whether a message is published at the same time. Record and message change in one step, and only if
+no other caller has changed the record.
 
-RabbitMQ, SQS and pgmq cannot list their waiting messages. There an index lists them, and a mark on
-a delivery tells the worker that receives it not to run it.
+RabbitMQ, SQS and pgmq cannot list their waiting messages. For these brokers an index lists the
+messages. A mark in the index tells a worker not to run a message that it receives.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ ANSWER_SECONDS = 5.0
 LEFT_ALONE_SECONDS = (1.0, 30.0)
 
 #: A mark is kept for 30 days, in ms, after its message is due: the message may lie in its queue for
-#: that long before a worker receives it.
+#: 30 days before a worker receives the message.
 MARK_GRACE_MS = 30 * 86_400_000
 
 #: An index entry that is overdue by a day, in microseconds, is removed: its message was lost, or
-#: the worker that ran it could not reach the records.
+#: the worker that ran the message could not reach the records.
 STALE_AFTER_US = 86_400_000_000
 
-#: The mark of a delivery that no worker may run: its task was cancelled or moved.
+#: The mark of a delivery that no worker may run, because its task was cancelled or moved.
 VOID = "void"
 
 #: The mark of a new delivery until :meth:`Index.compare_and_set`. A worker that receives the
-#: delivery earlier drops it, and makes the mark :data:`VOID`.
+#: delivery earlier drops the delivery, and sets the mark :data:`VOID`.
 UNDECIDED = "undecided"
 
 
 class RecordName(NamedTuple):
-    """The name of a record: a *kind*, such as "key" or "rate", and a *name* within that kind."""
+    """The name of a record (a stored text): a *kind*, such as "key" or "rate", and a *name*."""
 
     kind: str
     name: str
@@ -58,12 +58,12 @@ class RecordName(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A record as it was read, and the waiting messages of its task.
+    """A record (a stored text) as it was read at *now_us*, with the waiting messages of its task.
 
-    *now_us* is the time of reading in microseconds since the epoch, by the clock of the records.
-    *text* is None if the record does not exist. If *text* is JSON with a field ``id``, that is the
-    id of a task, and *messages* are its waiting messages: for each the broker's name of the
-    message, and its due time in microseconds, 0 if the message is parked.
+    *now_us* is in microseconds since the epoch, by the clock of the Redis or database. *text* is
+    None if the record does not exist. The field ``id`` of a JSON *text* is a task's id. *messages*
+    then are the task's waiting messages: for each the broker's name of the message, and its due
+    time in microseconds, or 0 if the message is parked (due, but its queue does not exist).
     """
 
     now_us: int
@@ -73,11 +73,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Change(Generic[T]):
-    """A decision about a record: its new *text*, and the *answer* for the caller.
+    """A decision to change a record (a stored text), and the *answer* for the caller.
 
-    The record is kept until *kept_us*, in microseconds since the epoch. None as text removes it. An
-    unchanged text is not written, so the record is kept as long as before. If *due_us* is set, the
-    caller's message is published with that due time. If *replaces* is true as well, the waiting
+    The record gets the new *text* and is kept until *kept_us*, in microseconds since the epoch.
+    None as *text* removes the record. An unchanged text is not written, and keeps its expiry. If
+    *due_us* is set, the caller's message is published. If *replaces* is true as well, the waiting
     messages of the :class:`Snapshot` are cancelled.
     """
 
@@ -88,7 +88,7 @@ class Change(Generic[T]):
     replaces: bool = False
 
 
-#: A pure function that decides the change of a record. It may be called several times.
+#: A pure function that decides the change of a record. The function may be called several times.
 Decide: TypeAlias = Callable[[Snapshot], Change[T]]
 
 #: Makes or publishes the caller's message. Its arguments are the due time, the id of the new
@@ -98,11 +98,11 @@ Publish: TypeAlias = Callable[[int, str, int], Any]
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """A waiting message in the index.
+    """A waiting message in the index, which lists messages for brokers without such a list.
 
-    *member* is its key, ``<task id>:<delivery id>``. *due_us* is its due time in microseconds. The
-    text *entry* holds all that is needed to publish the message again; an entry of "" is not
-    listed.
+    *member* is the entry's key, ``<task id>:<delivery id>``. *due_us* is the due time in
+    microseconds since the epoch. *entry* is a text with all fields that are needed to publish the
+    message again. A message with the *entry* "" is not listed.
     """
 
     member: str
@@ -112,12 +112,12 @@ class IndexEntry:
 
 @dataclass(frozen=True)
 class CompareAndSet:
-    """A change of a record and of waiting messages, made as a whole or not at all.
+    """A change of a record (a stored text) and of waiting messages, made as a whole or not at all.
 
-    It is made if the record *name* still has the text *before*, the messages *gone* are still in
-    the index, and the message *new* still has the mark "undecided". Then the record gets the text
-    *after* for *kept_ms*, the messages *gone* become void, and the message *new* is listed. If it
-    is not made, the message *new* becomes void.
+    The change is made if the record *name* still has the text *before*, the messages *gone* are
+    still in the index, and the message *new* still has the mark "undecided". Then the record gets
+    the text *after* for *kept_ms*, workers drop the messages *gone*, and *new* is added to the
+    index. If a condition does not hold, workers drop the message *new*.
     """
 
     name: RecordName | None = None
@@ -129,15 +129,15 @@ class CompareAndSet:
 
 
 def delivery_of(member: str) -> str:
-    """The delivery id in a key of the index, ``<task id>:<delivery id>``."""
+    """Return the delivery id in an index key of the form ``<task id>:<delivery id>``."""
     return member.rpartition(":")[2]
 
 
 def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
-    """The first answer of *attempt* that is not None. Raises CannotDelay after 100 attempts.
+    """Call *attempt* until its answer is not None, and return the answer.
 
-    An *attempt* to change the record *name* answers None if another caller changed the record
-    first.
+    *attempt* tries to change the record *name*, and answers None if another caller changed the
+    record first. Raises CannotDelay after 100 attempts.
     """
     for _ in range(TRIES):
         if (answer := attempt()) is not None:
@@ -149,18 +149,18 @@ def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
 
 
 class MessageState(Enum):
-    """The state of a waiting message in the records."""
+    """The state of a waiting message in the index of waiting messages."""
 
     KNOWN = "known"
     """The index lists the message."""
     VOID = "void"
-    """The task of the message was cancelled or moved: no worker may run it."""
+    """The task of the message was cancelled or moved: no worker may run the message."""
     UNKNOWN = "unknown"
-    """The records do not know the message."""
+    """The index does not know the message."""
 
 
 class Records(ABC):
-    """Records by name. Any thread may use them.
+    """Reads and changes records (state about waiting tasks), from any thread.
 
     Methods raise RecordsUnavailable if the Redis or database cannot be reached.
     """
@@ -169,33 +169,33 @@ class Records(ABC):
     """The URL of the Redis or database, without its password."""
 
     needs_connection = False
-    """True if the records use the broker connection of their channel, which must stay open."""
+    """True if the records are in the broker, so that the broker connection must stay open."""
 
     @abstractmethod
     def read(self, name: RecordName) -> Snapshot:
-        """Read a record, and the waiting messages of its task."""
+        """Read the record (a stored text) *name*, and the waiting messages of the record's task."""
 
     @abstractmethod
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
-        """Change a record as *decide* says, and return the answer of *decide*.
+        """Change the record (a stored text) *name* as *decide* says, and return its answer.
 
-        If *decide* sets a due time, *publish* makes or publishes the message in the same step.
+        If *decide* sets a due time, *publish* makes or publishes a message in the same step.
         """
 
     @abstractmethod
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
-        """Read the texts of several records; None for each that does not exist."""
+        """Read several records (stored texts). The text is None if the record does not exist."""
 
     @abstractmethod
     def latest(self, kind: str, limit: int) -> tuple[int, list[tuple[str, str]]]:
-        """The *limit* records of a *kind* that are kept longest: their names and texts.
+        """Return names and texts of the *limit* records of a *kind* that expire last.
 
-        The first value is the time in microseconds since the epoch, by the clock of the records.
+        The first value is the server's time in microseconds since the epoch.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connections. The next call opens new ones."""
+        """Close the connections to the Redis or database. The next call opens new connections."""
 
 
 class Index(ABC):
@@ -210,41 +210,42 @@ class Index(ABC):
 
     @abstractmethod
     def forget(self, member: str) -> None:
-        """Remove a message that could not be published. Never raises, and hardly ever blocks."""
+        """Remove a message that was not published. Never raises, and hardly ever blocks."""
 
     @abstractmethod
     def received(self, member: str) -> bool | None:
-        """Remove a message that a worker received. True if the worker may run it.
+        """Remove a message that a worker received. Return True if the worker may run it.
 
-        None if the records did not answer in time.
+        None is returned if the index did not answer in time.
         """
 
     @abstractmethod
     def flush(self, timeout_seconds: float | None = None) -> None:
-        """Wait until all added messages are stored, for at most *timeout_seconds*."""
+        """Wait until all added messages are stored in the index, for at most *timeout_seconds*."""
 
     @abstractmethod
     def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
-        """Read a record, and mark the delivery with the id *undecided* for *mark_ms*.
+        """Read the record *name*, and mark the delivery *undecided*: workers drop the delivery.
 
-        Without a *name* no record is read. Without *undecided* no delivery is marked.
+        If *name* is None, no record is read. If *undecided* is None, no delivery is marked. The
+        mark is kept for *mark_ms* milliseconds.
         """
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Remove the mark of a delivery, or keep the mark for *left_ms* more."""
+        """Remove a delivery's mark "undecided", or keep the mark for *left_ms* more."""
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:
-        """Make the change *step*. False if a condition of *step* does not hold."""
+        """Make the change *step*. Returns False if a condition of *step* does not hold."""
 
     @abstractmethod
     def state_of(self, member: str) -> MessageState:
-        """Look up the state of a message."""
+        """Look up the state of a waiting message: listed, cancelled or unknown."""
 
     @abstractmethod
     def tasks(self, republishes: Any) -> WaitingTasks:
-        """The waiting tasks in the index. *republishes* is the transport's part that reads them."""
+        """Return the waiting tasks in the index. *republishes* publishes a message again."""
 
     @abstractmethod
     def sweep(self) -> int:
@@ -252,4 +253,4 @@ class Index(ABC):
 
     @abstractmethod
     def purge(self) -> None:
-        """Remove all index entries that are not due yet."""
+        """Remove all index entries whose messages are not due yet."""

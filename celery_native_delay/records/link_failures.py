@@ -1,4 +1,4 @@
-"""Failures of a connection to the records: pauses between attempts, and one warning."""
+"""Handles failures of a connection to a Redis or database: pauses, and one warning in the log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class LinkFailures:
-    """The failures of one connection to *what*, such as "the records at redis://…"."""
+    """The failures of one connection. *what* names it in logs, as in "the records at redis://…"."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class LinkFailures:
         left_alone_seconds: tuple[float, float] = LEFT_ALONE_SECONDS,
         logs: bool = True,
     ) -> None:
-        """With *logs* False nothing is logged: the caller does that.
+        """Nothing is logged if *logs* is False, because then the caller logs failures.
 
         *left_alone_seconds* are the first and the longest pause after a failure.
         """
@@ -34,19 +34,19 @@ class LinkFailures:
         self._reason = f"{what} are unreachable"
 
     def check(self) -> None:
-        """Raise RecordsUnavailable during the pause after a failure."""
+        """Raise RecordsUnavailable during the pause after a failed connection."""
         if monotonic() < self._retry_at:
             raise RecordsUnavailable(self._reason)
 
     def succeeded(self) -> None:
-        """Note a success. The first success after a failure is logged."""
+        """Note that the connection works. The first success after a failure is logged."""
         if self._is_told:
             self._is_told = False
             logger.info("native delay: %s are reachable again", self._what)
         self._backoff.reset()
 
     def failed(self, error: BaseException) -> RecordsUnavailable:
-        """Note a failure, and return the error to raise. The first failure is logged."""
+        """Note a failure, and return the error to raise. Only the first failure is logged."""
         self._retry_at = monotonic() + self._backoff.failed()
         said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
         if self._logs and not self._is_told:

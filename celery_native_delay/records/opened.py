@@ -1,4 +1,4 @@
-"""Opens the records at a URL. No connection is made before the first use."""
+"""Opens the records (state about waiting tasks) at a URL. The first use makes the connection."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from ..urls import is_redis_url
 
 
 class Place(NamedTuple):
-    """The place of records: the *url* of a Redis or a database, and their *owner* there.
+    """The place of an app's records: the *url* of a Redis or database, and the *owner*.
 
-    The owner is a namespace: several apps may share one Redis or database.
+    The *owner* is a namespace, because several apps may share one Redis or database.
     """
 
     url: str
     owner: str
 
 
-#: Records of the parent process after a fork. They are kept here, because freeing them in the child
-#: would close the parent's connections.
+#: Records of the parent process after a fork. The child keeps these objects, because freeing the
+#: objects would close the parent's connections.
 _inherited: list[Any] = []
 
 _records: PerProcess[tuple[str, str], Any] = PerProcess(_inherited.append)
 
 
 def records_at(url: str, owner: str) -> Any:
-    """Open the records of *owner* at *url*, the URL of a Redis or a SQLAlchemy URL."""
+    """Open the records (state about waiting tasks) of *owner* at the URL of a Redis or database."""
     if is_redis_url(url):
         try:
             from .redis import RedisRecords
@@ -47,12 +47,12 @@ def records_at(url: str, owner: str) -> Any:
 
 
 def records_of_process(url: str, owner: str) -> Any:
-    """The records of *owner* at *url*, opened once per process."""
+    """Return the records (state about waiting tasks) of *owner* at *url*, one for the process."""
     return _records.get((url, owner), lambda: records_at(url, owner))
 
 
 @atexit.register
 def flush() -> None:
-    """Wait up to 0.3 s until everything this process added to an index is stored."""
+    """Wait up to 0.3 s until all messages that this process added to an index are stored."""
     for found in _records.values():
         found.flush()

@@ -1,7 +1,7 @@
-"""Records and an index of waiting messages in a Redis or Valkey.
+"""Records (state about waiting tasks) and an index of waiting messages, in a Redis or Valkey.
 
-Lua scripts make each step atomic and use the server's clock. A change in what the keys hold needs a
-new VERSION.
+Lua scripts make each step atomic and use the server's clock. A change in the content of the Redis
+keys needs a new VERSION.
 """
 
 from __future__ import annotations
@@ -154,18 +154,18 @@ return 1
 
 @dataclass(frozen=True)
 class RecordKeys(IndexKeys):
-    """The names of the keys of one *owner*, a namespace. Several owners may share a Redis."""
+    """The names of the Redis keys of one *owner*, a namespace. Several owners may share a Redis."""
 
     owner: str
 
     @property
     def space(self) -> str:
-        """The prefix of all keys, without the last dot."""
+        """The common prefix of all Redis keys of this namespace, without the last dot."""
         return f"{self.owner}.records.v{VERSION}"
 
 
 class RedisRecords(ComparedRecords):
-    """The records and the index of one *owner* in a Redis."""
+    """The records (state about waiting tasks) and the message index of one *owner* in a Redis."""
 
     _of_broker: tuple[str, ...] = ()
     """On a Redis broker: the keys ``wake``, which wakes promoters, and ``parked``."""
@@ -177,7 +177,7 @@ class RedisRecords(ComparedRecords):
         self.missed = 0
         self.pool = redis_client(url).connection_pool
         what = f"the records at {self.where}"
-        #: For publishes and workers, which wait 0.3 s, and for people, who wait 5 s.
+        #: One link for publishes and workers, which wait 0.3 s, and one for people, who wait 5 s.
         self._quick = RedisLink(self.pool, what, timeout_seconds=PATIENCE_SECONDS)
         self._patient: Any = RedisLink(self.pool, what, timeout_seconds=ANSWER_SECONDS)
 
@@ -278,7 +278,6 @@ class RedisRecords(ComparedRecords):
         throw_away(self._patient, self.keys.index, time_ns() // 1000, "+inf")
 
     def findings(self) -> Iterator[Finding]:
-        """Look for problems of the Redis: settings, version, clock."""
         with redis_client(self.url) as client:
             yield from findings(
                 client,
@@ -288,8 +287,6 @@ class RedisRecords(ComparedRecords):
 
 
 class RedisTasks(RecordedTasks, RedisListing):
-    """The waiting tasks in an index in a Redis, read with a client of their own."""
-
     def __init__(self, index: RedisRecords, republishes: Republishes) -> None:
         def decode(member: str, entry: bytes, due_us: int) -> Waiting | None:
             return republishes.waiting(member, entry.decode(), due_us)
@@ -313,7 +310,7 @@ class RedisTasks(RecordedTasks, RedisListing):
 
 
 def redis_client(url: str) -> Any:
-    """A redis-py client for questions of people, with a timeout of 5 s and no retries."""
+    """Make a redis-py client that waits at most 5 s for an answer and does not retry."""
     return redis.Redis.from_url(
         redis_py_url(url),
         socket_timeout=ANSWER_SECONDS,

@@ -49,10 +49,10 @@ return found
 
 
 class RedisLink:
-    """Asks one Redis, from any thread. Raises RecordsUnavailable if the Redis does not answer.
+    """A client of one Redis, for any thread. Raises RecordsUnavailable if Redis does not answer.
 
-    Its connections are made with the parameters of redis-py's *pool*, but are not taken from that
-    pool, whose limit counts failed and closed connections, too.
+    The connections use the parameters of redis-py's *pool*, but are not taken from the pool. The
+    pool's limit also counts failed and closed connections.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class RedisLink:
         left_alone_seconds: tuple[float, float] = LEFT_ALONE_SECONDS,
         logs: bool = True,
     ) -> None:
-        """*timeout_seconds* are the limit for connecting, and for an answer.
+        """*timeout_seconds* limits the time to connect, and the time for each answer.
 
-        For *what*, *left_alone_seconds* and *logs* see :class:`.LinkFailures`.
+        *what*, *left_alone_seconds* and *logs* are arguments of :class:`.LinkFailures`.
         """
         self._pool = pool
         self._timeout_seconds = timeout_seconds
@@ -81,7 +81,7 @@ class RedisLink:
     # --- asking --------------------------------------------------------------------------
 
     def run(self, script: str, keys: tuple[str, ...] | list[str], *arguments: Any) -> Any:
-        """Run a Lua *script*, and return its answer. The server gets the script if it lacks it."""
+        """Run a Lua *script*, which the server gets if needed, and return the answer."""
         words = (len(keys), *keys, *arguments)
         with self._connection_in_use() as connection:
             try:
@@ -90,12 +90,11 @@ class RedisLink:
                 return _answer(connection, "EVAL", script, *words)
 
     def ask(self, *command: Any) -> Any:
-        """Send one Redis *command*, and return its answer."""
         with self._connection_in_use() as connection:
             return _answer(connection, *command)
 
     def connect(self) -> bool:
-        """Open a connection before the first task needs one; False if that fails."""
+        """Connect before the first call. Returns False if the server does not answer."""
         with suppress(RecordsUnavailable), self._connection_in_use():
             return True
         return False
@@ -114,9 +113,9 @@ class RedisLink:
         self._idle.append(connection)
 
     def _idle_connection(self) -> Any:
-        """An open connection that no thread uses; None if there is none.
+        """Return an open connection that no thread uses, or None if there is none.
 
-        Readable data on such a connection can only mean that the server has closed it.
+        Readable data on such a connection can only mean that the server has closed the connection.
         """
         while True:
             try:
@@ -137,14 +136,14 @@ class RedisLink:
             for timeout in ("socket_timeout", "socket_connect_timeout"):
                 setattr(connection, timeout, self._timeout_seconds)
             connection.connect()
-        except Exception as exc:  # redis-py's, the resolver's, TLS'
+        except Exception as exc:  # errors of redis-py, of the resolver or of TLS
             raise self._failures.failed(exc) from exc
         return connection
 
     # --- posting -------------------------------------------------------------------------
 
     def post(self, script: str, keys: tuple[str, ...], *arguments: Any) -> bool:
-        """Send a Lua *script* without waiting for its answer; False if it could not be sent."""
+        """Send a Lua *script* without waiting for the answer. Return False if sending failed."""
         with self._post_lock:
             try:
                 if self._post_connection is None:
@@ -167,9 +166,9 @@ class RedisLink:
             return True
 
     def flush(self, timeout_seconds: float | None = None) -> None:
-        """Read the answers to posted scripts.
+        """Read the answers to scripts that :meth:`post` has sent, for at most *timeout_seconds*.
 
-        A socket that is closed with unread answers may lose the last commands.
+        The last scripts may be lost if a socket is closed before their answers are read.
         """
         with self._post_lock, suppress(Exception):
             self._read_ready(min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS))
@@ -190,7 +189,7 @@ class RedisLink:
     # --- the connections -----------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the connections. The next call opens new ones."""
+        """Close the connections to the Redis. The next call opens new connections."""
         with self._post_lock:
             self._close_post_connection()
         while self._idle:
@@ -198,10 +197,10 @@ class RedisLink:
 
 
 def latest(link: RedisLink, names: str, prefix: str, limit: int) -> tuple[int, list[Any]]:
-    """The *limit* records that are kept longest: the time in microseconds, then names and texts.
+    """Return the server's time in µs, then names and texts of the *limit* records that expire last.
 
-    *names* is a sorted set of the records' names by the end of their TTL. *prefix* is the prefix of
-    the records' keys.
+    *names* is the key of a sorted set with the records' names, scored by expiry. *prefix* is the
+    prefix of the records' keys.
     """
     now_us, *found = link.run(_LATEST, [names], limit, prefix)
     texts = [text.decode() for text in found]
@@ -215,5 +214,4 @@ def _answer(connection: Any, *command: Any) -> Any:
 
 @lru_cache
 def digest_of(script: str) -> str:
-    """The SHA-1 digest by which a Redis server names a *script*."""
     return sha1(script.encode(), usedforsecurity=False).hexdigest()

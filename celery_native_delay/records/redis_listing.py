@@ -1,11 +1,11 @@
 """Lists and searches the waiting tasks in a Redis.
 
 Each waiting message has a *member*, ``<task id>:<digest or delivery id>``, and an *entry*, the
-message itself. Three keys hold them:
+message's content. Three Redis keys hold the messages:
 
-- ``due``: a sorted set of members by due time in microseconds;
-- ``messages``: a hash of entries by member;
-- ``ids``: a sorted set of members with score 0, so in the order of task ids.
+- ``due``: a sorted set of members, scored by due time in microseconds;
+- ``messages``: a hash from members to entries;
+- ``ids``: a sorted set of members, all with score 0, so in the order of task ids.
 """
 
 from __future__ import annotations
@@ -72,39 +72,39 @@ Decode = Callable[[str, bytes, int], Waiting | None]
 
 
 class IndexKeys:
-    """The names of the keys of one namespace in a Redis."""
+    """The names of the Redis keys that hold the waiting messages of one namespace."""
 
     @property
     def space(self) -> str:
-        """The prefix of all keys, without the last dot."""
+        """The common prefix of all Redis keys of this namespace, without the last dot."""
         raise NotImplementedError
 
     @property
     def due(self) -> str:
-        """Sorted set: member → due time in microseconds since the epoch."""
+        """The key of a sorted set of waiting messages, scored by due time in microseconds."""
         return f"{self.space}.due"
 
     @property
     def messages(self) -> str:
-        """Hash: entries by member, of messages that wait, are due, or are parked."""
+        """The key of a hash with the content of all waiting, due and unroutable messages."""
         return f"{self.space}.messages"
 
     @property
     def marks(self) -> str:
-        """The prefix of the keys of marks; a delivery id follows."""
+        """The prefix of keys that tell workers not to run a delivery; its id follows."""
         return f"{self.space}.mark."
 
     def record(self, name: RecordName) -> str:
-        """String with a TTL: the text of a record."""
+        """Return the key of a string with a TTL: the text of the record *name*."""
         return f"{self.space}.{name.kind}.{name.name}"
 
     def names(self, kind: str) -> str:
-        """Sorted set: the names of all records of a *kind* by the end of their TTL in µs."""
+        """Return the key of a sorted set: the names of a *kind*'s records, scored by expiry."""
         return f"{self.space}.{kind}s"
 
     @property
     def ids(self) -> str:
-        """Sorted set: members of the hash, all with score 0, so in the order of task ids."""
+        """The key of a sorted set of waiting messages by task id; all scores are 0."""
         return f"{self.space}.ids"
 
     @property
@@ -113,10 +113,10 @@ class IndexKeys:
 
 
 class RedisListing(WaitingTasks):
-    """The waiting tasks in the keys ``due``, ``messages`` and ``ids``."""
+    """Lists and searches the waiting tasks in the Redis keys ``due``, ``messages`` and ``ids``."""
 
     def __init__(self, client: Any, keys: IndexKeys, decode: Decode) -> None:
-        """*client* is a ``redis.Redis`` that returns bytes. *decode* reads an entry."""
+        """*client* is a ``redis.Redis`` that returns bytes. *decode* makes a task of a message."""
         self._client = client
         self._due, self._messages, self._ids = keys.index
         self._decoded = decode
@@ -175,7 +175,7 @@ class RedisListing(WaitingTasks):
         return found
 
     def _ranks(self, query: Query) -> tuple[int, int]:
-        """The rank of the first message due in the range, and the rank behind the last."""
+        """Return the rank of the first message due in the range, and the rank behind the last."""
         count = self._client.zcount
         first = 0 if query.from_us is None else count(self._due, "-inf", f"({query.from_us}")
         if query.until_us is None:
@@ -195,9 +195,9 @@ class RedisListing(WaitingTasks):
 
 
 def throw_away(link: Any, keys: Sequence[str], lowest: int | str, highest: int | str) -> int:
-    """Remove all messages whose score in the first of *keys* is in a range; return their number.
+    """Remove all messages with a score from *lowest* to *highest*, and return their number.
 
-    *link* runs the script. The other two *keys* are ``messages`` and ``ids``.
+    *keys* are any sorted set with scores, ``messages`` and ``ids``. *link* runs the script.
     """
     thrown = 0
     while True:

@@ -1,6 +1,6 @@
-"""The replacement of a waiting message on RabbitMQ, SQS and pgmq, which cannot give it back.
+"""Replaces a waiting message on RabbitMQ, SQS and pgmq, which cannot remove a waiting message.
 
-1. ``Index.look()`` marks the new delivery as "undecided". A worker that receives it now drops it.
+1. ``Index.look()`` marks the new delivery as "undecided": a worker that receives it drops it.
 2. :func:`publish_undecided` publishes the new message, and waits for the broker's confirm.
 3. ``Index.compare_and_set()`` removes the mark of the new message and marks the old messages as
    "void", if nothing has changed since step 1. A worker drops every void message it receives.
@@ -39,9 +39,9 @@ _UNDECIDED_MS = 25 * 366 * 86_400_000
 
 
 class ComparedRecords(Records, Index):
-    """Records that are changed by compare-and-set: read, decide, write if still unchanged.
+    """Records (stored texts) that are changed by compare-and-set: read, decide, write if unchanged.
 
-    If another caller has changed the record, the change begins anew.
+    If another caller has changed the record, the change starts again.
     """
 
     has_marks = True
@@ -55,8 +55,8 @@ class ComparedRecords(Records, Index):
             delivery_id = "" if publish is None else token_hex(16)
             marked = delivery_id if self.has_marks else ""
             snapshot = self.look(name, marked, _UNDECIDED_MS)
-            # The answer took time on its way, so this is too much: tasks are late by that, not
-            # early.
+            # The number includes the time that the answer took, so it is too large. Tasks are late
+            # by that time, and never early.
             ahead_us = time_ns() // 1000 - snapshot.now_us
             change = decide(snapshot)
             new, due_us = None, change.due_us
@@ -77,10 +77,10 @@ class ComparedRecords(Records, Index):
 
 
 def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Callable[[], T]) -> T:
-    """Call *publish*, which publishes a delivery marked as "undecided", and return its answer.
+    """Call *publish*, which publishes a delivery marked "undecided", and return the answer.
 
-    If the broker refuses the message, the mark is removed. If it is unknown whether the broker has
-    the message, the mark is kept until 30 days after *due_us*.
+    If the broker refuses the message, the mark is removed. If the broker may or may not have the
+    message, the mark is kept until 30 days after *due_us*.
     """
     try:
         return publish()
@@ -88,7 +88,7 @@ def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Call
         index.unmark(delivery_id)
         raise
     except Exception:
-        # The broker may have the message all the same.
+        # The broker may have the message in spite of the error.
         left_ms = max(due_us - time_ns() // 1000, 0) // 1000 + MARK_GRACE_MS
         with suppress(RecordsUnavailable):
             index.unmark(delivery_id, left_ms)
@@ -96,22 +96,22 @@ def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Call
 
 
 class Republishes(Protocol):
-    """The part of a transport that reads index entries and publishes their messages again."""
+    """The part of a transport that publishes the messages of index entries again."""
 
     def waiting(self, member: str, entry: str, due_us: int) -> Waiting | None:
-        """The waiting task that an index entry describes; None if it is cancelled."""
+        """Make the waiting task of an index entry. Returns None if the task is cancelled."""
 
     def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
-        """Publish the message of an index entry with a new due time, and return its new entry."""
+        """Publish an index entry's message with a new due time. Returns the new entry."""
 
     def check_reach(self, due_us: int) -> None:
-        """Raise DelayTooLong if the due time is beyond the longest delay."""
+        """Raise DelayTooLong if *due_us* is beyond the broker's longest delay."""
 
 
 class RecordedTasks(WaitingTasks):
-    """Cancels and moves the tasks that an *index* lists, by publishing their messages again.
+    """Cancels and moves the tasks that *index* lists, by publishing their messages again.
 
-    A mixin before :class:`.RedisListing` or :class:`.SqlListing`.
+    A mixin, to be named before :class:`.RedisListing` or :class:`.SqlListing`.
     """
 
     index: Index

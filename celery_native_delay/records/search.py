@@ -1,6 +1,6 @@
-"""The search among waiting tasks: words, quoted texts and ``field:word``. Pure.
+"""Parses and matches searches for waiting tasks: words, quoted texts and ``field:word``.
 
-A task is found if all of them match. Case does not matter. The fields are ``name``, ``queue``,
+A task matches if all words match, in upper or lower case. The fields are ``name``, ``queue``,
 ``key``, ``args``, ``kwargs``, ``id``, ``uuid`` and ``root``. ``kwargs:order=7`` matches if the
 keyword argument ``order`` is exactly 7.
 """
@@ -36,9 +36,9 @@ _QUOTED = re.compile(r'\\(["\\])|"')
 
 @dataclass(frozen=True)
 class Word:
-    """One word of a search: a text that the attribute *field* of a task must contain.
+    """One word of a search: the attribute *field* of a task must contain the text *value*.
 
-    With *field* "" any attribute may contain it. Case does not matter.
+    If *field* is "", any attribute may contain the text. Case does not matter.
     """
 
     field: str
@@ -55,7 +55,7 @@ class Word:
 
     @property
     def needle(self) -> str:
-        """A text in lower case that is part of every matching message, whatever its case."""
+        """A text in lower case that every matching message contains, in upper or lower case."""
         if not self._is_pair:
             return self.value.lower()
         return max((part.strip() for part in self.value.lower().split("=", 1)), key=len)
@@ -82,7 +82,7 @@ def parse(text: str) -> tuple[Word, ...]:
 
 
 def is_itself_in_json(text: str) -> bool:
-    """True if JSON contains *text* unescaped, so that stored messages can be searched for it."""
+    """Return True if JSON contains *text* unchanged, so that stored JSON can be searched."""
     return text.isascii() and json.dumps(text) == f'"{text}"'
 
 
@@ -99,7 +99,7 @@ def _word(token: str, text: str) -> Word:
 
 
 def _pairs(kwargs: str) -> set[tuple[str, str]]:
-    """The keyword arguments in a repr, as pairs of texts: name and value."""
+    """Return the keyword arguments in a repr as pairs of texts: name and value."""
     try:
         found = ast.literal_eval(kwargs)
         pairs = found.items() if isinstance(found, dict) else ()

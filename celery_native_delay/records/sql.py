@@ -1,7 +1,7 @@
-"""Records and an index of waiting messages in a database. Each step is one transaction.
+"""Records (state about waiting tasks) and an index of waiting messages, in a database.
 
-Publishes and workers ask through one thread with its own connection. So no database can block them
-for longer than :data:`~.interface.PATIENCE_SECONDS`.
+Each step is one transaction. Publishes and workers ask through one thread with its own connection.
+So a slow database blocks a publish or a worker for at most :data:`~.interface.PATIENCE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ _RECORD, _WAITING, _MARK = RECORDS.c, WAITING.c, MARKS.c
 
 
 class SqlRecords(Database, ComparedRecords):
-    """The records and the index of one *owner* in the database at *url*."""
+    """The records (state about waiting tasks) and the message index of *owner*, in a database."""
 
     tables = METADATA
 
@@ -217,7 +217,7 @@ class SqlRecords(Database, ComparedRecords):
     def _snapshot(
         self, connection: Connection, row: tuple[str, int] | None, *, locked: bool = False
     ) -> Snapshot:
-        """The record in *row* and its messages, which are *locked* if they are to be changed."""
+        """Make a snapshot of the record in *row* and its messages, *locked* to be changed."""
         # Ask for the time after locking the row: the lock may have taken a while.
         at_us = now_us(connection)
         if row is None or row[1] < at_us:
@@ -308,7 +308,6 @@ class SqlRecords(Database, ComparedRecords):
         self.do(lambda found: found.execute(mine.where(_WAITING.due_us >= time_ns() // 1000)))
 
     def findings(self) -> Iterator[Finding]:
-        """Look for problems of the database: whether it can be written to, and its clock."""
         where = f"native_delay_records at {self.where}"
         try:
             self.do(lambda connection: connection.execute(delete(MARKS).where(_MARK.owner == "")))
@@ -350,7 +349,7 @@ class SqlRecords(Database, ComparedRecords):
     def read_row(
         self, connection: Connection, name: RecordName, *, locked: bool = False
     ) -> tuple[str, int] | None:
-        """Text and end of a record, in microseconds since the epoch; None if there is no row.
+        """Return a record's text and its expiry in microseconds, or None if it has no row.
 
         With *locked* the row stays locked until the transaction ends.
         """
@@ -365,7 +364,7 @@ class SqlRecords(Database, ComparedRecords):
         kept_us: int,
         is_there: bool,
     ) -> None:
-        """Write the text of a record; None removes the record. *is_there*: it has a row already."""
+        """Write a record's text; None deletes its row. *is_there* is true if a row exists."""
         this = self._this(name)
         if text is None:
             connection.execute(delete(RECORDS).where(*this))
@@ -383,7 +382,7 @@ class SqlRecords(Database, ComparedRecords):
     def _messages(
         self, connection: Connection, task_id: str, *, locked: bool
     ) -> tuple[tuple[Any, int], ...]:
-        """Names and due times of a task's waiting messages. Rows of the index are never locked."""
+        """Return names and due times of a task's waiting messages, without locking the index."""
         asked = select(_WAITING.delivery_id, _WAITING.due_us).where(
             _WAITING.owner == self.owner, _WAITING.task_id == task_id[:255]
         )
@@ -427,8 +426,6 @@ class SqlRecords(Database, ComparedRecords):
 
 
 class SqlTasks(RecordedTasks, SqlListing):
-    """The waiting tasks in an index in a database."""
-
     index: SqlRecords
 
     def __init__(self, index: SqlRecords, republishes: Republishes) -> None:
@@ -454,7 +451,7 @@ class SqlTasks(RecordedTasks, SqlListing):
 
 
 def _note_all(connection: Connection, rows: list[Mapping[str, Any]]) -> None:
-    """Insert index entries. An entry that exists, from an earlier attempt to publish, stays."""
+    """Insert rows into the index. A row from an earlier attempt to publish stays."""
     if connection.dialect.name == "postgresql":
         statement: Any = postgresql.insert(WAITING).on_conflict_do_nothing()
     else:

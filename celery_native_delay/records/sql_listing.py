@@ -1,4 +1,4 @@
-"""Lists and searches the waiting tasks in a table."""
+"""Lists and searches the waiting tasks in a database table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHUNK = 1000
 
 
 class SqlListing(WaitingTasks):
-    """The waiting tasks in a table, one row per message."""
+    """Lists and searches the waiting tasks in a database table with one row per message."""
 
     def __init__(
         self,
@@ -27,9 +27,9 @@ class SqlListing(WaitingTasks):
         text: Column[Any],
         shown: Sequence[Column[Any]],
     ) -> None:
-        """Use the rows that match *mine*, sorted by the column *due_us* and then by *order*.
+        """Use the rows that match the condition *mine*, sorted by the columns *due_us* and *order*.
 
-        A search looks into the column *text*. The columns *shown* are read of each row.
+        A search looks into the column *text*. Each row is read with the columns *shown*.
         """
         self._mine = mine
         self._due_us = due_us
@@ -38,11 +38,11 @@ class SqlListing(WaitingTasks):
 
     @abstractmethod
     def _look_up(self, work: Callable[[Connection], T]) -> T:
-        """Run *work* in a transaction that only reads, and return its answer."""
+        """Run *work* in a read-only transaction, and return the answer of *work*."""
 
     @abstractmethod
     def _decoded(self, row: Any) -> Waiting | None:
-        """The waiting task in a row; None for a cancelled task, which is not shown."""
+        """Make the waiting task of a row. A cancelled task, which is not shown, gives None."""
 
     def count(self, query: Query = ALL) -> int:
         def counted(connection: Connection) -> int:
@@ -78,7 +78,7 @@ class SqlListing(WaitingTasks):
         return int(connection.execute(asked.where(*self._between(from_us, until_us))).scalar() or 0)
 
     def _matching(self, connection: Connection, query: Query, offset: int = 0) -> Iterator[Waiting]:
-        """Tasks that match *query*, earliest first. The first *offset* rows are skipped."""
+        """Yield tasks that match *query*, earliest first. The first *offset* rows are skipped."""
         conditions = self._between(query.from_us, query.until_us)
         if query.needle:
             conditions.append(self._text.icontains(query.needle, autoescape=True))

@@ -1,4 +1,4 @@
-"""A thread that asks the database for publishers and workers, which wait at most 0.3 s for it."""
+"""A thread that asks a database, so that publishes and workers wait at most 0.3 s for answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .link_failures import LinkFailures
 
 T = TypeVar("T")
 
-#: Most index entries that are inserted at once, and that may be queued to be inserted.
+#: The largest numbers of index entries that are inserted at once, and that wait to be inserted.
 _AT_ONCE = 500
 _MOST_NOTES = 2000
 
@@ -29,7 +29,7 @@ Job = tuple[Callable[[Connection], Any], "Future[Any] | None"]
 
 
 class SqlThread:
-    """A thread with one connection to the database of *engine*. It starts with the first job."""
+    """A thread that runs jobs on one connection to a database. The first job starts the thread."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class SqlThread:
         prepare: Callable[[], None],
         write: Callable[..., None],
     ) -> None:
-        """*prepare* creates the tables. *write* inserts index entries."""
+        """*prepare* creates the tables. *write* inserts rows into the index of waiting messages."""
         self._engine = engine
         self._prepare = prepare
         self._write = write
@@ -51,20 +51,19 @@ class SqlThread:
         self.missed = 0
 
     def note(self, row: Row) -> None:
-        """Queue an index entry to be inserted. It is dropped if the queue stays full."""
+        """Queue a row to be inserted into the index, or drop the row if the queue stays full."""
         if self._jobs.qsize() >= _MOST_NOTES and not self._is_stuck() and not self.flush():
             self.missed += 1
         else:
             self._queue(row)
 
     def post(self, work: Callable[[Connection], Any]) -> None:
-        """Queue *work*, without waiting for its answer."""
         self._queue((work, None))
 
     def ask(
         self, work: Callable[[Connection], T], timeout_seconds: float = PATIENCE_SECONDS
     ) -> T | None:
-        """Queue *work* and return its answer; None if there is none within *timeout_seconds*."""
+        """Queue *work*, and return its answer, or None if it fails or takes too long."""
         future: Future[T] = Future()
         if not self._queue((work, future)):
             return None
@@ -75,26 +74,25 @@ class SqlThread:
             return None
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until all jobs queued before are done; False if that takes too long."""
+        """Wait until all jobs queued before are done. Returns False if that takes too long."""
         if self._thread is None:
             return True
         wait_seconds = min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS)
         return self.ask(lambda connection: True, wait_seconds) is not None
 
     def close(self) -> None:
-        """End the thread once it has done all queued jobs."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
             thread.join(PATIENCE_SECONDS)
 
     def _is_stuck(self) -> bool:
-        """True if the present job has waited over 0.3 s for the database: then no caller waits."""
+        """Return True, so that no caller waits, if the job has waited over 0.3 s."""
         since = self._busy_since
         return since is not None and monotonic() - since > PATIENCE_SECONDS
 
     def _queue(self, job: Row | Job) -> bool:
-        """Queue *job*, and start the thread if need be; False if the database does not answer."""
+        """Queue *job* for the thread. Returns False if the database does not answer."""
         if self._is_stuck():
             self.missed += 1
             return False

@@ -1,4 +1,4 @@
-"""Waiting tasks, and how to search, count, cancel and move them. Does no I/O of its own."""
+"""Waiting tasks, and the interface to search, count, cancel and move waiting tasks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PLACE = "native_delay_place"
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A waiting message.
+    """A message that waits in the broker until its due time.
 
-    *id* and *name* are those of the Celery task. A message of another kind has no *name*, and its
-    *id* is its correlation id. *args* and *kwargs* are texts (``repr``), as in Celery's events.
-    *queue* is the queue that it will be delivered to, "" if only its exchange decides. *due_us* is
-    its due time in microseconds since the epoch. *key* and *kind* tell of a call of ``debounce``,
-    ``throttle`` or ``unique``, such as "user:7" and "debounce"; otherwise they are "".
+    *id* and *name* are the id and name of the Celery task. A message that is not a task has the
+    *name* "", and its *id* is its correlation id. *args* and *kwargs* are texts (``repr``), as in
+    Celery's events. *queue* is the queue of delivery, or "" if only the message's exchange decides
+    that. *due_us* is in microseconds since the epoch. *key* and *kind* are set by ``debounce``,
+    ``throttle`` or ``unique``, for example to "user:7" and "debounce". Otherwise they are "".
     """
 
     id: str
@@ -57,7 +57,7 @@ class Waiting:
         key: str,
         kind: str,
     ) -> Waiting:
-        """A waiting message with these AMQP headers and properties, of any task protocol."""
+        """Make a waiting message from AMQP *headers* and *properties* of any task protocol."""
         task_id = headers.get("id") or properties.get("correlation_id") or delivery_id
         return cls(
             str(task_id),
@@ -83,7 +83,7 @@ class Waiting:
         return datetime.fromtimestamp(self.due_us / 1_000_000, UTC)
 
     def as_json(self) -> dict[str, Any]:
-        """The task as plain data, for ``--json`` and Flower's REST API."""
+        """Return the task as plain data, for the option ``--json`` and for Flower's REST API."""
         return {
             "id": self.id,
             "name": self.name,
@@ -102,7 +102,7 @@ class Waiting:
 
 
 def _number(value: Any) -> int:
-    """The header as a number; 0 if it is none. Other programs may use the same header name."""
+    """Convert the header, which other programs may set, to a number, or to 0 if it is no number."""
     try:
         return int(value or 0)
     except (TypeError, ValueError, OverflowError):
@@ -113,8 +113,8 @@ def _number(value: Any) -> int:
 class Query:
     """A search among waiting tasks. A task matches if all conditions hold.
 
-    All *words* must match. *name* and *queue* must be equal. The due time must be from *from_us* on
-    and before *until_us*, in microseconds since the epoch. None means no condition.
+    All *words* match. *name* and *queue* are the task's. The due time is *from_us* or later, and
+    before *until_us*, in microseconds since the epoch. None means no condition.
     """
 
     words: tuple[Word, ...] = ()
@@ -133,26 +133,26 @@ class Query:
         return cls(parse(text))
 
     def due_within(self, from_us: int | None, until_us: int | None) -> Query:
-        """This search, for tasks due from *from_us* on and before *until_us*."""
+        """Return this search for tasks due from *from_us* on and before *until_us*."""
         return replace(self, from_us=from_us, until_us=until_us)
 
     @property
     def is_by_time_only(self) -> bool:
-        """True if the search has no conditions besides due times."""
+        """True if the due time is the only condition of this search."""
         return not (self.words or self.name or self.queue)
 
     @property
     def needle(self) -> str:
-        """The longest word that Redis or the database can search for, in lower case; "" if none.
+        """The longest word that Redis or the database can search for, in lower case, or "".
 
-        Every stored message that matches contains it, whatever its case.
+        Every stored message that matches contains the word, in upper or lower case.
         """
         texts = [word.needle for word in self.words]
         texts += [text.lower() for text in (self.name, self.queue) if text]
         return max(filter(is_itself_in_json, texts), key=len, default="")
 
     def matches(self, task: Waiting) -> bool:
-        """True if *task* fulfils all conditions of this search."""
+        """Return True if *task* fulfils all conditions of this search."""
         return (
             (self.name is None or task.name == self.name)
             and (self.queue is None or task.queue == self.queue)
@@ -168,9 +168,9 @@ ALL = Query()
 
 @dataclass(frozen=True)
 class Page(Sequence[Waiting]):
-    """A page of waiting *tasks*, earliest due time first, and the *total* number that match.
+    """A page of waiting *tasks*, earliest due time first, and the *total* number of matches.
 
-    *total* is None if they were not counted, because that would read every message.
+    *total* is None if the tasks were not counted: counting would read every message.
     """
 
     tasks: tuple[Waiting, ...]
@@ -189,9 +189,9 @@ class Page(Sequence[Waiting]):
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of a histogram: the *count* of tasks due from *from_us* until *until_us*.
+    """A bar of a histogram: the *count* of tasks due from *from_us* on and before *until_us*.
 
-    Both are in microseconds since the epoch.
+    Both times are in microseconds since the epoch.
     """
 
     from_us: int
@@ -209,7 +209,7 @@ _WIDTHS = (
 
 
 def edges(first_us: int, last_us: int, *, bars: int) -> list[int]:
-    """The round times at which the bars of a histogram begin and end, for at most *bars* bars."""
+    """Return round times for at most *bars* bars of a histogram, from *first_us* to *last_us*."""
     span_us = max(last_us - first_us, 1)
     for width in _WIDTHS:
         width_us = width * 1_000_000
@@ -229,20 +229,20 @@ class Verdict(Enum):
     DONE = "done"
     """The task was cancelled or moved."""
     TOO_LATE = "too late"
-    """The task was delivered before it could be changed, or is about to be delivered."""
+    """The task was delivered before the change, or is about to be delivered."""
     UNKNOWN = "unknown"
-    """No task with this id is waiting: it is due already, or was never delayed."""
+    """No task with this id is waiting: the task is due already, or was never delayed."""
     IMPOSSIBLE = "impossible"
-    """The message cannot be moved, because it is no task of protocol 2. It still waits."""
+    """The message cannot be moved: it is not a task of protocol 2. The message still waits."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of cancelling or moving the task *id*. It is truthy if the change was made.
+    """The result of cancelling or moving the task *id*, which is truthy if the change was made.
 
-    *due_us* is the new due time in microseconds since the epoch, None if the task is cancelled.
-    *tasks* are the waiting messages before the change. *reason* says why the change was not made;
-    "" stands for the usual reason of the *verdict*.
+    *due_us* is the new due time in microseconds since the epoch, or None if the task is cancelled.
+    *tasks* are the waiting messages before the change. *reason* says why the change was not made. A
+    *reason* of "" stands for the usual reason of the *verdict*.
     """
 
     id: str
@@ -268,7 +268,7 @@ class Outcome:
 
 
 class WaitingTasks(ABC):
-    """The waiting tasks of one broker: lists, searches, cancels and moves them.
+    """Lists, searches, cancels and moves the waiting tasks of one broker.
 
     Every method may raise RecordsUnavailable.
     """
@@ -278,42 +278,42 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def count(self, query: Query = ALL) -> int:
-        """The number of waiting tasks that match."""
+        """Return the number of waiting tasks that match the search *query*."""
 
     @abstractmethod
     def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
-        """The waiting tasks that match, earliest due time first, from the *offset*-th on."""
+        """Return at most *limit* tasks that match *query*, earliest first, from *offset* on."""
 
     def ids(self, query: Query = ALL) -> Iterator[str]:
-        """The ids of all waiting tasks that match, earliest due time first.
+        """Yield the ids of all waiting tasks that match *query*, earliest due time first.
 
-        They are read 1,000 at a time. An id may come more than once.
+        The tasks are read 1,000 at a time. An id may come more than once.
         """
         return ids_by_page(self.page, query)
 
     def get(self, task_id: str) -> list[Waiting]:
-        """The waiting messages with this task id: usually one, none if the task is not waiting."""
+        """Return messages with this task id: usually one, none if the task is not waiting."""
         return [task for _, _, task in self._found(task_id)]
 
     @abstractmethod
     def counts(self, edges_us: Sequence[int]) -> list[int]:
-        """The number of waiting tasks due between each two neighbouring times of *edges_us*."""
+        """Count the waiting tasks due between each two neighbouring times of *edges_us*."""
 
     @abstractmethod
     def span(self) -> tuple[int, int] | None:
-        """The first and the last due time, in microseconds; None if no task is waiting."""
+        """Return the first and last due time in microseconds, or None if no task is waiting."""
 
     def close(self) -> None:  # noqa: B027  most have nothing to close
-        """Close connections that were opened for these questions."""
+        """Close the connections that this object has opened."""
 
     def cancel(self, task_id: str) -> Outcome:
         """Cancel a task. Its message is delivered at once, and a worker announces it as revoked."""
         return self._change(task_id, None, cancelled=True)
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:
-        """Give a task a new due time; None means now.
+        """Give the task *task_id* a new due time. None as *due_us* means now.
 
-        Raises DelayTooLong or CannotDelay if it cannot wait that long. Then it keeps its due time.
+        Raises DelayTooLong or CannotDelay if the task cannot wait so long, and keeps its due time.
         """
         if due_us is not None:
             self._delays.check_reach(due_us)
@@ -321,19 +321,18 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def _found(self, task_id: str) -> list[tuple[Any, Any, Waiting]]:
-        """The waiting messages with this task id: for each its name, its content, and the task."""
+        """Return name, content and task of each waiting message with this task id."""
 
     @abstractmethod
     def _replace(
         self, member: Any, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
     ) -> tuple[Any, int] | None:
-        """Replace one message. Returns the name of the new message and its due time.
+        """Replace one message. Return the name of the new message and its due time.
 
-        None if the message was delivered or changed meanwhile.
+        None is returned if the message was delivered or changed meanwhile.
         """
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
-        """Replace all waiting messages with this task id. *due_us* None means now."""
         seen: dict[Any, Waiting] = {}
         #: Names of the messages that have replaced others.
         made: set[Any] = set()
@@ -362,10 +361,10 @@ IDS_AT_ONCE = 1000
 
 
 def ids_by_page(page_of: Callable[..., Page], query: Query) -> Iterator[str]:
-    """The ids of all tasks that match *query*, read page by page.
+    """Yield the ids of all tasks that match *query*, read page by page.
 
-    Each page begins at the last due time of the page before. So messages that are delivered
-    meanwhile do not shift the pages.
+    Each page begins at the last due time of the page before. So messages that are delivered during
+    the reading do not shift the pages.
     """
     skipped = 0
     while True:
@@ -381,7 +380,7 @@ def ids_by_page(page_of: Callable[..., Page], query: Query) -> Iterator[str]:
 
 
 def histogram(tasks: WaitingTasks, *, bars: int = 40) -> list[Bar]:
-    """A histogram of due times with at most *bars* bars; empty if no task is waiting."""
+    """Return a histogram of the due times of *tasks*; it is empty if no task is waiting."""
     span = tasks.span()
     if span is None:
         return []

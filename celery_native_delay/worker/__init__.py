@@ -1,1 +1,1 @@
-"""A worker's part: its bootstep, and what becomes of the tasks that reach it."""
+"""The parts of this package that run in a Celery worker: a bootstep and checks of tasks."""

@@ -1,6 +1,6 @@
-"""An arriving task message (:class:`Arrival`) and what a gate may decide about it (:data:`Ruling`).
+"""An arriving task message, and the possible decisions of a gate (a check before a task runs).
 
-Neither uses a socket or a thread.
+The classes use no socket and no thread.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ AWAY_US = 5_000_000
 
 @dataclass(eq=False)
 class Arrival:
-    """A task message that the gates decide about at *now_us*, microseconds since the epoch.
+    """A task message in a worker. Gates (checks before a task runs) decide about it at *now_us*.
 
-    *fields* are the message's headers, or its payload in task protocol 1.
+    *fields* are the headers, or in task protocol 1 the payload. *now_us* counts from the epoch.
     """
 
     message: Any
@@ -41,7 +41,7 @@ class Arrival:
 
     @property
     def id(self) -> str:
-        """The task's id; "" if it is no text (Celery rejects such a message)."""
+        """The task's id, or "" if the id is not a text. Celery rejects such a message."""
         found = self.fields.get("id")
         return found if isinstance(found, str) else ""
 
@@ -51,12 +51,12 @@ class Arrival:
 
     @property
     def queue(self) -> str:
-        """The queue that the message came from; "" for a broadcast, which cannot be put back."""
+        """The queue from which the message came, or "" for a broadcast, which has none."""
         return queue_of(self.consumer, self.message)
 
     @cached_property
     def delayed(self) -> Delayed | None:
-        """The header of a message that waited in the broker; None if it did not wait."""
+        """The delay header of a message that waited in the broker, or None for other messages."""
         return getattr(self.message, "native_delay", None)
 
     @property
@@ -66,19 +66,19 @@ class Arrival:
 
     @property
     def has_headers(self) -> bool:
-        """True in task protocol 2, which has the task's id and ETA in headers."""
+        """True if the message is of task protocol 2, which has the task's id and ETA in headers."""
         return self.fields is self.message.headers
 
     @property
     def is_connected(self) -> bool:
-        """False if the worker lost the connection: the broker delivers the message again."""
+        """False if the message's connection is lost. The broker then redelivers the message."""
         return self.message.channel.connection is not None
 
     @cached_property
     def is_early(self) -> bool:
         """True if the ETA is far enough ahead for the message to go back to the broker.
 
-        False for revoked and expired tasks, and for an ETA that is no date: Celery handles those.
+        False for a revoked or expired task, and for a wrong ETA: Celery handles these.
         """
         eta_us = due_us_or_none(self.fields.get("eta"))
         if eta_us is None or self.is_cancelled:
@@ -91,20 +91,20 @@ class Arrival:
         )
 
     def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
-        """Wait in the broker for five seconds: the records that decide are unreachable."""
+        """Let the message wait in the broker for five seconds: the records are unreachable."""
         return WaitUntil(self.now_us + AWAY_US, delivery_id, AskAgain(AWAY_US / 1e6))
 
 
 @dataclass(frozen=True)
 class Announce:
-    """Celery gets the task at once and announces it as revoked; no later gate is asked."""
+    """Decision: Celery gets the task and announces it as revoked. No later check is made."""
 
 
 @dataclass(frozen=True)
 class Drop:
-    """The message is acknowledged and its task does not run; the worker logs *why*.
+    """The decision to acknowledge the message without running the task. The worker logs *why*.
 
-    Monitors get an event of type *event* with *fields*. *expired* counts the message as expired.
+    Monitors get an *event* with *fields*. If *expired* is true, the message counts as expired.
     """
 
     why: str
@@ -115,10 +115,10 @@ class Drop:
 
 @dataclass(frozen=True)
 class AskAgain:
-    """All gates are asked again after *after_seconds*; the message stays unacknowledged until then.
+    """Decision: ask all gates (checks) again after *after_seconds*. The message stays unacked.
 
-    *from_here*: ask only this gate and the later ones. *beside_prefetch*: raise the prefetch count
-    by one meanwhile. *once*: called with a callable that starts the wait.
+    If *from_here* is true, earlier gates are not asked. If *beside_prefetch* is true, the prefetch
+    count is one higher meanwhile. *once* is called with a function that starts the wait.
     """
 
     after_seconds: float
@@ -129,10 +129,10 @@ class AskAgain:
 
 @dataclass(frozen=True)
 class WaitUntil:
-    """The message goes back to the broker and waits until *due_us*, microseconds since the epoch.
+    """The decision to put the message back into the broker until *due_us*, with more *headers*.
 
-    It keeps *delivery_id*, or gets a new one if that is None, and gets *headers* besides its own.
-    If the broker cannot take it, *otherwise* is done; None asks the next gate.
+    The message keeps *delivery_id*, or gets a new id if that is None. If the broker refuses the
+    message, *otherwise* is carried out; None means that the next gate (check) decides.
     """
 
     due_us: int
@@ -143,12 +143,12 @@ class WaitUntil:
 
 Ruling: TypeAlias = Announce | Drop | AskAgain | WaitUntil
 
-#: A gate decides about an arrival; None lets the next gate decide. After the last the task runs.
+#: A gate decides about an arrival. None lets the next gate decide; after the last the task runs.
 Gate: TypeAlias = Callable[[Arrival], Ruling | None]
 
 
 def queue_of(consumer: Any, message: Any) -> str:
-    """The queue that *message* was consumed from; "" if it has none to go back to."""
+    """Return the queue from which *message* came, or "" if it has no queue to go back to."""
     known: str | None = getattr(message, "consumed_from", None)
     if known is not None:
         return known

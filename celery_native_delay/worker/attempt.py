@@ -1,11 +1,11 @@
-"""Fields and outcomes of a telemetry line, which workers write and ``spark.reconcile`` reads.
+"""The fields and outcomes of a telemetry line, which workers write and ``spark.reconcile`` reads.
 
-The process of a task writes two lines per attempt: when it starts, with ``finished`` and
-``outcome`` null, and when it ends. The worker's main process writes a line with ``started`` null
-for a task that never started (revoked, expired) and for one whose process was killed or timed out.
+The process that runs a task writes two lines per attempt: at the start, with ``finished`` and
+``outcome`` null, and at the end. The main process writes a line with ``started`` null for a task
+that never started (revoked, expired), or whose process was killed or timed out.
 
-``waited`` is true if the message waited in the broker until it was due, false if an installed
-producer sent it after that. It is null if that is unknown: the task had no due time, was put back,
+``waited`` is true if the message waited in the broker until its due time, and false if a producer
+with this package sent it later. It is null if unknown: the task had no due time, was put back,
 waited in a worker, or the broker does not say. Before Celery 5.7 other fields may be null, too.
 """
 
@@ -39,7 +39,7 @@ IGNORED = "ignored"
 FAILURE = "failure"
 RETRY = "retry"
 REQUEUED = "requeued"
-"""The task rejected its message with requeue: the broker delivers it again."""
+"""The task rejected its message with requeue, so the broker delivers the message again."""
 REJECTED = "rejected"
 LOST = "lost"
 """The task's process died."""
@@ -52,7 +52,7 @@ DONE = (SUCCESS, IGNORED)
 GIVEN_UP = (FAILURE, REJECTED, LOST, TIMEOUT, REVOKED, EXPIRED, TERMINATED)
 COMES_AGAIN = (RETRY, REQUEUED)
 RAN_TO_ITS_END = (SUCCESS, FAILURE, RETRY, REJECTED)
-"""If an attempt with one number of retries has two of these, the message was delivered twice."""
+"""A message was delivered twice if one number of retries has two attempts with such outcomes."""
 
 _EPOCH = datetime(1970, 1, 1)  # UTC
 

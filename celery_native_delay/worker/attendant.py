@@ -1,6 +1,6 @@
-"""A worker's thread beside its event loop: it puts early tasks back and rescues parked ones.
+"""A worker's thread that puts early tasks back, and rescues parked messages (due, without a queue).
 
-It has a connection of its own: waiting for a confirm runs every callback of the connection.
+The thread has its own connection: waiting for a confirm runs every callback of a connection.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ logger = get_logger(__name__)
 SHORTEST_LOOK_SECONDS = 1.0
 LONGEST_LOOK_SECONDS = 30.0
 
-#: Early tasks put back with one wait for the broker's confirms. A quorum queue's client delays
-#: acknowledgements beyond 32: if the worker then stops, the broker delivers those tasks again.
+#: Number of early tasks put back with one wait for the broker's confirms. A quorum queue's client
+#: delays acknowledgements beyond 32. If the worker then stops, the broker redelivers these tasks.
 BATCH = 32
 
 _RETRY_SECONDS = 1.0
@@ -48,7 +48,7 @@ _ERRORS = (AMQPError, OSError, AttributeError)
 
 @dataclass(frozen=True)
 class Task:
-    """An early task; *done* is called when the broker has it, *instead* if it was refused."""
+    """An early task. *done* is called when the broker has it again, *instead* if it was refused."""
 
     wait: Wait
     done: Callable[[], Any]
@@ -60,9 +60,9 @@ class Task:
 
 
 class Attendant(Thread):
-    """Thread that puts early tasks back into the broker and rescues parked messages.
+    """A thread that puts early tasks back into the broker, and rescues messages without a queue.
 
-    The consumer's thread calls its public methods.
+    The consumer's thread calls the public methods.
     """
 
     def __init__(self, app: Any, settings: DelaySettings) -> None:
@@ -80,9 +80,9 @@ class Attendant(Thread):
     # --- called from the consumer's thread ----------------------------------------------
 
     def put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Put a message back into the broker, soon; False if the thread is stopping.
+        """Queue a message to be put back into the broker. Return False if the thread is stopping.
 
-        The thread calls *done* when the broker has the message, *instead* if it refused it.
+        *done* is called when the broker has the message, *instead* if the broker refused it.
         """
         if self._stopping.is_set():
             return False
@@ -90,12 +90,12 @@ class Attendant(Thread):
         return True
 
     def look_for_parked(self) -> None:
-        """Look for parked messages now: there may be new bindings for them."""
+        """Look now for due messages without a queue. New bindings may have given them one."""
         self._next_look = monotonic()
         self._tasks.put(None)
 
     def stop(self, *, timeout_seconds: float = 5.0) -> None:
-        """End the thread; the broker redelivers the messages that were not put back."""
+        """End the thread. The broker redelivers the messages that were not put back."""
         self._stopping.set()
         self._tasks.put(None)
         self.join(timeout_seconds)
@@ -113,7 +113,7 @@ class Attendant(Thread):
         self._disconnect()
 
     def _take_batch(self) -> list[Task]:
-        """Up to 32 early tasks; none when it is time to look for parked messages."""
+        """Return up to 32 early tasks, or none when it is time to look for parked messages."""
         batch: list[Task] = []
         timeout: float = max(self._next_look - monotonic(), 0.0)
         while len(batch) < BATCH:
@@ -180,7 +180,7 @@ class Attendant(Thread):
                 logger.warning("native delay: %s", finding)
 
     def _guarded(self, step: Callable[[], None]) -> bool:
-        """Run *step*; if it raises, log the error, close the connection and return False."""
+        """Run *step*. If *step* raises, log the error, close the connection and return False."""
         try:
             step()
         except Exception as exc:  # no message may end the thread

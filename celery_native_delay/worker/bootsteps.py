@@ -1,4 +1,4 @@
-"""The worker's bootstep: it prepares the broker and starts the threads of this package."""
+"""The worker's bootstep, which prepares the broker and starts the threads of this package."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ keep_celerys_own_off(celery.worker.consumer.delayed_delivery)
 
 
 class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Bootstep of a worker: prepares its broker, puts early tasks back, delivers due messages."""
+    """The worker's bootstep: prepare the broker, put early tasks back, deliver due messages."""
 
     label = "NativeDelay"
     requires = (Tasks,)
@@ -68,7 +68,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         if settings.rates:
             self._rated = Rated(settings, c.app.tasks)
             teach_retry_after(c.app, settings.rate_by_task, self._rated.signatures)
-        # Unique comes last: it takes the lease of the key, and then the task must not wait again.
+        # Unique comes last: this gate takes the key's lease, after which the task must not wait.
         fence = Fence(settings, str(c.hostname), records_place(c.app, settings))
         passed = gates(settings, self._moved, fence, self._rated, Unique(c.app))
         c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)
@@ -83,7 +83,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         return hasattr(self, "_installation")
 
     def start(self, c: Any) -> None:
-        """Prepare the broker; if that fails, log it and go on with immediate tasks."""
+        """Prepare the broker for delays. If that fails, log, and run immediate tasks only."""
         self._tallying.start()
         channel = c.connection.default_channel
         if hasattr(c.connection.transport, "waker"):
@@ -102,7 +102,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
                 self._rated.come_back_late_us = round(part.comes_back_late_seconds * 1_000_000)
             try:
                 prepared = part.prepare(where)
-            finally:  # even if it fails, no cancelled task may run
+            finally:  # even if that fails, no cancelled task may run
                 if self._moved.receipts is None:
                     self._moved.receipts = part.receipts()
         except (NativeDelayError, *c.connection.channel_errors) as exc:
@@ -126,21 +126,20 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._promoting.start()
 
     def register_with_event_loop(self, c: Any, hub: Any) -> None:
-        """Register a new waker: with a new connection the hub has forgotten the last one."""
+        """Register a new waker: after a new connection the event loop has lost the last one."""
         if self._waker is not None:
             self._waker.close()
         self._waker = Waker(hub)
         c.strategies.wake = self._waker.wake
 
     def _put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Put a message back into the broker by the attendant; False if there is none."""
+        """Let the attendant put a message back. Return False if there is no attendant."""
         return self._attendant is not None and self._attendant.put_back(wait, done, instead)
 
     def stop(self, c: Any) -> None:
         self._tallying.stop()
 
     def shutdown(self, c: Any) -> None:
-        """End all threads; the broker redelivers the messages that were not put back."""
         for part in (self._waker, self._rated, self._moved.receipts):
             if part is not None:
                 part.close()
@@ -157,8 +156,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 def _check_lines(app: Any, settings: DelaySettings) -> None:
     """Raise NoRecords if this broker cannot keep rates.
 
-    Raised here it reaches the caller: Celery's ``start_worker`` waits for ever if a worker fails
-    later. If the broker is unreachable, :meth:`NativeDelay.start` raises.
+    An error raised here reaches the caller. Celery's ``start_worker`` waits for ever if a worker
+    fails later. If the broker is unreachable, :meth:`NativeDelay.start` raises the error.
     """
     with app.connection_for_read() as connection:
         try:
@@ -177,5 +176,5 @@ def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> No
 
 @signals.worker_process_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
 def flush_at_the_end_of_a_child(**_: Any) -> None:
-    """Write pending records: a pool process ends without Python's atexit handlers."""
+    """Write pending index entries: a pool process ends without Python's atexit handlers."""
     flush()

@@ -1,6 +1,6 @@
-"""The gate for tasks of fenced Spark runs: they run, are dropped, or wait in the broker.
+"""The gate (check before a task runs) that runs only the tasks of a fenced Spark run's winners.
 
-They wait while their run is not sealed, or its record cannot be read.
+While the winning attempts are not recorded, a task waits in the broker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 #: id, and monitors must not change its state.
 EVENT = "native_delay-fenced"
 
-#: Runs that a worker remembers; each takes some hundred bytes per partition.
+#: Number of runs that a worker remembers. Each run takes some hundred bytes per partition.
 MOST_RUNS = 256
 
 #: Seconds until the gate is asked again about a message that could not be put back.
@@ -42,10 +42,10 @@ _WARN_SECONDS = 30.0
 
 
 class Fence:
-    """The gate for tasks of fenced runs; without records all of them run."""
+    """The gate (check before a task runs) that lets only the winning Spark attempt's tasks run."""
 
     def __init__(self, settings: DelaySettings, worker: str, place: Place | None) -> None:
-        """*worker* is this worker's name, for runs that it seals; *place* has the runs' records."""
+        """*worker* is the name of this worker. *place* is where the runs' records are."""
         self._policy = settings.fence_policy
         self._keep_seconds = settings.longest_delay_seconds + fence.MARGIN_SECONDS
         self._worker = worker
@@ -76,7 +76,7 @@ class Fence:
         return _hold(arrival, record)
 
     def _stamp(self, arrival: Arrival) -> Stamp | None:
-        """The Spark attempt that sent the message; None if the task runs unfenced."""
+        """Return the Spark attempt that sent the message, or None if the task runs unfenced."""
         if self._place is None:
             self._warn_once(
                 "native delay: task %s is of a fenced run, but this worker has no "
@@ -96,7 +96,7 @@ class Fence:
             logger.warning(text, *args)
 
     def _record_of(self, run: str) -> Record | None:
-        """The record of *run*; None if it cannot be read. Seals the run if that is overdue."""
+        """Return the record of *run*, or None. After the run's deadline this worker decides."""
         record, until = self._known.get(run, (None, 0.0))
         if monotonic() < until:
             return record
@@ -118,7 +118,7 @@ class Fence:
         [record] = runs.load([run])
         if record is not None and not fence.is_overdue(record, now=now):
             return record
-        # The record makes all workers do the same; if it was sealed meanwhile, that stays.
+        # The record makes all workers do the same. A decision recorded meanwhile stays.
         mine = fence.given_up(self._policy, now=now, by=self._worker)
         sealed = runs.seal(run, mine, kept_seconds=self._keep_seconds)
         if (sealed.state, sealed.by) == (mine.state, mine.by):
@@ -146,7 +146,7 @@ class Fence:
 
 
 def _hold(arrival: Arrival, record: Record | None) -> Ruling | None:
-    """Let the task wait in the broker; a broadcast has no queue to go back to and runs."""
+    """Let the task wait in the broker. A broadcast has no queue to go back to, so its task runs."""
     if not arrival.queue:
         logger.warning("native delay: task %s runs unfenced: it has no queue", arrival.id)
         return None

@@ -1,8 +1,8 @@
-"""The gates: functions that decide, one after another, what a worker does with an arriving task.
+"""The gates: functions that decide, one after another, if an arriving task runs in the worker.
 
-A gate takes an :class:`~celery_native_delay.worker.arrival.Arrival`; one that must remember
-something is a callable object. :mod:`~celery_native_delay.worker.strategies` carries its ruling
-out. To add a gate, write it and name it in :func:`gates`.
+A gate takes an :class:`~celery_native_delay.worker.arrival.Arrival`. A gate with a memory is a
+callable object. The module :mod:`~celery_native_delay.worker.strategies` carries out the decisions.
+To add a gate, write the gate and add the gate to :func:`gates`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from .arrival import Announce, Arrival, Drop, Gate, Ruling, WaitUntil
 
 
 def gates(settings: DelaySettings, moved: Moved, *more: Gate | None) -> tuple[Gate, ...]:
-    """The gates of a worker in the order in which they are asked; *more* come last."""
-    # First the early tasks go back: the records are then asked once per task, when it is due.
+    """Return the gates (checks before a task runs) of a worker, in their order, *more* last."""
+    # Early tasks go back first, so that the records are asked once per task, when it is due.
     ordered = (early if settings.adopt else None, moved, cancelled, expired, *more)
     return tuple(gate for gate in ordered if gate is not None)
 
 
 class Moved:
-    """The gate that drops a message if the records say that another one has replaced it.
+    """The gate (check before a task runs) that drops messages of cancelled or moved tasks.
 
-    Without *receipts* (no records) all tasks pass. While the records are unreachable,
-    ``native_delay_records_away`` says if tasks run or wait. A cancelled task does not wait: it
-    would lose the mark of its cancellation.
+    *receipts* asks the records (state about waiting tasks). If *receipts* is None, all tasks pass.
+    While the records are unreachable, ``native_delay_records_away`` decides if tasks run or wait. A
+    cancelled task never waits, because the task would lose the mark of its cancellation.
     """
 
     def __init__(self, settings: DelaySettings) -> None:
@@ -45,14 +45,14 @@ class Moved:
 
 
 def cancelled(arrival: Arrival) -> Ruling | None:
-    """The gate that announces tasks as revoked that were cancelled while they waited."""
+    """The gate (check) that lets Celery announce a task as revoked if it was cancelled."""
     return Announce() if arrival.is_cancelled else None
 
 
 def expired(arrival: Arrival) -> Ruling | None:
-    """The gate that drops messages whose AMQP ``expiration`` ran out while they waited.
+    """The gate (check) that drops a message whose AMQP ``expiration`` ran out during its wait.
 
-    RabbitMQ removes that property when it dead-letters, so our header keeps it. A task's own
+    RabbitMQ removes this property when it dead-letters, so our header keeps it. A task's own
     ``expires`` is left to Celery, which tells the result backend.
     """
     delayed = arrival.delayed
@@ -63,10 +63,10 @@ def expired(arrival: Arrival) -> Ruling | None:
 
 
 def early(arrival: Arrival) -> Ruling | None:
-    """The gate that puts tasks back into the broker that arrive before their ETA.
+    """The gate (check) that puts a task which arrives before its ETA back into the broker.
 
-    They come from producers without this package, or have waited for as long as their broker can
-    keep a message. The latter keep their delivery id.
+    The task comes from a producer without this package, or has waited for as long as its broker can
+    keep a message. In the second case the message keeps its delivery id.
     """
     if not arrival.is_early:
         return None

@@ -1,7 +1,7 @@
-"""The leases of unique tasks in one process: taken, renewed while the task is here, and ended.
+"""The leases of unique tasks in one process. A lease is a lock on a key, with an expiry.
 
-A worker's main process renews the leases of all tasks that it has received. The process that runs a
-task renews its lease, too, in case the main process dies.
+A worker's main process renews the leases of all tasks that the worker has received. The process
+that runs a task renews the task's lease, too, in case the main process dies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ RETRY_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Held:
-    """The lease of a unique task in this process; *is_here* is false when the task is gone."""
+    """The lease (a lock with an expiry) that a unique task in this process has on its key.
+
+    *is_here* returns False when the task has left this process. *token* is the attempt's id. *runs*
+    is true in the process that runs the task.
+    """
 
     name: str
     task_id: str
@@ -42,7 +46,7 @@ class Held:
 
 
 class Leases:
-    """The leases of one app in this process, for use by any thread."""
+    """The leases (locks on unique keys) of one app in this process, for use by any thread."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -60,10 +64,10 @@ class Leases:
     def begin(
         self, name: str, task_id: str, is_here: Callable[[], bool], rule: Callable[..., Step]
     ) -> tuple[str, Step]:
-        """Try to take the lease of the key *name* for a task; returns its token and the step.
+        """Try to take the lease (a lock with an expiry) of the key *name* for a unique task.
 
-        If another task has the key, the step says when to try again. Raises if the records cannot
-        be read.
+        Returns the lease's token and the decision of *rule*. If another task has the key, the
+        decision says when to try again. Raises an error if the state of the key cannot be read.
         """
         token = token_hex(8)
         step = self._change(name, partial(rule, task_id=task_id, token=token))
@@ -72,13 +76,16 @@ class Leases:
         return token, step
 
     def hold(self, held: Held) -> None:
-        """Renew a lease from now on."""
+        """Renew a lease (a lock on a unique key) until the task has left this process."""
         with self._changed:
             self._held.append(held)
             self._work()
 
     def settle(self, name: str, rule: Rule, *, token: str | None = None) -> None:
-        """Change the key by *rule*, now or as soon as possible; stop renewing the lease *token*."""
+        """Change the state of the key *name* as *rule* decides, and stop renewing *token*.
+
+        If the change cannot be written now, the change is tried again every two seconds.
+        """
         with self._changed:
             self._held = [held for held in self._held if token is None or held.token != token]
         try:
@@ -94,7 +101,7 @@ class Leases:
                 self._work()
 
     def lost(self, task_id: str, *, retry_us: int | None = None) -> None:
-        """End the leases of a task whose process died; keep its key if it will be retried."""
+        """End the leases (locks on keys) of a task whose process died. A retry keeps the key."""
         with self._changed:
             gone = [held for held in self._held if held.task_id == task_id]
         retry = None if retry_us is None else (task_id, retry_us)
@@ -130,7 +137,6 @@ class Leases:
         self._disconnect()
 
     def _renew_all(self) -> bool:
-        """Renew all leases; False if a renewal failed."""
         with self._changed:
             self._held = [held for held in self._held if held.is_here()]
             tasks = list(self._held)
@@ -200,5 +206,4 @@ _leases: PerProcess[Any, Leases] = PerProcess()
 
 
 def leases_of(app: Any) -> Leases:
-    """The leases of *app* in this process."""
     return _leases.get(app, lambda: Leases(app))

@@ -1,13 +1,13 @@
-"""The gate for rate-limited tasks: a task starts, or waits in the broker for its place.
+"""The gate (check before a task runs) for rate-limited tasks, which start or wait.
 
-A *line* has the rate-limited tasks of one name and key in the order of their *places*, the times
-at which they may start. The gate asks the line in the consumer's thread, in one round trip.
+A *line* is the queue of the tasks of one name and key. Their *places* say when they may start. The
+gate asks the line in the consumer's thread, in one round trip.
 
-- A task whose place is near waits in the worker, beside the prefetch limit. Any other goes back to
-  the broker and returns a little before its place: a broker is less exact than a worker's timer.
-- Of one line's tasks in a worker only the first one asks. The others wait until it has started.
-- A task starts only when the pool has a free process, so that it is not late by the tasks before
-  it. Until then all later tasks of the worker wait, too.
+- A task whose start is near waits in the worker, beside the prefetch limit. Other tasks go back to
+  the broker, and return a little early: a broker is less exact than a worker's timer.
+- Of one line's tasks in a worker only the first asks. The others wait until the first has started.
+- A task starts only when the pool has a free process, so that earlier tasks do not make it late.
+  Until then all later tasks of the worker wait, too.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _FORGOTTEN_US = 1_000_000
 
 @dataclass(eq=False)
 class _InLine:
-    """A rate-limited task in this worker; *line* is its name and key, a new task has no *place*.
+    """A rate-limited task in this worker. *line* is its name and key; a new task has no *place*.
 
-    *again* lets it ask again, if it waits for another task of its line.
+    *again* lets the task ask again, if the task waits for another task of its line.
     """
 
     tag: Any
@@ -65,15 +65,14 @@ class _InLine:
 
 
 class Rated:
-    """The gate for rate-limited tasks; without *lines* they wait in the broker."""
+    """The gate (check) for rate-limited tasks. Without *lines* they wait in the broker."""
 
     def __init__(self, settings: DelaySettings, tasks: Mapping[str, Any]) -> None:
-        """*tasks* are the app's tasks by name."""
         self.lines: Lines | None = None
         self.come_back_late_us = SHORTEST_WAIT_US
         self._rates = settings.rate_by_task
         self.signatures = signatures(self._rates, tasks)
-        #: The longest wait in the broker; after it a task goes back again, with its place.
+        #: The longest wait in the broker. After that a task goes back again, with its place.
         self._longest_us = round(settings.longest_delay_seconds * 900_000)
         #: Tasks that wait for a free process, oldest first: when they asked last, by delivery tag.
         self._for_process: dict[Any, int] = {}
@@ -85,7 +84,7 @@ class Rated:
     def __call__(self, arrival: Arrival) -> Ruling | None:
         rate = self._rates.get(arrival.name)
         if rate is None:
-            # It only waits until the rate-limited tasks before it have started.
+            # A task without a rate only waits until the rate-limited tasks before it have started.
             return self._wait_for_process(arrival, 1) if self._for_process else None
         entry = self._by_tag.get(arrival.message.delivery_tag) or self._task_of(arrival, rate)
         if entry.place is not None and not self._is_first(entry):
@@ -96,7 +95,7 @@ class Rated:
         return self._ask_line(arrival, rate, entry, wait)
 
     def begin(self, lines: Lines) -> None:
-        """Use *lines* with a new connection; the broker redelivers the tasks that waited here."""
+        """Ask *lines* from now on. The broker redelivers the tasks that waited here."""
         self.close()
         self.lines = lines
         self._for_process.clear()
@@ -104,7 +103,6 @@ class Rated:
         self._by_line.clear()
 
     def close(self) -> None:
-        """Close the connection to the lines."""
         if self.lines is not None:
             self.lines.close()
             self.lines = None
@@ -129,9 +127,9 @@ class Rated:
         return self._by_line[entry.line][0] is entry
 
     def _ask_when_first(self, entry: _InLine) -> AskAgain:
-        """Ask again when the task is the first of its line.
+        """Let a task ask again when it is the first task of its line in this worker.
 
-        It counts as prefetched only if that first task waits for a free process.
+        The task counts as prefetched only if that first task waits for a free process.
         """
         self._for_process.pop(entry.tag, None)
         beside = self._by_line[entry.line][0].tag not in self._for_process
@@ -142,7 +140,7 @@ class Rated:
         return AskAgain(0.0, beside_prefetch=beside, from_here=True, once=note)
 
     def _remove(self, entry: _InLine) -> None:
-        """Remove a task that starts or goes back to the broker, and let the next one ask."""
+        """Remove a task that starts or goes back to the broker, and let the next task ask."""
         self._for_process.pop(entry.tag, None)
         if self._by_tag.pop(entry.tag, None) is None:
             return
@@ -157,7 +155,7 @@ class Rated:
     # --- waiting for a free process ----------------------------------------------------------
 
     def _wait_for_process(self, arrival: Arrival, room: int) -> AskAgain | None:
-        """None if the task may start: fewer than *room* tasks wait for a process before it."""
+        """Wait if *room* or more tasks wait for a process. None means that the task may start."""
         waiting, tag = self._for_process, arrival.message.delivery_tag
         while waiting and next(iter(waiting.values())) < arrival.now_us - _FORGOTTEN_US:
             del waiting[next(iter(waiting))]  # its connection was lost
@@ -174,7 +172,7 @@ class Rated:
     def _ask_line(
         self, arrival: Arrival, rate: Rate, entry: _InLine, wait: AskAgain | None
     ) -> Ruling | None:
-        """Decide by the line's answer; a new task waits if others of its line wait here."""
+        """Decide by the line's answer. A new task waits if other tasks of its line wait here."""
         headers, (task, key) = arrival.message.headers, entry.line
         may_start = wait is None and (entry.place is not None or entry.line not in self._by_line)
         try:
@@ -222,7 +220,7 @@ def _key_of(
     call: Callable[[], tuple[Any, Any]],
     headers: Mapping[str, Any],
 ) -> str | None:
-    """The key of a call of *task*; None if the rate has no key, or its key cannot be computed."""
+    """Return the key of a call, or None if the rate has no key, or it cannot be computed."""
     if rate.key is None:
         return None
     try:
@@ -256,7 +254,6 @@ def _header(place: int | None, key: str | None) -> str:
 
 
 def _place(headers: Mapping[str, Any], key: str | None, now_us: int) -> int | None:
-    """The place of a message in the line of *key*; None for a new task."""
     header = headers.get(PLACE)
     place, separator, kept = header.partition(" ") if isinstance(header, str) else ("", "", "")
     if not _DIGITS.fullmatch(place) or (kept if separator else None) != key:
@@ -266,9 +263,9 @@ def _place(headers: Mapping[str, Any], key: str | None, now_us: int) -> int | No
 
 
 def signatures(rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> dict[str, Signature]:
-    """The signatures of the functions of rate-limited tasks, by task name.
+    """Return the signatures of the functions of rate-limited tasks, by task name.
 
-    SettingsError: a rate's key is no argument of its task.
+    Raises SettingsError if the key of a rate is not an argument of its task.
     """
     found = {}
     for name, rate in rates.items():
@@ -284,9 +281,9 @@ def signatures(rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> dict[str,
 
 
 def teach_retry_after(app: Any, rates: Mapping[str, Rate], known: Mapping[str, Signature]) -> None:
-    """Let rate-limited tasks raise RetryAfter; called before the pool forks.
+    """Wrap the functions of rate-limited tasks, so that these functions may raise RetryAfter.
 
-    *known* are the tasks' :func:`signatures`.
+    The worker calls this function before the pool forks. *known* are the tasks' :func:`signatures`.
     """
     for name, rate in rates.items():
         task = app.tasks.get(name)

@@ -1,6 +1,6 @@
-"""A consumer's strategies: they ask the gates about each task and carry out the rulings.
+"""A consumer's strategies, which ask the gates (checks before a task runs) about each task.
 
-Only this module acknowledges messages, puts them back and gives them to Celery.
+Only this module acknowledges messages, puts messages back, and gives messages to Celery.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _cancelled: dict[str, bool] = {}
 
 
 def announce_cancelled(task_id: str) -> None:
-    """Let Celery announce the task as revoked when it receives it."""
+    """Let Celery announce the task *task_id* as revoked when Celery receives the task."""
     _cancelled.setdefault(task_id, False)
 
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]
 def list_as_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Add a cancelled task to Celery's revoked list, which Celery reads before it runs a task.
+    """Add a cancelled task to Celery's revoked list, so that Celery does not run the task.
 
     https://github.com/celery/celery/blob/v5.5.0/celery/worker/request.py#L711
     """
@@ -59,9 +59,9 @@ def list_as_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
 
 @signals.task_revoked.connect(weak=False)  # type: ignore[untyped-decorator]
 def unlist_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Remove an announced task from the revoked list, and revoke the tasks chained to it.
+    """Remove an announced task from Celery's revoked list, and revoke its chained tasks.
 
-    Celery would leave these pending for ever, and with them a chord of the chain.
+    Celery would leave the chained tasks, and a chord of the chain, pending for ever.
     """
     listed_by_us = None if request is None else _cancelled.pop(request.id, None)
     if listed_by_us is None:
@@ -92,7 +92,7 @@ _NONE = timedelta()
 
 @dataclass(eq=False)
 class _Task:
-    """A task at the gates; *run* gives it to Celery, *ack* acknowledges it."""
+    """A task at the gates. *run* gives the task to Celery, and *ack* acknowledges its message."""
 
     arrival: Arrival
     payload: Any
@@ -101,7 +101,7 @@ class _Task:
 
 
 class GatedStrategies(dict[str, Any]):
-    """A consumer's strategies by task name; each asks the *gates* first."""
+    """A consumer's strategies by task name. Each asks the *gates* (checks) about a task first."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class GatedStrategies(dict[str, Any]):
         super().__setitem__(name, on_task)
 
     def _pass(self, task: _Task, first: int = 0) -> None:
-        """Ask the gates about *task*, from number *first* on."""
+        """Ask the gates about *task*, from the gate number *first* on."""
         for number, gate in enumerate(self._gates[first:], first):
             try:
                 ruling = gate(task.arrival)
@@ -247,7 +247,7 @@ class GatedStrategies(dict[str, Any]):
     def _ack_soon(self, message: Any) -> None:
         """Acknowledge *message* in the consumer's thread.
 
-        Celery's own callback for it runs one loop later, and nothing wakes the loop up for that.
+        Celery's own callback runs one loop later, and nothing wakes the loop up for it.
         """
         consumer = self._consumer
         call_soon = getattr(consumer, "call_soon_ack", consumer.call_soon)
@@ -256,7 +256,7 @@ class GatedStrategies(dict[str, Any]):
     def _after(self, seconds: float, call: Callable[[], Any]) -> None:
         """Call *call* after *seconds*, in any thread.
 
-        Without a hub Celery's timer thread sleeps until its first call, so an earlier call that is
+        Without a hub Celery's timer thread sleeps until its first call. So an earlier call that is
         added meanwhile would be up to a second late.
         """
         if self._consumer.hub is not None or self._is_green:
@@ -287,10 +287,10 @@ class GatedStrategies(dict[str, Any]):
 
 
 class Waker:
-    """Wakes up an event loop in poll(), from any thread and from the loop's own timers.
+    """Wakes up a worker's event loop, from any thread and from the loop's own timers.
 
-    Otherwise a callback is up to a second late. kombu 5.7 wakes up itself, but not for callbacks
-    that a timer adds.
+    Without a waker a callback is up to a second late. kombu 5.7 wakes up its event loop itself, but
+    not for callbacks that a timer adds.
     """
 
     def __init__(self, hub: Any) -> None:
@@ -300,12 +300,12 @@ class Waker:
         hub.add_reader(self._reader, self._drain)
 
     def wake(self) -> None:
-        """Let poll() return now."""
+        """Wake up the event loop, so that its poll() returns now."""
         with suppress(OSError):  # the socket is full, so the loop is awake
             self._writer.send(b"\0")
 
     def close(self) -> None:
-        """Close the sockets; the hub forgets a closed reader when it is reset."""
+        """Close the sockets of the waker. A reset event loop forgets closed sockets."""
         self._reader.close()
         self._writer.close()
 
@@ -315,7 +315,7 @@ class Waker:
 
 
 def forget_eta(request: Any, now: datetime) -> None:
-    """Keep a request out of the worker's ETA timer if it is due, or if it waited in the broker.
+    """Keep a request out of the worker's ETA timer if the request is due, or waited in the broker.
 
     ``task.request.eta`` still has the original ETA.
     """

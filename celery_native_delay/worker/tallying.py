@@ -1,7 +1,7 @@
-"""A worker counts the delayed messages it receives and sends the counts as one event a second.
+"""Counts the delayed messages that a worker receives, and sends an event every second.
 
-It does so while events are on (``celery worker -E``, ``celery control enable_events``). The
-exporter of metrics listens to these events, so no worker needs a port.
+The worker counts while events are on (``celery worker -E``, ``celery control enable_events``). The
+metrics exporter listens to these events, so no worker needs a port.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INTERVAL_SECONDS = 1.0
 
 
 class Tallying:
-    """Counts a consumer's delayed messages and started tasks; *rated* are tasks with a rate."""
+    """Counts a consumer's delayed messages, and the starts of *rated* tasks (with a rate limit)."""
 
     def __init__(self, consumer: Any, rated: Container[str] = ()) -> None:
         self._consumer = consumer
@@ -33,17 +33,17 @@ class Tallying:
         self._sends_events = False
         self._timer: Any = None
         self.passing: Any = None
-        """The message that Celery is handling now: the signal ``task_revoked`` does not have it."""
+        """The message that Celery handles now, as the signal ``task_revoked`` has no message."""
 
     def start(self) -> None:
-        """Send the counts every second, over a new connection."""
+        """Start to send the counts every second, over a new connection."""
         signals.task_received.connect(self._on_received, weak=False)
         signals.task_revoked.connect(self._on_revoked, weak=False)
         self.send()
         self._timer = self._consumer.timer.call_repeatedly(INTERVAL_SECONDS, self.send)
 
     def stop(self) -> None:
-        """Send the counts once more before the connection is closed."""
+        """Send the counts for the last time, before the connection is closed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -54,7 +54,6 @@ class Tallying:
         signals.task_revoked.disconnect(self._on_revoked)
 
     def send(self) -> None:
-        """Send the counts since the last event."""
         dispatcher = self._consumer.event_dispatcher
         if dispatcher is None:
             return

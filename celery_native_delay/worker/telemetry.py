@@ -1,9 +1,9 @@
-"""Telemetry: workers write a line of JSON when a task starts and when it ends.
+"""Telemetry: workers write a line of JSON when a task starts, and one when the task ends.
 
-Each process of a worker appends to its own file of the (UTC) day, ``<day>_<worker>_<pid>.jsonl``.
-Each line is one unbuffered write, so a SIGKILL loses none that was written. A failing write never
-stops a task. :mod:`~celery_native_delay.worker.attempt` has the fields; ``spark.reconcile`` reads
-the files.
+Each process of a worker appends to its own file of the day (UTC), ``<day>_<worker>_<pid>.jsonl``.
+Each line is one unbuffered write, so a SIGKILL loses no written line. A failing write never stops a
+task. The module :mod:`~celery_native_delay.worker.attempt` has the fields of a line.
+``spark.reconcile`` reads the files.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _ENDED_FROM_OUTSIDE: tuple[tuple[type[BaseException], str], ...] = (
 class Telemetry:
     """Writes telemetry of one app's tasks in this worker, from connect() to disconnect().
 
-    It is made before the pool forks, so that the child processes inherit its signal receivers.
+    The object is made before the pool forks, so that children inherit its signal receivers.
     """
 
     def __init__(self, installation: Installation, consumer: Any, folder: str) -> None:
@@ -129,7 +129,7 @@ class Telemetry:
     def _on_failure(
         self, sender: Any = None, task_id: Any = None, exception: Any = None, **_: Any
     ) -> None:
-        """Write the end of a task whose own process could not."""
+        """Write the end of a task whose own process could not write it."""
         for kind, outcome in _ENDED_FROM_OUTSIDE:
             if isinstance(exception, kind) and self._is_ours(sender):
                 # Celery sets the task's request only for some of these failures.
@@ -156,7 +156,7 @@ class Telemetry:
         return installation_of(task.app) is self._installation
 
     def _request_of(self, task: Any) -> Any:
-        """The running request; None if it is of another app or did not come from a broker."""
+        """Return the running request, or None if it is another app's or from no broker."""
         if not self._is_ours(task) or task.request.is_eager:
             return None
         return task.request
@@ -199,10 +199,10 @@ class Telemetry:
 
 
 class LineFiles:
-    """Appends lines to one file per process and day, from any thread without a lock.
+    """Appends lines to one file per process and day, from any thread, without a lock.
 
-    Another thread could hold a lock while a pool process is forked. The system never mixes two
-    writes to a file that is open for appending.
+    Another thread could hold a lock while a pool process is forked. A lock is not needed: the
+    operating system never mixes two writes to a file that is open for appending.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -213,7 +213,7 @@ class LineFiles:
         self._warned = False
 
     def append(self, at_us: int, line: str) -> None:
-        """Write *line*; the first error of a process is logged."""
+        """Append *line* to the file of the day *at_us*. The first error of a process is logged."""
         data = line.encode() + b"\n"
         try:
             if self._file(at_us // DAY_US).write(data) < len(data):
@@ -229,7 +229,7 @@ class LineFiles:
                 )
 
     def close(self) -> None:
-        """Forget the file; the next line opens it again."""
+        """Forget the open file. The next line opens the file again."""
         self._open = None
 
     def _file(self, day: int) -> LineFile:
@@ -244,7 +244,7 @@ class LineFiles:
 
 
 class LineFile:
-    """A file open for appending; it is closed with its last reference, never during a write."""
+    """A file open for appending. The last reference closes it, so never during a write."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = -1
@@ -261,9 +261,9 @@ class LineFile:
 
 
 def waited(message: Any, *, now_ms: int) -> bool | None:
-    """True if a received message waited in the broker until it was due.
+    """Return True if a received message waited in the broker until its due time.
 
-    False if it was sent after it was due, by an installed producer; None if that is unknown.
+    False means that a producer with this package sent it later. None means unknown.
     """
     headers = getattr(message, "headers", None) or {}
     # The strategy takes the ETA out of the headers while Celery makes its request.
@@ -272,21 +272,21 @@ def waited(message: Any, *, now_ms: int) -> bool | None:
     if due_ms is None or wait is _UNTOLD:
         return None
     if wait is None:
-        # A message that a fence has put back does not say if it waited before.
+        # A message that a fence has put back does not say if the message waited before.
         return False if due_ms <= now_ms and HEADER not in headers else None
     return True if wait.due_us <= due_ms * 1000 else None
 
 
 def outcome_of(state: str | None, retval: Any) -> str:
-    """The outcome of an attempt with this state and return value or exception."""
+    """Return the outcome of an attempt with this *state* and return value or exception."""
     if state == states.REJECTED and getattr(retval, "requeue", False):
         return attempt.REQUEUED
-    # A task that raised a BaseException has no state: Celery takes its process for lost.
+    # A task that raised a BaseException has no state, and Celery takes its process for lost.
     return _OUTCOMES.get(state, attempt.LOST)
 
 
 def retry_due_us(outcome: str, raised: Any, finished_us: int) -> int | None:
-    """The time of the task's next attempt, in microseconds since the epoch; None without one."""
+    """Return the next attempt's time in microseconds, or None if there is no next attempt."""
     if outcome not in attempt.COMES_AGAIN:
         return None
     when = getattr(raised, "when", None)

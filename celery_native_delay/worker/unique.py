@@ -1,4 +1,4 @@
-"""The gate for unique tasks, and signal receivers that free the keys of tasks that end.
+"""The gate (check before a task runs) for unique tasks, and signal receivers that free keys.
 
 Debounced and throttled tasks free their key only if they will never run.
 """
@@ -31,7 +31,7 @@ PAUSE_SECONDS = 1.0
 
 
 class Unique:
-    """The gate that lets a unique task wait while another task has its key."""
+    """The gate (check) that lets a unique task wait while another task has its key."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -61,14 +61,13 @@ class Unique:
 
 
 def _unique_mark_of(headers: Any) -> Mark | None:
-    """The mark in the *headers* of a unique task; None for any other task."""
     mark = Mark.of(headers)
     is_unique = mark is not None and mark.kind == "unique" and mark.until in ("start", "end")
     return mark if is_unique else None
 
 
 def _is_here(arrival: Arrival) -> bool:
-    """True while the message is unacknowledged, or its task is in the pool."""
+    """Return True while the message is unacknowledged, or its task is in the pool."""
     unsettled = not arrival.message.acknowledged and arrival.is_connected
     return unsettled or arrival.id in worker_state.requests
 
@@ -77,7 +76,7 @@ def _is_here(arrival: Arrival) -> bool:
 
 
 def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
-    """The leases and the mark of a unique task that a worker runs; None for any other."""
+    """Return the leases and the key's header of a unique task, or None for other tasks."""
     mark = _unique_mark_of(vars(request))
     if mark is None or request.is_eager or installation_of(task.app) is None:
         return None
@@ -86,7 +85,7 @@ def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
 
 @signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
 def start(sender: Any = None, **_: Any) -> None:
-    """Free the key of a starting task (until="start"), or renew its lease here, too."""
+    """Free the key of a starting unique task (until="start"), or renew its lease here."""
     found = _marked(sender, sender.request)
     if found is None or (token := found[1].token) is None:
         return
@@ -99,7 +98,7 @@ def start(sender: Any = None, **_: Any) -> None:
 
 @signals.task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
 def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> None:
-    """Free the key of a task that has ended; a task that is retried keeps it."""
+    """Free the key of a unique task that has ended. A task that is retried keeps its key."""
     found = _marked(sender, sender.request)
     if found is None or found[1].until == "start" or (token := found[1].token) is None:
         return
@@ -115,7 +114,7 @@ def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> 
 
 
 def never_runs(sender: Any, headers: Any, task_id: str) -> None:
-    """Free the key of a message that will never run; *sender* has the app."""
+    """Free the key of a message that will never run. *sender* has the attribute ``app``."""
     mark = Mark.of(headers)
     if mark is not None and installation_of(sender.app) is not None:
         rule = partial(rules.release, task_id=task_id, token=mark.token)
@@ -124,9 +123,9 @@ def never_runs(sender: Any, headers: Any, task_id: str) -> None:
 
 @signals.task_revoked.connect(weak=False)  # type: ignore[untyped-decorator]
 def revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:
-    """Free the key of a task that was cancelled, was revoked or has expired.
+    """Free the debounce, throttle or unique key of a revoked, cancelled or expired task.
 
-    A throttled task that was terminated has run, and keeps its key.
+    A debounced or throttled task that was terminated has run, and keeps its key.
     """
     if request is None or (terminated and _unique_mark_of(vars(request)) is None):
         return
@@ -136,7 +135,7 @@ def revoked(sender: Any = None, request: Any = None, terminated: bool = False, *
 @signals.task_unknown.connect(weak=False)  # type: ignore[untyped-decorator]
 @signals.task_rejected.connect(weak=False)  # type: ignore[untyped-decorator]
 def discarded(sender: Any = None, message: Any = None, **_: Any) -> None:
-    """Free the key of a message that Celery discards: an unknown or invalid task."""
+    """Free the key of a message that Celery discards, because its task is unknown or invalid."""
     headers = message.headers
     if isinstance(headers, Mapping):
         never_runs(sender, headers, headers.get("id") or "")
@@ -144,22 +143,22 @@ def discarded(sender: Any = None, message: Any = None, **_: Any) -> None:
 
 @signals.task_failure.connect(weak=False)  # type: ignore[untyped-decorator]
 def lost(sender: Any = None, task_id: Any = None, exception: Any = None, **_: Any) -> None:
-    """Free the key of a task whose process was killed."""
+    """Free the key of a unique task (one per key at a time) whose process was killed."""
     if _is_from_outside(exception) and installation_of(sender.app) is not None:
         leases_of(sender.app).lost(task_id)
 
 
 @signals.task_retry.connect(weak=False)  # type: ignore[untyped-decorator]
 def retried(sender: Any = None, request: Any = None, reason: Any = None, **_: Any) -> None:
-    """Keep the key of a task whose process was killed if Celery retries it."""
+    """Keep the key of a unique task whose process was killed, if Celery retries the task."""
     if _is_from_outside(reason.exc) and installation_of(sender.app) is not None:
         leases_of(sender.app).lost(request.id, retry_us=_wait_us(reason.when))
 
 
 def rejected(app: Any, task_id: str, *, requeue: bool) -> None:
-    """Free the key of a task whose message is rejected; keep it if the message is requeued.
+    """Free the key of a task whose message is rejected, unless the message is requeued.
 
-    If a killed task's message is requeued, Celery sends no other signal than this.
+    If a killed task's message is requeued, Celery sends no other signal than this one.
     """
     leases_of(app).lost(task_id, retry_us=0 if requeue else None)
 
@@ -169,7 +168,6 @@ def _is_from_outside(exception: Any) -> bool:
 
 
 def _wait_us(when: Any) -> int:
-    """Microseconds until a retry, by its countdown or ETA."""
     if isinstance(when, int | float):
         return max(round(when * 1_000_000), 0)
     now_us = time_ns() // 1000
