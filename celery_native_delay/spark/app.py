@@ -1,4 +1,4 @@
-"""Import the Celery app on an executor, check the task, and tell the driver about the app."""
+"""Import the Celery app on an executor, check the task, and describe the app to the driver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ from .spreading import Spread, spread_of
 
 @dataclass(frozen=True)
 class Call:
-    """The part of the options that :func:`describe` needs; unlike columns, it can be pickled."""
+    """The task call that ``FanOut`` makes for each row: app, task and arguments, without columns.
+
+    The driver pickles a ``Call`` and sends it to an executor for :func:`describe`. A Spark column
+    cannot be pickled.
+    """
 
     app: str
     task: str
@@ -34,7 +38,7 @@ class Call:
 
     @classmethod
     def of(cls, options: FanOutOptions) -> Call:
-        """The call of *options*."""
+        """Return the call that these options of ``FanOut`` describe."""
         args_count, keywords = len(options.args), tuple(options.keywords)
         rate = options.rate
         assert not isinstance(rate, str)
@@ -43,25 +47,28 @@ class Call:
 
 @dataclass(frozen=True)
 class AppFacts:
-    """The facts that a fan-out needs of its app."""
+    """The facts about a Celery app that ``FanOut`` needs; an executor reads them from the app."""
 
     longest_seconds: float
     """The longest delay that the app's settings allow."""
     queues: tuple[str, ...]
-    """The queues that the configuration names."""
+    """The names of all queues in the app's configuration."""
     route: str
-    """The queue of tasks whose row names none; "" if the task's route is an exchange."""
+    """The queue of a task whose row names no queue; "" if the task's route is an exchange."""
     spread: Spread | None = None
-    """The spread of due times by a rate; None without a rate."""
+    """How a rate limit spreads the tasks' due times; None if ``FanOut`` has no rate."""
     records: Place | None = field(default=None, repr=False)  # its URL may hold a password
-    """The place of the records of fenced runs; None if the app has no records."""
+    """The URL and namespace of the records (state about waiting tasks, in Redis or a database).
+
+    Fenced Spark runs need the records. None if the app has no records.
+    """
 
 
 def load_app(path: str) -> Celery:
     """Import the Celery app at *path*, such as ``"pkg.mod:app"``.
 
     Raises:
-        InvalidFanOut: there is no app at *path*, or ``install(app)`` was not called.
+        InvalidFanOut: *path* is not a Celery app, or ``install(app)`` was not called.
     """
     try:
         app = symbol_by_name(path)
@@ -85,11 +92,14 @@ def load_app(path: str) -> Celery:
 
 
 def describe(call: Call) -> AppFacts:
-    """Describe the app to a fan-out that makes *call*; the broker is not asked.
+    """Import the app of *call*, check that the app can send this call, and return facts about the
+    app.
+
+    The function opens no connection to the broker.
 
     Raises:
-        InvalidFanOut: see :func:`load_app`; or the task is not registered or does not take these
-            arguments; or its broker cannot delay tasks.
+        InvalidFanOut: the app cannot be imported, the task is not registered, the task does not
+            take these arguments, or the app's broker cannot delay tasks.
     """
     app = load_app(call.app)
     app.loader.import_default_modules()

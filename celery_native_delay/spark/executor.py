@@ -1,4 +1,6 @@
-"""The two functions that Spark runs on executors for ``FanOut``, and their answers."""
+"""The two functions that Spark runs on executors for ``FanOut``, and the answers of these
+functions.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,18 @@ from .sending import SendJob, send_rows
 
 Batches = Iterator[Any]
 
-#: The schema of a DataFrame of answers, each a pickled object.
+#: The schema of a DataFrame whose rows are pickled answers of executors.
 ANSWERS = "answer binary"
 
-#: The most answers in an Arrow batch.
+#: The largest number of answers in one Arrow batch.
 _MOST_ANSWERS = 10_000
 
 
 def checker(call: Call) -> Callable[[Batches], Batches]:
-    """A function for mapInArrow() that answers with AppFacts or InvalidFanOut."""
+    """Return a function for mapInArrow() that checks the app on an executor.
+
+    The function answers with :class:`AppFacts`, or with InvalidFanOut if the app or task is wrong.
+    """
 
     def check(batches: Batches) -> Batches:
         for _ in batches:
@@ -38,7 +43,11 @@ def checker(call: Call) -> Callable[[Batches], Batches]:
 
 
 def sender(job: SendJob) -> Callable[[Batches], Batches]:
-    """A function for mapInArrow() that sends its rows, and answers with Failures and a Receipt."""
+    """Return a function for mapInArrow() that sends the rows of a partition as delayed tasks.
+
+    The function answers with one Failure for each task that is not confirmed, and one Receipt (the
+    counts of the partition).
+    """
 
     def send(batches: Batches) -> Batches:
         context = TaskContext.get()
@@ -56,7 +65,7 @@ def sender(job: SendJob) -> Callable[[Batches], Batches]:
 
 
 def answers_of(frame: Any) -> list[Any]:
-    """Run a DataFrame of ``ANSWERS`` and return these."""
+    """Run the Spark job of *frame*, and unpickle the answers in its column ``answer``."""
     return [pickle.loads(row.answer) for row in frame.collect()]
 
 

@@ -1,4 +1,4 @@
-"""``FanOut``: send the rows of a DataFrame as delayed tasks."""
+"""``FanOut``: send the rows of a DataFrame as delayed Celery tasks."""
 
 from __future__ import annotations
 
@@ -32,15 +32,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FanOutResult:
-    """The result of a fan-out: counts, and every row that is not confirmed."""
+    """The result of :meth:`FanOut.send`: counts, and each row whose task the broker has not
+    confirmed.
+    """
 
     run_id: str
     seconds: float
     receipts: list[Receipt]
     failures: list[Failure] = field(repr=False)
-    """The rows that were not rejected and that the broker has not confirmed."""
+    """Rows that were accepted, but whose tasks the broker has not confirmed."""
     was_committed: bool = False
-    """True if the fenced run was committed before with the same rows, so nothing was sent."""
+    """True if an earlier send of the same run and rows succeeded, so this one sent nothing.
+
+    Only a fenced Spark run (of repeated attempts, each row runs once) sets this to True.
+    """
 
     @property
     def rows(self) -> int:
@@ -126,16 +131,18 @@ class FanOut:
 
     @property
     def run_id(self) -> str:
-        """The name of this run. Another ``FanOut`` with this name sends the same task ids."""
+        """The name of this run. Another ``FanOut`` with the same name sends the same task ids."""
         return self.options.run_id
 
     @cached_property
     def facts(self) -> AppFacts:
-        """The facts that an executor tells of the app; asked once, in a Spark job of one task.
+        """Facts about the Celery app, such as its queues and its longest delay.
+
+        The first access starts a Spark job of one task, in which an executor imports the app.
 
         Raises:
-            InvalidFanOut: an executor cannot import the app, or the app does not know the task or
-                a queue.
+            InvalidFanOut: an executor cannot import the app, or the app does not know the task or a
+                queue.
         """
         call = Call.of(self.options)
         one = self._df.sparkSession.range(1).coalesce(1)
@@ -153,7 +160,10 @@ class FanOut:
 
     @property
     def encoded(self) -> Any:
-        """A DataFrame of the tasks to send, one for each row; *error* says why one is rejected."""
+        """Return a DataFrame of the tasks to send, one row for each row of the source.
+
+        If a row is rejected, the column *error* has the reason.
+        """
         return self._encoded(self._df)
 
     def _encoded(self, df: Any, *keep: str) -> Any:
@@ -167,15 +177,16 @@ class FanOut:
         )
 
     def plan(self) -> Plan:
-        """Count what :meth:`send` would do, without asking the broker.
+        """Count what :meth:`send` would do, without a connection to the broker.
 
         Raises:
-            InvalidFanOut: see :attr:`facts`.
+            InvalidFanOut: an executor cannot import the app, or the app does not know the task or a
+                queue.
         """
         return make_plan(self.encoded, self.facts, self.options)
 
     def rejected(self) -> Any:
-        """The rejected rows: a DataFrame of their own columns and of the reason, ``_error``."""
+        """Return a DataFrame of the rejected rows; the added column ``_error`` has the reason."""
         return (
             self._encoded(self._df, "row")
             .where("error is not null")
@@ -183,10 +194,11 @@ class FanOut:
         )
 
     def ledger(self) -> Any:
-        """The tasks to send: a DataFrame for :func:`reconcile`, to be stored before :meth:`send`.
+        """Return a DataFrame of the tasks to send; store it before :meth:`send`.
 
-        Its columns are ``task_id``, ``run_id``, ``task``, ``due``, ``queue`` and *id_cols*. It also
-        serves to send missing tasks again at the due times that a rate gave them.
+        The columns are ``task_id``, ``run_id``, ``task``, ``due``, ``queue`` and *id_cols*.
+        :func:`reconcile` compares the stored DataFrame with the workers' telemetry. To send missing
+        tasks again at the same due times, send them from the stored DataFrame.
         """
         keys = {
             f"key{number}": column.replace("`", "")
@@ -207,24 +219,26 @@ class FanOut:
         )
 
     def send(self, *, check: bool = True) -> FanOutResult:
-        """Send all rows that are not rejected; return when the broker has confirmed them.
+        """Send all accepted rows as tasks, and return when the broker has confirmed the tasks.
 
-        If an executor is lost, Spark sends its partition again: the same task ids twice. With
+        If an executor is lost, Spark sends its partition again, with the same task ids. With
         *fence* each task still runs once, and no task of a failed job runs.
 
-        If the job is interrupted or fails, the log says how many tasks were sent, confirmed and in
-        doubt.
+        If the job fails or is interrupted, a log line has the numbers of tasks that were sent,
+        confirmed and in doubt (the broker may have them).
 
         Args:
-            check: False: do not raise if rows are not confirmed; the result has them.
+            check: if False, do not raise if tasks are not confirmed; the result lists these tasks.
 
         Raises:
-            InvalidFanOut: see :attr:`facts`; nothing was sent.
-            FanOutFailed: some rows are not confirmed: the error's *result* has them, and with
-                *fence* no task of the run runs. Or the run could not be committed, or it was
-                committed before with other rows.
-            RecordsUnavailable: *fence* needs the records, which are unreachable; nothing was sent.
-            NoRecords: *fence* needs records, and the app has none; nothing was sent.
+            InvalidFanOut: an executor cannot import the app, or the app does not know the task or a
+                queue. Nothing was sent.
+            FanOutFailed: the broker has not confirmed some tasks; the error's *result* lists them.
+                With *fence* no task of the run runs. Also raised if the result of a fenced run
+                could not be recorded, or if the same run was sent before with other rows.
+            RecordsUnavailable: *fence* needs the app's records, which are unreachable. Nothing was
+                sent.
+            NoRecords: *fence* needs the app's records, and the app has none. Nothing was sent.
             pyspark.errors.PySparkException: the Spark job failed.
         """
         spark = self._df.sparkSession
@@ -235,7 +249,8 @@ class FanOut:
         job_id = uuid4().hex
         fence = Fence.of(self.options, self.facts, job_id)
         started = monotonic()
-        # Few partitions, because each opens a connection. Again after encoding: a rate shuffles.
+        # Few partitions, because each opens a connection. Encoding with a rate shuffles the rows,
+        # so coalesce() is called again.
         encoded = self._encoded(self._df.coalesce(connections)).coalesce(connections)
         was_committed = fence is not None and fence.open().state == COMMITTED
         with LiveCounts(spark, job_id) as counts:
@@ -293,7 +308,7 @@ class FanOut:
 
 
 def _last_line(error: Exception) -> str:
-    """The last line of a Python worker's traceback."""
+    """Return the last line of a Python worker's traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "Error:" in line and not line.startswith("at ")]
     return (named or lines or [type(error).__name__])[-1]
