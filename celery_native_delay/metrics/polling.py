@@ -1,4 +1,7 @@
-"""A thread that reads broker and records regularly, so that no scrape waits for them."""
+"""A thread that regularly reads the broker and the records, so that no scrape waits for either.
+
+The records are state about waiting tasks, in Redis or a database.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,20 @@ from ..transports.interface import Backlog
 
 logger = get_logger(__name__)
 
-#: A reading is dropped if the next one is late by this, in seconds.
+#: If the next reading is late by this many seconds, the last reading is dropped.
 PATIENCE_SECONDS = 2 * TIMEOUT_SECONDS
 
-#: Keys of rate-limited tasks that are counted, longest queue first.
+#: The largest number of keys of rate-limited tasks to count; the longest queues come first.
 MOST_LINES = 10_000
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The result of one look at the broker; *backlog* is None if it failed.
+    """The numbers that :class:`Poll` read from the broker; *backlog* is None if reading failed.
 
-    *read_at* is its time by the monotonic clock, *first_due* is a Unix time. *lines* are the queues
-    of rate-limited tasks, None if unknown.
+    *read_at* is the time of the reading by the monotonic clock. *first_due* is the Unix time at
+    which the first waiting task is due. *lines* are the queues of rate-limited tasks that wait for
+    their rate limit; None if unknown.
     """
 
     backlog: Backlog | None
@@ -53,7 +57,10 @@ class Poll(Thread):
         self._warned = False
 
     def reading(self) -> Reading | None:
-        """The last reading, without its backlog if that is too old; None before the first."""
+        """Return the last reading of the broker; None before the first reading.
+
+        If the last reading is too old, its *backlog* is None.
+        """
         last = self._last
         if last is None or monotonic() - last.read_at < self._every_seconds + PATIENCE_SECONDS:
             return last
