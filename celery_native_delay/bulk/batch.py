@@ -238,7 +238,7 @@ class Bulk:
         countdown: float | None,
         task_id: str,
     ) -> Made | None:
-        """Return the values to fill a template with; None if ``apply_async`` must publish the task."""
+        """Return the values that fill a template; None if ``apply_async`` must publish the task."""
         if type(args) not in (list, tuple) or type(kwargs) is not dict:
             return None
         at_us = time_ns() // 1000

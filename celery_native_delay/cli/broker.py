@@ -1,4 +1,7 @@
-"""``delay declare | verify | doctor | status | purge | parked``: checks, counts and upkeep."""
+"""The commands ``delay declare``, ``verify``, ``doctor``, ``status``, ``purge`` and ``parked``.
+
+The commands check the broker, count messages and delete messages.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ if TYPE_CHECKING:
 @command(name="declare")
 @as_json_option
 def declare(ctx: click.Context, as_json: bool) -> None:
-    """Declare the queues and exchanges that delays need. Binds the app's queues, too."""
+    """Declare the queues and exchanges that delays need.
+
+    Also declares the app's queues, and binds them so that delayed tasks reach them.
+    """
     with broker(ctx) as part:
         show(part.declare(list(ctx.obj.app.amqp.queues.values())), as_json)
 
@@ -41,9 +47,10 @@ def declare(ctx: click.Context, as_json: bool) -> None:
 @command(name="verify")
 @as_json_option
 def verify(ctx: click.Context, as_json: bool) -> None:
-    """Check that the broker has all that delays need. Exit 1 if not.
+    """Check that the broker has all that delays need.
 
-    It needs no running worker. `delay doctor` checks workers, records and clocks, too.
+    The exit status is 1 if something is missing. The check needs no running worker. `delay doctor`
+    also checks workers, records and clocks.
     """
     with broker(ctx) as part:
         name, found = part.name, part.verify()
@@ -53,10 +60,11 @@ def verify(ctx: click.Context, as_json: bool) -> None:
 @command(name="doctor")
 @as_json_option
 def doctor(ctx: click.Context, as_json: bool) -> None:
-    """Check that delays work, and say what to do if not. Exit 1 on any problem.
+    """Check that delays work, and say what to do if not.
 
-    Checks all that `delay verify` checks, and: installed workers, overdue, parked and stuck
-    messages, records, rates, telemetry and clocks.
+    Makes the checks of `delay verify`, and checks installed workers, overdue messages, parked
+    messages (due, but no queue was bound for them), stuck messages, records, rates, telemetry and
+    clocks. The exit status is 1 if there is a problem.
     """
     from ..app.doctor import examine
     from ..errors import SettingsError
@@ -71,8 +79,9 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 def status(ctx: click.Context, as_json: bool) -> None:
     """Count waiting, overdue, parked and stuck messages.
 
-    On RabbitMQ with records it counts the tasks that `ls` lists. The delay levels hold more
-    messages: those of cancelled and moved tasks stay until they were due.
+    A parked message was due, but no queue was bound for it. On RabbitMQ with records (state about
+    waiting tasks), "waiting" counts the tasks that `ls` lists. The delay levels (queues with a TTL)
+    hold more messages: the messages of cancelled and moved tasks stay until they were due.
     """
     with broker(ctx) as part:
         found = part.status()
@@ -85,7 +94,8 @@ def status(ctx: click.Context, as_json: bool) -> None:
 def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
     """Delete all waiting messages of this app. Cannot be undone.
 
-    Parked messages, and those in landing queues, stay.
+    Parked messages (due, but no queue was bound for them) stay. Messages in landing queues (which
+    receive due messages and route them on) stay, too.
     """
     with broker(ctx) as part:
         if not force:
@@ -98,7 +108,10 @@ def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
 def _show_findings(
     ctx: click.Context, found: Sequence[Finding], as_json: bool, *, well: str
 ) -> None:
-    """Show the findings and a last line, which is *well* if nothing is wrong; else exit 1."""
+    """Print the findings, then a last line; exit with status 1 if a finding is a problem.
+
+    The last line is *well* if no finding is a problem.
+    """
     from ..finding import ADVICE, UNCHECKED, WRONG
 
     levels = (WRONG, UNCHECKED, ADVICE)
@@ -125,14 +138,14 @@ def _show_findings(
 
 @delay.group(name="parked")
 def parked() -> None:
-    """Messages that were due, but no queue was bound for them."""
+    """Handle parked messages (due, but without a queue)."""
 
 
 @command(group=parked, name="list")
 @limit_option
 @as_json_option
 def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
-    """List parked messages."""
+    """List parked messages (due, but no queue was bound for them)."""
     with broker(ctx) as part:
         found = part.parked(limit=limit)
     if found is None:
@@ -149,7 +162,11 @@ def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
 @command(group=parked, name="requeue")
 @as_json_option
 def requeue(ctx: click.Context, as_json: bool) -> None:
-    """Publish parked messages again; those without a queue stay parked."""
+    """Publish parked messages again.
+
+    A parked message was due, but no queue was bound for it. A message whose queue still does not
+    exist stays parked.
+    """
     with broker(ctx) as part:
         outcome = part.requeue()
     if outcome is None:
@@ -161,7 +178,10 @@ def requeue(ctx: click.Context, as_json: bool) -> None:
 @yes_option
 @as_json_option
 def purge_parked(ctx: click.Context, force: bool, as_json: bool) -> None:
-    """Delete all parked messages of this namespace. Cannot be undone."""
+    """Delete all parked messages of this namespace. Cannot be undone.
+
+    A parked message was due, but no queue was bound for it.
+    """
     with broker(ctx) as part:
         if not force:
             confirm(f"Delete all messages in {part.parking}?")

@@ -1,4 +1,9 @@
-"""``delay promote``, on SQS ``delay relay``: deliver due tasks without an installed worker."""
+"""The commands ``delay promote`` and ``delay relay``: deliver due tasks without an installed
+worker.
+
+An installed worker runs an app on which ``install(app)`` was called. On SQS use ``delay relay``, on
+other brokers ``delay promote``.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +18,9 @@ from .group import as_json_option, command, installed_settings, loglevel_option,
 def promote(ctx: click.Context, loglevel: int, as_json: bool) -> None:
     """Deliver due tasks from Redis or from a store, until Ctrl-C.
 
-    Installed workers do this themselves. Run it if no worker has this package, or if workers stop
-    at night. Several may run at once. On SQS use `relay`.
+    A store is a database in which tasks wait. Workers with this package deliver due tasks
+    themselves. Run this command if no worker has the package, or if workers stop at night. Several
+    processes may run at once. On SQS use `relay`.
     """
     _run(ctx, loglevel, "", as_json, done="promoted")
 
@@ -31,9 +37,9 @@ def promote(ctx: click.Context, loglevel: int, as_json: bool) -> None:
 def relay(ctx: click.Context, loglevel: int, queues: str, as_json: bool) -> None:
     """Relay tasks with long delays through SQS, until Ctrl-C.
 
-    A task with more than 15 minutes left is sent back to its delay queue, others to their queue.
-    Installed workers do this themselves for their queues. Run it if no worker has this package.
-    Several may run at once.
+    A task with more than 15 minutes left goes back to its delay queue. Other tasks go to their own
+    queue. Workers with this package relay the tasks of their queues themselves. Run this command if
+    no worker has the package. Several processes may run at once.
     """
     _run(ctx, loglevel, queues, as_json, done="relayed")
 

@@ -1,4 +1,6 @@
-"""``delay ls | show | cancel | reschedule | run-now``: list and change waiting tasks."""
+"""The commands ``delay ls``, ``show``, ``cancel``, ``reschedule`` and ``run-now`` for waiting
+tasks.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ _LONGEST_TEXT = 40
 
 
 def task_id(value: str) -> str:
-    """Check that the id of a task is not empty."""
+    """Return *value*, the id of a task; raise if the id is empty."""
     if not value:
         raise click.BadParameter("expected the id of a task, got an empty text")
     return value
@@ -91,8 +93,8 @@ def ls(
 ) -> None:
     """List waiting tasks, earliest due time first.
 
-    --json prints an object with `tasks`, `offset` and `total`, the number of all waiting or
-    matching tasks; it is null if a search has too many matches to count.
+    --json prints an object with `tasks`, `offset` and `total`. `total` is the number of all waiting
+    or matching tasks. `total` is null if a search has too many matches to count.
     """
     from ..app.delay import listed
     from ..records.waiting import ALL
@@ -115,10 +117,13 @@ def ls(
 @click.argument("ids", type=task_id, nargs=-1, required=True, metavar="ID...")
 @as_json_option
 def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
-    """Show waiting tasks by ID. Exit 1 if one of them is not waiting.
+    """Show waiting tasks by ID.
 
-    --json prints an object, or null, for one ID, and a list for several, in their order. If several
-    messages with one ID wait, the object is the first one due, with the `others`.
+    The exit status is 1 if one of the tasks is not waiting. For one ID, --json prints an object, or
+    null if the task is not waiting. For several IDs, --json prints a list in the order of the IDs.
+
+    If several messages with the same ID wait, the object describes the message that is due first,
+    and `others` lists the rest.
     """
     delay = _delay(ctx)
     found = {task_id: sorted(delay.show(task_id), key=attrgetter("due_us")) for task_id in ids}
@@ -136,7 +141,7 @@ def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
 def cancel(ctx: click.Context, **chosen: Any) -> None:
     """Cancel waiting tasks, by IDs or by a search.
 
-    Their results become REVOKED at once. A worker tells monitors and chords.
+    The results of the tasks become REVOKED at once. A worker tells monitors and chords.
     """
     _change(ctx, "cancel", "cancelled", lambda delay, ids: delay.cancel_all(ids), **chosen)
 
@@ -150,7 +155,7 @@ def reschedule(
 ) -> None:
     """Give waiting tasks another due time, by IDs or by a search.
 
-    A time in the past is refused without --yes.
+    A due time in the past is refused without --yes.
     """
     if (countdown is None) is (eta is None):
         both = "give --countdown or --eta, not both"
@@ -169,7 +174,7 @@ def reschedule(
 @command(name="run-now")
 @_chosen
 def run_now(ctx: click.Context, **chosen: Any) -> None:
-    """Let waiting tasks run now, by IDs or by a search."""
+    """Make waiting tasks due now, by IDs or by a search."""
     _change(ctx, "run now", "due now", lambda delay, ids: delay.run_all_now(ids), **chosen)
 
 

@@ -141,7 +141,7 @@ def _waiting(reading: Reading | None) -> Iterator[Metric]:
 
 
 def _lines(lines: Sequence[RateLine] | None, rated: Iterable[str]) -> Iterator[Metric]:
-    """Yield the metrics of rate-limited tasks, summed by task: there are too many keys for labels."""
+    """Yield the metrics of rate-limited tasks, summed by task; labels by key are too many."""
     by_task: dict[str, list[RateLine]] = {}
     if lines is not None:
         by_task = {task: [] for task in rated}

@@ -33,7 +33,7 @@ class Counts:
         self._warned = False
 
     def hear(self, event: Mapping[str, Any]) -> None:
-        """Add the counts in a ``delay-tally`` event; log a warning about the first invalid event."""
+        """Add the counts in a ``delay-tally`` event; log a warning at the first invalid event."""
         try:
             tallies = {queue: counts_of(fields) for queue, fields in event["queues"].items()}
             starts = counts_of(event.get("rate_starts", {}))
