@@ -1,10 +1,10 @@
 """Three Celery apps that differ only in how they delay a task, and a worker for each app.
 
 =========  ==================================================================================
-``ours``   celery_native_delay with its defaults ``held``   (a) plain Celery, classic queue: the
-worker holds the task until its ETA ``celery`` (b) Celery's own delayed delivery: quorum task queue
-behind a topic exchange =========
-==================================================================================
+``ours``   celery_native_delay with its defaults
+``held``   (a) plain Celery, classic queue: the worker holds the task until its ETA
+``celery`` (b) Celery's own delayed delivery: quorum task queue behind a topic exchange
+=========  ==================================================================================
 
 ``ours`` and ``celery`` use the same quorum queue and topic exchange.
 """
@@ -80,9 +80,7 @@ def make_app(method: str, url: str, *, confirm: bool = False, **settings: Any) -
 
 
 def record_start(index: int) -> None:
-    """The body of the task: record its start in a single write, so that lines of processes never
-    mix.
-    """
+    """The body of the task: record its start in one write, so that records never mix."""
     now = time()
     os.write(_record_file(), RECORD.pack(index, now))
 

@@ -2,13 +2,16 @@
 
 The table lists the verdicts in order; the first verdict that fits a task counts:
 
-========== ======================================================================== unplanned  a
-worker ran the task, and the task is not in the ledger duplicate  the task ran to its end twice with
-the same number of retries early      the task started before it was due ok         the task is done
-failed     the task raised, was rejected, revoked, expired, or lost its process running    the task
-started, and has not ended; or its worker was killed pending    the task is not due, or due for less
-than *grace_seconds* missing    the task is due, and no worker knows of the task; or its retry never
-came ========== ========================================================================
+========== ========================================================================
+unplanned  a worker ran the task, and the task is not in the ledger
+duplicate  the task ran to its end twice with the same number of retries
+early      the task started before it was due
+ok         the task is done
+failed     the task raised, was rejected, revoked, expired, or lost its process
+running    the task started, and has not ended; or its worker was killed
+pending    the task is not due, or due for less than *grace_seconds*
+missing    the task is due, and no worker knows of it; or its retry never came
+========== ========================================================================
 
 Spark computes the verdicts when an action needs them. Rows stay on the executors.
 """
