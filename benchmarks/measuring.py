@@ -113,8 +113,9 @@ class Result:
     setup: str
     """A description of the measurement, so that others can repeat the measurement."""
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """The rows of the result table: each maps a column to a text or number. All rows have the same
-    columns.
+    """The rows of the result table; each row is a dict from column to text or number.
+
+    All rows have the same columns.
     """
     targets: list[Target] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -82,7 +82,7 @@ def measure(bench: Bench, way: str, count: int, what: str) -> tuple[float, float
 
     Returns:
         Tasks per second, seconds from the last due time to the last task, and the number of tasks
-            run.
+        run.
     """
     method = "ours" if way in ("ours", "moment") else "celery"
     with bench.vhost() as url:

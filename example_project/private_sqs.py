@@ -53,7 +53,7 @@ def private_sqs() -> Iterator[PrivateSqs]:
 
 
 class PrivateSqs:
-    """A private SQS server (moto), made by private_sqs(); the server ends with this process."""
+    """A private SQS server (moto), made by private_sqs(). The server ends with the Python process."""
 
     port: int
     """The TCP port on 127.0.0.1, the same after kill() and start()."""
@@ -114,7 +114,7 @@ class PrivateSqs:
         urlopen(Request(f"{self.endpoint}/moto-api/reset", method="POST"), timeout=30).close()
 
     def close(self) -> None:
-        """Kill the server and remove its folder. The same happens when this process ends."""
+        """Kill the server and remove its folder. The same happens when the Python process ends."""
         self._server.close()
         if "client" in vars(self):
             self.client.close()

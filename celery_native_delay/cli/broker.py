@@ -79,9 +79,12 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 def status(ctx: click.Context, as_json: bool) -> None:
     """Count waiting, overdue, parked and stuck messages.
 
-    A parked message was due, but no queue was bound for it. On RabbitMQ with records (state about
-    waiting tasks), "waiting" counts the tasks that `ls` lists. The delay levels (queues with a TTL)
-    hold more messages: the messages of cancelled and moved tasks stay until they were due.
+    A parked message was due, but no queue was bound for it. A stuck message is one that RabbitMQ
+    does not move to the next delay queue.
+
+    On RabbitMQ with records (state about waiting tasks), "waiting" counts the tasks that `ls`
+    lists. The delay levels (queues with a TTL) hold more messages: the messages of cancelled and
+    moved tasks stay until they were due.
     """
     with broker(ctx) as part:
         found = part.status()

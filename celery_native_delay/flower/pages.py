@@ -62,7 +62,7 @@ class Errors(BaseHandler):
             super().log_exception(typ, value, tb)
 
     def send_error(self, status_code: int = 500, **kwargs: Any) -> None:
-        """Answer with an error; for an error of this package, answer with its message as JSON."""
+        """Answer with an error; for an error of this package, answer with the message as JSON."""
         error = (kwargs.get("exc_info") or (None, None))[1]
         if isinstance(error, NativeDelayError) and not self._finished:
             self.clear()

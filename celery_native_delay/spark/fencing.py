@@ -1,7 +1,8 @@
 """Fenced Spark runs: if Spark repeats a partition, each row's task still runs once.
 
 The driver opens the run in the records (in Redis or a database). Executors stamp their messages
-with the run and the attempt. In the end the driver records which attempts won.
+with the run and the attempt. In the end the driver records the winning attempt at each partition.
+Only tasks that a winning attempt sent will run.
 """
 
 from __future__ import annotations
@@ -103,11 +104,11 @@ class Fence:
         return record
 
     def commit(self, receipts: Sequence[Receipt], *, rows: str = "") -> None:
-        """Record which attempts won; only tasks of these attempts will run.
+        """Record the winning attempt at each partition; only tasks that it sent will run.
 
         Args:
             receipts: the receipt of the winning attempt at each partition.
-            rows: the count and checksum of all rows. They must be the same in each job of the run.
+            rows: the count and checksum of all rows, which must be the same in each job of the run.
 
         Raises:
             FanOutFailed: the winners could not be recorded, a worker had aborted the run, or the

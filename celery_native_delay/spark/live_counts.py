@@ -42,7 +42,7 @@ class Report:
 
 
 class LiveCounts:
-    """The driver's side: receives the reports of the Spark jobs that run in its ``with`` block."""
+    """Receives, on the driver, the executors' reports of the Spark jobs in the ``with`` block."""
 
     def __init__(self, spark: Any, job: str) -> None:
         self._job = job
@@ -154,7 +154,7 @@ def context_of(spark: Any) -> Any:
 
 
 class Reporter:
-    """The executor's side: reports the counts of one attempt at a partition to the driver.
+    """Reports, on an executor, the counts of one attempt at a partition to the driver.
 
     If *address* is None, nothing is reported.
     """

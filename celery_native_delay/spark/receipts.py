@@ -21,7 +21,7 @@ class Failure:
 
 @dataclass
 class Receipt:
-    """The counts of one partition, reported to the driver by the Spark task that sent it."""
+    """The counts of one partition, reported to the driver by the Spark task of this partition."""
 
     partition: int
     attempt: int

@@ -56,7 +56,7 @@ def read_events(spark: SparkSession, path: str | list[str]) -> DataFrame:
 
     Returns:
         One row per line, with the columns of ``celery_native_delay.worker.attempt.FIELDS``.
-            Incomplete lines, which a full disk may leave, are skipped.
+        Incomplete lines, which a full disk may leave, are skipped.
     """
     schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
     lines = spark.read.schema(schema).option("recursiveFileLookup", "true").json(path)
@@ -144,7 +144,8 @@ def reconcile(
 class Reconciliation:
     """The verdict about each planned task, and the counts of each verdict.
 
-    Every Spark action computes the verdicts again. To compute them once, call :meth:`stored`.
+    Every Spark action computes the verdicts again. To compute the verdicts only once, call
+    :meth:`stored`.
     """
 
     verdicts: DataFrame

@@ -67,7 +67,7 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
 
     Raises:
         RecordsUnavailable: the run is fenced, and the records are unreachable. Nothing was sent.
-        FanOutFailed: the run is fenced, and a worker has aborted it. Nothing was sent.
+        FanOutFailed: the run is fenced, and a worker has aborted the run. Nothing was sent.
     """
     started = monotonic()
     headers = {}

@@ -100,7 +100,8 @@ class Writer(DataSourceArrowWriter):
     def commit(self, messages: list[Any]) -> None:
         """Log how many tasks were sent and how many rows were rejected.
 
-        With the option *fence*, first record which attempts won: only tasks of these attempts run.
+        With the option *fence*, first record the winning attempt at each partition. Only tasks that
+        a winning attempt sent will run.
 
         Raises:
             FanOutFailed: the winning attempts could not be recorded.
@@ -220,7 +221,8 @@ class StreamWriter(Writer, DataSourceStreamWriter):
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
         """Log how many tasks of the batch were sent and how many rows were rejected.
 
-        With the option *fence*, first record which attempts won: only tasks of these attempts run.
+        With the option *fence*, first record the winning attempt at each partition. Only tasks that
+        a winning attempt sent will run.
 
         Raises:
             FanOutFailed: the winning attempts could not be recorded.

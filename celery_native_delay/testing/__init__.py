@@ -9,8 +9,8 @@
         app = Celery(broker=redis.url)
 
 The brokers listen on 127.0.0.1 only, and share nothing with other brokers of the machine. The
-brokers end with this process, even if this process is killed. This module imports only the standard
-library.
+brokers end with the Python process that started them, even if that process is killed. This module
+imports only the standard library.
 """
 
 from .processes import BrokerFailed, BrokerMissing

@@ -1,4 +1,4 @@
-"""Run a server process that ends with this process, even if this process is killed."""
+"""Run a server that ends with the Python process that started it, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def claim_ports(count: int) -> list[socket.socket]:
 
     To free a port, close its socket. The socket is a UDP socket bound to the same port number, so
     the server can still bind the TCP port. Other processes that claim ports skip this number. The
-    claim ends with this process.
+    claim ends with the Python process.
     """
     claims: list[socket.socket] = []
     while len(claims) < count:
@@ -75,7 +75,7 @@ if [ -n "$folder" ]; then rm -rf -- "$folder"; fi
 
 
 class KeptServer:
-    """A server process that can be started repeatedly, and that ends with this process.
+    """A server that can be started repeatedly, and that ends with the Python process that made it.
 
     Args:
         name: the server's name in error messages, such as "RabbitMQ 3.10.8".

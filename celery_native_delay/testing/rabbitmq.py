@@ -169,7 +169,7 @@ def private_rabbitmq(*, version: str | None = None, **options: Any) -> Iterator[
 
 
 class PrivateRabbitMQ:
-    """A private RabbitMQ node, made by private_rabbitmq(); the node ends with this process.
+    """A private RabbitMQ node, made by private_rabbitmq(); the node ends with the Python process.
 
     Args:
         installation: the RabbitMQ to run.
@@ -278,7 +278,7 @@ class PrivateRabbitMQ:
         self._node.send(signal.SIGCONT)
 
     def close(self) -> None:
-        """Kill the node and remove its files. The same happens when this process ends."""
+        """Kill the node and remove its files. The same happens when the Python process ends."""
         self._node.close()
         for claim in self._claims:
             claim.close()

@@ -192,7 +192,7 @@ def embedded_broker(folder: Path | str | None = None) -> Iterator[PrivateRedis]:
 
 
 class PrivateRedis:
-    """A private Redis or Valkey, made by private_redis(); the server ends with this process.
+    """A private Redis or Valkey, made by private_redis(); the server ends with the Python process.
 
     Args:
         installation: the server to run.
@@ -304,7 +304,7 @@ class PrivateRedis:
         self._server.end(signal.SIGKILL)
 
     def close(self) -> None:
-        """Stop the server and free its port. The same happens when this process ends.
+        """Stop the server and free its port. The same happens when the Python process ends.
 
         A server with a temporary folder is killed, and the folder is removed.
         """
