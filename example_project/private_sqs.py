@@ -53,7 +53,7 @@ def private_sqs() -> Iterator[PrivateSqs]:
 
 
 class PrivateSqs:
-    """A private SQS server (moto), made by private_sqs(). The server ends with the Python process."""
+    """A private SQS server (moto), made by private_sqs(); ends with the Python process."""
 
     port: int
     """The TCP port on 127.0.0.1, the same after kill() and start()."""
