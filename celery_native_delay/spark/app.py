@@ -56,7 +56,7 @@ class AppFacts:
     route: str
     """The queue of a task whose row names no queue; "" if the task's route is an exchange."""
     spread: Spread | None = None
-    """How a rate limit spreads the tasks' due times; None if ``FanOut`` has no rate."""
+    """The spread of the tasks' due times by a rate limit; None if ``FanOut`` has no rate limit."""
     records: Place | None = field(default=None, repr=False)  # its URL may hold a password
     """The URL and namespace of the records (state about waiting tasks, in Redis or a database).
 
