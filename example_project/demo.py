@@ -52,7 +52,7 @@ BUSY_MS = int(os.environ.get("DEMO_BUSY_MS", "250"))
 BOOT_LIMIT_SECONDS = 30
 RUN_LIMIT_SECONDS = 25
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-GRACE_SECONDS = 1  # after the last run, for one too many to show itself
+GRACE_SECONDS = 1  # after the last run, to see unexpected runs
 
 
 class WorkerFailed(Exception):

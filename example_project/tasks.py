@@ -38,9 +38,9 @@ def remind(order_id: int) -> None:
     bind=True,
     autoretry_for=(MailServerBusy,),
     max_retries=10,
-    retry_backoff=2,  # seconds, doubled each time …
+    retry_backoff=2,  # seconds; each retry doubles the wait
     retry_backoff_max=600,
-    retry_jitter=True,  # … of which a random part is waited
+    retry_jitter=True,  # the actual wait is a random part
 )
 def send_email(self: Task, address: str, subject: str, busy_attempts: int = 0) -> None:
     """Send an e-mail; in the first *busy_attempts* attempts the mail server is busy."""

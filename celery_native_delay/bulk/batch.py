@@ -252,7 +252,7 @@ class Bulk:
             text = eta if isinstance(eta, str) else eta.isoformat()
         else:
             return None
-        args = args or ()  # as Celery, whose argsrepr shows it
+        args = args or ()  # as Celery does, so that argsrepr is the same
         if known is not None and getattr(known, "typing", False):
             known.__header__(*args, **kwargs)
         values = (

@@ -191,7 +191,7 @@ def _function(found: Any) -> Any:
 
 def _name(found: Any) -> str:
     """Return the module and qualified name under which *found* was compiled."""
-    function = _function(getattr(found, "_self_wrapper", found))  # wrapt's
+    function = _function(getattr(found, "_self_wrapper", found))  # for wrappers of wrapt
     if type(function) is FunctionType:
         return f"{function.__globals__.get('__name__')}.{function.__code__.co_qualname}"
     kind = function if isinstance(function, type) else type(function)

@@ -69,7 +69,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     from ..app.doctor import examine
     from ..errors import SettingsError
 
-    with suppress(SettingsError):  # it becomes a finding
+    with suppress(SettingsError):  # examine() reports this error as a finding
         installed_settings(ctx)
     _show_findings(ctx, examine(ctx.obj.app), as_json, well="healthy")
 

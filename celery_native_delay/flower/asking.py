@@ -31,7 +31,9 @@ ANSWER_SECONDS = 10.0
 
 
 class Asking:
-    """Calls the broker and the records of one app in threads, for Flower's IO loop."""
+    """Calls the broker and the records (state about waiting tasks) in threads, for Flower's IO
+    loop.
+    """
 
     def __init__(self, app: Celery) -> None:
         self.app = app

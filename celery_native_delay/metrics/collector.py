@@ -18,7 +18,7 @@ from ..worker.tally import BOUNDS, bucket
 from .listening import Counts, Listener
 from .polling import Poll, Reading
 
-#: The name and help text of each counter, by the counter's name in a worker's event.
+#: The help text of each counter, by the counter's name in a worker's event.
 _COUNTERS = {
     "matured": "Delayed messages that a worker received to run them.",
     "cancelled": "Delayed messages that were cancelled, and that a worker announced.",
@@ -196,7 +196,7 @@ class Exposed:
             thread.start()
 
     def close(self, *, timeout_seconds: float = 5.0) -> None:
-        """Remove the metrics from the registry, and end the threads that read them."""
+        """Remove the metrics from the registry, and end the threads that collect their values."""
         self._registry.unregister(self._collector)
         for thread in self._threads:
             thread.stop()

@@ -113,5 +113,5 @@ class Poll(Thread):
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            with suppress(Exception):  # it is gone, or was never there
+            with suppress(Exception):  # the connection may be lost or never opened
                 connection.collapse()

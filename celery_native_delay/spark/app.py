@@ -72,7 +72,7 @@ def load_app(path: str) -> Celery:
     """
     try:
         app = symbol_by_name(path)
-    except Exception as exc:  # whatever a module does when it is imported
+    except Exception as exc:  # importing a module may raise any error
         raise InvalidFanOut(
             f"expected app {path!r} to be importable by the executors' Python, got "
             f"{type(exc).__name__}: {exc}; ship it with spark.submit.pyFiles, --archives or "

@@ -42,9 +42,9 @@ class FanOutResult:
     failures: list[Failure] = field(repr=False)
     """Rows that were accepted, but whose tasks the broker has not confirmed."""
     was_committed: bool = False
-    """True if an earlier send of the same run and rows succeeded, so this send did nothing.
+    """True if an earlier send of the same run and rows succeeded, so that this send did nothing.
 
-    Only a fenced Spark run (of repeated attempts, each row runs once) sets this to True.
+    Only a fenced Spark run (of repeated attempts, each row runs once) can be committed.
     """
 
     @property

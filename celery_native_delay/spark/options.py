@@ -34,7 +34,9 @@ class FanOutOptions:
     """
 
     app: str
-    """The path by which executors import the Celery app: ``"pkg.mod:app"``."""
+    """The import path of the Celery app, such as ``"pkg.mod:app"``; executors import the app from
+    this path.
+    """
     task: str
     """The name of the task."""
     eta: Columnar | None = None
@@ -48,7 +50,7 @@ class FanOutOptions:
     args: Sequence[Columnar] = ()
     """The columns of the positional arguments."""
     kwargs: Sequence[str] | Mapping[str, Columnar] = ()
-    """The columns of the keyword arguments, or a mapping from argument to column."""
+    """The columns of the keyword arguments, or a mapping from an argument's name to a column."""
     queue: Columnar | None = None
     """The column of queue names. Without this column, or if its value is null, the app's routes
     choose the queue.

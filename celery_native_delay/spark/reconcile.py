@@ -48,7 +48,9 @@ _QUANTILE_ACCURACY = 100_000
 
 
 def read_events(spark: SparkSession, path: str | list[str]) -> DataFrame:
-    """Read the telemetry of workers (``native_delay_telemetry``) into a DataFrame.
+    """Read the telemetry of workers (the setting ``native_delay_telemetry``) into a DataFrame.
+
+    The telemetry has one line for each start and each end of a task's attempt.
 
     Args:
         spark: the session.

@@ -26,7 +26,7 @@ _COLUMN = "\0"
 
 @dataclass(frozen=True)
 class Spread:
-    """The time between two tasks' due times, so that the due times obey a rate limit.
+    """The spacing of due times that a rate limit demands.
 
     *column* is the column with each row's key. *column* is None if all tasks share the rate limit.
     """

@@ -14,11 +14,11 @@ from time import monotonic, sleep
 
 
 class BrokerMissing(Exception):
-    """The broker is not installed; the message says what to install."""
+    """Raised if the broker is not installed; the message says what to install."""
 
 
 class BrokerFailed(Exception):
-    """The broker did not start, or refused a request; the message has the broker's log or reply."""
+    """Raised if the broker did not start or refused a request; the message has its log or reply."""
 
 
 _LOWEST = 20_000

@@ -125,7 +125,7 @@ def _who_is(server: str) -> tuple[ServerName, str] | None:
         said = subprocess.run(
             [server, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True
         ).stdout
-    except OSError:  # for another machine
+    except OSError:  # the program is for another machine
         return None
     match = re.match(r"(Redis|Valkey) server v=(\S+)", said)
     if match is None:
