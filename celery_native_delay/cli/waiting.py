@@ -141,7 +141,8 @@ def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
 def cancel(ctx: click.Context, **chosen: Any) -> None:
     """Cancel waiting tasks, by IDs or by a search.
 
-    The results of the tasks become REVOKED at once. A worker tells monitors and chords.
+    The results of the tasks become REVOKED at once. Later a worker informs monitors and chords
+    about the cancelled tasks.
     """
     _change(ctx, "cancel", "cancelled", lambda delay, ids: delay.cancel_all(ids), **chosen)
 

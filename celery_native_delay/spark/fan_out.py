@@ -131,7 +131,9 @@ class FanOut:
 
     @property
     def run_id(self) -> str:
-        """The name of this run. Another ``FanOut`` with the same name sends the same task ids."""
+        """The name of this run. If the same rows are sent again under this name, the task ids are
+        the same.
+        """
         return self.options.run_id
 
     @cached_property
@@ -194,11 +196,12 @@ class FanOut:
         )
 
     def ledger(self) -> Any:
-        """Return a DataFrame of the tasks to send; store it before :meth:`send`.
+        """Return the ledger, a DataFrame of the tasks to send; store the ledger before
+        :meth:`send`.
 
         The columns are ``task_id``, ``run_id``, ``task``, ``due``, ``queue`` and *id_cols*.
-        :func:`reconcile` compares the stored DataFrame with the workers' telemetry. To send missing
-        tasks again at the same due times, send them from the stored DataFrame.
+        :func:`reconcile` compares the stored ledger with the workers' telemetry. To send missing
+        tasks again at the same due times, send the rows of the stored ledger.
         """
         keys = {
             f"key{number}": column.replace("`", "")

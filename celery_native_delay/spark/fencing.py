@@ -80,12 +80,14 @@ class Fence:
         return Stamp(self.run, partition, f"{attempt}-{token_hex(4)}")
 
     def open(self) -> Record:
-        """Record that the run is open, and restart its time-out.
+        """Record that the fenced run has begun, and restart the run's time-out.
 
-        If the returned record says that the run is committed, the caller must send nothing.
+        If the returned record says that the run is committed (its winning attempts are recorded),
+        the caller must send nothing.
 
         Raises:
-            RecordsUnavailable: the records are unreachable; nothing may be sent.
+            RecordsUnavailable: the records (in Redis or a database) are unreachable; nothing may be
+                sent.
             FanOutFailed: a worker has aborted the run of this job.
         """
         now = time()

@@ -42,7 +42,7 @@ def key_text(value: object) -> str:
 
 
 def counted(text: str) -> str:
-    """Return the number of characters of *text*, a colon, and the *text*."""
+    """Return *text* after its number of characters: ``"3:abc"`` for ``"abc"``."""
     return f"{len(text)}:{text}"
 
 
