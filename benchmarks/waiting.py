@@ -37,6 +37,8 @@ from celery_native_delay.bulk import bulk
 from celery_native_delay.records.interface import IndexEntry
 from celery_native_delay.records.opened import records_at
 from celery_native_delay.testing import private_redis
+from tests.postgresql import private_postgresql
+from tests.waiting import wait_until
 
 ROUNDS = 40
 BLOCK = 50
@@ -51,32 +53,48 @@ FLOWER_IS_LATE = "Flower's IO loop is late while it is asked"
 
 
 def run(bench: Bench) -> Result:
-    on, off = publishes(bench)
-    checks = worker_checks(bench)
-    rows = [
-        row("RabbitMQ: apply_async, without records", off[0]),
-        row("RabbitMQ: apply_async, with records", on[0]),
-        row("RabbitMQ: a worker asks about a task", checks),
-    ]
+    with private_redis(config=REDIS_CONFIG) as redis, private_postgresql() as postgresql:
+        places = {"Redis": redis.url, "PostgreSQL": postgresql.new_database()}
+        measured = publishes(bench, places)
+        checks = {place: worker_checks(bench, url) for place, url in places.items()}
+    database = look_at_database(bench, bench.count(FEW, at_least=500))
+    off = measured.pop("")
+    rows = [row("RabbitMQ: apply_async, without records", off[0])]
+    for place, on in measured.items():
+        rows.append(row(f"RabbitMQ: apply_async, records in {place}", on[0]))
+        rows.append(row(f"RabbitMQ: a worker asks {place} about a task", checks[place]))
     few, all_of_few, asked_ms = looks_at_few(bench, bench.count(FEW, at_least=500))
     many, grown_bytes = looks_at_many(bench, bench.count(MANY, at_least=1_000))
-    rows += [row(label, seconds) for label, seconds in (few | all_of_few | many).items()]
+    rows += [row(label, seconds) for label, seconds in (few | all_of_few | many | database).items()]
     rows.append(row(FLOWER_IS_LATE, [late / 1e3 for late in asked_ms]))
     result = Result(
         "See, cancel and move what waits",
         f"Publish: apply_async() with a confirm each, with native_delay_records on a private Redis "
-        f"and without, {BLOCK} in a row, alternating, {len(on[1])} rounds. Worker's check: "
-        f"{len(checks):,} tasks in the records. Reads: Delay(app) on Redis with "
-        f"{bench.count(FEW):,} and {bench.count(MANY):,} waiting tasks, {LOOKS} times each, and "
+        f"and PostgreSQL, and without, {BLOCK} in a row, alternating, {len(off[1])} rounds. "
+        f"Worker's check: {bench.count(CHECKS):,} tasks in the records. Reads: "
+        f"Delay(app) on Redis with {bench.count(FEW):,} and {bench.count(MANY):,} waiting tasks, "
+        f"{LOOKS} times each, and "
         f"requests to Flower, one at a time.",
         rows,
         [
-            Target("publish, records : none (medians)", median(on[0]) / median(off[0]), "≤", 1.25),
-            Target("the same, CPU of the client", median(on[1]) / median(off[1]), "≤", 1.25),
-            Target("a worker asks, p50", median(checks) * 1e6, "≤", 200, "µs"),
+            *(
+                Target(
+                    f"publish, records in {place} : none (medians)",
+                    median(measured[place][0]) / median(off[0]),
+                    "≤",
+                    limit,
+                )
+                for place, limit in (("Redis", 1.25), ("PostgreSQL", 1.6))
+            ),
+            *(
+                Target(
+                    f"a worker asks {place}, p50", median(checks[place]) * 1e6, "≤", limit_us, "µs"
+                )
+                for place, limit_us in (("Redis", 200), ("PostgreSQL", 1_000))
+            ),
             *(
                 Target(f"{label}, p50", median(seconds) * 1e3, "≤", limit_ms, "ms")
-                for found, limit_ms in ((few, 300), (many, 1_000))
+                for found, limit_ms in ((few, 300), (database, 300), (many, 1_000))
                 for label, seconds in found.items()
             ),
             Target(f"{FLOWER_IS_LATE}, at worst", max(asked_ms), "≤", 50, "ms"),
@@ -97,20 +115,19 @@ Measured = tuple[list[float], list[float]]
 """The seconds of each publish, and the CPU seconds per publish in each round."""
 
 
-def publishes(bench: Bench) -> tuple[Measured, Measured]:
-    """Return the times of publishes with records (state of waiting tasks) and without records."""
+def publishes(bench: Bench, places: dict[str, str]) -> dict[str, Measured]:
+    """Time publishes with records in each of *places*, and without (the key "")."""
     rounds = bench.count(ROUNDS, at_least=3)
     with ExitStack() as stack:
-        records = stack.enter_context(private_redis(config=REDIS_CONFIG))
         ways: dict[str, tuple[Callable[..., object], Measured]] = {}
-        variants = {"on": {"records": records.url}, "off": {}}
-        for name, settings in variants.items():
+        for place, url in {**places, "": None}.items():
+            settings = {} if url is None else {"records": url}
             app = make_app("ours", stack.enter_context(bench.vhost()), **settings)
             stack.callback(app.close)
             declare_for("ours", app)
-            ways[name] = app.tasks[TASK].apply_async, ([], [])
+            ways[place] = app.tasks[TASK].apply_async, ([], [])
             for index in range(2 * BLOCK):
-                ways[name][0]((index,), countdown=3600)
+                ways[place][0]((index,), countdown=3600)
         order = random.Random(6)
         with bench.progress("waiting, publish", rounds) as done:
             for number in range(rounds):
@@ -123,24 +140,40 @@ def publishes(bench: Bench) -> tuple[Measured, Measured]:
                         seconds.append(perf_counter() - started)
                     cpu_seconds.append((process_time() - cpu) / BLOCK)
                 done(number + 1)
-    return ways["on"][1], ways["off"][1]
+    return {place: measured for place, (_, measured) in ways.items()}
 
 
-def worker_checks(bench: Bench) -> list[float]:
-    """Return the seconds of each check that a worker makes before a task runs."""
+def worker_checks(bench: Bench, url: str) -> list[float]:
+    """Return the seconds of each check that a worker makes in the records at *url*."""
     members = [f"{uuid4()}:{uuid4().hex}" for _ in range(bench.count(CHECKS, at_least=100))]
     checks = []
-    with private_redis(config=REDIS_CONFIG) as redis:
-        records = records_at(redis.url, "bench")
-        for member in members:
-            records.note(IndexEntry(member, 2**52, "e" * ENTRY_BYTES))
-        records.flush()
-        for member in members:
-            started = perf_counter()
-            assert records.received(member) is True
-            checks.append(perf_counter() - started)
-        records.close()
+    records = records_at(url, "bench")
+    for member in members:
+        records.note(IndexEntry(member, 2**52, "e" * ENTRY_BYTES))
+    records.flush()
+    for member in members:
+        started = perf_counter()
+        assert records.received(member) is True
+        checks.append(perf_counter() - started)
+    records.close()
     return checks
+
+
+def look_at_database(bench: Bench, count: int) -> Looks:
+    """Time the first page of *count* tasks that wait on RabbitMQ with records in PostgreSQL."""
+    with private_postgresql() as server, bench.vhost() as vhost:
+        app = make_app("ours", vhost, records=server.new_database())
+        declare_for("ours", app)
+        what = f"waiting: {count:,} tasks, PostgreSQL"
+        with bench.progress(what, count) as done, bulk(app) as batch:
+            for index in range(count):
+                batch.send(TASK, (index,), countdown=3600 + index * 0.1)
+                done(index)
+        delay = Delay(app)
+        wait_until(lambda: delay.count() == count)
+        found = looks_at(count, {f"first {PAGE}, PostgreSQL": lambda: delay.ls(limit=PAGE)})
+        app.close()
+    return found
 
 
 @contextmanager

@@ -41,7 +41,9 @@ def export(ctx: click.Context, vhost: str | None, without_queues: bool, as_json:
     exported = transport.export(chosen, queues, vhost=vhost, own_queues=not without_queues)
     for each in exported.left_out:
         click.echo(f"left out: {each}, which a process declares and deletes itself", err=True)
-    click.echo(", ".join(f"{count} {kind}" for kind, count in exported.counts.items()), err=True)
+    if not as_json:
+        counts = ", ".join(f"{count} {kind}" for kind, count in exported.counts.items())
+        click.echo(counts, err=True)
     report = {"left_out": list(exported.left_out), "text": exported.text}
     say(as_json, {**exported.counts, **report}, exported.text.removesuffix("\n"))
 

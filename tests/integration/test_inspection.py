@@ -357,7 +357,7 @@ def bare_rabbitmq(rabbitmq_version: str) -> Iterator[PrivateRabbitMQ]:
 
 @pytest.mark.ci
 @on_one_version
-def test_without_the_plugin_nothing_is_compared_and_messages_are_still_counted(
+def test_without_the_plugin_missing_queues_are_found_and_messages_counted(
     bare_rabbitmq: PrivateRabbitMQ, rabbitmq: PrivateRabbitMQ
 ) -> None:
     with delaying(bare_rabbitmq.url) as connection:
@@ -371,7 +371,7 @@ def test_without_the_plugin_nothing_is_compared_and_messages_are_still_counted(
             (None, "management API at http://127.0.0.1:15672"),
         ):
             found = verified(connection, url)
-            assert found.differences == [], url
+            assert found.differences == [f"{LEVEL}: queue is missing"], url
             [unchecked] = found.unchecked
             assert unchecked.startswith("levels and policies: ")
             assert reason in unchecked

@@ -163,7 +163,7 @@ def test_purge_asks_first(shop: Project, connection: Any, empty_redis: PrivateRe
     assert f"Delete all waiting messages in {NAME}? [y/N]: " in refused.stderr
     assert store_of(connection).census().waiting == 1
     assert shop.told("purge", "--force") == {"name": NAME, "purged": 1}
-    assert shop.lines("purge", "-f") == ["0 delayed message(s) thrown away"]
+    assert shop.lines("purge", "-f") == ["0 delayed message(s) deleted"]
     census = store_of(connection).census()
     assert (census.waiting, census.parked) == (0, 1)
 

@@ -143,4 +143,4 @@ def test_ls_without_records_and_an_unreachable_broker_are_one_line_errors(
     done = shop.delay("status")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert re.search("the broker sqs://.* cannot be used", done.stderr)
+    assert re.search("cannot use the broker sqs://", done.stderr)

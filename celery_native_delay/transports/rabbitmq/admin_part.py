@@ -94,7 +94,7 @@ class RabbitMQAdminPart:
     def purge_parked(self) -> int:
         """Delete the messages in the parking queue, and their records."""
         with permissions_explained(self._topology):
-            return purge(self._delays)
+            return self._purged(self.parking) if self._records is None else purge(self._delays)
 
     def pruning(self) -> Pruning:
         return Pruning(self._delays, self._api(), self._settings)

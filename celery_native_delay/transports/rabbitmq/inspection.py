@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from time import sleep
 from typing import Any
 
+from amqp.exceptions import AccessRefused, NotFound
+
 from ...errors import ManagementUnavailable
 from ...finding import (
     ADVICE,
@@ -41,7 +43,7 @@ _HELD_UP = (
 
 
 def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> list[Finding]:
-    """Compare the broker with the plan, through the management API.
+    """Compare the broker with the plan, through the management API; else find missing queues.
 
     The bindings to *queues*, the app's, are compared only if workers may not declare them.
     """
@@ -57,7 +59,8 @@ def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> li
         return found + known_faults(broker_version(delays.connection), replicated=replicated)
     except ManagementUnavailable as exc:
         unchecked = Finding.of_sentence("delay levels", UNCHECKED, f"levels and policies: {exc}")
-        return [unchecked, *known_faults(broker_version(delays.connection), replicated=None)]
+        found = [unchecked, *_missing(delays, plan)]
+        return found + known_faults(broker_version(delays.connection), replicated=None)
 
 
 def examine(delays: Delays, api: ManagementAPI) -> list[Finding]:
@@ -123,6 +126,23 @@ def _compare(
                 if (kind, destination, routing_key) not in bound[source]:
                     problem = f"{source}: not bound to {destination} with {routing_key}"
                     yield _finding(problem, way_out)
+
+
+def _missing(delays: Delays, plan: Sequence[Declaration]) -> Iterator[Finding]:
+    """Findings for missing exchanges and queues, over AMQP; it does not tell their arguments."""
+    for declaration in plan:
+        if isinstance(declaration, Binding):
+            continue
+        name, kind = declaration.name, type(declaration).__name__.lower()
+        try:
+            if isinstance(declaration, Exchange):
+                delays.declarer.look_for_exchange(name)
+            elif delays.declarer.depth(name) is None:
+                raise NotFound
+        except NotFound:
+            yield _finding(f"{name}: {kind} is missing", _WAYS_OUT[delays.settings.declare])
+        except AccessRefused:
+            continue
 
 
 def _differing(
