@@ -23,11 +23,7 @@ from .spreading import Spread, spread_of
 
 @dataclass(frozen=True)
 class Call:
-    """The task call that ``FanOut`` makes for each row: app, task and arguments, without columns.
-
-    The driver pickles a ``Call`` and sends it to an executor for :func:`describe`. A Spark column
-    cannot be pickled.
-    """
+    """The app, task and arguments of a ``FanOut``; unlike columns, a ``Call`` can be pickled."""
 
     app: str
     task: str
@@ -38,7 +34,6 @@ class Call:
 
     @classmethod
     def of(cls, options: FanOutOptions) -> Call:
-        """Return the call that these options of ``FanOut`` describe."""
         args_count, keywords = len(options.args), tuple(options.keywords)
         rate = options.rate
         assert not isinstance(rate, str)
@@ -52,16 +47,12 @@ class AppFacts:
     longest_seconds: float
     """The longest delay that the app's settings allow."""
     queues: tuple[str, ...]
-    """The names of all queues in the app's configuration."""
     route: str
     """The queue of a task whose row names no queue; "" if the task's route is an exchange."""
     spread: Spread | None = None
     """The spread of the tasks' due times by a rate limit; None if ``FanOut`` has no rate limit."""
     records: Place | None = field(default=None, repr=False)  # its URL may hold a password
-    """The URL and namespace of the records (state about waiting tasks, in Redis or a database).
-
-    Fenced Spark runs need the records. None if the app has no records.
-    """
+    """URL and namespace of the records (state about waiting tasks); None without records."""
 
 
 def load_app(path: str) -> Celery:
@@ -95,11 +86,9 @@ def describe(call: Call) -> AppFacts:
     """Import the app of *call*, check that the app can send this call, and return facts about the
     app.
 
-    The function opens no connection to the broker.
-
     Raises:
-        InvalidFanOut: the app cannot be imported, the task is not registered, the task does not
-            take these arguments, or the app's broker cannot delay tasks.
+        InvalidFanOut: the app cannot be imported, the task is not registered or does not take these
+            arguments, or the app's broker cannot delay tasks.
     """
     app = load_app(call.app)
     app.loader.import_default_modules()

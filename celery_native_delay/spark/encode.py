@@ -30,7 +30,7 @@ from .spreading import Spread
 #: The columns of an encoded row, in this order.
 SENT_COLUMNS = ("task_id", "due_us", "body", "queue", "priority", "expires_us", "error")
 
-#: 300 years: longer than any delay. In microseconds, this number does not overflow 64 bits.
+#: 300 years: longer than any delay, and far from overflowing 64 bits in microseconds.
 _ENDLESS_SECONDS = 10**10
 _ENDLESS_US = _ENDLESS_SECONDS * 1_000_000
 
@@ -42,10 +42,8 @@ _ARROW_TYPES = [pa.int64() if name in _LONGS else pa.string() for name in _ENCOD
 
 
 def inputs(df: Any, options: FanOutOptions) -> tuple[Any, dict[str, t.DataType]]:
-    """Select the columns that ``FanOut`` reads, and the whole row as ``row``.
-
-    Returns:
-        The new DataFrame, and the Spark type of each selected column by name.
+    """Select the columns that ``FanOut`` reads, and the whole row as ``row``; return also the
+    types.
 
     Raises:
         InvalidFanOut: a column does not exist or has the wrong type.
@@ -71,16 +69,10 @@ def encoded(
     spread: Spread | None = None,
     keep: Sequence[str] = (),
 ) -> Any:
-    """Encode each row of a DataFrame as a task: one row of ``SENT_COLUMNS`` for each row.
+    """Encode each row of a DataFrame as a task: one row of ``SENT_COLUMNS``.
 
-    The column *error* has the reason if a row is rejected; otherwise *error* is null.
-
-    Args:
-        df: the DataFrame.
-        options: the options of ``FanOut``.
-        longest_seconds: the longest delay that the app's settings allow.
-        spread: how a rate limit spreads due times; None without a rate.
-        keep: columns of :func:`inputs` to return before ``SENT_COLUMNS``.
+    The column *error* has the reason if a row is rejected, else null. *keep* names columns of
+    :func:`inputs` to return before ``SENT_COLUMNS``.
     """
     frame, types = inputs(df, options)
     encoder = Encoder(options, types, longest_seconds=longest_seconds)
@@ -101,10 +93,7 @@ def encoded(
 
 
 class Encoder:
-    """Encodes rows, given as Arrow columns, as tuples of ``SENT_COLUMNS``.
-
-    Spark pickles the encoder for executors, so the encoder has no attribute of type ``Column``.
-    """
+    """Encodes Arrow columns as tuples of ``SENT_COLUMNS``; Spark can pickle the encoder."""
 
     no_time = "no due time, or none that can be read"
     past = "the due time has passed"
@@ -121,9 +110,8 @@ class Encoder:
         longest_seconds: float,
         queues: tuple[str, ...] | None = None,
     ) -> None:
-        """Prepare to encode columns of these *types*.
-
-        A row whose queue is not in *queues* is rejected. If *queues* is None, any queue is allowed.
+        """Prepare to encode. A row is rejected if its queue is not in *queues*; None allows any
+        queue.
         """
         read = list(slots(options))
         self.slot_names = [slot.name for slot in read]
@@ -153,10 +141,7 @@ class Encoder:
         )
 
     def rows(self, columns: Sequence[Any], run_id: str) -> Iterator[tuple[Any, ...]]:
-        """Encode each row as a tuple of ``SENT_COLUMNS``.
-
-        The last value is the reason if the row is rejected, else None.
-        """
+        """Encode each row; the last value is the reason if the row is rejected, else None."""
         parts = counted(run_id) + counted(self._task)
         lists = [_values(column, kind) for column, kind in zip(columns, self._kinds, strict=True)]
         for place, convert in enumerate(self._conversions):
@@ -169,10 +154,7 @@ class Encoder:
                 yield None, None, None, None, None, None, str(exc)
 
     def texts(self, columns: Sequence[Any], name: str) -> list[str | None]:
-        """Return the values of the column *name* as texts, each the key of a rate limit.
-
-        Workers compute the same text for the same key.
-        """
+        """Return the values of the column *name* as workers write the key of a rate limit."""
         place = self.slot_names.index(name)
         values = _values(columns[place], self._kinds[place])
         return [None if one in (None, _Fault.NO_TEXT) else str(one)[:LONGEST_KEY] for one in values]
@@ -229,7 +211,6 @@ class Encoder:
         return max(int(due), self._now_us - _ENDLESS_US)
 
     def _after_us(self, seconds: Any) -> int:
-        """Return the time *seconds* after *now*, in microseconds since the epoch."""
         within = max(min(seconds, _ENDLESS_SECONDS), -_ENDLESS_SECONDS)
         us: int = round(within * 1_000_000)
         return self._now_us + us
@@ -304,10 +285,7 @@ def _value(scalar: Any) -> Any:
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """Return *value* as JSON can write it.
-
-    A map becomes a dict instead of Arrow's pairs. A float becomes its shortest text.
-    """
+    """Return *value* for JSON: a map as a dict, and a float as its shortest text."""
     match kind:
         case _ if value is None:
             return None
@@ -325,10 +303,7 @@ def _plain(value: Any, kind: Any) -> Any:
 def _batch_encoder(
     encoder: Encoder, run_id: str, keep: Sequence[str], key: str | None
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """Return a function for mapInArrow() that encodes batches of rows.
-
-    The first columns of each batch are those that *keep* names.
-    """
+    """Return a function for mapInArrow() that encodes batches; *keep* names the first columns."""
     kept = len(keep)
 
     def encode(batches: Iterator[Any]) -> Iterator[Any]:

@@ -1,6 +1,4 @@
-"""The two functions that Spark runs on executors for ``FanOut``, and the answers of these
-functions.
-"""
+"""The two functions that Spark runs on executors for ``FanOut``, and their answers."""
 
 from __future__ import annotations
 
@@ -27,10 +25,7 @@ _MOST_ANSWERS = 10_000
 
 
 def checker(call: Call) -> Callable[[Batches], Batches]:
-    """Return a function for mapInArrow() that checks the app on an executor.
-
-    The function answers with :class:`AppFacts`, or with InvalidFanOut if the app or task is wrong.
-    """
+    """Return a function for mapInArrow() that answers with the app's AppFacts or InvalidFanOut."""
 
     def check(batches: Batches) -> Batches:
         for _ in batches:
@@ -43,11 +38,7 @@ def checker(call: Call) -> Callable[[Batches], Batches]:
 
 
 def sender(job: SendJob) -> Callable[[Batches], Batches]:
-    """Return a function for mapInArrow() that sends the rows of a partition as delayed tasks.
-
-    The function answers with one Failure for each task that is not confirmed, and one Receipt (the
-    counts of the partition).
-    """
+    """Return a function for mapInArrow() that sends rows, and answers with Failures and a Receipt."""
 
     def send(batches: Batches) -> Batches:
         context = TaskContext.get()

@@ -32,9 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FanOutResult:
-    """The result of :meth:`FanOut.send`: counts, and each row whose task the broker has not
-    confirmed.
-    """
+    """The result of :meth:`FanOut.send`: counts, and each row whose task is not confirmed."""
 
     run_id: str
     seconds: float
@@ -42,10 +40,7 @@ class FanOutResult:
     failures: list[Failure] = field(repr=False)
     """Rows that were accepted, but whose tasks the broker has not confirmed."""
     was_committed: bool = False
-    """True if an earlier send of the same run and rows succeeded, so that this send did nothing.
-
-    Only a fenced Spark run (of repeated attempts, each row runs once) can be committed.
-    """
+    """True if an earlier send of this fenced run succeeded, so that nothing was sent now."""
 
     @property
     def rows(self) -> int:
@@ -131,20 +126,15 @@ class FanOut:
 
     @property
     def run_id(self) -> str:
-        """The name of this run. If the same rows are sent again under this name, the task ids are
-        the same.
-        """
+        """The name of this run; the same rows sent again under this name have the same task ids."""
         return self.options.run_id
 
     @cached_property
     def facts(self) -> AppFacts:
-        """Facts about the Celery app, such as its queues and its longest delay.
-
-        The first access starts a Spark job of one task, in which an executor imports the app.
+        """Facts about the Celery app, such as its queues; the first access starts a Spark job.
 
         Raises:
-            InvalidFanOut: an executor cannot import the app, or the app does not know the task or a
-                queue.
+            InvalidFanOut: an executor cannot import the app, or its task or a queue is unknown.
         """
         call = Call.of(self.options)
         one = self._df.sparkSession.range(1).coalesce(1)
@@ -162,10 +152,7 @@ class FanOut:
 
     @property
     def encoded(self) -> Any:
-        """Return a DataFrame of the tasks to send, one row for each row of the source.
-
-        If a row is rejected, the column *error* has the reason.
-        """
+        """Return a DataFrame of the tasks to send; *error* is the reason if a row is rejected."""
         return self._encoded(self._df)
 
     def _encoded(self, df: Any, *keep: str) -> Any:
@@ -182,8 +169,7 @@ class FanOut:
         """Count what :meth:`send` would do, without a connection to the broker.
 
         Raises:
-            InvalidFanOut: an executor cannot import the app, or the app does not know the task or a
-                queue.
+            InvalidFanOut: an executor cannot import the app, or its task or a queue is unknown.
         """
         return make_plan(self.encoded, self.facts, self.options)
 
@@ -196,12 +182,11 @@ class FanOut:
         )
 
     def ledger(self) -> Any:
-        """Return the ledger, a DataFrame of the tasks to send; store the ledger before
-        :meth:`send`.
+        """Return the tasks to send as a DataFrame, to be stored before :meth:`send`.
 
         The columns are ``task_id``, ``run_id``, ``task``, ``due``, ``queue`` and *id_cols*.
-        :func:`reconcile` compares the stored ledger with the workers' telemetry. To send missing
-        tasks again at the same due times, send the rows of the stored ledger.
+        :func:`reconcile` compares these rows with the workers' telemetry. To send missing tasks
+        again at the same due times, send the stored rows.
         """
         keys = {
             f"key{number}": column.replace("`", "")
@@ -227,15 +212,15 @@ class FanOut:
         If an executor is lost, Spark sends its partition again, with the same task ids. With
         *fence* each task still runs once, and no task of a failed job runs.
 
-        If the job fails or is interrupted, a log line has the numbers of tasks that were sent,
-        confirmed and in doubt (the broker may have them).
+        If the job fails or is interrupted, the log says how many tasks were sent, confirmed and in
+        doubt (the broker may have them).
 
         Args:
             check: if False, do not raise if tasks are not confirmed; the result lists these tasks.
 
         Raises:
-            InvalidFanOut: an executor cannot import the app, or the app does not know the task or a
-                queue. Nothing was sent.
+            InvalidFanOut: an executor cannot import the app, or its task or a queue is unknown.
+                Nothing was sent.
             FanOutFailed: the broker has not confirmed some tasks; the error's *result* lists them.
                 With *fence* no task of the run runs. Also raised if the result of a fenced run
                 could not be recorded, or if the same run was sent before with other rows.
@@ -252,8 +237,7 @@ class FanOut:
         job_id = uuid4().hex
         fence = Fence.of(self.options, self.facts, job_id)
         started = monotonic()
-        # Few partitions, because each opens a connection. Encoding with a rate shuffles the rows,
-        # so coalesce() is called again.
+        # Few partitions, because each opens a connection. Again, because a rate shuffles rows.
         encoded = self._encoded(self._df.coalesce(connections)).coalesce(connections)
         was_committed = fence is not None and fence.open().state == COMMITTED
         with LiveCounts(spark, job_id) as counts:

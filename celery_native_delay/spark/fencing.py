@@ -1,8 +1,7 @@
 """Fenced Spark runs: if Spark repeats a partition, each row's task still runs once.
 
-The driver opens the run in the records (in Redis or a database). Executors stamp their messages
-with the run and the attempt. In the end the driver records the winning attempt at each partition.
-Only tasks that a winning attempt sent will run.
+The driver opens the run in the records (in Redis or a database), and executors stamp messages with
+the attempt. In the end the driver records the winning attempts; only their tasks run.
 """
 
 from __future__ import annotations
@@ -38,16 +37,13 @@ _BY = "the driver"
 
 @dataclass(frozen=True)
 class Fence:
-    """A fenced Spark run (of repeated attempts, each row runs once); the driver sends it to
-    executors.
-    """
+    """A fenced Spark run: even if Spark repeats a partition, each row's task runs once."""
 
     records: Place = field(repr=False)
     run: str
     job: str
     """The id of the Spark job that sends the run. If several jobs send the same run, such as a
-    replayed batch of a stream, the first job that commits counts.
-    """
+    replayed batch of a stream, the first job that commits counts."""
     timeout_seconds: float
     longest_seconds: float
     """The longest delay of a message, in seconds."""
@@ -55,8 +51,6 @@ class Fence:
     @classmethod
     def of(cls, options: FanOutOptions, facts: AppFacts, job: str) -> Self | None:
         """Return the fenced run that *options* ask for; None if the option *fence* is False.
-
-        The name of a run includes the task's name, because task ids depend on both.
 
         Raises:
             NoRecords: the app has no records.
@@ -73,21 +67,16 @@ class Fence:
         return cls(facts.records, run, job, options.fence_timeout, facts.longest_seconds)
 
     def stamp(self, partition: int, attempt: int) -> Stamp:
-        """Return the stamp (a message header) of one attempt at a partition.
-
-        The stamp has a random part, because Spark may reuse attempt numbers.
+        """Return the stamp (a message header) of one attempt; random, as Spark reuses attempt
+        numbers.
         """
         return Stamp(self.run, partition, f"{attempt}-{token_hex(4)}")
 
     def open(self) -> Record:
-        """Record that the fenced run has begun, and restart the run's time-out.
-
-        If the returned record says that the run is committed (its winning attempts are recorded),
-        the caller must send nothing.
+        """Record that the run has begun, and restart its time-out; send nothing if it is committed.
 
         Raises:
-            RecordsUnavailable: the records (in Redis or a database) are unreachable; nothing may be
-                sent.
+            RecordsUnavailable: the records are unreachable; nothing may be sent.
             FanOutFailed: a worker has aborted the run of this job.
         """
         now = time()
@@ -154,11 +143,7 @@ class Fence:
             )
 
     def abort(self) -> str:
-        """Record that the run failed, so that no task of this job runs.
-
-        Returns:
-            A sentence for the error message: which tasks of the run will run.
-        """
+        """Record that no task of this job may run; return in words which tasks of the run will run."""
         try:
             sealed = self._seal(Record(ABORTED, time(), by=_BY), self.longest_seconds)
         except RecordsUnavailable as exc:
@@ -188,7 +173,6 @@ class Fence:
 
 
 def _patiently(ask: Callable[[], Record], patience_seconds: float) -> Record:
-    """Return the result of *ask*; call *ask* again while the records are unreachable."""
     deadline = monotonic() + patience_seconds
     while True:
         try:

@@ -81,11 +81,7 @@ class LiveCounts:
             self._socket.close()
 
     def stop(self) -> str:
-        """Tell the executors to stop, and cancel the Spark job.
-
-        Returns:
-            A sentence for the log: how many tasks the executors have sent.
-        """
+        """Cancel the Spark job, and return in words how many tasks the executors have sent."""
         with self._changed:
             self._is_stopped = True
             for sender in self._senders:
@@ -154,10 +150,7 @@ def context_of(spark: Any) -> Any:
 
 
 class Reporter:
-    """Reports, on an executor, the counts of one attempt at a partition to the driver.
-
-    If *address* is None, nothing is reported.
-    """
+    """Reports an attempt's counts to the driver; if *address* is None, reports nothing."""
 
     def __init__(
         self, address: tuple[str, int] | None, job: str, partition: int, attempt: int
@@ -173,11 +166,7 @@ class Reporter:
                 self._socket.connect(at)
 
     def report(self, batch: Bulk, *, is_last: bool = False) -> bool:
-        """Report the counts of *batch* to the driver, at most every 0.2 seconds.
-
-        Returns:
-            True if the driver answers that this executor must stop sending.
-        """
+        """Report the counts of *batch* every 0.2 s at most; return True if sending must stop."""
         if self._socket is None or (monotonic() < self._next and not is_last):
             return False
         self._next = monotonic() + _REPORT_SECONDS

@@ -23,10 +23,9 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FanOutOptions:
-    """The options of ``FanOut``: which rows are sent as tasks, when they are due, and how they are
-    sent.
+    """The options of ``FanOut``: which rows are sent as tasks, when the tasks are due, and how.
 
-    A column is given by its name or as a ``Column``. To give all rows the same value, use
+    A column is given by its name or as a ``Column``. To give all rows one value, use
     ``lit(value)``.
 
     Raises:
@@ -34,15 +33,11 @@ class FanOutOptions:
     """
 
     app: str
-    """The import path of the Celery app, such as ``"pkg.mod:app"``; executors import the app from
-    this path.
-    """
+    """The import path of the Celery app for the executors, such as ``"pkg.mod:app"``."""
     task: str
     """The name of the task."""
     eta: Columnar | None = None
-    """The column of due times, of type timestamp. Texts and timestamps without a time zone need
-    *eta_zone*.
-    """
+    """The column of due times: timestamps. Texts and local timestamps need *eta_zone*."""
     countdown: Columnar | None = None
     """The column of delays in seconds, counted from *now*; use it instead of *eta*."""
     eta_zone: Columnar | None = None
@@ -52,66 +47,42 @@ class FanOutOptions:
     kwargs: Sequence[str] | Mapping[str, Columnar] = ()
     """The columns of the keyword arguments, or a mapping from an argument's name to a column."""
     queue: Columnar | None = None
-    """The column of queue names. Without this column, or if its value is null, the app's routes
-    choose the queue.
-    """
+    """The column of queue names; without a column or value, the app's routes choose."""
     priority: Columnar | None = None
-    """The column of message priorities, 0 to 255; a message has no priority if the value is null.
-    """
+    """The column of message priorities, 0 to 255; null means no priority."""
     expires: Columnar | None = None
     """The column of expiry times: timestamps, or seconds from *now*."""
     id_cols: Sequence[Columnar] = ()
-    """The columns that identify a row; task ids are made from their values, *run_id* and *task*.
-
-    By default, all columns that a task is made from identify the row.
-    """
+    """The columns that identify a row; task ids are made from their values, *run_id* and *task*. By
+    default, all columns that a task is made from identify the row."""
     run_id: str = field(default_factory=lambda: uuid4().hex)
-    """The name of this run. If the same rows are sent again under this name, the task ids are the
-    same.
-    """
+    """The name of this run; the same rows sent again under this name have the same task ids."""
     smear: float = 0.0
     """The longest extra delay in seconds; extra delays spread tasks that are due at the same time.
-
-    The extra delay of a task depends only on the task id.
-    """
+    The extra delay of a task depends only on the task id."""
     rate: Rate | str | bool | None = None
-    """The rate limit by which due times are spread: a Rate, ``"100/m"``, or True.
-
-    True takes the task's rate from ``native_delay_rates``, which workers enforce.
-    """
+    """The rate limit by which due times are spread: a Rate, ``"100/m"``, or True. True takes the
+    task's rate from ``native_delay_rates``, which workers enforce."""
     max_rate: float | None = None
     """The largest number of tasks sent per second, over all connections; None is no limit."""
     connections: int = 4
-    """The largest number of connections to the broker at a time. For one queue, two to four are
-    enough.
-    """
+    """The largest number of broker connections at a time; two to four suffice for one queue."""
     past: str = "reject"
     """"reject": reject rows whose due time is before *now*. "send": send them, due at once."""
     max_body_bytes: int = 128 * 1024
-    """The largest size of a task's arguments as JSON, in bytes. Rows with larger arguments are
-    rejected.
-    """
+    """The largest size of a task's arguments as JSON, in bytes; larger rows are rejected."""
     check_task: bool = True
-    """If True, raise InvalidFanOut if the app does not register the task. Use False for a task that
-    only another app registers.
-    """
+    """If True, the app must register the task. Use False for a task of another app."""
     check_queue: bool = True
     """If True, reject queues that the app's configuration does not name."""
     fence: bool = False
-    """If True, each task runs once, even if Spark sends a partition twice.
-
-    No task of a failed job runs. A *run_id* that was committed is not sent again. The app needs
-    ``native_delay_records``.
-    """
+    """If True, each task runs once, even if Spark sends a partition twice. No task of a failed job
+    runs. A committed *run_id* is not sent again. The app needs ``native_delay_records``."""
     fence_timeout: float = 3600.0
-    """The longest time in seconds from the start of a partition to the end of the job.
-
-    After this time workers assume that the driver died, and apply their setting
-    ``native_delay_fence_policy``.
-    """
+    """The longest time in seconds from the start of a partition to the end of the job. Then workers
+    assume that the driver died, and apply their setting ``native_delay_fence_policy``."""
     now: datetime = field(default_factory=lambda: datetime.now(UTC))
-    """The time from which *countdown* counts, an aware datetime. All executors use the same time.
-    """
+    """The time from which *countdown* counts: an aware datetime, the same on all executors."""
 
     def __post_init__(self) -> None:
         for name in ("args", "id_cols"):
@@ -143,7 +114,6 @@ class FanOutOptions:
 
     @property
     def keywords(self) -> Mapping[str, Columnar]:
-        """The column of each keyword argument, by the argument's name."""
         assert isinstance(self.kwargs, Mapping)
         return self.kwargs
 

@@ -26,21 +26,15 @@ class Plan:
     rejects: dict[str, int]
     """The number of rows that would be rejected, by reason, most frequent first."""
     duplicates: int
-    """The number of accepted rows with the task id of another row; the first row of each id is not
-    counted.
-    """
+    """Accepted rows with the task id of another row; the first row of each id is not counted."""
     first_due: datetime | None
     last_due: datetime | None
     queues: dict[str, int]
     """The number of accepted tasks by queue."""
     send_seconds: float
-    """The shortest time that sending can take, in seconds. *max_rate*, or the speed of
-    *connections*, limits the time.
-    """
+    """The shortest time of sending in seconds, limited by *max_rate* or *connections*."""
     due_while_sending: int
-    """The number of tasks that fall due before sending can end, if sending starts now. Some of
-    these tasks will run late.
-    """
+    """Tasks that fall due before sending can end, if sending starts now; some will run late."""
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -65,10 +59,7 @@ class Plan:
 
 
 def make_plan(encoded: Any, facts: AppFacts, options: FanOutOptions) -> Plan:
-    """Count the rows of *encoded*, a DataFrame of encoded tasks, and return the plan.
-
-    The first Spark job encodes the rows. Later jobs read the encoded rows from Spark's cache.
-    """
+    """Count *encoded*: the first Spark job encodes the rows, and later jobs read Spark's cache."""
     kept = encoded.select("task_id", "due_us", "queue", "error").persist()
     try:
         return _counted(kept, facts, options)

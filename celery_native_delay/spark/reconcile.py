@@ -32,8 +32,7 @@ VERDICTS = ("ok", "missing", "pending", "duplicate", "early", "failed", "running
 #: The columns that a verdict adds to the columns of the ledger.
 ADDED = ("verdict", "late_seconds", "sent_after_due", "ran")
 
-#: Celery rounds an ETA to milliseconds. A task that starts this much before its due time is on
-#: time.
+#: Celery rounds an ETA to milliseconds: a task that starts this much earlier is not early.
 ROUNDING_SECONDS = 0.001
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p999": 0.999}
@@ -48,17 +47,16 @@ _QUANTILE_ACCURACY = 100_000
 
 
 def read_events(spark: SparkSession, path: str | list[str]) -> DataFrame:
-    """Read the telemetry of workers (the setting ``native_delay_telemetry``) into a DataFrame.
-
-    The telemetry has one line for each start and each end of a task's attempt.
+    """Read the telemetry of workers (``native_delay_telemetry``) into a DataFrame.
 
     Args:
         spark: the session.
         path: the folder of the telemetry, or several folders. Subfolders are read, too.
 
     Returns:
-        One row per line, with the columns of ``celery_native_delay.worker.attempt.FIELDS``.
-        Incomplete lines, which a full disk may leave, are skipped.
+        One row per line (the start or the end of an attempt), with the columns of
+        ``celery_native_delay.worker.attempt.FIELDS``. Incomplete lines, which a full disk may
+        leave, are skipped.
     """
     schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
     lines = spark.read.schema(schema).option("recursiveFileLookup", "true").json(path)
@@ -146,26 +144,18 @@ def reconcile(
 class Reconciliation:
     """The verdict about each planned task, and the counts of each verdict.
 
-    Every Spark action computes the verdicts again. To compute the verdicts only once, call
-    :meth:`stored`.
+    Every Spark action computes the verdicts again; :meth:`stored` stores them once.
     """
 
     verdicts: DataFrame
-    """One row per task: the ledger's columns and ``verdict``, ``late_seconds``, ``sent_after_due``
-    and ``ran``.
-
-    ``late_seconds`` is the lateness of the first start. ``sent_after_due`` is null if workers
-    cannot tell. ``ran`` is null if no worker knows of the task.
-
-    ``ran`` has ``started`` (first), ``finished`` (last), ``worker`` and ``queue`` of the first
-    start, ``outcome`` of the last end, ``retries`` and ``attempts``.
-    """
+    """One row per task: the ledger's columns, ``verdict``, ``late_seconds`` (of the first start),
+    ``sent_after_due`` (null if workers cannot tell) and ``ran`` (null if no worker knows of the
+    task). ``ran`` has ``started`` (first), ``finished`` (last), ``worker`` and ``queue`` of the
+    first start, ``outcome`` of the last end, ``retries`` and ``attempts``."""
     ledger_columns: tuple[str, ...]
 
     def stored(self, path: str) -> Reconciliation:
-        """Write the verdicts to *path* as Parquet, and return a ``Reconciliation`` that reads this
-        file.
-        """
+        """Write the verdicts to *path* as Parquet; return a ``Reconciliation`` that reads the file."""
         self.verdicts.write.partitionBy("verdict").parquet(path)
         stored = self.verdicts.sparkSession.read.parquet(path)
         columns = map(_quoted, self.verdicts.columns)
@@ -182,18 +172,15 @@ class Reconciliation:
         return self.verdicts.where("verdict = 'missing'").select(*map(_quoted, self.ledger_columns))
 
     def summary(self, *by: str, due_seconds: float = 3600.0) -> DataFrame:
-        """Count the tasks of each verdict in each group, with quantiles of their lateness in
-        seconds.
+        """Count the tasks of each verdict, with quantiles of how many seconds late the tasks
+        started.
 
-        Tasks that were ``sent_after_due`` are counted, but are not in the quantiles: no broker can
-        deliver these tasks on time.
+        Tasks that were ``sent_after_due`` are counted, but are not in the quantiles.
 
         Args:
-            *by: what to group by: ``"queue"`` (of the first start, or the planned queue),
-                ``"worker"`` (of the first start), ``"due"``, or columns of the ledger. Without
-                groups there is one row.
-            due_seconds: the length of a group of ``"due"`` in seconds. The group's name is the time
-                at which the group begins.
+            *by: what to group by: ``"queue"`` or ``"worker"`` of the first start (or the planned
+                queue), ``"due"``, or columns of the ledger. Without groups there is one row.
+            due_seconds: the length of a group of ``"due"`` in seconds; its name is its start time.
         """
         known = {name: F.col(_quoted(name)) for name in self.ledger_columns}
         queues = [F.col("ran.queue"), *([known["queue"]] if "queue" in known else [])]
@@ -227,11 +214,7 @@ class Reconciliation:
 
 
 def _tasks(events: DataFrame) -> DataFrame:
-    """Return one row per task in *events*.
-
-    Lines are grouped into attempts, attempts into tries, and tries into tasks. Spark shuffles and
-    sorts only once, because each grouping is by a prefix of the one before.
-    """
+    """Return one row per task. Each grouping is by a prefix of the last one: one shuffle is enough."""
     attempts = (
         events.where("id is not null")
         .repartition("id")
@@ -243,8 +226,7 @@ def _tasks(events: DataFrame) -> DataFrame:
     tries = attempts.groupBy("id", "retries").agg(
         runs.alias("runs"),
         F.count_if(started).alias("attempts"),
-        # If a process is killed and the task is redelivered, the task has one attempt without an
-        # end.
+        # A task that is redelivered after its process was killed has one attempt without an end.
         (F.count_if(started & ~ended) > F.count_if(~started & ended)).alias("has_open"),
         F.count_if(F.col("outcome").isin(*DONE)).alias("done"),
         F.count_if(F.col("outcome").isin(*GIVEN_UP)).alias("given_up"),

@@ -48,22 +48,16 @@ class SendJob:
     id: str = ""
     """A name shared by the Spark tasks of one job. Each batch of a stream is one job."""
     driver: tuple[str, int] | None = None
-    """The host and port to which the executor reports its counts; None if the driver does not
-    listen.
-    """
+    """The host and port to which executors report counts; None if the driver does not listen."""
 
 
 def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -> Iterator[Failure]:
-    """Send *rows*, tuples of ``encode.SENT_COLUMNS``, as delayed tasks.
-
-    The function adds its counts to *receipt*, and yields a Failure for each task that is not
-    confirmed.
+    """Send *rows*, tuples of ``encode.SENT_COLUMNS``; count in *receipt*, and yield each Failure.
 
     An outage of the broker does not fail the Spark task, because Spark would send all rows again.
-    If the outage lasts a minute, the remaining rows are "unsent". Rows of later Spark tasks of the
-    same job are then "unsent", too.
+    After a minute the remaining rows, and rows of the job's later tasks, are "unsent".
 
-    If the job belongs to a fenced run that is already committed, rows are counted and not sent.
+    Rows of a fenced run that is already committed are counted and not sent.
 
     Raises:
         RecordsUnavailable: the run is fenced, and the records are unreachable. Nothing was sent.
@@ -159,7 +153,6 @@ def _is_about_the_row(error: Exception) -> bool:
 
 
 def warn_of_late_sending(late: int, sent: int) -> None:
-    """Log a warning if *late*, the number of tasks that were sent after they were due, is not 0."""
     if late:
         logger.warning(
             "native delay: %d of %d tasks were sent after they were due: begin earlier, or raise "
@@ -173,9 +166,8 @@ class GivenUp:
     """Tells later Spark tasks on this executor why an earlier task of the same job gave up the
     broker.
 
-    The reason is in a file, because Spark ends an executor's Python process with a failed task. The
-    file is in the folder that Spark keeps for the executor. Without this folder, each Spark task
-    tries to reach the broker by itself.
+    The reason is in a file of Spark's folder for the executor, because Spark ends a Python process
+    with a failed task. Without this folder, each Spark task tries to reach the broker.
     """
 
     def __init__(self, job_id: str) -> None:
@@ -190,7 +182,6 @@ class GivenUp:
         return ""
 
     def note(self, reason: str) -> None:
-        """Store the reason in the file, for later Spark tasks."""
         if self._path is not None:
             with suppress(OSError):
                 whole = self._path.with_suffix(f".{uuid4().hex}")
@@ -199,9 +190,8 @@ class GivenUp:
 
 
 class Pace:
-    """Limits sending to *per_second* tasks a second; None is no limit.
-
-    After a pause the sender may catch up on the tasks of at most one second.
+    """Limits sending to *per_second* tasks a second; after a pause it catches up one second at
+    most.
     """
 
     def __init__(self, per_second: float | None) -> None:

@@ -1,5 +1,4 @@
-"""The Spark sinks ``df.write.format("celery")`` and ``df.writeStream.format("celery")``, for Spark
-4.
+"""The sinks ``df.write.format("celery")`` and ``df.writeStream.format("celery")``, for Spark 4.
 
 Options, columns and the app are checked before a row is sent. A sink cannot return a result. If you
 need a result, use ``FanOut``.
@@ -47,9 +46,7 @@ class Sent(WriterCommitMessage):
 
 
 def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Parse the texts of the sink's options into values.
-
-    The options are those of :class:`FanOutOptions`, and ``on_reject``.
+    """Parse the sink's options: those of :class:`FanOutOptions`, and ``on_reject``.
 
     Raises:
         InvalidFanOut: an option is unknown or missing, or has a wrong value.
@@ -98,10 +95,8 @@ class Writer(DataSourceArrowWriter):
         return self._send(iterator, self._options.run_id, self._fence, self._job_id)
 
     def commit(self, messages: list[Any]) -> None:
-        """Log how many tasks were sent and how many rows were rejected.
-
-        With the option *fence*, first record the winning attempt at each partition. Only tasks that
-        a winning attempt sent will run.
+        """Log the counts; with the option *fence*, first record the winning attempts, whose tasks
+        run.
 
         Raises:
             FanOutFailed: the winning attempts could not be recorded.
@@ -113,10 +108,8 @@ class Writer(DataSourceArrowWriter):
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any]) -> None:
-        """Log that the job failed.
-
-        With the option *fence*, no task of the job runs. Without *fence*, the tasks that were sent
-        will run.
+        """Log that the job failed. With *fence* no task of the job runs; otherwise the sent tasks
+        run.
         """
         if self._fence is not None:
             logger.error("native delay: the job failed; %s", self._fence.abort())
@@ -186,10 +179,7 @@ class Writer(DataSourceArrowWriter):
 
 
 class StreamWriter(Writer, DataSourceStreamWriter):
-    """Writes each micro batch of a stream as delayed Celery tasks.
-
-    If Spark replays a batch, the tasks have the same task ids.
-    """
+    """Writes each micro batch as delayed tasks; a replayed batch has the same task ids."""
 
     def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
         if overwrite:
@@ -198,56 +188,34 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         self._set_up(schema, own)
 
     def write(self, iterator: Iterator[Any]) -> Sent:
-        """Send the rows of one partition of a micro batch as delayed tasks.
-
-        The name of the run is the streaming query's id (or *run_id*) and the batch number.
-
-        Raises:
-            FanOutFailed: the broker has not confirmed some tasks. Spark sends the partition again.
-            InvalidFanOut: a row is rejected, and the option *on_reject* is "fail".
-            RecordsUnavailable: the option *fence* is set, and the records are unreachable.
-        """
+        """Send one partition of a micro batch; the query and the batch number name the run."""
         context = TaskContext.get()
         assert context is not None
         query, batch = map(context.getLocalProperty, _QUERY_AND_BATCH)
         run_id = self._options.run_id if self._has_run_id else query
         fence = self._fence
         if fence is not None:
-            # The run_id does not identify the rows: with a new checkpoint the same batch number has
-            # other rows.
+            # The run_id is not enough: with a new checkpoint the same batch number has other rows.
             fence = replace(fence, run=f"{query}-{batch}", job=f"{self._job_id}-{batch}")
         return self._send(iterator, f"{run_id}-{batch}", fence, f"{self._job_id}-{batch}")
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Log how many tasks of the batch were sent and how many rows were rejected.
-
-        With the option *fence*, first record the winning attempt at each partition. Only tasks that
-        a winning attempt sent will run.
-
-        Raises:
-            FanOutFailed: the winning attempts could not be recorded.
-        """
+        """Log the counts of the batch; with *fence*, first record the winning attempts."""
         receipts = _receipts(messages)
         if self._fence is not None and receipts:
-            # Spark makes a new writer to commit. The new writer learns the query's id from the
-            # receipts.
+            # Spark makes a new writer to commit, which learns the query's id from the receipts.
             replace(self._fence, run=Stamp.parse(receipts[0].fence).run).commit(receipts)
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Log that the micro batch failed.
-
-        With the option *fence*, the batch's tasks wait until Spark replays the batch. Without
-        *fence*, the tasks that were sent will run.
-        """
+        """Log that the batch failed. With *fence* its tasks wait until Spark replays the batch."""
         if self._fence is not None:
             logger.error("native delay: the batch failed; its tasks wait for the query's restart")
             return
         super().abort(messages)
 
 
-#: The local properties that hold a stream's query id and batch number; Spark's foreach() reads
-#: both, too.
+#: The local properties with a stream's query id and batch number, which foreach() reads, too.
 _QUERY_AND_BATCH = ("sql.streaming.queryId", "streaming.sql.batchId")
 
 
@@ -266,7 +234,6 @@ def _position(slot: Slot, columns: Sequence[str]) -> int:
 
 
 def _shown(batch: Any, number: int) -> str:
-    """Return the row *number* of *batch*, for an error message."""
     try:
         return f"{batch.slice(number, 1).to_pylist()[0]!r:.300}"
     except UnicodeDecodeError:
@@ -296,9 +263,7 @@ def _names(text: str) -> list[str]:
 
 
 def _named(text: str) -> Any:
-    """Return the column names in *text*, or a dict from argument to column if *text* is a JSON
-    object.
-    """
+    """Return the column names in *text*, or a dict from argument to column if it is a JSON object."""
     return json.loads(text) if text.lstrip().startswith("{") else _names(text)
 
 
@@ -314,8 +279,7 @@ def _on_reject(text: str) -> str:
     return text
 
 
-#: For each option of the sink: its name in :class:`FanOutOptions`, and the function that parses its
-#: text.
+#: For each option: its name in :class:`FanOutOptions`, and the function that parses its text.
 _PARSERS: dict[str, tuple[str, Any]] = {
     **{name: (name, str) for name in ("app", "task", "eta_zone", "run_id", "past")},
     **{f"{name}_col": (name, str) for name in ("countdown", "eta", "queue", "priority", "expires")},

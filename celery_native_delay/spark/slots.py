@@ -33,9 +33,8 @@ _ROLES: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
 
 @dataclass(frozen=True)
 class Slot:
-    """A column of the DataFrame that ``FanOut`` reads, and the option that names this column.
+    """A column that ``FanOut`` reads; *name* is the encoder's name, and *label* the user's option.
 
-    *name* is the column's name in the encoder. *label* is the user's option, for error messages.
     *role* decides which types the column may have; it is "json" or a key of ``_ROLES``.
     """
 
@@ -95,7 +94,6 @@ def no_such_column(slot: Slot, columns: Sequence[str]) -> InvalidFanOut:
 
 
 def column_text(column: Columnar) -> str:
-    """Return the name of a column, for an error message."""
     return f"column {column!r}" if isinstance(column, str) else str(column)
 
 

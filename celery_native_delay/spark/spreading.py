@@ -1,8 +1,7 @@
 """Spread due times by a rate limit: tasks with the same key fall due one after another.
 
-``FanOut`` computes the due times from the rows alone. Later the workers enforce the rate limit. If
-the rows change, or are sent at another time, the due times change. To send tasks again at the same
-due times, send them from the stored ``ledger()``.
+Due times are computed from the rows alone; workers enforce the rate limit later. Other rows, or
+another time, give other due times. Tasks sent again from the stored ``ledger()`` keep theirs.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ _COLUMN = "\0"
 
 @dataclass(frozen=True)
 class Spread:
-    """The spacing of due times that a rate limit demands.
-
-    *column* is the column with each row's key. *column* is None if all tasks share the rate limit.
-    """
+    """The spacing of due times by a rate limit; *column* has the keys, None if all tasks share it."""
 
     spacing_us: int
     burst: int
@@ -37,16 +33,11 @@ class Spread:
 
     @classmethod
     def of(cls, rate: Rate, column: str | None) -> Self:
-        """Return the spread for *rate*."""
         spacing_us = rate.spacing_us + rate.spacing_us * SLACK_PER_MILLE // 1000
         return cls(spacing_us, rate.burst, column)
 
     def over(self, frame: Any, now_us: int) -> Any:
-        """Return *frame* with later values of ``due_us``, so that due times obey the rate limit.
-
-        Rows with the same value of ``line`` (the key of the rate limit) share the limit. The first
-        task may start at *now_us*. Rejected rows are not counted.
-        """
+        """Spread ``due_us`` of accepted rows with the same ``line`` (rate key), from *now_us* on."""
         line = "partition by line, error is null order by due_us, task_id"
         ahead_us = (self.burst - 1) * self.spacing_us
         # A task is due one spacing after the previous task, or at its own later due time.
@@ -66,9 +57,7 @@ class Spread:
 def spread_of(
     rate: Rate, task: str, run: Any, args_count: int, kwargs_names: Sequence[str]
 ) -> Spread:
-    """Return how *rate* spreads the due times of the *task*.
-
-    *run* is the task's function; None if the app does not register the task.
+    """Return how *rate* spreads due times; *run* is the task's function, None if not registered.
 
     Raises:
         InvalidFanOut: the key of the rate limit is not among the columns.
