@@ -7,11 +7,9 @@
 
 ``apply_async`` publishes the first two tasks of each kind (name, route and options). The first
 message becomes a template (an encoded task message in which only id, due time and arguments
-change). The template must also reproduce the second message. Later tasks only fill the template.
-
-A template is used only if no other code would see or change the messages. So ``apply_async``
-publishes tasks with publish signals, wrapped or overridden methods, links, stamps, compression or
-``expires``. The same goes for other serializers or protocols, and for router functions.
+change). Later tasks only fill the template. A template is used only if no other code would see or
+change the messages: no publish signals, wrapped or overridden methods, links, stamps, compression,
+``expires``, other serializers or protocols, or router functions.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ from ..transports.bulk_publisher import RandomIds
 from .kinds import Kinds, Made, Sample
 from .plain_publishing import PlainPublishing
 
-#: Options that a template (an encoded task message) may contain, because they are the same in all
-#: tasks of a kind.
+#: Options that a template may contain, because all tasks of a kind have the same options.
 _TEMPLATE_OPTIONS = frozenset(
     ("queue", "exchange", "routing_key", "priority", "ignore_result", "shadow", "time_limit",
      "soft_time_limit", "delivery_mode", "retry")
@@ -86,10 +83,7 @@ class BulkResult:
 
 
 class Bulk:
-    """A batch of delayed tasks, made by :func:`bulk`.
-
-    Use one ``Bulk`` in one thread only. Each ``Bulk`` opens its own connection to the broker.
-    """
+    """A batch of delayed tasks, made by :func:`bulk`, for one thread; it has its own connection."""
 
     def __init__(
         self,
@@ -265,9 +259,7 @@ class Bulk:
         return Made(at_us, due_us, values)
 
     def _iso(self, due_us: int) -> str:
-        """Return the time as ISO 8601 in the app's time zone; the text of the last second is
-        cached.
-        """
+        """Return the time as ISO 8601 in the app's time zone; the last second's text is cached."""
         second, us = divmod(due_us, 1_000_000)
         if second != self._second:
             whole = (_EPOCH + timedelta(seconds=second)).astimezone(self._timezone).isoformat()
@@ -286,8 +278,7 @@ class Bulk:
             options["headers"] = self._headers | (options.get("headers") or {})
 
         def publish(producer: Any) -> None:
-            # Without add_to_parent=False, a parent task would keep the results of a million tasks
-            # in memory.
+            # Without add_to_parent: a parent task would keep a million results in memory.
             with_producer = {**options, "producer": producer, "add_to_parent": False}
             if isinstance(task, str):
                 self._app.send_task(task, *arguments, **with_producer)
@@ -307,16 +298,14 @@ def bulk(app: Celery, **options: Any) -> Bulk:
         app: a Celery app with ``install(app)``.
         window: the largest number of unconfirmed messages, which are kept in memory;
             ``native_delay_confirm_window`` by default.
-        check: if False, do not raise at the end if tasks were refused; the result lists these
-            tasks.
-        timeout_seconds: the longest time that the end of the block waits for confirms, 60 seconds
-            by default; None waits for ever.
+        check: if False, do not raise at the end if tasks were refused; the result has these tasks.
+        timeout_seconds: seconds for which the end of the block waits for confirms, 60 by default;
+            None waits for ever.
         headers: headers for every message of the batch.
 
     Raises:
         UnsupportedBroker: ``install(app)`` was not called, or the broker cannot delay tasks.
-        PublishRefused: at the end of the block, if the broker refused tasks or has not answered for
-            some.
+        PublishRefused: at the end of the block, if tasks were refused or have no answer.
     """
     return Bulk(app, **options)
 
@@ -331,11 +320,7 @@ def check_broker(connection: Any) -> None:
 
 
 def short_repr(arguments: Any, max_size: int) -> str | None:
-    """Return the text of ``saferepr`` (Celery's ``repr``) for simple arguments, ten times as fast.
-
-    Arguments are simple if they are flat, short and need no escapes. Return None for other
-    arguments.
-    """
+    """Return Celery's ``saferepr`` ten times as fast; None if arguments are not flat and short."""
     values = arguments.values() if type(arguments) is dict else arguments
     if not _SIMPLE.issuperset(map(type, values)):
         return None

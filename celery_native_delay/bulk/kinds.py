@@ -1,11 +1,8 @@
 """Templates for ``bulk(app)``: one for each kind of task (name, route and options).
 
-A template is an encoded task message in which only id, due time and arguments change.
-``apply_async`` publishes the first task of a kind, and the message becomes the template.
-
-A template is used only if no other code would see or change the messages. The template must also
-reproduce the message of the second task, which has other arguments. After a reconnect, and once a
-minute, another task repeats both checks.
+A template is an encoded task message in which only id, due time and arguments change. It is made
+from a kind's first message, and must reproduce the second one. It is used only if no other code
+would see or change the messages. Once a minute another task repeats both checks.
 """
 
 from __future__ import annotations
@@ -28,10 +25,7 @@ logger = logging.getLogger("celery_native_delay.bulk")
 
 
 class Made(NamedTuple):
-    """The values of one task that fill a template: id, due time and arguments.
-
-    *at_us* is the time at which the values were computed.
-    """
+    """The values that fill a template: id, due time and arguments, computed at *at_us*."""
 
     at_us: int
     due_us: int
@@ -40,13 +34,11 @@ class Made(NamedTuple):
 
 @dataclass(slots=True)
 class Kind:
-    """A kind of task (name, route and options) and its template, *learnt*.
+    """A kind of task (name, route, options) and its template for one connection (*generation*).
 
-    A template is an encoded task message in which only id, due time and arguments change.
-    *generation* numbers the connection for which the template was made.
-
-    The template is valid while *hooks* are the same objects. *checked* is true if the template has
-    reproduced a second message. If *body* is not None, the template serves only these arguments.
+    The template (an encoded task message) is valid while *hooks* are the same objects. *checked* is
+    true if the template has reproduced a second message. If *body* is not None, the template serves
+    only these arguments.
     """
 
     learnt: TaskTemplate
@@ -56,20 +48,13 @@ class Kind:
     checked: bool = False
 
     def serves(self, made: Made, generation: int) -> bool:
-        """Return True if the template may be filled with the values *made*.
-
-        *generation* numbers the current connection.
-        """
+        """Return True if *made* may fill the template; *generation* is the current connection."""
         known = self.checked and (self.body is None or self.body == made.values[-1])
         return known and self.generation == generation
 
 
 class Sample(NamedTuple):
-    """A task that ``apply_async`` has just published.
-
-    *made* has the values that would have filled a template. *made* is None if the task cannot be
-    sent by template.
-    """
+    """A task that ``apply_async`` has just published; *made* is None if no template can send it."""
 
     key: Any
     known: Task | None
@@ -96,25 +81,19 @@ class Kinds:
         self._logged: set[str] = set()
 
     def hooks(self, key: Any, known: Task | None) -> tuple[Any, ...]:
-        """Return the objects that other code would replace in order to see a task's messages.
+        """Return the objects that other code would replace in order to see this task's messages.
 
-        The tuple is empty if the kind *key* cannot have a template. *known* is the task; None if
-        the app does not register the task.
+        The tuple is empty if the kind *key* cannot have a template (an encoded task message).
         """
         return () if key in self._without_template else self._plain.hooks(known)
 
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:
-        """Return the kind *key* with its template.
-
-        Return None if the kind is unknown, or if one of its *hooks* has been replaced.
-        """
+        """Return the kind *key*; None if the kind is unknown, or if a hook has been replaced."""
         kind = self._kinds.get(key)
         return kind if kind is not None and same(kind.hooks, hooks) else None
 
     def learn(self, sample: Sample) -> None:
-        """Make a template from a task that was just published, or check the existing template with
-        this task.
-        """
+        """Make a template from a task that was just published, or check the existing template."""
         key, now_us = sample.key, time_ns() // 1000
         kind = self.of(key, sample.hooks)
         generation = self._publisher.outbox.connects
@@ -132,10 +111,9 @@ class Kinds:
                     kind.body = None
 
     def _begin(self, sample: Sample, before: Kind | None, now_us: int) -> None:
-        """Make a template from the last message, unless other code would see or change such
-        messages.
+        """Make a template from the last message, unless other code would see such messages.
 
-        If the old template *before* would have produced this message, the new template counts as
+        If the old template *before* would have produced this message, the new one counts as
         checked.
         """
         key, hooks = sample.key, sample.hooks
@@ -156,10 +134,7 @@ class Kinds:
         self._kinds[key] = kind
 
     def _made_by(self, kind: Kind, sample: Sample, now_us: int) -> bool | None:
-        """Return True if the template of *kind* would produce the last message.
-
-        Return None if the two cannot be compared: the task was due, or cannot be sent by template.
-        """
+        """Return True if the template of *kind* would produce the last message; None if unknown."""
         if sample.made is None:
             return None
         headers = self._publisher.last_headers
@@ -177,7 +152,6 @@ class Kinds:
         return self._publisher.made_by(kind.learnt, values)
 
     def _log(self, level: int, why: str) -> None:
-        """Log once per batch why ``apply_async`` publishes the tasks."""
         if why not in self._logged:
             self._logged.add(why)
             logger.log(level, "sending by apply_async, not by template: %s", why)

@@ -1,7 +1,6 @@
 """Check that only Celery and kombu see a task when it is published.
 
-``bulk(app)`` needs this check before it publishes by template (an encoded task message in which
-only id, due time and arguments change).
+``bulk(app)`` makes this check before it publishes by template (an encoded task message).
 
 A function belongs to a class if the function was compiled in that class: it has the module's
 globals, and its code has the class's name. ``functools.wraps`` copies neither of the two.
@@ -54,8 +53,7 @@ class PlainPublishing:
     def hooks(self, task: Task | None) -> tuple[Any, ...]:
         """Return the objects that other code would replace, or listen to, in order to see a task.
 
-        The call is cheap enough for each message. While the returned objects stay the :func:`same`,
-        call :meth:`witness` once a minute only.
+        While these objects stay the :func:`same`, call :meth:`witness` once a minute only.
         """
         # Read the objects' dicts, which is ten times as fast as kombu's cached_property.
         app = self._app
@@ -80,10 +78,7 @@ class PlainPublishing:
         )
 
     def witness(self, task: Task | None) -> str:
-        """Return the first reason why other code may see or change *task* when it is published.
-
-        Return "" if there is no such code. *task* is None if the app does not register the task.
-        """
+        """Return the first reason why other code may see or change *task*; "" if no code may."""
         found = next(self._witnesses(), "")
         if not found and task is not None:
             found = next(self._witnesses_of(task), "")
@@ -152,8 +147,7 @@ def same(hooks: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
 
 
 def _foreign(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
-    """Yield the attributes among *names* of a class or object that are neither Celery's nor
-    kombu's.
+    """Yield the attributes *names* of a class or object that are not Celery's or kombu's.
 
     All base classes are checked, because an overriding method may call the method of a base class.
     """
@@ -183,7 +177,6 @@ def _is_of_module(found: Any, module: str, qualname: str) -> bool:
 
 
 def _function(found: Any) -> Any:
-    """Return the function of a method, class method or property."""
     if type(found) in (MethodType, classmethod, staticmethod):
         return found.__func__
     return found.fget if type(found) is property else found

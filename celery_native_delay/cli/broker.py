@@ -1,7 +1,4 @@
-"""The commands ``delay declare``, ``verify``, ``doctor``, ``status``, ``purge`` and ``parked``.
-
-The commands check the broker, count messages and delete messages.
-"""
+"""The commands ``delay declare``, ``verify``, ``doctor``, ``status``, ``purge`` and ``parked``."""
 
 from __future__ import annotations
 
@@ -36,10 +33,7 @@ if TYPE_CHECKING:
 @command(name="declare")
 @as_json_option
 def declare(ctx: click.Context, as_json: bool) -> None:
-    """Declare the queues and exchanges that delays need.
-
-    Also declares the app's queues, and binds them so that delayed tasks reach them.
-    """
+    """Declare the queues and exchanges that delays need. Binds the app's queues, too."""
     with broker(ctx) as part:
         show(part.declare(list(ctx.obj.app.amqp.queues.values())), as_json)
 
@@ -47,10 +41,9 @@ def declare(ctx: click.Context, as_json: bool) -> None:
 @command(name="verify")
 @as_json_option
 def verify(ctx: click.Context, as_json: bool) -> None:
-    """Check that the broker has all that delays need.
+    """Check that the broker has all that delays need. Exit 1 if not.
 
-    The exit status is 1 if something is missing. The check needs no running worker. `delay doctor`
-    also checks workers, records and clocks.
+    The check needs no running worker. `delay doctor` checks workers, records and clocks, too.
     """
     with broker(ctx) as part:
         name, found = part.name, part.verify()
@@ -60,11 +53,10 @@ def verify(ctx: click.Context, as_json: bool) -> None:
 @command(name="doctor")
 @as_json_option
 def doctor(ctx: click.Context, as_json: bool) -> None:
-    """Check that delays work, and say what to do if not.
+    """Check that delays work, and say what to do if not. Exit 1 on any problem.
 
-    Makes the checks of `delay verify`, and checks installed workers, overdue messages, parked
-    messages (due, but no queue was bound for them), stuck messages, records, rates, telemetry and
-    clocks. The exit status is 1 if there is a problem.
+    Checks all that `delay verify` checks, and: installed workers, overdue, parked and stuck
+    messages, records, rates, telemetry and clocks.
     """
     from ..app.doctor import examine
     from ..errors import SettingsError
@@ -77,14 +69,10 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 @command(name="status")
 @as_json_option
 def status(ctx: click.Context, as_json: bool) -> None:
-    """Count waiting, overdue, parked and stuck messages.
+    """Count waiting, overdue, parked (due, but without a queue) and stuck messages.
 
-    A parked message was due, but no queue was bound for it. A stuck message is one that RabbitMQ
-    does not move to the next delay queue.
-
-    On RabbitMQ with records (state about waiting tasks), "waiting" counts the tasks that `ls`
-    lists. The delay levels (queues with a TTL) hold more messages: the messages of cancelled and
-    moved tasks stay until they were due.
+    On RabbitMQ with records, "waiting" counts the tasks that `ls` lists. The delay queues hold more
+    messages: those of cancelled and moved tasks stay until they were due.
     """
     with broker(ctx) as part:
         found = part.status()
@@ -97,8 +85,7 @@ def status(ctx: click.Context, as_json: bool) -> None:
 def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
     """Delete all waiting messages of this app. Cannot be undone.
 
-    Parked messages (due, but no queue was bound for them) stay. Messages in landing queues (which
-    receive due messages and route them on) stay, too.
+    Parked messages (due, but without a queue) and messages in landing queues stay.
     """
     with broker(ctx) as part:
         if not force:
@@ -111,10 +98,7 @@ def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
 def _show_findings(
     ctx: click.Context, found: Sequence[Finding], as_json: bool, *, well: str
 ) -> None:
-    """Print the findings, then a last line; exit with status 1 if a finding is a problem.
-
-    The last line is *well* if no finding is a problem.
-    """
+    """Print the findings, and *well* if none is a problem; otherwise exit with status 1."""
     from ..finding import ADVICE, UNCHECKED, WRONG
 
     levels = (WRONG, UNCHECKED, ADVICE)
@@ -165,11 +149,7 @@ def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
 @command(group=parked, name="requeue")
 @as_json_option
 def requeue(ctx: click.Context, as_json: bool) -> None:
-    """Publish parked messages again.
-
-    A parked message was due, but no queue was bound for it. A message whose queue still does not
-    exist stays parked.
-    """
+    """Publish parked messages again. A message whose queue still does not exist stays parked."""
     with broker(ctx) as part:
         outcome = part.requeue()
     if outcome is None:
@@ -181,10 +161,7 @@ def requeue(ctx: click.Context, as_json: bool) -> None:
 @yes_option
 @as_json_option
 def purge_parked(ctx: click.Context, force: bool, as_json: bool) -> None:
-    """Delete all parked messages of this namespace. Cannot be undone.
-
-    A parked message was due, but no queue was bound for it.
-    """
+    """Delete all parked messages (due, but without a queue). Cannot be undone."""
     with broker(ctx) as part:
         if not force:
             confirm(f"Delete all messages in {part.parking}?")

@@ -1,7 +1,6 @@
 """The command group ``delay``, and functions that several of its commands use.
 
-Every celery command imports this module. Therefore this module imports the rest of the package only
-when a command runs.
+Every celery command loads this module, so it imports the rest of the package only when needed.
 """
 
 from __future__ import annotations
@@ -67,10 +66,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
 
 
 class Moment(click.ParamType):  # type: ignore[type-arg]
-    """Parameter type for a time: a duration from now, or ISO 8601.
-
-    A negative duration is in the past. ISO 8601 without a time zone is in UTC.
-    """
+    """Parameter type for a time: a duration from now (negative: past), or ISO 8601 (UTC)."""
 
     name = "duration|time"
 
@@ -105,10 +101,7 @@ def delay(ctx: click.Context) -> None:
 
 
 def command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """Decorate a function as a subcommand of ``delay``.
-
-    An expected error is printed as one sentence without a traceback, and the exit status is 1.
-    """
+    """Decorate a subcommand of ``delay``; an expected error is one sentence, and exit status 1."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @wraps(function)
@@ -127,7 +120,6 @@ def command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
 
 @contextmanager
 def _errors_explained(ctx: click.Context) -> Iterator[None]:
-    """Print expected errors as one sentence, without a traceback."""
     from amqp.exceptions import AMQPError
     from kombu.exceptions import OperationalError
 
@@ -150,9 +142,7 @@ def _errors_explained(ctx: click.Context) -> Iterator[None]:
 
 @contextmanager
 def broker(ctx: click.Context) -> Iterator[AdminPart]:
-    """Open a connection to the app's broker, and yield its :class:`AdminPart` (counts, checks,
-    upkeep).
-    """
+    """Yield the :class:`AdminPart` (counts, checks, upkeep) of the app's broker."""
     from ..app.installation import admin_part
 
     with reachable(ctx) as connection:
@@ -161,10 +151,7 @@ def broker(ctx: click.Context) -> Iterator[AdminPart]:
 
 @contextmanager
 def reachable(ctx: click.Context) -> Iterator[Any]:
-    """Open a connection to the app's broker, and yield the connection.
-
-    Raises an error with a plain message if ``install(app)`` was not called.
-    """
+    """Yield a new connection to the app's broker; raise if ``install(app)`` was not called."""
     from kombu.exceptions import OperationalError
 
     installed_settings(ctx)
@@ -177,10 +164,7 @@ def reachable(ctx: click.Context) -> Iterator[Any]:
 
 
 def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
-    """Return a connection to the app's broker that is not open yet.
-
-    Raises UnsupportedBroker if tasks cannot wait in this broker.
-    """
+    """Return a connection that is not open yet; raise if tasks cannot wait in this broker."""
     from ..app.broker import check_fits
 
     connection = ctx.obj.app.connection_for_write()
@@ -251,7 +235,6 @@ def confirm(question: str) -> None:
 
 
 def show(report: Report, as_json: bool) -> None:
-    """Print *report* as text, or as JSON with ``--json``."""
     if as_json:
         print_json(report.as_json())
     else:

@@ -1,7 +1,4 @@
-"""The commands ``delay migrate`` and ``delay prune``.
-
-``migrate`` moves waiting messages to the app's broker. ``prune`` deletes empty old queues.
-"""
+"""The commands ``delay migrate`` (move waiting messages here) and ``prune`` (delete old queues)."""
 
 from __future__ import annotations
 
@@ -66,12 +63,11 @@ def migrate(
     """Move waiting messages from elsewhere to this app's broker.
 
     Due times stay the same. Each message is deleted at its source after this broker has confirmed
-    the message. Ctrl-C stops after the current message. To move the rest, run the command again.
+    the message. Ctrl-C stops after the current message; run the command again for the rest. A
+    killed process loses no message, but the current message may run twice; the next run names it if
+    possible.
 
-    A killed process loses no message, but the message it was moving may run twice. The next run of
-    the command names this message if possible.
-
-    The exit status is 1 if a message could not be moved.
+    Exit 1 if a message could not be moved.
     """
     from kombu.utils.limits import TokenBucket
 
@@ -127,11 +123,9 @@ def prune(
 ) -> None:
     """Delete empty delay queues of earlier settings.
 
-    Also deletes the empty delay queues of Celery's own delayed delivery, and the bindings that
-    Celery added to your topic exchanges. Prints a list before deleting, and asks.
-
-    Delay queues with messages stay: use `delay migrate`, or wait until the messages are due. First
-    stop all producers on this virtual host that use Celery's own delayed delivery.
+    Also deletes the empty delay queues of Celery's own delayed delivery, and its bindings on your
+    topic exchanges. Lists everything first, and asks. Delay queues with messages stay: use `delay
+    migrate`, or wait. First stop all producers here that use Celery's own delayed delivery.
     """
     from ..app.moving import reaches_of
 

@@ -47,8 +47,7 @@ def exporter(
 ) -> None:
     """Serve Prometheus metrics until Ctrl-C.
 
-    Metrics of lateness, and counters, come from workers with events on (-E). Run one exporter per
-    app.
+    Lateness and counters come from workers with events on (-E). Run one exporter per app.
     """
     import signal
     from threading import Event
@@ -90,10 +89,7 @@ def exporter(
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FLOWER OPTIONS]...")
 @click.pass_context
 def flower(ctx: click.Context, arguments: tuple[str, ...]) -> None:
-    """Start Flower with the pages Delays and Rates.
-
-    The command takes all options of Flower.
-    """
+    """Start Flower with the pages Delays and Rates. Takes all options of Flower."""
     from ..errors import ExtraMissing, NativeDelayError
 
     try:

@@ -1,7 +1,4 @@
-"""The command ``delay plan``: show the path of a delayed message, or the load of many messages.
-
-The command computes both from the app's settings, without a broker.
-"""
+"""The command ``delay plan``: show the path of a delayed message, or the load of many."""
 
 from __future__ import annotations
 
@@ -67,13 +64,10 @@ def plan(
     transport: str | None,
     as_json: bool,
 ) -> None:
-    """Show the path, hops and routing key of a delay.
+    """Show the path, hops and routing key of a delay. Needs no broker.
 
-    A hop is a move to the next delay level (on RabbitMQ, a queue with a TTL), or one wait of up to
-    15 minutes (on SQS). On SQS the command shows the hops and the number of requests.
-
-    With --rate and --delay, show the load of many messages instead: messages per second in each
-    delay level, waiting messages and their memory. The command needs no broker.
+    A hop is a move to the next delay queue, or on SQS one wait of up to 15 minutes. With --rate and
+    --delay, show messages per second of each delay queue, waiting messages and memory.
     """
     from ..due_time import check_countdown
     from ..transports.rabbitmq.topology import Topology
@@ -103,10 +97,7 @@ def plan(
 
 
 def _load(topology: Topology | None, rate: float, ranges: tuple[tuple[float, float], ...]) -> _Told:
-    """Return the load of *rate* messages a second.
-
-    *topology* describes RabbitMQ's delay levels; it is None for other brokers.
-    """
+    """Return the load of *rate* messages a second; *topology* is RabbitMQ's, else None."""
     from ..durations import duration
     from ..transports.rabbitmq.load import CEILINGS, MEMORY_BYTES, Delays, queue_loads
 

@@ -1,9 +1,4 @@
-"""The commands ``delay promote`` and ``delay relay``: deliver due tasks without an installed
-worker.
-
-An installed worker runs an app on which ``install(app)`` was called. On SQS use ``delay relay``, on
-other brokers ``delay promote``.
-"""
+"""The commands ``delay promote`` and ``relay``: deliver due tasks if no worker does."""
 
 from __future__ import annotations
 
@@ -16,11 +11,10 @@ from .group import as_json_option, command, installed_settings, loglevel_option,
 @loglevel_option
 @as_json_option
 def promote(ctx: click.Context, loglevel: int, as_json: bool) -> None:
-    """Deliver due tasks from Redis or from a store, until Ctrl-C.
+    """Deliver due tasks from Redis or from a store (a database), until Ctrl-C.
 
-    A store is a database in which tasks wait. Workers with this package deliver due tasks
-    themselves. Run this command if no worker has the package, or if workers stop at night. Several
-    processes may run at once. On SQS use `relay`.
+    Workers with this package deliver due tasks themselves. Run this command if no worker has the
+    package, or if workers stop at night. Several may run at once. On SQS use `relay`.
     """
     _run(ctx, loglevel, "", as_json, done="promoted")
 

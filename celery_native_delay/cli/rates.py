@@ -13,8 +13,7 @@ from .group import as_json_option, command, installed_settings, limit_option, sa
 if TYPE_CHECKING:
     from ..rates.line import RateLine
 
-#: Redis lists queues of rate-limited tasks by time, not by length. To find the longest ones, read
-#: at least this many.
+#: Redis lists queues of tasks by time, not by length: read this many to find the longest.
 _LOOKED_AT = 500
 
 _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held")
@@ -45,10 +44,7 @@ def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
 
 
 def shown(lines: Sequence[RateLine], more: bool, now: datetime) -> str:
-    """Return a table of *lines*, the queues of tasks that wait for their rate limit.
-
-    If *more* is True, the last line of the table says that there are more queues.
-    """
+    """Return a table of *lines*, the queues of rate-limited tasks; *more* says if others exist."""
     rows = [
         (
             line.task,

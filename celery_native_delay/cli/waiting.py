@@ -1,6 +1,4 @@
-"""The commands ``delay ls``, ``show``, ``cancel``, ``reschedule`` and ``run-now`` for waiting
-tasks.
-"""
+"""The commands ``delay ls``, ``show``, ``cancel``, ``reschedule`` and ``run-now``."""
 
 from __future__ import annotations
 
@@ -36,7 +34,6 @@ _LONGEST_TEXT = 40
 
 
 def task_id(value: str) -> str:
-    """Return *value*, the id of a task; raise if the id is empty."""
     if not value:
         raise click.BadParameter("expected the id of a task, got an empty text")
     return value
@@ -117,13 +114,10 @@ def ls(
 @click.argument("ids", type=task_id, nargs=-1, required=True, metavar="ID...")
 @as_json_option
 def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
-    """Show waiting tasks by ID.
+    """Show waiting tasks by ID. Exit 1 if one of the tasks is not waiting.
 
-    The exit status is 1 if one of the tasks is not waiting. For one ID, --json prints an object, or
-    null if the task is not waiting. For several IDs, --json prints a list in the order of the IDs.
-
-    If several messages with the same ID wait, the object describes the message that is due first,
-    and `others` lists the rest.
+    For one ID, --json prints an object or null; for several, a list in the order of the IDs. If
+    several messages with one ID wait, the object is the first one due, and `others` lists the rest.
     """
     delay = _delay(ctx)
     found = {task_id: sorted(delay.show(task_id), key=attrgetter("due_us")) for task_id in ids}
@@ -141,8 +135,7 @@ def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
 def cancel(ctx: click.Context, **chosen: Any) -> None:
     """Cancel waiting tasks, by IDs or by a search.
 
-    The results of the tasks become REVOKED at once. Later a worker informs monitors and chords
-    about the cancelled tasks.
+    Their results become REVOKED at once. A worker informs monitors and chords later.
     """
     _change(ctx, "cancel", "cancelled", lambda delay, ids: delay.cancel_all(ids), **chosen)
 

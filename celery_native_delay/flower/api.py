@@ -32,10 +32,7 @@ _CHANGES: dict[str, Callable[..., list[Outcome]]] = {
 
 
 class ApiHandler(Errors, BaseApiHandler):
-    """Base class of the API's request handlers.
-
-    The handlers check the caller as Flower does, and answer errors of this package as JSON.
-    """
+    """Base class of the handlers: checks the caller as Flower does, and answers errors as JSON."""
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Answer with an error. With status 401, ask the browser for its user's password."""
@@ -44,7 +41,6 @@ class ApiHandler(Errors, BaseApiHandler):
         super().write_error(status_code, **kwargs)
 
     def limit(self) -> int:
-        """Return the request's argument ``limit``, from 1 to 10000; 50 by default."""
         limit: int = self.get_argument("limit", 50, type=int)
         if not 1 <= limit <= 10_000:
             raise InvalidQuery(f"expected limit from 1 to 10000, got {limit}")
@@ -56,10 +52,7 @@ class ApiHandler(Errors, BaseApiHandler):
             raise web.HTTPError(403, "Read only mode is enabled")
 
     def moment(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the new due time in the request: ``countdown`` or ``eta``.
-
-        ``countdown`` is text such as 90 or 1h30m, and is returned in seconds. ``eta`` is ISO 8601.
-        """
+        """Return ``countdown`` (text such as 1h30m) in seconds, or ``eta`` (ISO 8601) as a time."""
         given = {
             name: body.get(name, self.get_argument(name, None)) for name in ("countdown", "eta")
         }
@@ -72,9 +65,7 @@ class ApiHandler(Errors, BaseApiHandler):
         return found
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON object in the request's body, of any content type; empty if there is no
-        body.
-        """
+        """Return the JSON object in the request's body, of any content type; {} without a body."""
         text = self.request.body.strip()
         is_json = "json" in self.request.headers.get("Content-Type", "json")
         if not text or not (is_json or text.startswith((b"{", b"["))):
@@ -100,10 +91,9 @@ class ApiHandler(Errors, BaseApiHandler):
 class ListDelays(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with a list of waiting tasks.
+        """Answer with waiting tasks: ``limit``, ``offset``, ``search``, ``from_us``, ``until_us``.
 
-        The arguments are ``limit``, ``offset``, ``search``, ``from_us`` and ``until_us``. ``total``
-        in the answer is null if a search has too many matches to count.
+        ``total`` is null if a search has too many matches to count.
         """
         limit, offset = self.limit(), self.get_argument("offset", 0, type=int)
         query = self.query(self.get_argument("search", "", escape=False))
@@ -137,11 +127,9 @@ class ListParked(ApiHandler, Parked):
 class ChangeParked(ApiHandler):
     @web.authenticated
     async def post(self, verb: str) -> None:
-        """``requeue`` or ``purge`` parked messages (due, but no queue was bound for them).
+        """``requeue`` or ``purge`` parked messages; answer 409 while a worker handles them.
 
-        The answer has status 409 while a worker handles parked messages. If the body is
-        ``{"parked": n}`` and the number of parked messages is not n, ``purge`` deletes nothing and
-        answers 409.
+        If the body is ``{"parked": n}`` and n messages are not parked, ``purge`` only answers 409.
         """
         self.changes()
         seen = self.body().get("parked")
@@ -187,10 +175,7 @@ class ShowDelay(ApiHandler):
 class ChangeOne(ApiHandler):
     @web.authenticated
     async def post(self, verb: str, task_id: str) -> None:
-        """Change one waiting task.
-
-        Answer 404 if the task is not waiting, and 409 if a worker has received the task meanwhile.
-        """
+        """Change one task; answer 404 if it is not waiting, 409 if a worker has received it."""
         self.changes()
         (outcome,) = await self.change(verb, [task_id], self.body())
         if not outcome:
@@ -201,10 +186,7 @@ class ChangeOne(ApiHandler):
 class ChangeMany(ApiHandler):
     @web.authenticated
     async def post(self, verb: str) -> None:
-        """Change the tasks whose ids are in the body, ``{"ids": […]}``.
-
-        To reschedule, the body also has ``countdown`` or ``eta``.
-        """
+        """Change the tasks in ``{"ids": […]}``; to reschedule, add ``countdown`` or ``eta``."""
         self.changes()
         body = self.body()
         ids = body.get("ids")
@@ -219,5 +201,4 @@ class ChangeMany(ApiHandler):
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """Return *outcome* (the result of changing one task) as a dict for JSON."""
     return {"id": outcome.id, "verdict": outcome.verdict.value, "due_us": outcome.due_us}

@@ -104,8 +104,7 @@ class DelayFlower(Flower):
         kwargs["template_loader"] = PatchedTemplates()
         super().__init__(options=options, **kwargs)
         prefix = self.options.url_prefix
-        # Tornado puts these handlers before Flower's own handlers, of which the last one matches
-        # all URLs.
+        # Tornado puts them before Flower's own handlers, of which the last one matches all URLs.
         self.add_handlers(
             ".*", [rewrite_handler(each, prefix) for each in HANDLERS] if prefix else HANDLERS
         )

@@ -1,7 +1,4 @@
-"""Call the broker and the records in threads with a time limit, so that Flower never blocks.
-
-The records are state about waiting tasks, in Redis or a database.
-"""
+"""Call the broker and the records in threads with a time limit, so that Flower never blocks."""
 
 from __future__ import annotations
 
@@ -31,9 +28,7 @@ ANSWER_SECONDS = 10.0
 
 
 class Asking:
-    """Calls the broker and the records (state about waiting tasks) in threads, for Flower's IO
-    loop.
-    """
+    """Calls the broker and the records (state of tasks) in threads, for Flower's IO loop."""
 
     def __init__(self, app: Celery) -> None:
         self.app = app
@@ -54,13 +49,11 @@ class Asking:
     async def admin(
         self, question: Callable[[AdminPart], T], *, within_seconds: float = ANSWER_SECONDS
     ) -> T:
-        """Call *question* in a thread with the :class:`AdminPart` of a new connection to the
-        broker.
+        """Call *question* in a thread with the broker's :class:`AdminPart`, on a new connection.
 
         Raises:
             RecordsUnavailable: the broker is unreachable, or did not answer in time.
-            SettingsError: ``install(app)`` was not called, or a setting is wrong.
-            UnsupportedBroker: delayed tasks cannot wait in the app's broker.
+            SettingsError, UnsupportedBroker: delayed tasks cannot wait in the app's broker.
         """
 
         def asked() -> T:

@@ -1,6 +1,4 @@
-"""Handlers of the pages *Delays* and *Rates* in Flower, and of the requests that their scripts
-send.
-"""
+"""Handlers of Flower's pages *Delays* and *Rates*, and of the requests of their scripts."""
 
 from __future__ import annotations
 
@@ -31,8 +29,7 @@ _BARS = 40
 #: The largest number of parked messages (due, but without a queue) on the page.
 _PARKED = 50
 
-#: The largest number of queues of rate-limited tasks on the page. The page sorts and searches
-#: these.
+#: The largest number of queues of rate-limited tasks on the page, which sorts and searches them.
 MOST_LINES = 500
 
 #: The largest number of tasks that one action on the page can change.
@@ -72,14 +69,11 @@ class Errors(BaseHandler):
             super().send_error(status_code, **kwargs)
 
     def write_json(self, made: bytes) -> None:
-        """Answer with *made*, encoded JSON that a thread has made."""
         self.set_header("Content-Type", "application/json; charset=UTF-8")
         self.write(made)
 
     def query(self, search: str) -> Query:
-        """Return the search of the request: *search*, and the arguments ``from_us`` and
-        ``until_us``.
-        """
+        """Return the search of the request: *search*, ``from_us`` and ``until_us``."""
         edges = (self.get_argument(name, None, type=int) for name in ("from_us", "until_us"))
         return Query.parse(search).due_within(*edges)
 
@@ -88,7 +82,6 @@ class PageHandler(Errors):
     """Base class of the handlers of the pages *Delays* and *Rates*."""
 
     def render_page(self, name: str, **values: Any) -> None:
-        """Answer with the template *name*, filled with *values*."""
         prefix = self.reverse_url("delays-static", "")
         ours = {"static_path": STATIC, "static_url_prefix": prefix}
         self.render(
@@ -146,11 +139,7 @@ class Summary(Shared):
 
 
 class Lines(Shared):
-    """Answers with the queues of tasks that wait for their rate limit, longest first.
-
-    ``more`` is true if there are more queues than the page shows. ``now_us`` is the time of
-    Flower's clock.
-    """
+    """Answers with the queues of rate-limited tasks, longest first; ``now_us`` is Flower's time."""
 
     kept_as = "delays_lines"
     kept_seconds = 1.0
@@ -207,10 +196,9 @@ def _numbers(delay: Delay) -> dict[str, Any]:
 class Parked(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with the number of parked messages, and with the first of these messages.
+        """Answer with the number of parked messages (due, but without a queue), and the first ones.
 
-        A parked message was due, but no queue was bound for it. Both values are null while a worker
-        handles parked messages.
+        Both values are null while a worker handles parked messages.
         """
         found = await self.asking.admin(lambda part: part.parked(limit=_PARKED))
         if found is None:
@@ -245,10 +233,7 @@ class DataTable(Errors):
 
 
 def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
-    """Return the encoded JSON of *answer*, with *items* added under *name*.
-
-    Call this function in a thread, because many items take long.
-    """
+    """Return JSON of *answer* with *items* under *name*; for a thread, because it may take long."""
     text = f'{json.dumps(answer)[:-1]}, "{name}": [{", ".join(map(json.dumps, items))}]}}'
     return text.encode()
 
@@ -256,10 +241,7 @@ def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
 class MatchingIds(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with the ids of all tasks that match the search.
-
-        The user confirms the number of tasks, and then the page changes these tasks.
-        """
+        """Answer with the ids of all tasks that match the search; the page then changes them."""
         query = self.query(self.get_argument("search", "", escape=False))
 
         def found(delay: Delay) -> bytes:

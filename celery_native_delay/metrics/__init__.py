@@ -1,8 +1,7 @@
 """Prometheus metrics of delayed tasks.
 
-``celery -A PROJ delay exporter`` serves the metrics over HTTP. :func:`expose` adds the metrics to
-the registry of a program that serves its own metrics. Both need ``prometheus_client``, which the
-extras ``metrics`` and ``flower`` install.
+``celery -A PROJ delay exporter`` serves the metrics. :func:`expose` adds the metrics to the
+registry of a program with other metrics. Both need ``prometheus_client`` (the extra ``metrics``).
 """
 
 from ..errors import brought_by

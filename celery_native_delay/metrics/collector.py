@@ -29,8 +29,8 @@ _COUNTERS = {
 class DelayCollector(Collector):
     """Prometheus collector of the broker's last reading and the workers' counts.
 
-    Collecting does no I/O: threads have read *poll* and *counts* before. *rated* has the names of
-    tasks with a rate limit. A metric with an unknown value is left out; it is never 0 instead.
+    Threads have read *poll* and *counts* before, so collecting does no I/O. *rated* has the names
+    of tasks with a rate limit. A metric with an unknown value is left out; it is never 0 instead.
     """
 
     def __init__(
@@ -173,7 +173,6 @@ def _gauge(name: str, documentation: str, value: float | None) -> GaugeMetricFam
 
 
 def _seconds(seconds: float) -> str:
-    """Return a number of seconds for a label, without trailing zeros."""
     return f"{seconds:.3f}".rstrip("0").rstrip(".")
 
 

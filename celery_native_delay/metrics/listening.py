@@ -1,7 +1,6 @@
 """A thread that receives the workers' ``delay-tally`` events, and adds up the counts in the events.
 
-The thread's queue is bound with the routing key ``delay.#``, so on RabbitMQ the thread gets no
-other events.
+The routing key is ``delay.#``, so on RabbitMQ the thread gets no other events.
 """
 
 from __future__ import annotations
@@ -62,9 +61,7 @@ class Counts:
 
 
 class Listener(Thread):
-    """Thread that receives the workers' counts; *is_connected* is True while the thread is
-    connected.
-    """
+    """Thread that receives the workers' counts; *is_connected* says whether it is connected."""
 
     def __init__(self, app: Celery, counts: Counts) -> None:
         super().__init__(name="native-delay-listener", daemon=True)

@@ -1,7 +1,4 @@
-"""A thread that regularly reads the broker and the records, so that no scrape waits for either.
-
-The records are state about waiting tasks, in Redis or a database.
-"""
+"""A thread that regularly reads the broker and the records, so that no scrape waits for them."""
 
 from __future__ import annotations
 
@@ -32,9 +29,8 @@ MOST_LINES = 10_000
 class Reading:
     """The numbers that :class:`Poll` read from the broker; *backlog* is None if reading failed.
 
-    *read_at* is the time of the reading by the monotonic clock. *first_due* is the Unix time at
-    which the first waiting task is due. *lines* are the queues of rate-limited tasks that wait for
-    their rate limit; None if unknown.
+    *read_at* is monotonic, *first_due* a Unix time. *lines* are queues of rate-limited tasks, or
+    None.
     """
 
     backlog: Backlog | None
@@ -57,10 +53,7 @@ class Poll(Thread):
         self._warned = False
 
     def reading(self) -> Reading | None:
-        """Return the last reading of the broker; None before the first reading.
-
-        If the last reading is too old, its *backlog* is None.
-        """
+        """Return the last reading, without its *backlog* if too old; None before the first one."""
         last = self._last
         if last is None or monotonic() - last.read_at < self._every_seconds + PATIENCE_SECONDS:
             return last

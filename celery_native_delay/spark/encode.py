@@ -42,8 +42,7 @@ _ARROW_TYPES = [pa.int64() if name in _LONGS else pa.string() for name in _ENCOD
 
 
 def inputs(df: Any, options: FanOutOptions) -> tuple[Any, dict[str, t.DataType]]:
-    """Select the columns that ``FanOut`` reads, and the whole row as ``row``; return also the
-    types.
+    """Select the columns that ``FanOut`` reads, and the whole row as ``row``; return types, too.
 
     Raises:
         InvalidFanOut: a column does not exist or has the wrong type.
@@ -110,9 +109,7 @@ class Encoder:
         longest_seconds: float,
         queues: tuple[str, ...] | None = None,
     ) -> None:
-        """Prepare to encode. A row is rejected if its queue is not in *queues*; None allows any
-        queue.
-        """
+        """Prepare to encode; a row whose queue is not in *queues* is rejected (None: any queue)."""
         read = list(slots(options))
         self.slot_names = [slot.name for slot in read]
         self.latest_us = options.now_us + int(longest_seconds * 1_000_000)

@@ -25,7 +25,7 @@ _MOST_ANSWERS = 10_000
 
 
 def checker(call: Call) -> Callable[[Batches], Batches]:
-    """Return a function for mapInArrow() that answers with the app's AppFacts or InvalidFanOut."""
+    """Return a function for mapInArrow() that yields the app's AppFacts or InvalidFanOut."""
 
     def check(batches: Batches) -> Batches:
         for _ in batches:
@@ -38,7 +38,7 @@ def checker(call: Call) -> Callable[[Batches], Batches]:
 
 
 def sender(job: SendJob) -> Callable[[Batches], Batches]:
-    """Return a function for mapInArrow() that sends rows, and answers with Failures and a Receipt."""
+    """Return a function for mapInArrow() that sends rows, and yields Failures and a Receipt."""
 
     def send(batches: Batches) -> Batches:
         context = TaskContext.get()

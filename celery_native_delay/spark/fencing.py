@@ -67,13 +67,13 @@ class Fence:
         return cls(facts.records, run, job, options.fence_timeout, facts.longest_seconds)
 
     def stamp(self, partition: int, attempt: int) -> Stamp:
-        """Return the stamp (a message header) of one attempt; random, as Spark reuses attempt
-        numbers.
-        """
+        """Return the stamp (a message header) of one attempt at a partition."""
         return Stamp(self.run, partition, f"{attempt}-{token_hex(4)}")
 
     def open(self) -> Record:
-        """Record that the run has begun, and restart its time-out; send nothing if it is committed.
+        """Record that the fenced run has begun, and restart the run's time-out.
+
+        If the returned record says that the run is committed, the caller must send nothing.
 
         Raises:
             RecordsUnavailable: the records are unreachable; nothing may be sent.
@@ -143,7 +143,7 @@ class Fence:
             )
 
     def abort(self) -> str:
-        """Record that no task of this job may run; return in words which tasks of the run will run."""
+        """Record that no task of this job may run; return in words which tasks will run."""
         try:
             sealed = self._seal(Record(ABORTED, time(), by=_BY), self.longest_seconds)
         except RecordsUnavailable as exc:

@@ -45,5 +45,5 @@ def counted(text: str) -> str:
 
 
 def smear_us_of(task_id: str, smear_us: int) -> int:
-    """Return the task's extra delay, 0 to *smear_us* microseconds; it depends only on the task id."""
+    """Return the task's extra delay in microseconds; it depends only on the task id."""
     return int(task_id[:8] + task_id[9:13], 16) % smear_us if smear_us else 0

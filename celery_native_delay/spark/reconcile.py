@@ -155,7 +155,7 @@ class Reconciliation:
     ledger_columns: tuple[str, ...]
 
     def stored(self, path: str) -> Reconciliation:
-        """Write the verdicts to *path* as Parquet; return a ``Reconciliation`` that reads the file."""
+        """Write the verdicts to *path* as Parquet; return a ``Reconciliation`` that reads them."""
         self.verdicts.write.partitionBy("verdict").parquet(path)
         stored = self.verdicts.sparkSession.read.parquet(path)
         columns = map(_quoted, self.verdicts.columns)
@@ -214,7 +214,7 @@ class Reconciliation:
 
 
 def _tasks(events: DataFrame) -> DataFrame:
-    """Return one row per task. Each grouping is by a prefix of the last one: one shuffle is enough."""
+    """Return one row per task; grouping by prefixes lets Spark shuffle and sort only once."""
     attempts = (
         events.where("id is not null")
         .repartition("id")

@@ -190,9 +190,7 @@ class GivenUp:
 
 
 class Pace:
-    """Limits sending to *per_second* tasks a second; after a pause it catches up one second at
-    most.
-    """
+    """Limits sending to *per_second* tasks a second; pauses are made up for within a second."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0

@@ -263,7 +263,7 @@ def _names(text: str) -> list[str]:
 
 
 def _named(text: str) -> Any:
-    """Return the column names in *text*, or a dict from argument to column if it is a JSON object."""
+    """Return the column names in *text*, or a JSON object's dict from argument to column."""
     return json.loads(text) if text.lstrip().startswith("{") else _names(text)
 
 

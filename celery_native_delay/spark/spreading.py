@@ -1,7 +1,7 @@
 """Spread due times by a rate limit: tasks with the same key fall due one after another.
 
 Due times are computed from the rows alone; workers enforce the rate limit later. Other rows, or
-another time, give other due times. Tasks sent again from the stored ``ledger()`` keep theirs.
+another time, give other due times. To keep due times, send tasks from the stored ``ledger()``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _COLUMN = "\0"
 
 @dataclass(frozen=True)
 class Spread:
-    """The spacing of due times by a rate limit; *column* has the keys, None if all tasks share it."""
+    """The spacing of due times by a rate limit.
+
+    *column* has each row's key; *column* is None if all tasks share the rate limit.
+    """
 
     spacing_us: int
     burst: int
@@ -37,7 +40,11 @@ class Spread:
         return cls(spacing_us, rate.burst, column)
 
     def over(self, frame: Any, now_us: int) -> Any:
-        """Spread ``due_us`` of accepted rows with the same ``line`` (rate key), from *now_us* on."""
+        """Return *frame* with later values of ``due_us``, so that due times obey the rate limit.
+
+        Rows with the same ``line`` (the key of the rate limit) share the limit, from *now_us* on.
+        Rejected rows are not counted.
+        """
         line = "partition by line, error is null order by due_us, task_id"
         ahead_us = (self.burst - 1) * self.spacing_us
         # A task is due one spacing after the previous task, or at its own later due time.

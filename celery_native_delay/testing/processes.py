@@ -30,11 +30,11 @@ Otherwise a client that reconnects to a dead server could get the server's port,
 
 
 def claim_ports(count: int) -> list[socket.socket]:
-    """Claim *count* free TCP ports, and return one socket per port.
+    """Claim *count* free TCP ports, and return a socket for each port; to free a port, close its
+    socket.
 
-    To free a port, close its socket. The socket is a UDP socket bound to the same port number, so
-    the server can still bind the TCP port. Other processes that claim ports skip this number. The
-    claim ends with the Python process.
+    The socket is a UDP socket with the number of the port: other processes that claim ports see the
+    socket, and the server can bind the TCP port.
     """
     claims: list[socket.socket] = []
     while len(claims) < count:
@@ -50,15 +50,13 @@ def claim_ports(count: int) -> list[socket.socket]:
 
 
 def port_of(claim: socket.socket) -> int:
-    """Return the port number that *claim* reserves."""
     port: int = claim.getsockname()[1]
     return port
 
 
-# A shell script that also runs the companion (a second process). Its stdin closes when this process
-# ends. Then the script kills the server and the companion, and removes the folder. Each line on
-# stdin is the process group of the running server, empty if no server runs. The line "end" has the
-# same effect as closing stdin, because a forked child may hold stdin open.
+# A shell that runs the companion. When this process ends and stdin closes, the shell kills the
+# server and the companion, and removes the folder. Each line on stdin is the process group of the
+# running server, empty for none. "end" does the same, because a forked child may hold stdin open.
 _KEEPER = """
 folder=$1; shift
 companion=
@@ -118,17 +116,14 @@ class KeptServer:
 
     @property
     def pid(self) -> int | None:
-        """The id of the server's process, and of its process group; None if the server is not
-        running.
-        """
+        """The id of the server's process and process group; None if the server is down."""
         return self._server.pid if self._server and self._server.poll() is None else None
 
     def start(self, serves: Callable[[], bool], *, within_seconds: float) -> None:
         """Start or resume the server, and wait until *serves* returns True.
 
         Raises:
-            BrokerFailed: the server ended or took too long. The message has the end of the server's
-                log.
+            BrokerFailed: the server ended or took too long; the message has the end of its log.
         """
         if self.pid is not None:
             self.send(signal.SIGCONT)
@@ -167,10 +162,7 @@ class KeptServer:
                 os.killpg(self._server.pid, which)
 
     def end(self, how: signal.Signals, *, within_seconds: float = 30) -> None:
-        """Send the signal *how*, and wait until the server has ended.
-
-        After *within_seconds* the server is killed with SIGKILL.
-        """
+        """Send the signal *how*, and wait for the end; use SIGKILL after *within_seconds*."""
         if self._server is None:
             return
         self.send(how)
@@ -185,9 +177,7 @@ class KeptServer:
             self._tell_keeper("")
 
     def close(self) -> None:
-        """Kill the server and its companion (a second process) with SIGKILL, and remove a temporary
-        folder.
-        """
+        """Kill the server and its companion with SIGKILL, and remove a temporary folder."""
         self.end(signal.SIGKILL)
         with suppress(OSError):
             self._tell_keeper("end")

