@@ -305,7 +305,7 @@ def bulk(app: Celery, **options: Any) -> Bulk:
 
     Raises:
         UnsupportedBroker: ``install(app)`` was not called, or the broker cannot delay tasks.
-        PublishRefused: at the end of the block, if tasks were refused or have no answer.
+        PublishRefused: at the end of the block, if the broker refused or did not confirm tasks.
     """
     return Bulk(app, **options)
 

@@ -1,8 +1,8 @@
 """Templates for ``bulk(app)``: one for each kind of task (name, route and options).
 
-A template is an encoded task message in which only id, due time and arguments change. It is made
-from a kind's first message, and must reproduce the second one. It is used only if no other code
-would see or change the messages. Once a minute another task repeats both checks.
+A template is an encoded task message in which only id, due time and arguments change. A kind's
+first message becomes the template, which must reproduce the second message. No other code may see
+or change the messages. After a reconnect, and once a minute, another task repeats both checks.
 """
 
 from __future__ import annotations
@@ -113,8 +113,7 @@ class Kinds:
     def _begin(self, sample: Sample, before: Kind | None, now_us: int) -> None:
         """Make a template from the last message, unless other code would see such messages.
 
-        If the old template *before* would have produced this message, the new one counts as
-        checked.
+        If the old template *before* would have produced this message, the new one is *checked*.
         """
         key, hooks = sample.key, sample.hooks
         if same(self._observed.get(key, ()), hooks):

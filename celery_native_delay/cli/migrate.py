@@ -125,7 +125,7 @@ def prune(
 
     Also deletes the empty delay queues of Celery's own delayed delivery, and its bindings on your
     topic exchanges. Lists everything first, and asks. Delay queues with messages stay: use `delay
-    migrate`, or wait. First stop all producers here that use Celery's own delayed delivery.
+    migrate`, or wait. First stop all producers on this virtual host that use Celery's own way.
     """
     from ..app.moving import reaches_of
 

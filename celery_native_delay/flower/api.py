@@ -129,7 +129,8 @@ class ChangeParked(ApiHandler):
     async def post(self, verb: str) -> None:
         """``requeue`` or ``purge`` parked messages; answer 409 while a worker handles them.
 
-        If the body is ``{"parked": n}`` and n messages are not parked, ``purge`` only answers 409.
+        If the body is ``{"parked": n}`` and the number of parked messages is not n, ``purge``
+        deletes nothing and answers 409.
         """
         self.changes()
         seen = self.body().get("parked")

@@ -40,8 +40,7 @@ class Asking:
         """Call *question* with ``Delay(app)`` in a thread; *question* may block.
 
         Raises:
-            RecordsUnavailable: the records or the broker are unreachable, or did not answer in
-                time.
+            RecordsUnavailable: the records or the broker are unreachable, or did not answer soon.
             NativeDelayError: *question* raised this error.
         """
         return await self._ask(lambda: question(Delay(self.app)), self._records, within_seconds)
@@ -53,7 +52,8 @@ class Asking:
 
         Raises:
             RecordsUnavailable: the broker is unreachable, or did not answer in time.
-            SettingsError, UnsupportedBroker: delayed tasks cannot wait in the app's broker.
+            SettingsError: ``install(app)`` was not called, or a setting is wrong.
+            UnsupportedBroker: delayed tasks cannot wait in the app's broker.
         """
 
         def asked() -> T:

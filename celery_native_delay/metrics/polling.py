@@ -29,8 +29,8 @@ MOST_LINES = 10_000
 class Reading:
     """The numbers that :class:`Poll` read from the broker; *backlog* is None if reading failed.
 
-    *read_at* is monotonic, *first_due* a Unix time. *lines* are queues of rate-limited tasks, or
-    None.
+    *read_at* is a monotonic time, and *first_due* a Unix time. *lines* are the queues of tasks that
+    wait for their rate limit; None if unknown.
     """
 
     backlog: Backlog | None

@@ -83,8 +83,7 @@ def load_app(path: str) -> Celery:
 
 
 def describe(call: Call) -> AppFacts:
-    """Import the app of *call*, check that the app can send this call, and return facts about the
-    app.
+    """Import the app of *call*, check that the app can send this call, and return its facts.
 
     Raises:
         InvalidFanOut: the app cannot be imported, the task is not registered or does not take these

@@ -237,7 +237,7 @@ class FanOut:
         job_id = uuid4().hex
         fence = Fence.of(self.options, self.facts, job_id)
         started = monotonic()
-        # Few partitions, because each opens a connection. Again, because a rate shuffles rows.
+        # Few partitions, because each opens a connection; done again, as a rate shuffles the rows.
         encoded = self._encoded(self._df.coalesce(connections)).coalesce(connections)
         was_committed = fence is not None and fence.open().state == COMMITTED
         with LiveCounts(spark, job_id) as counts:

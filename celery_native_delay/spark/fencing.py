@@ -67,7 +67,10 @@ class Fence:
         return cls(facts.records, run, job, options.fence_timeout, facts.longest_seconds)
 
     def stamp(self, partition: int, attempt: int) -> Stamp:
-        """Return the stamp (a message header) of one attempt at a partition."""
+        """Return the stamp (a message header) of one attempt at a partition.
+
+        The stamp has a random part, because Spark may reuse attempt numbers.
+        """
         return Stamp(self.run, partition, f"{attempt}-{token_hex(4)}")
 
     def open(self) -> Record:

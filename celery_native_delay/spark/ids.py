@@ -24,7 +24,7 @@ def task_id_of(run_id: str, task: str, *key: object) -> str:
 
 
 def id_of(parts: str) -> str:
-    """Return the UUID 5 of the text *parts*; four times as fast as ``uuid.uuid5``."""
+    """Return the UUID 5 of *parts* (from :func:`counted`), four times as fast as ``uuid.uuid5``."""
     hash_ = _OF_NAMESPACE.copy()
     hash_.update(parts.encode())
     text = hash_.hexdigest()

@@ -25,8 +25,7 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 class FanOutOptions:
     """The options of ``FanOut``: which rows are sent as tasks, when the tasks are due, and how.
 
-    A column is given by its name or as a ``Column``. To give all rows one value, use
-    ``lit(value)``.
+    A column is given by its name or as a ``Column``. For one value in all rows, use ``lit(value)``.
 
     Raises:
         InvalidFanOut: an option has a wrong value; the message says how to correct it.

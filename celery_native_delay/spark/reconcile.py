@@ -172,10 +172,10 @@ class Reconciliation:
         return self.verdicts.where("verdict = 'missing'").select(*map(_quoted, self.ledger_columns))
 
     def summary(self, *by: str, due_seconds: float = 3600.0) -> DataFrame:
-        """Count the tasks of each verdict, with quantiles of how many seconds late the tasks
-        started.
+        """Count the tasks of each verdict, with quantiles of the tasks' lateness in seconds.
 
-        Tasks that were ``sent_after_due`` are counted, but are not in the quantiles.
+        Tasks that were ``sent_after_due`` are counted, but are not in the quantiles: no broker can
+        deliver these tasks on time.
 
         Args:
             *by: what to group by: ``"queue"`` or ``"worker"`` of the first start (or the planned

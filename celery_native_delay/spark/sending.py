@@ -163,8 +163,7 @@ def warn_of_late_sending(late: int, sent: int) -> None:
 
 
 class GivenUp:
-    """Tells later Spark tasks on this executor why an earlier task of the same job gave up the
-    broker.
+    """Tells later Spark tasks on this executor why an earlier task of the job gave up the broker.
 
     The reason is in a file of Spark's folder for the executor, because Spark ends a Python process
     with a failed task. Without this folder, each Spark task tries to reach the broker.

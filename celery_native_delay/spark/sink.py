@@ -95,8 +95,7 @@ class Writer(DataSourceArrowWriter):
         return self._send(iterator, self._options.run_id, self._fence, self._job_id)
 
     def commit(self, messages: list[Any]) -> None:
-        """Log the counts; with the option *fence*, first record the winning attempts, whose tasks
-        run.
+        """Log the counts; with *fence*, first record the winning attempts: only their tasks run.
 
         Raises:
             FanOutFailed: the winning attempts could not be recorded.
@@ -108,9 +107,7 @@ class Writer(DataSourceArrowWriter):
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any]) -> None:
-        """Log that the job failed. With *fence* no task of the job runs; otherwise the sent tasks
-        run.
-        """
+        """Log that the job failed. With *fence* no task of the job runs; else sent tasks run."""
         if self._fence is not None:
             logger.error("native delay: the job failed; %s", self._fence.abort())
             return

@@ -30,8 +30,7 @@ Otherwise a client that reconnects to a dead server could get the server's port,
 
 
 def claim_ports(count: int) -> list[socket.socket]:
-    """Claim *count* free TCP ports, and return a socket for each port; to free a port, close its
-    socket.
+    """Claim *count* free TCP ports, and return a socket for each; closing a socket frees its port.
 
     The socket is a UDP socket with the number of the port: other processes that claim ports see the
     socket, and the server can bind the TCP port.
