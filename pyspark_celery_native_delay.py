@@ -1,7 +1,7 @@
-"""Registers ``format("celery")`` with Spark 4, which imports all modules named ``pyspark_*``.
+"""Register ``format("celery")`` with Spark 4, which imports all modules named ``pyspark_*``.
 
-Spark does so when a session first uses any data source in Python, so this module imports little and
-must not fail.
+Spark imports these modules when a session first uses any data source in Python. Therefore this
+module imports little and must not fail.
 https://spark.apache.org/docs/latest/api/python/tutorial/sql/python_data_source.html
 """
 
@@ -16,21 +16,21 @@ except ImportError:  # Spark 3.5 has no data sources in Python
 else:
 
     class DefaultSource(DataSource):
-        """The sink of delayed Celery tasks."""
+        """The Spark sink that sends rows as delayed Celery tasks."""
 
         @classmethod
         def name(cls) -> str:
-            """The name for ``format()``."""
+            """Return the name that users pass to ``format()``."""
             return "celery"
 
         def writer(self, schema: Any, overwrite: bool) -> Any:
-            """The writer for ``df.write``."""
+            """Return the writer for ``df.write``."""
             from celery_native_delay.spark.sink import Writer
 
             return Writer(schema, self.options, overwrite=overwrite)
 
         def streamWriter(self, schema: Any, overwrite: bool) -> Any:  # noqa: N802  Spark's name
-            """The writer for ``df.writeStream``."""
+            """Return the writer for ``df.writeStream``."""
             from celery_native_delay.spark.sink import StreamWriter
 
             return StreamWriter(schema, self.options, overwrite=overwrite)

@@ -1,18 +1,19 @@
 """pytest fixtures: a private RabbitMQ and a private Redis, started when a test first needs them.
 
-pytest loads this module by its entry point, in every run, also of other projects. Therefore it
-imports neither the package nor Celery nor kombu before a test needs a broker.
+pytest loads this module in every run by its entry point, even in projects that do not use the
+fixtures. Therefore this module imports neither the package nor Celery nor kombu before a test needs
+a broker.
 
 | fixture | per | what it is |
 | --- | --- | --- |
 | `native_delay_rabbitmq` | session | :class:`celery_native_delay.testing.PrivateRabbitMQ` |
-| `native_delay_rabbitmq_url` | test | url of an empty virtual host there, deleted afterwards |
+| `native_delay_rabbitmq_url` | test | URL of an empty virtual host on this node, deleted later |
 | `native_delay_redis` | session | :class:`celery_native_delay.testing.PrivateRedis` |
-| `native_delay_redis_url` | test | url of its database 0, emptied before and afterwards |
+| `native_delay_redis_url` | test | URL of database 0 of this server, emptied before and after |
 
-If the broker is not installed, the test is skipped with a message that says what to install; in CI
-(the environment variable `CI` is `true` or `1`) it fails. A server that a test killed is started
-again for the next test. With pytest-xdist every process has its own.
+If the broker is not installed, the test is skipped with a message that says what to install. In CI
+(the environment variable `CI` is `true` or `1`) the test fails instead. A server that a test killed
+is started again for the next test. With pytest-xdist every worker process has its own servers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 
 def installed(require: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of *require*; on BrokerMissing the test is skipped, or fails in CI."""
+    """Return the result of *require*; skip the test on BrokerMissing, or fail it in CI."""
     from celery_native_delay.testing import BrokerMissing
 
     try:
@@ -48,7 +49,7 @@ def installed(require: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 @pytest.fixture(scope="session")
 def native_delay_rabbitmq() -> Iterator[PrivateRabbitMQ]:
-    """A private node of this machine's RabbitMQ, which all tests of the session share."""
+    """A private node of the installed RabbitMQ, shared by all tests of the session."""
     from celery_native_delay.testing import private_rabbitmq, require_rabbitmq
 
     installed(require_rabbitmq)
@@ -58,7 +59,7 @@ def native_delay_rabbitmq() -> Iterator[PrivateRabbitMQ]:
 
 @pytest.fixture
 def native_delay_rabbitmq_url(native_delay_rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
-    """The URL of an empty virtual host for one test."""
+    """The AMQP URL of an empty virtual host for one test, deleted after the test."""
     from celery_native_delay.testing import vhost_name
 
     native_delay_rabbitmq.start()
@@ -70,7 +71,7 @@ def native_delay_rabbitmq_url(native_delay_rabbitmq: PrivateRabbitMQ) -> Iterato
 
 @pytest.fixture(scope="session")
 def native_delay_redis() -> Iterator[PrivateRedis]:
-    """A private Redis or Valkey, which all tests of the session share."""
+    """A private Redis or Valkey, shared by all tests of the session."""
     from celery_native_delay.testing import private_redis, require_redis
 
     installed(require_redis)

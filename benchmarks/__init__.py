@@ -1,1 +1,1 @@
-"""Measure delayed delivery beside Celery without it: ``make bench``."""
+"""Benchmarks: compare this package's delayed tasks with plain Celery. Run: ``make bench``."""

@@ -1,4 +1,4 @@
-"""Three Celery apps that differ only in how they delay a task, and their worker.
+"""Three Celery apps that differ only in how they delay a task, and a worker for each app.
 
 =========  ==================================================================================
 ``ours``   celery_native_delay with its defaults
@@ -42,7 +42,7 @@ TASK = "bench.record_start"
 OTHER_TASK = "bench.record_start_too"
 
 RECORD = Struct("<Id")
-"""The start of a task: its index and the Unix time."""
+"""The struct of one recorded start of a task: the task's index and the Unix time."""
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BOOT_SECONDS = 60
@@ -50,9 +50,9 @@ STOP_SECONDS = 20
 
 
 def make_app(method: str, url: str, *, confirm: bool = False, **settings: Any) -> Celery:
-    """Create an app that delays by *method*; *confirm* is kombu's ``confirm_publish``.
+    """Create a Celery app that delays tasks by *method*: "ours", "held" or "celery".
 
-    *settings* are the settings of this package.
+    *confirm* is kombu's option ``confirm_publish``. *settings* are settings of this package.
     """
     app = Celery("bench", broker=url, set_as_current=False)
     held = method == "held"
@@ -80,7 +80,7 @@ def make_app(method: str, url: str, *, confirm: bool = False, **settings: Any) -
 
 
 def record_start(index: int) -> None:
-    """The body of the task: note its start in a single write, which processes cannot mix."""
+    """The body of the task: record its start in one write, so that records never mix."""
     now = time()
     os.write(_record_file(), RECORD.pack(index, now))
 
@@ -110,7 +110,7 @@ def declare_for(method: str, app: Celery) -> None:
 
 
 def waiting_in(url: str) -> int:
-    """The number of ready messages in the task queue."""
+    """Return the number of ready messages in the task queue."""
     with kombu.Connection(url) as connection:
         return int(connection.default_channel.queue_declare(QUEUE, passive=True).message_count)
 
@@ -119,13 +119,13 @@ def waiting_in(url: str) -> int:
 
 
 class Worker:
-    """A running worker, with the starts that its tasks noted."""
+    """A running worker, with the recorded starts of its tasks."""
 
     def __init__(self, record: Path) -> None:
         self._record = record
 
     def starts(self) -> list[tuple[int, float]]:
-        """All starts so far: index and Unix time."""
+        """Return the index and the Unix time of each start so far."""
         return list(RECORD.iter_unpack(self._record.read_bytes()))
 
     def start_count(self) -> int:
@@ -136,9 +136,10 @@ class Worker:
 def running_worker(
     method: str, url: str, folder: Path, *options: str, conf: Mapping[str, Any] | None = None
 ) -> Iterator[Worker]:
-    """Run a worker of :func:`make_app`; yields when it is ready, and ends it with all its children.
+    """Run a worker for an app from :func:`make_app`, and yield the worker when it is ready.
 
-    *options* are options of ``celery worker``; *conf* is configuration that fits into JSON.
+    At the end of the block, the worker and all its child processes are ended. *options* are options
+    of ``celery worker``. *conf* is configuration that can be written as JSON.
     """
     record = folder / f"{method}-{monotonic():.6f}"
     record.touch()

@@ -1,4 +1,4 @@
-"""Send many delayed tasks: in a loop, with and without confirms, and with ``bulk(app)``."""
+"""Measure sending many delayed tasks: in a loop, with or without confirms, and by ``bulk(app)``."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from example_project.folder_broker import SCHEME
 
 ROUNDS = 10
 LOOP = 1_000
-"""Consecutive tasks of one variant in a loop of apply_async()."""
+"""The number of consecutive tasks of one variant that calls apply_async() in a loop."""
 MANY = 10_000
-"""Consecutive tasks of one variant that sends in bulk."""
+"""The number of consecutive tasks of one variant that uses ``bulk(app)``."""
 WINDOW = 1_000
 COUNTDOWN_SECONDS = 600
 
 
 @dataclass
 class Variant:
-    """One way to send many tasks, with the seconds per task of each round."""
+    """One way to send many tasks, with the measured seconds per task of each round."""
 
     label: str
     count: int
@@ -117,7 +117,10 @@ def _bulk(app: Any) -> Callable[[int], None]:
 
 
 def _seen(app: Any) -> Callable[[int], None]:
-    """bulk() with a signal receiver, as Sentry has one: each task goes through apply_async."""
+    """Return a function that uses bulk() with a signal receiver, as Sentry has one.
+
+    With a receiver, each task goes through apply_async().
+    """
     send = _bulk(app)
 
     def watch(**_: Any) -> None:
@@ -134,7 +137,10 @@ def _seen(app: Any) -> Callable[[int], None]:
 
 
 def _template(app: Any) -> Callable[[int], None]:
-    """bulk()'s template path alone: body and ids are made before."""
+    """Return a function that only sends by template (an encoded task message) with ``bulk(app)``.
+
+    Bodies and ids are made before the measurement.
+    """
     publisher = app.connection_for_write().transport.bulk_publisher(window=WINDOW)
     task_id, body = "0" * 36, b"[[0], {}, {}]"
 
@@ -157,7 +163,10 @@ def _template(app: Any) -> Callable[[int], None]:
 
 
 def _bare(app: Any, stack: ExitStack) -> Callable[[int], None]:
-    """Publish one prepared message repeatedly: the time of py-amqp and the broker alone."""
+    """Return a function that publishes one prepared message repeatedly.
+
+    The time is that of py-amqp and the broker alone.
+    """
     delays = stack.enter_context(app.connection_for_write()).default_channel.delays
     connection = stack.enter_context(kombu.Connection(app.conf.broker_url))
     connection.connect()

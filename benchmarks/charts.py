@@ -1,4 +1,4 @@
-"""Draw charts: few colours, direct labels, and a white background also on dark pages."""
+"""Draw the charts: few colours, labels beside the data, and a white background in dark pages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ matplotlib.rcParams.update(
 )
 
 Bar = tuple[str, float, tuple[float, float] | None, bool]
-"""Label, length, spread, and True for this package's bars."""
+"""One bar of a chart: label, length, spread, and True if the bar is about this package."""
 
 
 def short(value: float) -> str:
@@ -54,7 +54,7 @@ def figure(
 
 
 def bars(title: str, unit: str, rows: Sequence[Bar], *, limit: float | None = None) -> Figure:
-    """Draw horizontal bars, each with its figure at the end, and *limit* as the target."""
+    """Draw horizontal bars, each with its number at the end; a line marks the target *limit*."""
     picture, (axes,) = figure(title, height=1.2 + 0.38 * len(rows))
     bars_on(axes, unit, rows, limit=limit)
     return picture
@@ -66,7 +66,7 @@ def quartile_bars(
     series: Mapping[str, Sequence[float]],
     is_ours: Callable[[str], bool] = lambda label: True,
 ) -> Figure:
-    """Draw a bar per series: its length is the median, its spread the middle half."""
+    """Draw one bar per series. The bar's length is the median, its spread the middle half."""
     rows = [(label, p50, (p25, p75), is_ours(label)) for label, (p25, p50, p75) in series.items()]
     return bars(f"{title}: median, with the middle half", unit, rows)
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: run the scenarios on private brokers and write the results."""
+"""The command ``python -m benchmarks``: run scenarios on private brokers, and write the results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from celery_native_delay.testing import (
 
 
 class Scenario(Protocol):
-    """A benchmark with its chart: a module, or an object with the same functions."""
+    """A benchmark that measures and draws a chart: a module, or an object with its functions."""
 
     def run(self, bench: Bench) -> Result: ...
 
@@ -68,16 +68,16 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 ONLY_BY_NAME = frozenset(("scale-10m",))
-"""Scenarios that take an hour, or the whole memory of a machine; they run only by name."""
+"""Scenarios that take an hour or the whole memory of a machine. They run only if named."""
 
 REFERENCE = "4.3"
-"""The RabbitMQ version of published results; `make bench` installs it."""
+"""The RabbitMQ version of the published results; `make bench` installs this version."""
 
 FOLDER = Path(__file__).resolve().parent
 
 
 def main() -> int:
-    """Run the command; exit status 0 if every scenario ended, with or without met targets."""
+    """Run the command. The exit status is 0 if all scenarios ended, even if targets were missed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
         "--only",
@@ -132,7 +132,8 @@ def main() -> int:
                 results[name] = _run(name, bench)
                 results = {one: results[one] for one in SCENARIOS if one in results}
                 log(f"{name}: {results[name].seconds:.0f} s")
-                # Write now: an error in the next scenario must not lose this result.
+                # Write the results now: an error in the next scenario must not lose this scenario's
+                # result.
                 report.write(folder, about, results)
                 SCENARIOS[name].draw(results[name]).savefig(folder / f"{name}.png")
     except (BrokerMissing, BrokerFailed) as exc:

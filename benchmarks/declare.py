@@ -1,4 +1,8 @@
-"""Measure a set of delay levels: declaring it, finding it declared, and keeping it idle."""
+"""Measure a set of delay levels (queues with a TTL) in RabbitMQ.
+
+The scenario measures the time to declare a new set, the time for an existing set, and the cost of
+an idle set.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from celery_native_delay.transports.rabbitmq.topology import Topology
 ROUNDS = 5
 RECONNECTS = 5
 FUSED_BITS = (DelaySettings().fused_bits, 0, 7, 11, 31)
-"""Sets of levels, the default first."""
+"""The settings of the compared sets of delay levels (queues with a TTL), the default first."""
 IDLE_SETS = 5
 IDLE_SECONDS = 20
 SETTLE_SECONDS = 10
@@ -54,7 +58,7 @@ def run(bench: Bench) -> Result:
     order = random.Random(3)
     with bench.progress("declare", rounds) as done:
         for number in range(rounds):
-            # Any order: the first set of all meets a broker that has just started.
+            # The order is random, because the first set meets a broker that has just started.
             for label in order.sample([*settings], len(settings)):
                 with bench.vhost() as url:
                     cold[label].append(declared_ms(url, settings[label], cold=True))
@@ -89,7 +93,11 @@ def run(bench: Bench) -> Result:
 
 
 def idle_cost(bench: Bench, settings: DelaySettings | None) -> tuple[float, float]:
-    """Megabytes and percent of a core that a broker needs per empty set of levels."""
+    """Return the memory and CPU that one empty set of delay levels (queues with a TTL) costs a
+    broker.
+
+    The memory is in megabytes, the CPU in percent of a core.
+    """
     if bench.scale < 0.1:
         return float("nan"), float("nan")
     version = bench.broker.version.rpartition(".")[0]
@@ -106,7 +114,7 @@ def idle_cost(bench: Bench, settings: DelaySettings | None) -> tuple[float, floa
 
 
 def _idle(pid: int | None) -> tuple[float, float]:
-    """The resident megabytes of an idle broker, and its percent of a core."""
+    """Return the resident megabytes of an idle broker, and its CPU use in percent of a core."""
     assert pid is not None
     sleep(SETTLE_SECONDS)
     started, cpu = perf_counter(), cpu_seconds(pid)
@@ -116,7 +124,10 @@ def _idle(pid: int | None) -> tuple[float, float]:
 
 
 def declared_ms(url: str, settings: DelaySettings | None, *, cold: bool) -> float:
-    """Milliseconds to declare a set or find it declared; None stands for Celery's own levels."""
+    """Return the milliseconds to declare a set of delay levels, or to find that the set exists.
+
+    If *settings* is None, measure Celery's own delayed delivery.
+    """
     if settings is None:
         app = make_app("celery", url)
         started = perf_counter()

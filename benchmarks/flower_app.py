@@ -1,4 +1,4 @@
-"""Run Flower with a page that reports the lateness of its IO loop: ``URL``.
+"""Run Flower with an extra page that reports the lateness of Flower's IO loop: ``URL``.
 
 The first printed line is Flower's address. ``GET /late`` returns how many milliseconds late each
 iteration of the IO loop was since the last such request.

@@ -1,4 +1,4 @@
-"""Measure the client's time in ``debounce()`` and ``unique()``, beside a delayed publish."""
+"""Measure the client's time in ``debounce()`` and ``unique()``, compared with a delayed publish."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from example_project.folder_broker import SCHEME
 
 ROUNDS = 60
 BLOCK = 40
-"""Consecutive calls of one variant."""
+"""The number of consecutive calls of one variant."""
 KEYS = 10
 WAIT_SECONDS = 600.0
 
@@ -74,7 +74,7 @@ def run(bench: Bench) -> Result:
 
 @contextmanager
 def places(bench: Bench) -> Iterator[dict[str, Celery]]:
-    """Apps by the name of their broker and records."""
+    """Yield one Celery app for each broker, by the broker's name."""
     with ExitStack() as stack:
         redis = stack.enter_context(private_redis(config=REDIS_CONFIG))
         records = stack.enter_context(private_redis(config=REDIS_CONFIG))
@@ -92,7 +92,7 @@ def places(bench: Bench) -> Iterator[dict[str, Celery]]:
 
 
 def measured(bench: Bench, place: str, app: Celery, rounds: int) -> dict[str, list[float]]:
-    """The seconds of each call, by variant."""
+    """Return the seconds of each call, by variant."""
     task, delay, numbers = app.tasks[TASK], Delay(app), count()
 
     def call(make: Callable[[int], object]) -> float:

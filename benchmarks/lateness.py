@@ -26,15 +26,15 @@ from celery_native_delay.testing import private_redis
 
 TASKS = 2_000
 PER_SECOND = 200
-"""The publish rate: a confirmed publish takes 2 ms."""
+"""The number of tasks published per second. One confirmed publish takes 2 ms."""
 LONGEST_SECONDS = 30
 WARM_UP = 20
 GRACE_SECONDS = 10
-"""How many seconds after the last due time a run ends."""
+"""The number of seconds from the last due time to the end of a run."""
 
 WHOLE, FRACTIONAL = "whole seconds", "fractional"
 
-#: Broker, countdowns and method, in the order in which they are measured.
+#: The runs in order: broker, countdowns and method.
 RUNS = [
     *(("RabbitMQ", *each) for each in product((WHOLE, FRACTIONAL), LABELS)),
     *(("Redis", FRACTIONAL, method) for method in ("ours", "held")),
@@ -103,7 +103,7 @@ def _countdowns(kind: str, count: int, longest: int) -> list[float]:
 def starts_on(
     url: str, bench: Bench, method: str, countdowns: list[float], what: str
 ) -> list[float]:
-    """The lateness in milliseconds of each task's start in a worker on that broker."""
+    """Return the lateness in milliseconds of each task's start, in a worker on the broker *url*."""
     with running_worker(method, url, bench.folder) as worker:
         app = make_app(method, url, confirm=True)
         warm = len(countdowns)
@@ -122,7 +122,7 @@ def starts_on(
 
 
 def publish(bench: Bench, app: Any, countdowns: list[float], what: str) -> list[float]:
-    """Send a task for each countdown at a steady pace; returns the due times as Unix times."""
+    """Send one task for each countdown at a steady pace, and return the due times as Unix times."""
     send = app.tasks[TASK].apply_async
     due = []
     started = monotonic()

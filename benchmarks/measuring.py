@@ -1,4 +1,4 @@
-"""The parts of every scenario: broker, scale, progress, percentiles, targets and results."""
+"""Parts that all scenarios share: broker, scale, progress, percentiles, targets and results."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ BROKER_OPTIONS = {
     "config": "collect_statistics_interval = 5000",
     "erlang_arguments": "-rabbit quorum_tick_interval 5000",
 }
-"""RabbitMQ gathers statistics as rarely as by default, not as often as in tests."""
+"""Options of RabbitMQ: it collects statistics at the default interval, not as often as in tests."""
 
 REDIS_CONFIG = "appendfsync everysec\n"
-"""Redis saves data as it does by default, not as in tests."""
+"""Configuration of Redis: it saves data as by default, not as in tests."""
 
 PERCENTILES = (*range(100), 99.5, 99.9, 100)
-"""The percentiles of a drawn curve."""
+"""The percentiles at which a curve is drawn."""
 
 
 # ---- figures -------------------------------------------------------------------------------
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """The interpolated percentile of *values*; NaN if there are no values."""
+    """Return the interpolated percentile of *values*; NaN if there are no values."""
     ordered = sorted(values)
     if not ordered:
         return float("nan")
@@ -55,25 +55,25 @@ def median(values: Iterable[float]) -> float:
 
 
 def quartiles(values: Iterable[float]) -> list[float]:
-    """First quartile, median and third quartile, for a bar of a chart."""
+    """Return the first quartile, median and third quartile, for a bar of a chart."""
     ordered = sorted(values)
     return [percentile(ordered, percent) for percent in (25, 50, 75)]
 
 
 def percentile_columns(seconds: Iterable[float], unit: Literal["µs", "ms"]) -> dict[str, float]:
-    """Table columns p50, p95 and p99, in *unit*."""
+    """Return the table columns p50, p95 and p99, in *unit*."""
     ordered, factor = sorted(seconds), {"µs": 1e6, "ms": 1e3}[unit]
     return {f"p{p} {unit}": percentile(ordered, p) * factor for p in (50, 95, 99)}
 
 
 def curve(values: Iterable[float]) -> list[float]:
-    """The value at each of PERCENTILES."""
+    """Return the value at each percentile of PERCENTILES."""
     ordered = sorted(values)
     return [percentile(ordered, percent) for percent in PERCENTILES]
 
 
 def lateness_columns(late_ms: list[float]) -> dict[str, float]:
-    """Table columns for lateness in milliseconds; negative values are early."""
+    """Return table columns of lateness in milliseconds; negative values are early starts."""
     return {
         "p50 ms": percentile(late_ms, 50),
         "p95 ms": percentile(late_ms, 95),
@@ -84,7 +84,7 @@ def lateness_columns(late_ms: list[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Target:
-    """A promised bound and the measured value."""
+    """A target of a scenario: the measured value, and the bound that it should meet."""
 
     what: str
     measured: float
@@ -94,7 +94,9 @@ class Target:
 
     @property
     def met(self) -> bool:
-        """True if the measured value is within the bound; False for NaN, a run without results."""
+        """True if the measured value meets the bound. False if the value is NaN, as without
+        results.
+        """
         match self.sign:
             case "≤":
                 return self.measured <= self.limit
@@ -109,13 +111,16 @@ class Result:
 
     title: str
     setup: str
-    """The method of the measurement, so that others can repeat it."""
+    """A description of the measurement, so that others can repeat the measurement."""
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """The table: each row maps columns to text or numbers; all rows have the same columns."""
+    """The rows of the result table; each row is a dict from column to text or number.
+
+    All rows have the same columns.
+    """
     targets: list[Target] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     series: dict[str, Any] = field(default_factory=dict)
-    """The data of the chart."""
+    """The data of the chart, by label."""
     date: str = ""
     seconds: float = 0.0
     load_before: float = 0.0
@@ -126,7 +131,7 @@ class Result:
 
 
 class Bench:
-    """One run of scenarios: the shared broker, the scale and the folder for files."""
+    """One run of scenarios: the broker that they share, the scale, and a folder for files."""
 
     def __init__(self, broker: PrivateRabbitMQ, scale: float, folder: Path) -> None:
         self.broker = broker
@@ -134,7 +139,7 @@ class Bench:
         self.folder = folder
         """A folder that exists until the run ends."""
         self.console = Console(stderr=True)
-        # Refreshed by hand: a drawing thread would distort the measurement.
+        # The progress is drawn by hand: a drawing thread would distort the measurement.
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -146,12 +151,12 @@ class Bench:
         self._refreshed = 0.0
 
     def count(self, full: int, *, at_least: int = 1) -> int:
-        """Scale a number of tasks or rounds."""
+        """Return the number *full* of tasks or rounds, multiplied by the run's scale."""
         return max(at_least, round(full * self.scale))
 
     @contextmanager
     def vhost(self) -> Iterator[str]:
-        """The URL of an empty virtual host, deleted after the block with its messages."""
+        """Yield the URL of an empty virtual host; delete the virtual host after the block."""
         url = self.broker.new_vhost()
         try:
             yield url
@@ -160,7 +165,7 @@ class Bench:
 
     @contextmanager
     def progress(self, description: str, total: float) -> Iterator[Callable[[float], None]]:
-        """Show progress up to *total*; yields a function that takes the number done."""
+        """Show progress up to *total*, and yield a function to report how much is done."""
         task = self._progress.add_task(description, total=round(total))
         self._progress.start()
 
@@ -186,7 +191,7 @@ class Bench:
         timeout_seconds: float,
         every_seconds: float = 0.25,
     ) -> int:
-        """Wait until *count* returns *total* or the time is over; returns the last count."""
+        """Wait until *count* returns *total* or the time is over; return the last count."""
         deadline = monotonic() + timeout_seconds
         with self.progress(description, total) as done:
             while (reached := count()) < total and monotonic() < deadline:
@@ -199,7 +204,7 @@ class Bench:
 
 
 def machine(broker: PrivateRabbitMQ) -> dict[str, str]:
-    """The hardware, system and versions of a measurement."""
+    """Return the hardware, system and versions of a measurement."""
     packages = ("celery", "kombu", "amqp", "celery_native_delay")
     return {
         "processor": f"{os.cpu_count()} x {_processor()}",
@@ -233,12 +238,12 @@ def load_average() -> float:
 
 
 def resident_bytes(pid: int) -> int:
-    """The resident memory of a process and all its children."""
+    """Return the resident memory of a process and all its children."""
     return 1024 * sum(kilobytes for _, kilobytes in _family(pid))
 
 
 def cpu_seconds(pid: int) -> float:
-    """The CPU seconds, user and system, of a process and its living children; on Linux."""
+    """Return the CPU seconds (user and system) of a process and its living children; Linux only."""
     ticks = 0
     for member, _ in _family(pid):
         with suppress(OSError):  # it has just ended
@@ -248,7 +253,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def _family(pid: int) -> list[tuple[int, int]]:
-    """The process ids and resident kilobytes of a process and all its children."""
+    """Return the process id and resident kilobytes of a process and of all its children."""
     listing = subprocess.run(
         ["ps", "-A", "-o", "pid=,ppid=,rss="], capture_output=True, text=True, check=True
     ).stdout
@@ -265,7 +270,7 @@ def log(text: str) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Disable automatic garbage collection in the block."""
+    """Disable automatic garbage collection in the ``with`` block."""
     gc.disable()
     try:
         yield

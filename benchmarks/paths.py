@@ -1,7 +1,7 @@
-"""Show this package's functions and files on the path of a delayed task.
+"""Show which functions and files of this package run for one delayed task.
 
-``python -m benchmarks.paths`` prints them. The first publish also declares the levels; a receipt
-includes the worker's checks before it runs the task.
+``python -m benchmarks.paths`` prints a table. The first publish also declares the delay levels
+(queues with a TTL). Receiving a task includes the worker's checks before the task runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Seen = dict[CodeType, None]
 
 
 class Trace:
-    """Records this package's functions that threads enter while :meth:`recording`."""
+    """Records the functions of this package that threads enter while :meth:`recording`."""
 
     def __init__(self) -> None:
         self._by_thread: dict[int, Seen] = {}
@@ -50,7 +50,7 @@ class Trace:
             self._records = False
 
     def of(self, thread: int) -> Seen:
-        """The functions that *thread* entered, in order, without comprehensions."""
+        """Return the functions that *thread* entered, in order, without comprehensions."""
         return {
             code: None
             for code in self._by_thread.get(thread, {})
@@ -60,7 +60,7 @@ class Trace:
 
 
 def measure(url: str) -> dict[str, Seen]:
-    """The functions of each path, on an unused broker at *url*."""
+    """Return the functions of each path, measured on an unused broker at *url*."""
     app = install(Celery("paths", broker=url, set_as_current=False))
     ran, ran_in = Event(), [0]
 
@@ -94,7 +94,7 @@ def measure(url: str) -> dict[str, Seen]:
 
 
 def main() -> None:
-    """Print a table, and with ``-v`` also every function in order of its first call."""
+    """Print a table, and with ``-v`` also each function in order of its first call."""
     with private_rabbitmq() as broker:
         found = measure(broker.url)
     print(f"{'path':<16} functions  files")

@@ -17,16 +17,16 @@ from benchmarks.measuring import Bench, Result, Target, median, percentile_colum
 
 ROUNDS = 60
 BLOCK = 50
-"""Consecutive publishes of one variant."""
+"""The number of consecutive publishes of one variant."""
 WARM_UP = 100
 COUNTDOWN_SECONDS = 60
 CATCH_UP_SECONDS = 0.05
-"""Seconds for the broker to finish its work after a block without confirms."""
+"""Seconds for the broker to finish its work after a block of publishes without confirms."""
 
 
 @dataclass
 class Variant:
-    """One way to publish, with the time of each publish."""
+    """One way to publish, with the measured time of each publish."""
 
     key: str
     label: str
@@ -37,7 +37,7 @@ class Variant:
     blocks: list[list[float]] = field(default_factory=list)
     """The seconds of each publish, by block."""
     cpu_seconds: list[float] = field(default_factory=list)
-    """This process's CPU seconds per publish, by block."""
+    """The CPU seconds of this process per publish, by block."""
 
     @property
     def waits(self) -> bool:
@@ -76,7 +76,8 @@ def run(bench: Bench) -> Result:
             app = make_app(way.method, url, confirm=way.confirm, **way.settings)
             stack.callback(app.close)
             declare_for(way.method, app)
-            # Celery knows the level exchange of (b), so the measured publishes declare nothing.
+            # Celery knows the level exchange of method (b), so the measured publishes declare
+            # nothing.
             send[way.key] = app.tasks[TASK].apply_async
             for index in range(WARM_UP):
                 send[way.key]((index,), countdown=way.countdown)
@@ -97,7 +98,7 @@ def run(bench: Bench) -> Result:
 
 
 def measure(way: Variant, send: Callable[..., object]) -> None:
-    """Time each publish of one block."""
+    """Measure the time of each publish in one block."""
     block = []
     cpu = process_time()
     for index in range(BLOCK):

@@ -1,4 +1,4 @@
-"""Measure rates per key: time of the check, used share of a rate, and effect on other tasks."""
+"""Measure rate limits per key: time of a check, used share of a rate, effect on other tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure Spark's reconciliation of planned tasks and telemetry, with deliberate losses."""
+"""Measure how Spark compares planned tasks with telemetry; some losses are made on purpose."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PLANNED = 3_000_000
 
 BEGIN = datetime(2026, 11, 20, 8, tzinfo=UTC)
 SPREAD_SECONDS = 6 * 3600
-"""Seconds over which due times spread, except for the pending tasks."""
+"""The number of seconds over which due times are spread, except for pending tasks."""
 AS_OF = BEGIN + timedelta(hours=8)
 
-#: The numbers, within each thousand tasks, of the tasks that are not "ok". Some of the other tasks
-#: are retried, redelivered after their worker was killed, or have a line twice.
+#: The numbers of the tasks that are not "ok", within each thousand tasks. Some other tasks are
+#: retried, redelivered after their worker was killed, or have a line twice.
 INJECTED = {
     "missing": (7,),
     "duplicate": (11, 13),
@@ -42,7 +42,7 @@ RETRIED, REDELIVERED, WRITTEN_TWICE = (43, 47), (53,), (59,)
 
 @dataclass
 class Planned:
-    """A ledger and the events of its tasks, as Parquet and as JSON lines of telemetry."""
+    """A ledger (planned tasks) and the telemetry of its tasks, as Parquet and as JSON lines."""
 
     ledger: DataFrame
     events: DataFrame
@@ -50,7 +50,10 @@ class Planned:
 
 
 def generate(spark: SparkSession, count: int, folder: Path) -> Planned:
-    """Write *count* tasks, a multiple of 1000, to disk: two lines per attempt, shuffled."""
+    """Write a ledger and telemetry of *count* tasks to disk; *count* is a multiple of 1000.
+
+    The telemetry has two lines for each attempt, shuffled.
+    """
     if count % 1000:
         raise ValueError(f"expected a multiple of 1000 tasks, got {count}")
     injected = {name: len(of) * count // 1000 for name, of in INJECTED.items()}
@@ -87,19 +90,19 @@ def generate(spark: SparkSession, count: int, folder: Path) -> Planned:
     )
 
 
-#: As telemetry writes a moment.
+#: The format in which telemetry writes a time.
 TELEMETRY_FORMAT = "yyyy-MM-dd'T'HH:mm:ss.SSSSSSXXX"
 
 
 def events_of(tasks: DataFrame) -> DataFrame:
-    """The telemetry lines about *tasks*, shuffled like the lines of many workers."""
+    """Return the telemetry lines about *tasks*, shuffled like the lines of many workers."""
     number, due_us = F.col("number"), F.unix_micros("due")
-    # Mostly some milliseconds late, sometimes seconds.
+    # Most tasks are some milliseconds late, some are seconds late.
     late_us = F.col("random") % 30_000 + F.when(number == 60, 5_000_000).otherwise(0)
     start_us = due_us + F.when(F.col("kind") == "early", -250_000).otherwise(late_us)
 
     def attempt(which: Any, retries: int, after_us: int, outcome: str, ends: Any = True) -> Any:
-        """An array with the two lines of an attempt, for tasks where *which* is true."""
+        """Return an array with the two lines of an attempt, for tasks where *which* is true."""
         started = F.timestamp_micros(start_us + after_us)
         finished = F.timestamp_micros(start_us + after_us + 40_000)
         worker = F.concat(F.lit("worker-"), (F.col("random") + after_us) % 8)
@@ -151,7 +154,7 @@ def events_of(tasks: DataFrame) -> DataFrame:
 
 @contextmanager
 def session(bench: Bench) -> Iterator[SparkSession]:
-    """A Spark session on all processors of this machine."""
+    """Yield a Spark session on all processors of this machine."""
     spark = (
         SparkSession.builder.master("local[2]")
         .appName("native-delay-bench")

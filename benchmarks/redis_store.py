@@ -1,4 +1,4 @@
-"""Measure Redis: delaying a message, promoting it, and holding a million messages."""
+"""Measure Redis: delaying a message, moving due messages into queues, and a million messages."""
 
 from __future__ import annotations
 
@@ -32,33 +32,34 @@ from celery_native_delay.transports.redis.store import BATCH, Rounds, Store
 FEW, MANY = 1_000, 1_000_000
 ROUNDS = 60
 BLOCK = 50
-"""Consecutive publishes or adds of one variant."""
+"""The number of consecutive publishes or adds of one variant."""
 PROMOTED = 2_000
-"""The number of messages that one round promotes."""
+"""The number of messages that one round moves into their queues."""
 WINDOW = 1_000
 FAR_US = 3_600_000_000
 
 ENVELOPE = "e" * 700
-"""An envelope about as long as the message of a task with one argument."""
+"""An envelope (encoded message) about as long as the message of a task with one argument."""
 QUEUE = "bench"
 
 
 @dataclass
 class Pending:
-    """A Redis with *count* waiting messages that are due in an hour."""
+    """Measurements of a Redis in which *count* messages wait that are due in an hour."""
 
     count: int
     redis: PrivateRedis
     store: Store
     rounds: Rounds
     bytes_each: float = 0.0
-    """Bytes of Redis' memory per message, without the envelope."""
+    """The bytes of Redis' memory per message, without the envelope (encoded message)."""
     add_seconds: list[float] = field(default_factory=list)
-    """The time of one add, the median of each round."""
+    """The time to add one message: the median of each round."""
     promote_seconds: list[float] = field(default_factory=list)
-    """The time of a full batch, from one answer to the next."""
+    """The time to move a full batch of due messages into queues, from one answer to the next.
+    """
     script_us: float = 0.0
-    """The time of a full batch in Redis itself."""
+    """The time that the script in Redis itself takes for a full batch of due messages."""
 
     @property
     def per_second(self) -> float:
@@ -142,7 +143,7 @@ def run(bench: Bench) -> Result:
 
 @contextmanager
 def pending(bench: Bench, count: int) -> Iterator[Pending]:
-    """A private Redis with *count* messages, which makes no snapshot and no rewrite."""
+    """Yield a private Redis with *count* waiting messages. It makes no snapshot and no rewrite."""
     with (
         private_redis(config=REDIS_CONFIG + "auto-aof-rewrite-percentage 0") as redis,
         delaying(redis) as client,
@@ -180,7 +181,7 @@ ENTRY = entry_of(Destination((QUEUE,)), ENVELOPE)
 
 
 def member(name: str, number: int) -> str:
-    """A member as long as a real one: a UUID, a colon and 12 characters."""
+    """Return a sorted-set member as long as a real one: a UUID, a colon and 12 characters."""
     return f"{name[-20:]:_>24}{number:012}:{number % 10**12:012}"
 
 
@@ -189,7 +190,7 @@ def used_bytes(one: Pending) -> int:
 
 
 def add_some(one: Pending, number: int) -> None:
-    """Add a few messages that are due after all others."""
+    """Add a few messages that are due after all other messages, and measure the time."""
     due_us = one.store.now_us() + 2 * FAR_US
     block = []
     for index in range(BLOCK):
@@ -201,7 +202,7 @@ def add_some(one: Pending, number: int) -> None:
 
 
 def promote_some(one: Pending, number: int) -> None:
-    """Add due messages and promote them; only full batches are measured."""
+    """Add due messages and move them into their queues; only full batches are measured."""
     now_us = one.store.now_us()
     numbers = range(number * PROMOTED, (number + 1) * PROMOTED)
     store_all(one, "promoted", numbers, lambda index: now_us - 1 - index % 100)
@@ -219,7 +220,7 @@ def promote_some(one: Pending, number: int) -> None:
 
 
 def script_us(one: Pending) -> float:
-    """The median of microseconds per full batch, as Redis' slow log has them."""
+    """Return the median of microseconds per full batch, as Redis' slow log has them."""
     now_us = one.store.now_us()
     store_all(one, "script", range(PROMOTED), lambda index: now_us - 1)
     client = one.redis.client
@@ -237,7 +238,9 @@ def script_us(one: Pending) -> float:
 
 
 def publish_costs(bench: Bench, rounds: int) -> tuple[list[float], list[float], str]:
-    """The seconds of each immediate and each delayed publish, and the server's name."""
+    """Return the seconds of each immediate publish and of each delayed publish, and the server's
+    name.
+    """
     pushed: list[float] = []
     delayed: list[float] = []
     with private_redis(config=REDIS_CONFIG) as redis, delaying(redis) as connection:

@@ -22,7 +22,7 @@ def write(folder: Path, about: Mapping[str, str], results: Results) -> None:
 
 
 def read(folder: Path) -> dict[str, Result]:
-    """Read the results of the last run in *folder*; empty if there was none."""
+    """Return the results of the last run in *folder*; empty if the folder has no results."""
     file = folder / "results.json"
     if not file.exists():
         return {}
@@ -77,7 +77,8 @@ def target_rows(results: Results) -> list[dict[str, Any]]:
 
 
 def _with_unit(value: float, target: Target) -> str:
-    # A ratio that misses its target by little must not look as if it met it.
+    # The text has three decimals, so that a ratio that misses its target by little does not look
+    # met.
     text = short(value) if target.unit else f"{value:.3f}"
     return f"{text} {target.unit}".strip()
 
@@ -104,7 +105,7 @@ def _number(value: float | None) -> float:
 
 
 def _rounded(value: Any) -> Any:
-    """Round numbers to their significant digits; NaN becomes null, because JSON has no NaN."""
+    """Return *value* with its numbers rounded to significant digits; NaN becomes null for JSON."""
     match value:
         case float():
             return None if value != value else round(value, 4)

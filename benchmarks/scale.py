@@ -1,4 +1,4 @@
-"""Measure brokers with 1 or 10 million waiting tasks: memory, disk, restart, and lateness."""
+"""Measure brokers in which 1 or 10 million tasks wait: memory, disk, restart and lateness."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from celery_native_delay.testing import (
 )
 
 SOONEST_SECONDS, LATEST_SECONDS = 6 * 3600, 30 * 86_400
-"""The range of due times of the waiting tasks."""
+"""The range of the waiting tasks' delays."""
 
 FLOW = 1_000
 FLOW_PER_SECOND = 100
 FLOW_SECONDS = 1.0, 4.0
-"""The range of delays of the tasks that become due during the measurement."""
+"""The range of delays of other tasks that become due during the measurement."""
 
 GRACE_SECONDS = 60
 SETTLE_SECONDS = 10
@@ -56,7 +56,7 @@ Broker = PrivateRabbitMQ | PrivateRedis
 
 @dataclass
 class Measured:
-    """The measurements of one broker with its waiting tasks."""
+    """The measurements of one broker in which many tasks wait."""
 
     label: str
     pending: int
@@ -68,9 +68,9 @@ class Measured:
     start_seconds: float = 0.0
     """Seconds from a start with all waiting tasks to the broker's first answer."""
     late_ms: dict[str, list[float]] = field(default_factory=dict)
-    """The lateness of the side flow's tasks, by stage."""
+    """The lateness of the other tasks that became due during the measurement, by stage."""
     missing: int = 0
-    """The number of tasks of the side flow without a noted start."""
+    """The number of these other tasks without a recorded start."""
 
 
 class Scale:
@@ -148,7 +148,7 @@ def _broker(name: str) -> Iterator[Broker]:
 
 
 def fill(bench: Bench, app: Any, count: int, what: str) -> None:
-    """Send *count* delayed tasks in one batch."""
+    """Send *count* delayed tasks with ``bulk(app)``."""
     choose = random.Random(11).uniform
     with bench.progress(what, count) as done, bulk(app, timeout_seconds=None) as batch:
         for number in range(count):
@@ -159,7 +159,11 @@ def fill(bench: Bench, app: Any, count: int, what: str) -> None:
 
 
 def flow(bench: Bench, app: Any, url: str, what: str) -> tuple[list[float], int]:
-    """Run a steady load on a worker; returns each task's lateness in ms and the number missing."""
+    """Run a steady load of tasks on a worker.
+
+    Returns:
+        Each task's lateness in milliseconds, and the number of tasks that did not start.
+    """
     count = bench.count(FLOW, at_least=50)
     choose, due = random.Random(12).uniform, []
     send = app.tasks[TASK].apply_async

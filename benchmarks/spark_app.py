@@ -1,4 +1,4 @@
-"""The apps that Spark's executors import; the broker's URL is in their environment."""
+"""The Celery apps that Spark's executors import; the broker's URL is in an environment variable."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Measure lateness under a steady load of delayed and immediate messages, and their highest rates.
+"""Measure lateness under a steady load of delayed messages, and the highest rate.
 
-Immediate messages at the same rate, with the same body and queue, are the first row of every load:
-a rate that a broker cannot carry without delays it cannot carry with delays.
+The first row of every load has immediate messages at the same rate, with the same body and queue. A
+broker that is too slow for immediate messages at a rate is too slow for delayed messages, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from celery_native_delay import DelaySettings
 from celery_native_delay.testing import BrokerMissing, private_rabbitmq
 
 SECONDS = 20
-"""Seconds of sending; then the last messages become due."""
+"""The number of seconds of sending. After that, the last messages become due."""
 ROUNDS = 3
 """The number of runs of a load with a target; the run with the median p99 counts."""
 REFERENCE = "4.3"
@@ -35,13 +35,13 @@ RATES = range(2000, 10_001, 500)
 """The rates, in messages per second, that the search for the highest rate tries in order."""
 SEARCH_SECONDS = 12
 LATE_MS = 250
-"""The largest permitted p99 at the highest rate."""
+"""The largest p99 of lateness, in milliseconds, at which a rate counts as reached."""
 
 DEFAULT = DelaySettings()
 BINARY = DelaySettings(fused_bits=0)
 
 SECOND = 8
-"""Delays in units of the default resolution."""
+"""The number of units of the default resolution in a second; delays are counted in these units."""
 RANDOM = Delays("16-63 s", (16 * SECOND, 63 * SECOND), SECOND, 25)
 MINUTES = Delays("1-10 min", (60 * SECOND, 600 * SECOND), SECOND, 5)
 FRACTIONS = Delays("0.5-16 s, any fraction", (4, 16 * SECOND), 0, 125)
@@ -150,7 +150,7 @@ def run(bench: Bench) -> Result:
 
 
 def _also(bench: Bench, seconds: int) -> Iterator[tuple[Bench, SteadyRun]]:
-    """A few of the loads on the system's RabbitMQ, if it is installed."""
+    """Yield a few of the loads on the system's RabbitMQ, if it is installed."""
     if not bench.broker.version.startswith(REFERENCE) or bench.scale < 0.5:
         return
     try:
@@ -163,7 +163,7 @@ def _also(bench: Bench, seconds: int) -> Iterator[tuple[Bench, SteadyRun]]:
 
 
 def _highest(bench: Bench, label: str, settings: DelaySettings | None, result: Result) -> int:
-    """The highest of RATES that passes; the search ends after two failures in a row."""
+    """Return the highest rate of RATES that passes; the search ends after two failures in a row."""
     best = failed = 0
     for per_second in RATES if bench.scale >= 0.5 else RATES[:1]:
         run = SteadyRun(bench, Load(label, settings, RANDOM, per_second), SEARCH_SECONDS)

@@ -1,4 +1,4 @@
-"""One run of a steady load: publisher, consumer and broker are separate processes.
+"""Run one steady load: publisher, consumer and broker are separate processes.
 
 Delayed and immediate messages are Celery messages with the same body and queue.
 """
@@ -30,22 +30,23 @@ from celery_native_delay.transports.rabbitmq.channels import WindowChannel
 from celery_native_delay.transports.rabbitmq.topology import Topology
 
 TICK_SECONDS = 0.02
-"""The length of a tick; all tasks of one tick are sent together."""
+"""The length of a tick in seconds; all tasks of one tick are sent together."""
 WINDOW = 1000
 ARGUMENT_BYTES = 200
 GRACE_SECONDS = 20
 KEEPS_RATE = 0.98
 
 BODY_BEGINS = b"[["
-"""The rest of the body: the task's number, and its due time in microseconds since the epoch."""
+"""The beginning of a message body. The task's number and its due time in microseconds follow."""
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True)
 class Delays:
-    """The delays of a load in units of the default resolution; a run may use a shorter unit.
+    """The delays of a load, in units of the default resolution. A run may use a shorter unit.
 
-    The load of a level queue depends on its messages per second, not on their delay there.
+    The load of a level queue (a queue with a TTL) depends on the number of messages per second, not
+    on its TTL.
     """
 
     label: str
@@ -54,7 +55,7 @@ class Delays:
     resolution_ms: int
 
     def draw(self, random_: random.Random) -> float:
-        """Draw a delay in seconds, in whole *step* units, or of any length if *step* is 0."""
+        """Draw a delay in seconds: a multiple of *step* units, or of any length if *step* is 0."""
         shortest, longest = self.units
         if not self.step:
             return random_.uniform(shortest, longest) * self.resolution_ms / 1000
@@ -67,7 +68,9 @@ class Delays:
 
 @dataclass(frozen=True)
 class Load:
-    """One load: a rate and a set of delay levels, or None for immediate messages."""
+    """One load: a publish rate and a set of delay levels; *settings* are None for immediate
+    messages.
+    """
 
     label: str
     settings: DelaySettings | None
@@ -77,7 +80,7 @@ class Load:
 
     @property
     def mean_hops(self) -> float:
-        """The mean number of level queues per message."""
+        """The mean number of level queues that a message passes."""
         if self.settings is None:
             return 0.0
         topology = Topology(self.settings)
@@ -124,7 +127,7 @@ class SteadyRun:
                 publisher.send("go")
                 self._follow(bench, f"{what}: publish", publisher, total)
                 self.rate, self.behind_ms = publisher.recv()
-                # No messages to the running consumer: it stops by itself.
+                # Do not wait by sending messages to the consumer: it stops by itself.
                 bench.wait_for(
                     f"{what}: arrive",
                     lambda: 1 if consumer.poll() else 0,
@@ -168,7 +171,9 @@ class SteadyRun:
 
     @staticmethod
     def _follow(bench: Bench, what: str, publisher: Pipe, total: int) -> None:
-        """Show the publisher's progress; it sends its count once a second, and None at its end."""
+        """Show the publisher's progress. The publisher sends its count once a second, and None at
+        its end.
+        """
         with bench.progress(what, total) as done:
             while (published := publisher.recv()) is not None:
                 done(published)
@@ -203,9 +208,9 @@ def _publish(pipe: Pipe, url: str, load: Load, total: int) -> None:
 
 
 def _publish_immediate(pipe: Pipe, url: str, per_second: int, total: int) -> None:
-    """Send immediate messages:
+    """Send immediate messages.
 
-    Celery's message is encoded once, then number and time are replaced.
+    Celery's message is encoded once. Then its number and time are replaced for each message.
     """
     app = make_app("celery", url)
     declare_for("celery", app)
@@ -245,7 +250,7 @@ def _publish_immediate(pipe: Pipe, url: str, per_second: int, total: int) -> Non
 
 
 class _Written:
-    """A py-amqp transport that keeps written frames instead of sending them."""
+    """A py-amqp transport that collects written frames instead of sending the frames."""
 
     frames = b""
 
@@ -318,9 +323,9 @@ def _consume(pipe: Pipe, url: str, total: int) -> None:
 
 
 def _take_bodies(data: bytes, now_us: int, numbers: array[int], late_us: array[int]) -> int:
-    """Note every complete body frame in *data*; returns the number of processed bytes.
+    """Record every complete body frame in *data*; return the number of processed bytes.
 
-    A frame is its type (3: body), channel, size, payload and an end octet.
+    A frame has a type (3: body), channel, size, payload and an end octet.
     """
     begin = 0
     while len(data) - begin >= 7:

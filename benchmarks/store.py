@@ -1,4 +1,8 @@
-"""Measure the delay store: adding to SQLite, dispatching, and lateness on a folder broker."""
+"""Measure SQLite as a delay store (a database in which messages wait).
+
+The scenario measures adding messages, moving due messages to the broker, and the lateness of tasks
+on a folder broker.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +40,9 @@ from example_project.folder_broker import SCHEME, settings_of
 PENDING = 100_000
 ROUNDS = 40
 BLOCK = 200
-"""Consecutive adds of one variant."""
+"""The number of consecutive adds of one variant."""
 DISPATCHED = 1_000
-"""The number of messages that one round dispatches."""
+"""The number of due messages that one round moves to the broker."""
 TASKS = 1_000
 FAR_US = 3_600_000_000
 
@@ -55,7 +59,7 @@ ENVELOPE = json.dumps(
         },
     }
 )
-"""An envelope about as long as the message of a task with one argument."""
+"""An envelope (encoded message) about as long as the message of a task with one argument."""
 
 MODES = ("normal", "full")
 TABLE, FILES = "into the broker's tables", "into files"
@@ -67,7 +71,8 @@ def run(bench: Bench) -> Result:
     added: dict[str, list[float]] = {mode: [] for mode in MODES}
     dispatched: dict[tuple[str, str], list[float]] = {}
     order = random.Random(6)
-    # One mode after another: a sync in mode FULL would wait for the writes in mode NORMAL.
+    # Measure one mode after the other: a sync in mode FULL would wait for the writes in mode
+    # NORMAL.
     for mode in MODES:
         store = filled(bench, mode, pending)
         with quiet(), bench.progress(f"store: add and dispatch, {mode}", rounds) as done:
@@ -151,7 +156,7 @@ def fill(store: Store, count: int, first_us: int) -> None:
 
 
 def add_rate(store: Store) -> float:
-    """The rate of adding a few messages that are due after all others."""
+    """Return the rate of adding a few messages that are due after all other messages."""
     ids = [f"{random.getrandbits(128):036x}" for _ in range(BLOCK)]
     due_us = time_ns() // 1000 + 2 * FAR_US
     started = perf_counter()
@@ -173,7 +178,7 @@ def dispatch_rate(store: Store, hand_over: HandOver) -> float:
 
 @contextmanager
 def destination(bench: Bench, store: Store, place: str) -> Iterator[HandOver]:
-    """A hand-over to the broker, with an empty destination queue."""
+    """Yield a function that moves due messages to the broker, into an empty queue."""
     if place == TABLE:
         with Connection(f"sqla+{store.url.partition('?')[0]}") as connection:
             channel = connection.default_channel
@@ -181,7 +186,8 @@ def destination(bench: Bench, store: Store, place: str) -> Iterator[HandOver]:
             channel._purge(QUEUE)
             channel.session.close()
         return
-    # A new folder each: emptied, ext4 would take new files ten times as slowly for five seconds.
+    # Use a new folder each time: in an emptied folder, ext4 creates files ten times as slowly for
+    # five seconds.
     with folder_broker(bench.folder / f"folder-{monotonic_ns()}") as connection:
         yield hand_over_on(connection.default_channel, store)
 
@@ -192,7 +198,7 @@ def folder_broker(folder: Path) -> Any:
 
 
 def lateness(bench: Bench) -> list[float]:
-    """The lateness of each task's start in milliseconds."""
+    """Return the lateness of each task's start in milliseconds."""
     chosen = random.Random(7)
     count = bench.count(TASKS, at_least=20)
     delays = [round(chosen.uniform(2, 6), 3) for _ in range(count)]

@@ -19,7 +19,7 @@ from celery_native_delay.bulk import bulk
 TASKS = 15_000
 ROUNDS = 3
 COUNTDOWN_SECONDS = 12
-"""Longer than publishing all tasks, so that none becomes due before the last publish."""
+"""A countdown longer than publishing all tasks, so that no task is due before the last publish."""
 LABELS = {
     "now": "sent without delay",
     "ours": "ours, countdown=12",
@@ -35,7 +35,7 @@ def run(bench: Bench) -> Result:
     missing = dict.fromkeys(rates, 0)
     burst_seconds: list[float] = []
     for number in range(rounds):
-        # Turned by one each time: none is always first or last.
+        # Rotate the order by one each time, so that no way is always first or last.
         order = [*rates][number % len(rates) :] + [*rates][: number % len(rates)]
         for way in order:
             rate, arrived, run_count = measure(
@@ -78,7 +78,12 @@ def run(bench: Bench) -> Result:
 
 
 def measure(bench: Bench, way: str, count: int, what: str) -> tuple[float, float, int]:
-    """Tasks per second, seconds from the last due time to the last task, and tasks run."""
+    """Measure one way of sending *count* tasks.
+
+    Returns:
+        Tasks per second, seconds from the last due time to the last task, and the number of tasks
+        run.
+    """
     method = "ours" if way in ("ours", "moment") else "celery"
     with bench.vhost() as url:
         app = make_app(method, url)
@@ -113,7 +118,7 @@ def measure(bench: Bench, way: str, count: int, what: str) -> tuple[float, float
 def publish(
     bench: Bench, app: Celery, count: int, what: str, method: str, options: dict[str, Any]
 ) -> None:
-    """Publish the tasks: with this package in bulk within a second, else with Celery."""
+    """Publish the tasks: with this package in bulk within a second, otherwise with Celery."""
     task = app.tasks[TASK]
     with bench.progress(what, count) as done, ExitStack() as stack:
         send = partial(task.apply_async, producer=stack.enter_context(app.producer_or_acquire()))

@@ -1,4 +1,6 @@
-"""Measure the records: publishing with them, worker checks, and reading a million waiting tasks."""
+"""Measure the records (state about waiting tasks): publishing, worker checks, and reading many
+tasks.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ from tests.waiting import wait_until
 
 ROUNDS = 40
 BLOCK = 50
-"""Consecutive publishes of one variant."""
+"""The number of consecutive publishes of one variant."""
 CHECKS = 10_000
 ENTRY_BYTES = 900
 FEW, MANY = 100_000, 1_000_000
@@ -110,7 +112,7 @@ def row(label: str, seconds: list[float]) -> dict[str, Any]:
 
 
 Measured = tuple[list[float], list[float]]
-"""The seconds of each publish, and the CPU seconds per publish of each round."""
+"""The seconds of each publish, and the CPU seconds per publish in each round."""
 
 
 def publishes(bench: Bench, places: dict[str, str]) -> dict[str, Measured]:
@@ -142,7 +144,7 @@ def publishes(bench: Bench, places: dict[str, str]) -> dict[str, Measured]:
 
 
 def worker_checks(bench: Bench, url: str) -> list[float]:
-    """The seconds of each check that a worker makes in the records at *url*."""
+    """Return the seconds of each check that a worker makes in the records at *url*."""
     members = [f"{uuid4()}:{uuid4().hex}" for _ in range(bench.count(CHECKS, at_least=100))]
     checks = []
     records = records_at(url, "bench")
@@ -176,7 +178,7 @@ def look_at_database(bench: Bench, count: int) -> Looks:
 
 @contextmanager
 def waiting(bench: Bench, count: int) -> Iterator[tuple[str, Delay]]:
-    """Run a Redis with *count* waiting tasks; yields its URL and a Delay."""
+    """Run a Redis in which *count* tasks wait; yield its URL and a :class:`Delay`."""
     with private_redis(config=REDIS_CONFIG) as redis:
         app = make_app("ours", redis.url)
         what = f"waiting: {count:,} tasks"
@@ -190,7 +192,7 @@ def waiting(bench: Bench, count: int) -> Iterator[tuple[str, Delay]]:
 
 
 Looks = dict[str, list[float]]
-"""The seconds of each read, by method."""
+"""The seconds of each read of waiting tasks, by method of :class:`Delay`."""
 
 
 def looks_at(count: int, ways: dict[str, Callable[[], Any]]) -> Looks:
@@ -211,7 +213,10 @@ def ways_to_look(delay: Delay, count: int) -> dict[str, Callable[[], Any]]:
 
 
 def looks_at_few(bench: Bench, count: int) -> tuple[Looks, Looks, list[float]]:
-    """Time reads of a page and of many tasks; returns Flower's lateness in ms as well."""
+    """Measure the time of reading a page, and of reading many tasks.
+
+    Also return the lateness of Flower's IO loop in milliseconds.
+    """
     with waiting(bench, count) as (url, delay):
         searches: dict[str, Callable[[], Any]] = {
             f"search, first {PAGE} of all": lambda: delay.ls(f"name:{TASK}", limit=PAGE),
@@ -238,7 +243,7 @@ def by_path(ask: Callable[[str], Any], paths: dict[str, str]) -> dict[str, Calla
 
 
 def looks_at_many(bench: Bench, count: int) -> tuple[Looks, int]:
-    """Read many tasks at once; also returns by how many bytes this process grew."""
+    """Read many tasks at once. Also return the growth of this process's memory in bytes."""
     with waiting(bench, count) as (_, delay):
         before = getrusage(RUSAGE_SELF).ru_maxrss
         found = looks_at(count, ways_to_look(delay, count))
@@ -247,7 +252,7 @@ def looks_at_many(bench: Bench, count: int) -> tuple[Looks, int]:
 
 @contextmanager
 def flower(url: str) -> Iterator[Callable[[str], Any]]:
-    """Run Flower; yields a function that requests a path."""
+    """Run Flower; yield a function that requests a path of Flower."""
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.flower_app", url],
         cwd=REPOSITORY,

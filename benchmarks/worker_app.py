@@ -1,4 +1,6 @@
-"""The app of a worker that ``apps.running_worker`` starts: ``celery -A benchmarks.worker_app``."""
+"""The app of the worker that ``apps.running_worker`` starts with ``celery -A
+benchmarks.worker_app``.
+"""
 
 import json
 import os

@@ -1,1 +1,1 @@
-"""A small shop whose delayed tasks wait in the broker. Start reading at `app` and `tasks`."""
+"""A small shop whose delayed tasks wait in the broker. Start with the modules `app` and `tasks`."""

@@ -1,4 +1,6 @@
-"""The Celery app of a small shop. Only its last call is about delays."""
+"""The Celery app of a small shop. Only the last call in this module, `install(app)`, is about
+delays.
+"""
 
 import os
 
@@ -35,7 +37,8 @@ app.conf.update(
     ],
     task_default_queue="default",
     task_routes={
-        # With the queue here, producers declare it: only RabbitMQ stores exchanges in the broker.
+        # The route names the queue, so that producers declare the queue. Except for RabbitMQ, no
+        # broker stores exchanges.
         "example_project.tasks.remind": {
             "queue": "reminders",
             "exchange": "shop",
@@ -48,7 +51,8 @@ app.conf.update(
         },
     },
     beat_schedule={
-        # Sent at midnight, runs at a quarter past, when the day's last orders are booked.
+        # Beat sends this task at midnight. The task runs at a quarter past midnight, when the day's
+        # last orders are booked.
         "daily-report": {
             "task": "example_project.tasks.daily_report",
             "schedule": crontab(hour=0, minute=0),
@@ -60,7 +64,7 @@ app.conf.update(
 
 
 def can_count(broker_url: str, records: str | None) -> bool:
-    """True if the broker can keep rates: RabbitMQ needs records, and SQS cannot."""
+    """Return True if the broker can keep rate limits: RabbitMQ needs records, and SQS cannot."""
     if broker_url.startswith(("amqp", "pyamqp")):
         return bool(records)
     return not broker_url.startswith("sqs")
@@ -70,7 +74,7 @@ install(
     app,
     records=RECORDS,
     telemetry=os.environ.get("EXAMPLE_TELEMETRY"),
-    # Each courier takes two bookings a second, from all workers together.
+    # All workers together start at most two bookings a second for each courier.
     rates={"example_project.tasks.book_courier": Rate("2/s", key="courier")}
     if can_count(URL, RECORDS)
     else {},

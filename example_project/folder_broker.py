@@ -1,4 +1,4 @@
-"""A folder as the broker, such as `filesystem:///var/shop`: one machine and no server."""
+"""Settings for a folder as the broker, such as `filesystem:///var/shop`: one machine, no server."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ SCHEME = "filesystem://"
 
 
 def settings_of(broker_url: str) -> dict[str, Any]:
-    """The settings of an app whose broker is a folder; empty for any other broker."""
+    """Return the settings of an app whose broker is a folder; empty for any other broker."""
     if not broker_url.startswith(SCHEME):
         return {}
     folder = Path(broker_url.removeprefix(SCHEME))
@@ -20,6 +20,6 @@ def settings_of(broker_url: str) -> dict[str, Any]:
             "control_folder": str(folder / "control"),
             "polling_interval": 0.05,  # seconds; 1 by default
         },
-        # A folder cannot delay, so delayed tasks wait in a database beside it.
+        # A folder cannot delay messages, so delayed tasks wait in a database beside the folder.
         "native_delay_store": f"sqlite:///{folder}/delays.db",
     }

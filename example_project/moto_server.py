@@ -1,7 +1,7 @@
-"""``python moto_server.py PORT``: moto's SQS on 127.0.0.1.
+"""Run moto's SQS server on 127.0.0.1: ``python moto_server.py PORT``.
 
-It corrects two things. Moto may give one message to two concurrent receivers, and it makes delayed
-messages visible only once a second.
+The script corrects two faults of moto. Moto may give one message to two concurrent receivers. Moto
+makes delayed messages visible only once a second.
 """
 
 from __future__ import annotations

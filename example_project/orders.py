@@ -1,8 +1,8 @@
 """The data set of the Spark demo: one day's deliveries from a seeded generator.
 
 `python -m example_project.orders` writes data/orders.parquet again. Customers live in four time
-zones and say when they want their parcel by the clock on their wall; some want no reminders, and
-some rows are as bad as rows of real tables are.
+zones and choose a delivery time in their local time. Some customers want no reminders. Some rows
+have bad values, as in real tables.
 """
 
 import random
@@ -36,7 +36,7 @@ SCHEMA = pa.schema(
 
 
 def orders() -> list[dict[str, Any]]:
-    """The rows; every call returns the same ones."""
+    """Return the rows; every call returns the same rows."""
     chance = random.Random(SEED)
     rows = [_order(number, chance) for number in range(1, COUNT + 1)]
     for number, (column, value) in enumerate(_BAD):
@@ -44,7 +44,7 @@ def orders() -> list[dict[str, Any]]:
     return rows
 
 
-#: Bad values of rows 50, 150, …; the demo shows why each row is left out.
+#: The bad values of rows 50, 150, and so on. The demo shows why each of these rows is rejected.
 _BAD = (
     ("delivery", None),
     ("delivery", "2026-11-31 09:00:00"),
@@ -59,7 +59,7 @@ _BAD = (
 
 def _order(number: int, chance: random.Random) -> dict[str, Any]:
     zone = chance.choice(ZONES)
-    # Most parcels come in the morning or towards the evening of wherever they go.
+    # Most parcels come in the morning or in the evening, in the customer's time zone.
     second = int(86_400 * chance.betavariate(2, 2))
     at = (DAY + timedelta(seconds=second)).astimezone(ZoneInfo(zone))
     return {
@@ -73,7 +73,7 @@ def _order(number: int, chance: random.Random) -> dict[str, Any]:
 
 
 def utc_of(delivery: str, zone: str) -> datetime:
-    """The UTC time of a delivery."""
+    """Return the UTC time of a delivery."""
     return datetime.fromisoformat(delivery).replace(tzinfo=ZoneInfo(zone)).astimezone(UTC)
 
 

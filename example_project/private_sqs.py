@@ -3,10 +3,12 @@
     with private_sqs() as sqs:
         app = Celery(broker=sqs.url)
 
-Moto keeps everything in memory and is no SQS: what it cannot prove is that AWS remembers a
-deduplication id for five minutes also once its message is deleted (moto forgets it then), refuses
-a queue with ``DelaySeconds`` over 900 (moto takes it), deletes what is older than its retention,
-throttles, and delivers a message of a standard queue twice now and then.
+Moto keeps everything in memory and differs from SQS on AWS:
+
+- AWS remembers a deduplication id for five minutes, even if the message is deleted.
+- AWS refuses a queue with ``DelaySeconds`` over 900.
+- AWS deletes messages that are older than the queue's retention, and throttles.
+- AWS sometimes delivers a message of a standard queue twice.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from urllib.request import Request, urlopen
 from celery_native_delay.testing.processes import BrokerMissing, KeptServer, claim_ports, port_of
 
 _BOOT_SECONDS = 60
-"""The limit for a start, which usually takes 0.5 s."""
+"""The time limit of a start, which usually takes 0.5 s."""
 
 
 def require_sqs() -> None:
-    """Raise BrokerMissing with what to install, if moto or boto3 is missing."""
+    """Raise BrokerMissing if moto or boto3 is missing. The message says what to install."""
     for module in ("boto3", "flask_cors", "moto"):
         if find_spec(module) is None:
             raise BrokerMissing(f"{module} is not installed: pip install moto flask flask-cors")
@@ -37,10 +39,10 @@ def require_sqs() -> None:
 
 @contextmanager
 def private_sqs() -> Iterator[PrivateSqs]:
-    """Run a private SQS until the block ends.
+    """Run a private SQS server until the ``with`` block ends.
 
     Raises:
-        BrokerMissing: moto or boto3 is not installed; the message says how to install it.
+        BrokerMissing: moto or boto3 is not installed. The message says what to install.
         BrokerFailed: the server does not start.
     """
     require_sqs()
@@ -51,12 +53,12 @@ def private_sqs() -> Iterator[PrivateSqs]:
 
 
 class PrivateSqs:
-    """An SQS server of this process, created by private_sqs()."""
+    """A private SQS server (moto), made by private_sqs(); ends with the Python process."""
 
     port: int
     """The TCP port on 127.0.0.1, the same after kill() and start()."""
     folder: Path
-    """The folder of the log, removed by close()."""
+    """The folder of the server's log; close() removes the folder."""
 
     def __init__(self) -> None:
         self._claims = claim_ports(1)
@@ -79,12 +81,12 @@ class PrivateSqs:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the server; None while it is stopped."""
+        """The process id of the server; None while the server is stopped."""
         return self._server.pid
 
     @cached_property
     def client(self) -> Any:
-        """A boto3 client, closed with this object."""
+        """A boto3 client of the server; close() closes the client."""
         import boto3
 
         return boto3.Session("private", "private", region_name="us-east-1").client(
@@ -92,18 +94,19 @@ class PrivateSqs:
         )
 
     def start(self) -> None:
-        """Start the server on the same port, with no queues.
+        """Start the server on the same port, without queues.
 
-        Raises BrokerFailed with the end of the log if the server does not start within 60 s.
+        Raises BrokerFailed if the server does not start within 60 s. The message has the end of the
+        log.
         """
         self._server.start(self._serves, within_seconds=_BOOT_SECONDS)
 
     def stop(self) -> None:
-        """Stop the server; all its messages are lost, unlike on AWS."""
+        """Stop the server. All its messages are lost, unlike on AWS."""
         self._server.end(signal.SIGTERM, within_seconds=60)
 
     def kill(self) -> None:
-        """Kill the server with SIGKILL; all its messages are lost."""
+        """Kill the server with SIGKILL. All its messages are lost."""
         self._server.end(signal.SIGKILL)
 
     def wipe(self) -> None:
@@ -111,7 +114,7 @@ class PrivateSqs:
         urlopen(Request(f"{self.endpoint}/moto-api/reset", method="POST"), timeout=30).close()
 
     def close(self) -> None:
-        """Kill the server and remove its folder; happens by itself at exit."""
+        """Kill the server and remove its folder. The same happens when the Python process ends."""
         self._server.close()
         if "client" in vars(self):
             self.client.close()
@@ -119,7 +122,7 @@ class PrivateSqs:
             claim.close()
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last *lines* lines of the server's log."""
+        """Return the last *lines* of the server's log."""
         return self._server.log_tail(lines)
 
     def _serves(self) -> bool:

@@ -1,6 +1,7 @@
-"""Write every start of a task as one JSON line into the file EXAMPLE_RECORD.
+"""Write each start of a task as one JSON line into the file that EXAMPLE_RECORD names.
 
-The demo reads the starts from this file. Without the environment variable nothing is written.
+The demo reads the starts from this file. If the environment variable is not set, nothing is
+written.
 """
 
 import json
@@ -14,7 +15,9 @@ from celery.signals import task_prerun
 
 
 def due_seconds(eta: str | None) -> float | None:
-    """The Unix time of an ETA in a Celery message; a naive ETA is in UTC, the app's time zone."""
+    """Return the Unix time of an ETA in a Celery message; a naive ETA is in the app's time zone,
+    UTC.
+    """
     if eta is None:
         return None
     due = datetime.fromisoformat(eta)
@@ -23,7 +26,7 @@ def due_seconds(eta: str | None) -> float | None:
 
 @task_prerun.connect
 def record_start(task_id: str, task: Task, **_: Any) -> None:
-    """Append one line about the starting attempt."""
+    """Append one line about the attempt that starts."""
     started = time.time()
     if not (path := os.environ.get("EXAMPLE_RECORD")):
         return
@@ -36,7 +39,8 @@ def record_start(task_id: str, task: Task, **_: Any) -> None:
         "pid": os.getpid(),
         "delivery_info": task.request.delivery_info,
     }
-    # A single write to a file opened for appending, so lines of several processes never mix.
+    # The line is a single write to a file opened for appending, so lines of several processes never
+    # mix.
     record = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(record, json.dumps(line).encode() + b"\n")

@@ -1,9 +1,12 @@
-"""Remind a day's customers from Spark, on a private broker, and prove that each was reminded.
+"""Remind a day's customers from Spark on a private broker, and prove that each customer was
+reminded.
 
-`make demo-spark` or `python -m example_project.spark_demo [BROKER]`. The pipeline is
-`reminders()`; everything else starts a broker, a worker and a local Spark, and shows what happens.
-A day passes in twenty seconds. Exit status: 0 if every task ran once and not early, 1 if not, 2
-without a broker or Java.
+Run it with `make demo-spark` or `python -m example_project.spark_demo [BROKER]`. The function
+`reminders` is the Spark pipeline. All other functions start a broker, a worker and a local Spark,
+and show what happens. A day of the data passes in twenty seconds.
+
+The exit status is 0 if every task ran once and not early. The exit status is 1 if not, and 2 if
+there is no broker or no Java.
 """
 
 import os
@@ -33,26 +36,26 @@ from example_project.demo import main, running_worker
 from example_project.demo_broker import REPOSITORY, demo_broker
 from example_project.orders import DAY, PATH
 
-#: Seconds of the data's day per second of the demo.
+#: How many seconds of the data's day pass in one second of the demo.
 SPEED = 86_400 / 20
 
-#: A rehearsal of the plan shows the speed of this machine. Plan, ledger and sending jobs may take
-#: this many times longer, and sending itself has at least this rate.
+#: A rehearsal of the plan measures the speed of this machine. The jobs for plan, ledger and sending
+#: may take this many times longer than the rehearsal. Sending has at least the rate below.
 REHEARSALS = 2
 SLOWEST_PER_SECOND = 1_000
 SPARE_SECONDS = 5
 
-#: Seconds after the last due time at which the demo stops waiting.
+#: The demo stops waiting this many seconds after the last due time.
 RUN_LIMIT_SECONDS = 90
 
 #: Where the lateness is drawn, in the folder this is started from.
 
 
 def reminders(orders: DataFrame, start: datetime) -> FanOut:
-    """Build the tasks: an e-mail at delivery time to each customer who wants one.
+    """Build the tasks: an e-mail at delivery time to each customer who wants a reminder.
 
-    *start* is the beginning of the data's day. A real pipeline would use the times unchanged, with
-    eta="delivery" and eta_zone=col("zone").
+    *start* is the time at which the data's day begins in the demo. A real pipeline would use the
+    times unchanged, with eta="delivery" and eta_zone=col("zone").
     """
     at = f.try_to_timestamp(f.concat_ws(" ", "delivery", "zone"))
     into_day = f.unix_micros(at) - f.lit(int(DAY.timestamp() * 1_000_000))
@@ -74,7 +77,8 @@ def reminders(orders: DataFrame, start: datetime) -> FanOut:
 
 
 def lead(rehearsal_seconds: float, count: int) -> timedelta:
-    """The time until the first of *count* reminders is due: enough to plan and send all.
+    """Return the time until the first of *count* reminders is due: enough to plan and send all
+    reminders.
 
     *rehearsal_seconds* is the time that planning took in a rehearsal.
     """
@@ -83,9 +87,10 @@ def lead(rehearsal_seconds: float, count: int) -> timedelta:
 
 
 def session_of(folder: Path, broker_url: str) -> SparkSession:
-    """A Spark session with two slots on this machine, or on the cluster SPARK_MASTER.
+    """Return a Spark session with two slots on this machine, or on the cluster SPARK_MASTER.
 
-    The cluster needs the same Python packages; the app finds its broker in the environment.
+    The cluster needs the same Python packages. The app reads its broker from an environment
+    variable.
     """
     os.environ |= {"PYSPARK_PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY)}
     if "SPARK_MASTER" not in os.environ:
@@ -105,7 +110,7 @@ def session_of(folder: Path, broker_url: str) -> SparkSession:
 
 
 def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
-    """Run the whole demo; True if every promise held."""
+    """Run the whole demo, and return True if every promise held."""
     record, telemetry, ledger = folder / "record.jsonl", folder / "telemetry", folder / "ledger"
     record.touch()
     with ExitStack() as stack:
@@ -164,7 +169,7 @@ def _wait_for(plan: Plan, record: Path, console: Console) -> None:
 
 
 def tell(found: Reconciliation, result: FanOutResult, console: Console) -> bool:
-    """Show the result of every row; True if every task is ok and no row is missing."""
+    """Show the result of every row, and return True if every task is ok and no row is missing."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("what became of it", no_wrap=True)
     for heading in ("rows", "late by p50", "p99", "at most"):
@@ -189,12 +194,15 @@ def tell(found: Reconciliation, result: FanOutResult, console: Console) -> bool:
     return {one["verdict"] for one in ended} == {"ok"} and told == result.rows
 
 
-#: Seconds between due time and start.
+#: Columns of the seconds between due time and start.
 LATENESS = ("late_p50", "late_p99", "late_max")
 
 
 def tally(found: Reconciliation) -> list[Any]:
-    """The tasks and their lateness by verdict; tasks sent after their due time count separately."""
+    """Return the number of tasks and their lateness by verdict.
+
+    Tasks that were sent after their due time count separately.
+    """
     late = f.percentile_approx("late_seconds", [0.5, 0.99])
     groups = found.verdicts.groupBy(
         "verdict", f.coalesce("sent_after_due", f.lit(False)).alias("sent_after_due")

@@ -1,6 +1,6 @@
 """The delayed tasks of the shop: reminders, e-mails, charges, and a chain of all three.
 
-Everything here is ordinary Celery. Delayed tasks wait in the broker: no worker holds them.
+This module is ordinary Celery. The delayed tasks wait in the broker, and no worker holds them.
 """
 
 from datetime import datetime, timedelta
@@ -16,7 +16,7 @@ DAY_SECONDS = 24 * 60 * 60
 
 log = get_task_logger(__name__)
 
-#: On RabbitMQ the three functions at the end need records, ``DELAY_RECORDS=redis://…``.
+#: On RabbitMQ, the three functions at the end need records: ``DELAY_RECORDS=redis://…``.
 delay = Delay(app)
 
 
@@ -38,9 +38,9 @@ def remind(order_id: int) -> None:
     bind=True,
     autoretry_for=(MailServerBusy,),
     max_retries=10,
-    retry_backoff=2,  # seconds, doubled each time …
+    retry_backoff=2,  # seconds; each retry doubles the wait
     retry_backoff_max=600,
-    retry_jitter=True,  # … of which a random part is waited
+    retry_jitter=True,  # the actual wait is a random part
 )
 def send_email(self: Task, address: str, subject: str, busy_attempts: int = 0) -> None:
     """Send an e-mail; in the first *busy_attempts* attempts the mail server is busy."""
@@ -53,7 +53,10 @@ def send_email(self: Task, address: str, subject: str, busy_attempts: int = 0) -
 def charge(
     self: Task, order_id: int, declined_attempts: int = 0, retry_seconds: float = DAY_SECONDS
 ) -> None:
-    """Charge the card; the bank declines *declined_attempts* times, each retried a day later."""
+    """Charge the card; the bank declines the first *declined_attempts* attempts.
+
+    Each declined attempt is retried a day later.
+    """
     if self.request.retries < declined_attempts:
         raise self.retry(countdown=retry_seconds, exc=CardDeclined(order_id))
     log.info("order %s: charged", order_id)
@@ -61,9 +64,10 @@ def charge(
 
 @app.task(bind=True, max_retries=10)
 def book_courier(self: Task, order_id: int, courier: str, busy_attempts: int = 0) -> None:
-    """Book a courier;
+    """Book a courier.
 
-    `rates` in `app` limits the bookings per second. A busy courier asks to wait.
+    `rates` in the module `app` limits the bookings per second. If the courier is busy, all bookings
+    of this courier wait.
     """
     if self.request.retries < busy_attempts:
         raise RetryAfter(60)  # all other bookings of this courier wait as long
@@ -72,7 +76,7 @@ def book_courier(self: Task, order_id: int, courier: str, busy_attempts: int = 0
 
 @app.task
 def escalate(order_id: int) -> None:
-    """Hand an unpaid order over to a person."""
+    """Pass an unpaid order to the accounting department."""
     log.info("order %s: to the accounting department", order_id)
 
 
@@ -84,7 +88,7 @@ def count_stock(product: str) -> None:
 
 @app.task
 def daily_report() -> None:
-    """Report the day's orders; beat sends it, see `app`."""
+    """Report the day's orders; beat sends this task, as configured in the module `app`."""
     log.info("yesterday's orders: …")
 
 
@@ -94,7 +98,7 @@ def remind_before_delivery(order_id: int, delivery: datetime) -> AsyncResult:
 
 
 def collect(order_id: int, *, wait_seconds: float = 2 * DAY_SECONDS) -> AsyncResult:
-    """Remind at once, charge after *wait_seconds*, and escalate *wait_seconds* after that."""
+    """Remind at once, charge after *wait_seconds*, and escalate after another *wait_seconds*."""
     return chain(
         remind.si(order_id),
         charge.si(order_id).set(countdown=wait_seconds),
@@ -103,16 +107,16 @@ def collect(order_id: int, *, wait_seconds: float = 2 * DAY_SECONDS) -> AsyncRes
 
 
 def stock_has_changed(product: str, *, quiet_seconds: float = 5) -> AsyncResult:
-    """Count a product's stock when no order comes for a while, after a minute at the latest."""
+    """Count a product's stock when no order has come for *quiet_seconds*, but within a minute."""
     task = count_stock.s(product)
     return delay.debounce(task, key=product, seconds=quiet_seconds, max_wait_seconds=60)
 
 
 def remind_once(order_id: int, *, pause_seconds: float = DAY_SECONDS) -> AsyncResult:
-    """Remind the customer at most once a day, however often this is called."""
+    """Remind the customer at most once per *pause_seconds*, even if called more often."""
     return delay.throttle(remind.s(order_id), key=f"order:{order_id}", seconds=pause_seconds)
 
 
 def charge_once(order_id: int, *, wait_seconds: float = DAY_SECONDS) -> AsyncResult:
-    """Charge the card later, unless a charge of this order waits, runs or is to be retried."""
+    """Charge the card later, unless a charge of the same order waits, runs or will be retried."""
     return delay.unique(charge.s(order_id), key=f"order:{order_id}", countdown=wait_seconds)

@@ -1,4 +1,4 @@
-"""Bulk publishing of delayed tasks: ``bulk(app)``."""
+"""Publish many delayed tasks fast: ``bulk(app)``."""
 
 from .batch import Bulk, BulkResult, bulk
 

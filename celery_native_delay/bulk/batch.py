@@ -5,11 +5,11 @@
             batch.send("shop.remind", kwargs={"order": order.id}, eta=order.due)
     print(batch.result)
 
-The first two tasks of each kind (name, route and options) are published by ``apply_async``. The
-first message becomes a template, which must also produce the second one. Later tasks only fill the
-template. That needs proof that no code would see or change their messages: no publish signals,
-wrapped or overridden methods, links, stamps, compression, ``expires``, other serializers or
-protocols, or router functions.
+``apply_async`` publishes the first two tasks of each kind (name, route and options). The first
+message becomes a template (an encoded task message in which only id, due time and arguments
+change). Later tasks only fill the template. A template is used only if no other code would see or
+change the messages: no publish signals, wrapped or overridden methods, links, stamps, compression,
+``expires``, other serializers or protocols, or router functions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..transports.bulk_publisher import RandomIds
 from .kinds import Kinds, Made, Sample
 from .plain_publishing import PlainPublishing
 
-#: Options that the template may contain, because all tasks of a kind have the same.
+#: Options that a template may contain, because all tasks of a kind have the same options.
 _TEMPLATE_OPTIONS = frozenset(
     ("queue", "exchange", "routing_key", "priority", "ignore_result", "shadow", "time_limit",
      "soft_time_limit", "delivery_mode", "retry")
@@ -45,18 +45,18 @@ _SIMPLE = frozenset((str, int, bool, type(None)))
 _ENCODER = json.JSONEncoder()
 _NO_CANVAS = ', {"callbacks": null, "errbacks": null, "chain": null, "chord": null}]'
 
-#: Sending stops after this many refused tasks.
+#: ``send`` raises PublishRefused when the broker has refused this many tasks.
 MOST_REFUSED = 10_000
 
-#: Tasks sent between two counts of the refused ones.
+#: The number of tasks sent between two looks at the broker's refusals.
 _LOOK_EVERY = 1000
 
 
 @dataclass
 class BulkResult:
-    """The result of a batch: how many tasks were sent, and which were refused.
+    """The result of a batch: how many tasks were sent, and which tasks the broker refused.
 
-    The broker has not answered for the tasks *in_doubt*: it may have them.
+    The broker has not answered for the tasks *in_doubt*: the broker may have these tasks.
     """
 
     sent: int = 0
@@ -67,12 +67,12 @@ class BulkResult:
 
     @property
     def confirmed(self) -> int:
-        """The number of tasks that the broker has confirmed, once the batch has ended."""
+        """The number of tasks that the broker has confirmed, known when the batch has ended."""
         return self.sent - len(self.refused) - len(self.in_doubt)
 
     @property
     def returned(self) -> list[RefusedMessage]:
-        """The refused messages that no queue is bound for."""
+        """The refused messages that the broker returned because no queue is bound for them."""
         return [message for message in self.refused if message.returned]
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class BulkResult:
 
 
 class Bulk:
-    """A batch of delayed tasks, made by :func:`bulk`; for one thread, with its own connection."""
+    """A batch of delayed tasks, made by :func:`bulk`, for one thread; it has its own connection."""
 
     def __init__(
         self,
@@ -159,10 +159,10 @@ class Bulk:
         """Send a task as ``apply_async`` would, without waiting for the broker.
 
         Args:
-            task: the task or its name; it need not be registered here.
+            task: the task or its name. A task given by name need not be registered in this app.
             args, kwargs: the task's arguments.
-            eta: the due time; a naive one is UTC.
-            countdown: seconds from now, instead of *eta*.
+            eta: the due time; a naive datetime is UTC.
+            countdown: seconds from now; use it instead of *eta*.
             task_id: the task's id; a UUID by default.
             **options: other options of ``apply_async``: ``queue``, ``priority``, ``expires``, …
 
@@ -174,7 +174,7 @@ class Bulk:
             PublishRefused: the broker has refused :data:`MOST_REFUSED` tasks.
             RuntimeError: the ``with`` block has not begun or has ended; the task was not sent.
             OSError, amqp.exceptions.AMQPError: the connection has been lost for a minute, or the
-                broker does not let the app in; the task was not sent. During one outage only the
+                broker rejects the app's login. The task was not sent. During one outage only the
                 first task waits for a minute.
         """
         if not self._is_open:
@@ -187,7 +187,7 @@ class Bulk:
             known = task = maybe_evaluate(task)
         key: Any = task if known is None else known
         if options:
-            # 1, 1.0 and True are equal keys, but differ in a message.
+            # 1, 1.0 and True are equal keys, but give different messages.
             key = (key, tuple(options.items()), tuple(map(type, options.values())))
         sent, made, hooks = False, None, ()
         if options.keys() <= _TEMPLATE_OPTIONS and _hashable(key):
@@ -214,13 +214,13 @@ class Bulk:
 
     @property
     def unconfirmed_count(self) -> int:
-        """The number of sent tasks that the broker has not answered for."""
+        """The number of sent tasks that the broker has neither confirmed nor refused."""
         waiting = 0 if self._publisher is None else int(self._publisher.outbox.unconfirmed_count)
         return len(self.result.in_doubt) + waiting
 
     @property
     def has_given_up(self) -> bool:
-        """True if the connection was lost for too long, or the broker does not let the app in."""
+        """True if the connection was lost for too long, or the broker rejects the app's login."""
         return bool(self._publisher.outbox.has_given_up)
 
     def _made(
@@ -232,7 +232,7 @@ class Bulk:
         countdown: float | None,
         task_id: str,
     ) -> Made | None:
-        """The values for a template; None if the task must go by ``apply_async``."""
+        """Return the values that fill a template; None if ``apply_async`` must publish the task."""
         if type(args) not in (list, tuple) or type(kwargs) is not dict:
             return None
         at_us = time_ns() // 1000
@@ -246,7 +246,7 @@ class Bulk:
             text = eta if isinstance(eta, str) else eta.isoformat()
         else:
             return None
-        args = args or ()  # as Celery, whose argsrepr shows it
+        args = args or ()  # as Celery does, so that argsrepr is the same
         if known is not None and getattr(known, "typing", False):
             known.__header__(*args, **kwargs)
         values = (
@@ -259,7 +259,7 @@ class Bulk:
         return Made(at_us, due_us, values)
 
     def _iso(self, due_us: int) -> str:
-        """The time as ISO 8601 in the app's time zone; the text of the last second is cached."""
+        """Return the time as ISO 8601 in the app's time zone; the last second's text is cached."""
         second, us = divmod(due_us, 1_000_000)
         if second != self._second:
             whole = (_EPOCH + timedelta(seconds=second)).astimezone(self._timezone).isoformat()
@@ -289,23 +289,23 @@ class Bulk:
 
 
 def bulk(app: Celery, **options: Any) -> Bulk:
-    """A batch of delayed tasks of *app*, for a ``with`` block.
+    """Return a batch that publishes delayed tasks of *app*, for a ``with`` block.
 
     The end of the block waits until the broker has confirmed all tasks. Then ``batch.result`` has
     the counts.
 
     Args:
         app: a Celery app with ``install(app)``.
-        window: the most messages without a confirm, which are kept in memory;
+        window: the largest number of unconfirmed messages, which are kept in memory;
             ``native_delay_confirm_window`` by default.
-        check: False: do not raise at the end if tasks were refused; the result has them.
+        check: if False, do not raise at the end if tasks were refused; the result has these tasks.
         timeout_seconds: seconds for which the end of the block waits for confirms, 60 by default;
             None waits for ever.
         headers: headers for every message of the batch.
 
     Raises:
         UnsupportedBroker: ``install(app)`` was not called, or the broker cannot delay tasks.
-        PublishRefused: at the end of the block, if tasks were refused or are in doubt.
+        PublishRefused: at the end of the block, if the broker refused or did not confirm tasks.
     """
     return Bulk(app, **options)
 
@@ -320,10 +320,7 @@ def check_broker(connection: Any) -> None:
 
 
 def short_repr(arguments: Any, max_size: int) -> str | None:
-    """Text like that of Celery's ``saferepr``, ten times as fast; None if arguments are not simple.
-
-    Arguments are simple if they are flat, short and need no escapes.
-    """
+    """Return Celery's ``saferepr`` ten times as fast; None if arguments are not flat and short."""
     values = arguments.values() if type(arguments) is dict else arguments
     if not _SIMPLE.issuperset(map(type, values)):
         return None

@@ -1,8 +1,8 @@
-"""Templates of ``bulk(app)``, one for each kind of task (name, route and options).
+"""Templates for ``bulk(app)``: one for each kind of task (name, route and options).
 
-The first task of a kind goes by ``apply_async``; its message becomes the template. The template is
-used if no code would see or change the messages, and if it also produces the message of the second
-task, which has other arguments. After a reconnect, and once a minute, another task checks both.
+A template is an encoded task message in which only id, due time and arguments change. A kind's
+first message becomes the template, which must reproduce the second message. No other code may see
+or change the messages. After a reconnect, and once a minute, another task repeats both checks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("celery_native_delay.bulk")
 
 
 class Made(NamedTuple):
-    """The values that differ between two tasks of a kind, as they were at *at_us*."""
+    """The values that fill a template: id, due time and arguments, computed at *at_us*."""
 
     at_us: int
     due_us: int
@@ -34,10 +34,11 @@ class Made(NamedTuple):
 
 @dataclass(slots=True)
 class Kind:
-    """A kind of task with its template, *learnt*, for one connection (*generation*).
+    """A kind of task (name, route, options) and its template for one connection (*generation*).
 
-    It is valid while *hooks* are the same objects. Once *checked*, it may be used for the arguments
-    in *body*; if that is None, for all arguments.
+    The template (an encoded task message) is valid while *hooks* are the same objects. *checked* is
+    true if the template has reproduced a second message. If *body* is not None, the template serves
+    only these arguments.
     """
 
     learnt: TaskTemplate
@@ -47,16 +48,13 @@ class Kind:
     checked: bool = False
 
     def serves(self, made: Made, generation: int) -> bool:
-        """True if the template may be used for the values *made* on this connection."""
+        """Return True if *made* may fill the template; *generation* is the current connection."""
         known = self.checked and (self.body is None or self.body == made.values[-1])
         return known and self.generation == generation
 
 
 class Sample(NamedTuple):
-    """A task that was just published by ``apply_async``.
-
-    *made* are the values that a template would have been filled with; None if it could not be.
-    """
+    """A task that ``apply_async`` has just published; *made* is None if no template can send it."""
 
     key: Any
     known: Task | None
@@ -67,7 +65,7 @@ class Sample(NamedTuple):
 
 
 class Kinds:
-    """All kinds of tasks of one batch."""
+    """All kinds of tasks (name, route and options) in one batch, with their templates."""
 
     def __init__(
         self, plain: PlainPublishing, publisher: BulkPublisher, iso: Callable[[int], str]
@@ -76,23 +74,26 @@ class Kinds:
         self._publisher = publisher
         self._iso = iso
         self._kinds: dict[Any, Kind] = {}
-        #: Kinds whose template would not produce the next message.
+        #: Kinds whose template would not reproduce the next message.
         self._without_template: set[Any] = set()
-        #: The hooks of kinds whose messages some code would see.
+        #: The hooks of each kind whose messages are seen or changed by other code.
         self._observed: dict[Any, tuple[Any, ...]] = {}
         self._logged: set[str] = set()
 
     def hooks(self, key: Any, known: Task | None) -> tuple[Any, ...]:
-        """The hooks of a task (see :class:`PlainPublishing`); none if its kind has no template."""
+        """Return the objects that other code would replace in order to see this task's messages.
+
+        The tuple is empty if the kind *key* cannot have a template (an encoded task message).
+        """
         return () if key in self._without_template else self._plain.hooks(known)
 
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:
-        """The kind of *key*; None if there is none, or if a hook has been replaced since."""
+        """Return the kind *key*; None if the kind is unknown, or if a hook has been replaced."""
         kind = self._kinds.get(key)
         return kind if kind is not None and same(kind.hooks, hooks) else None
 
     def learn(self, sample: Sample) -> None:
-        """Make or check the template of a kind by a task that was just published."""
+        """Make a template from a task that was just published, or check the existing template."""
         key, now_us = sample.key, time_ns() // 1000
         kind = self.of(key, sample.hooks)
         generation = self._publisher.outbox.connects
@@ -110,9 +111,9 @@ class Kinds:
                     kind.body = None
 
     def _begin(self, sample: Sample, before: Kind | None, now_us: int) -> None:
-        """Make a template of the last message, unless some code would see or change messages.
+        """Make a template from the last message, unless other code would see such messages.
 
-        If the template *before* would have produced this message, the new one counts as checked.
+        If the old template *before* would have produced this message, the new one is *checked*.
         """
         key, hooks = sample.key, sample.hooks
         if same(self._observed.get(key, ()), hooks):
@@ -132,10 +133,7 @@ class Kinds:
         self._kinds[key] = kind
 
     def _made_by(self, kind: Kind, sample: Sample, now_us: int) -> bool | None:
-        """True if the template would produce the last message.
-
-        None if it cannot be compared: the task was due, or could not have gone by template.
-        """
+        """Return True if the template of *kind* would produce the last message; None if unknown."""
         if sample.made is None:
             return None
         headers = self._publisher.last_headers
@@ -153,7 +151,6 @@ class Kinds:
         return self._publisher.made_by(kind.learnt, values)
 
     def _log(self, level: int, why: str) -> None:
-        """Log once per batch why tasks go by ``apply_async``."""
         if why not in self._logged:
             self._logged.add(why)
             logger.log(level, "sending by apply_async, not by template: %s", why)

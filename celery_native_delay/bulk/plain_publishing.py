@@ -1,7 +1,9 @@
-"""Proof that only Celery and kombu see a task when it is published, so that a template may be used.
+"""Check that only Celery and kombu see a task when it is published.
 
-A function belongs to a class if it was compiled there: it has the module's globals, and its code
-has the class's name. ``functools.wraps`` does not copy these.
+``bulk(app)`` makes this check before it publishes by template (an encoded task message).
+
+A function belongs to a class if the function was compiled in that class: it has the module's
+globals, and its code has the class's name. ``functools.wraps`` copies neither of the two.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from ..app.installation import Installation
 _OURS = frozenset(("celery", "kombu"))
 _MISSING = object()
 
-#: The methods that publishing calls of each object.
+#: The methods of each object that are called when a task is published.
 _OF_TASK = ("apply_async", "shadow_name", "_get_exec_options", "_get_app", "AsyncResult")
 _OF_APP = ("producer_or_acquire", "now", "thread_oid")
 _OF_ROUTER = ("route", "expand_destination", "lookup_route", "query_router")
 _OF_PRODUCER = ("publish", "_publish", "_prepare", "_delivery_details", "maybe_declare")
 
-#: Attributes of a task that ``apply_async`` reads each time.
+#: Attributes of a task that each call of ``apply_async`` reads.
 _READ_OF_TASK = ("name", "ignore_result", "time_limit", "soft_time_limit")
 
 _SIGNALS = {
@@ -49,12 +51,11 @@ class PlainPublishing:
         self._app = installation.app
 
     def hooks(self, task: Task | None) -> tuple[Any, ...]:
-        """The objects that code usually replaces or listens to in order to see a task.
+        """Return the objects that other code would replace, or listen to, in order to see a task.
 
-        It is cheap enough for each message. While they are the :func:`same`, :meth:`witness` need
-        be called once a minute only.
+        While these objects stay the :func:`same`, call :meth:`witness` once a minute only.
         """
-        # From their dicts, which is ten times as fast as kombu's cached_property.
+        # Read the objects' dicts, which is ten times as fast as kombu's cached_property.
         app = self._app
         amqp = vars(app).get("amqp") or app.amqp
         cached = vars(amqp)
@@ -77,10 +78,7 @@ class PlainPublishing:
         )
 
     def witness(self, task: Task | None) -> str:
-        """The first code found that may see or change *task* when it is published; "" if none.
-
-        A *task* of None is one that is not registered here.
-        """
+        """Return the first reason why other code may see or change *task*; "" if no code may."""
         found = next(self._witnesses(), "")
         if not found and task is not None:
             found = next(self._witnesses_of(task), "")
@@ -144,14 +142,14 @@ class PlainPublishing:
 
 
 def same(hooks: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    """True if they are the same objects; ``==`` would be true for some wrappers."""
+    """Return True if both tuples have the same objects; ``==`` would be True for some wrappers."""
     return len(hooks) == len(others) and all(map(is_, hooks, others))
 
 
 def _foreign(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
-    """The attributes among *names* of a class or object that are not Celery's or kombu's.
+    """Yield the attributes *names* of a class or object that are not Celery's or kombu's.
 
-    All base classes are checked, because a method that overrides another one calls that.
+    All base classes are checked, because an overriding method may call the method of a base class.
     """
     is_class = isinstance(owner, type)
     for name in names:
@@ -164,7 +162,7 @@ def _foreign(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
 
 
 def _is_of(found: Any, owner: type, name: str) -> bool:
-    """True if *found* is the method *name* of *owner*, a class of Celery or kombu."""
+    """Return True if *found* is the method *name* of *owner*, a class of Celery or kombu."""
     return _is_of_module(found, owner.__module__, f"{owner.__qualname__}.{name}")
 
 
@@ -179,15 +177,14 @@ def _is_of_module(found: Any, module: str, qualname: str) -> bool:
 
 
 def _function(found: Any) -> Any:
-    """The function of a method, class method or property."""
     if type(found) in (MethodType, classmethod, staticmethod):
         return found.__func__
     return found.fget if type(found) is property else found
 
 
 def _name(found: Any) -> str:
-    """The module and qualified name under which *found* was compiled."""
-    function = _function(getattr(found, "_self_wrapper", found))  # wrapt's
+    """Return the module and qualified name under which *found* was compiled."""
+    function = _function(getattr(found, "_self_wrapper", found))  # for wrappers of wrapt
     if type(function) is FunctionType:
         return f"{function.__globals__.get('__name__')}.{function.__code__.co_qualname}"
     kind = function if isinstance(function, type) else type(function)

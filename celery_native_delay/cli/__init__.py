@@ -1,4 +1,4 @@
-"""``celery -A proj delay …``"""
+"""The commands of ``celery -A proj delay``."""
 
 from . import (  # noqa: F401  each registers its commands
     broker,

@@ -1,4 +1,4 @@
-"""``delay declare | verify | doctor | status | purge | parked``: checks, counts and upkeep."""
+"""The commands ``delay declare``, ``verify``, ``doctor``, ``status``, ``purge`` and ``parked``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def declare(ctx: click.Context, as_json: bool) -> None:
 def verify(ctx: click.Context, as_json: bool) -> None:
     """Check that the broker has all that delays need. Exit 1 if not.
 
-    It needs no running worker. `delay doctor` checks workers, records and clocks, too.
+    The check needs no running worker. `delay doctor` checks workers, records and clocks, too.
     """
     with broker(ctx) as part:
         name, found = part.name, part.verify()
@@ -61,7 +61,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     from ..app.doctor import examine
     from ..errors import SettingsError
 
-    with suppress(SettingsError):  # it becomes a finding
+    with suppress(SettingsError):  # examine() reports this error as a finding
         installed_settings(ctx)
     _show_findings(ctx, examine(ctx.obj.app), as_json, well="healthy")
 
@@ -69,9 +69,9 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 @command(name="status")
 @as_json_option
 def status(ctx: click.Context, as_json: bool) -> None:
-    """Count waiting, overdue, parked and stuck messages.
+    """Count waiting, overdue, parked (due, but without a queue) and stuck messages.
 
-    On RabbitMQ with records it counts the tasks that `ls` lists. The delay levels hold more
+    On RabbitMQ with records, "waiting" counts the tasks that `ls` lists. The delay queues hold more
     messages: those of cancelled and moved tasks stay until they were due.
     """
     with broker(ctx) as part:
@@ -85,7 +85,7 @@ def status(ctx: click.Context, as_json: bool) -> None:
 def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
     """Delete all waiting messages of this app. Cannot be undone.
 
-    Parked messages, and those in landing queues, stay.
+    Parked messages (due, but without a queue) and messages in landing queues stay.
     """
     with broker(ctx) as part:
         if not force:
@@ -98,7 +98,7 @@ def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
 def _show_findings(
     ctx: click.Context, found: Sequence[Finding], as_json: bool, *, well: str
 ) -> None:
-    """Show the findings and a last line, which is *well* if nothing is wrong; else exit 1."""
+    """Print the findings, and *well* if none is a problem; otherwise exit with status 1."""
     from ..finding import ADVICE, UNCHECKED, WRONG
 
     levels = (WRONG, UNCHECKED, ADVICE)
@@ -125,14 +125,14 @@ def _show_findings(
 
 @delay.group(name="parked")
 def parked() -> None:
-    """Messages that were due, but no queue was bound for them."""
+    """Handle parked messages (due, but without a queue)."""
 
 
 @command(group=parked, name="list")
 @limit_option
 @as_json_option
 def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
-    """List parked messages."""
+    """List parked messages (due, but no queue was bound for them)."""
     with broker(ctx) as part:
         found = part.parked(limit=limit)
     if found is None:
@@ -149,7 +149,7 @@ def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
 @command(group=parked, name="requeue")
 @as_json_option
 def requeue(ctx: click.Context, as_json: bool) -> None:
-    """Publish parked messages again; those without a queue stay parked."""
+    """Publish parked messages again. A message whose queue still does not exist stays parked."""
     with broker(ctx) as part:
         outcome = part.requeue()
     if outcome is None:
@@ -161,7 +161,7 @@ def requeue(ctx: click.Context, as_json: bool) -> None:
 @yes_option
 @as_json_option
 def purge_parked(ctx: click.Context, force: bool, as_json: bool) -> None:
-    """Delete all parked messages of this namespace. Cannot be undone."""
+    """Delete all parked messages (due, but without a queue). Cannot be undone."""
     with broker(ctx) as part:
         if not force:
             confirm(f"Delete all messages in {part.parking}?")

@@ -1,4 +1,4 @@
-"""``delay export``: RabbitMQ definitions of all that delays need, for other tools to import."""
+"""The command ``delay export``: print RabbitMQ definitions of all that delays need."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def export(ctx: click.Context, vhost: str | None, without_queues: bool, as_json: bool) -> None:
     """Print RabbitMQ definitions of all that delays need.
 
-    The app's queues are among them. It needs no broker. Import them with rabbitmqctl or the
-    management API, and set native_delay_declare = False: then neither producers nor workers need
-    the permission configure.
+    The definitions include the app's queues. The command needs no broker. Import the definitions
+    with rabbitmqctl or the management API, and set native_delay_declare = False. Then neither
+    producers nor workers need the permission configure.
     """
     from ..app.broker import shown_broker
     from ..errors import UnsupportedBroker

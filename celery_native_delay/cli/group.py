@@ -1,6 +1,6 @@
-"""The command group ``delay``, and what its commands share.
+"""The command group ``delay``, and functions that several of its commands use.
 
-Every celery command loads it, so it imports the rest of this package only when a command runs.
+Every celery command loads this module, so it imports the rest of the package only when needed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ loglevel_option = click.option(
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]
-    """A duration such as 90 or 1h30m, as a number of seconds."""
+    """Parameter type for a duration such as 90 or 1h30m; the value is a number of seconds."""
 
     name = "duration"
 
@@ -66,7 +66,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
 
 
 class Moment(click.ParamType):  # type: ignore[type-arg]
-    """A time: a duration from now (negative for the past), or ISO 8601 (without a zone: UTC)."""
+    """Parameter type for a time: a duration from now (negative: past), or ISO 8601 (UTC)."""
 
     name = "duration|time"
 
@@ -101,7 +101,7 @@ def delay(ctx: click.Context) -> None:
 
 
 def command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """Make a subcommand of ``delay`` whose expected errors are one sentence, with exit status 1."""
+    """Decorate a subcommand of ``delay``; an expected error is one sentence, and exit status 1."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @wraps(function)
@@ -120,7 +120,6 @@ def command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
 
 @contextmanager
 def _errors_explained(ctx: click.Context) -> Iterator[None]:
-    """Show expected errors in one sentence, without a traceback."""
     from amqp.exceptions import AMQPError
     from kombu.exceptions import OperationalError
 
@@ -143,7 +142,7 @@ def _errors_explained(ctx: click.Context) -> Iterator[None]:
 
 @contextmanager
 def broker(ctx: click.Context) -> Iterator[AdminPart]:
-    """The :class:`AdminPart` of the app's broker, on a new connection."""
+    """Yield the :class:`AdminPart` (counts, checks, upkeep) of the app's broker."""
     from ..app.installation import admin_part
 
     with reachable(ctx) as connection:
@@ -152,7 +151,7 @@ def broker(ctx: click.Context) -> Iterator[AdminPart]:
 
 @contextmanager
 def reachable(ctx: click.Context) -> Iterator[Any]:
-    """A new connection to the app's broker; the app must be installed."""
+    """Yield a new connection to the app's broker; raise if ``install(app)`` was not called."""
     from kombu.exceptions import OperationalError
 
     installed_settings(ctx)
@@ -165,7 +164,7 @@ def reachable(ctx: click.Context) -> Iterator[Any]:
 
 
 def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
-    """An unopened connection to the app's broker; UnsupportedBroker if tasks cannot wait there."""
+    """Return a connection that is not open yet; raise if tasks cannot wait in this broker."""
     from ..app.broker import check_fits
 
     connection = ctx.obj.app.connection_for_write()
@@ -174,9 +173,9 @@ def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
 
 
 def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True) -> DelaySettings:
-    """The settings of the app, which must be installed.
+    """Return the app's settings; raise if ``install(app)`` was not called.
 
-    With *raises_if_unsupported* its broker must be supported, too.
+    With *raises_if_unsupported*, also raise if delayed tasks cannot wait in the app's broker.
     """
     from celery import _state
 
@@ -196,13 +195,13 @@ def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True
 
 
 def _words_of(ctx: click.Context) -> str:
-    """The words of the command, such as ``delay parked list``."""
+    """Return the words of the command, such as ``delay parked list``."""
     before = _words_of(ctx.parent) if ctx.parent and ctx.parent.parent else ""
     return f"{before} {ctx.info_name}".lstrip()
 
 
 def settings(ctx: click.Context) -> DelaySettings:
-    """The app's settings; the defaults if it is not installed."""
+    """Return the app's settings, or the default settings if ``install(app)`` was not called."""
     from ..app.installation import installation_of
     from ..settings import DelaySettings
 
@@ -218,12 +217,12 @@ def print_json(value: Any) -> None:
 
 
 def say(as_json: bool, value: Any, text: str) -> None:
-    """Print *text*, or with ``--json`` *value*."""
+    """Print *text*; with ``--json`` print *value* as JSON instead."""
     print_json(value) if as_json else click.echo(text)
 
 
 def confirm(question: str) -> None:
-    """Ask on standard error; abort unless the answer is yes.
+    """Ask *question* on standard error; abort the command unless the answer is yes.
 
     click.confirm() would write a blank to standard output, which scripts read.
     """
@@ -236,7 +235,6 @@ def confirm(question: str) -> None:
 
 
 def show(report: Report, as_json: bool) -> None:
-    """Print *report*, as text or as JSON."""
     if as_json:
         print_json(report.as_json())
     else:
@@ -244,12 +242,12 @@ def show(report: Report, as_json: bool) -> None:
 
 
 def printable(value: object) -> str:
-    """The text of *value* on one line, with control characters escaped."""
+    """Return the text of *value* on one line, with control characters escaped."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(value))
 
 
 def table(headings: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    """The text of a table, with numbers aligned to the right."""
+    """Return a table as text, with numbers aligned to the right."""
     texts = [["" if cell is None else printable(cell) for cell in row] for row in (headings, *rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = []

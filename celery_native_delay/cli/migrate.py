@@ -1,4 +1,4 @@
-"""``delay migrate | prune``: move waiting messages to this broker, and delete empty old queues."""
+"""The commands ``delay migrate`` (move waiting messages here) and ``prune`` (delete old queues)."""
 
 from __future__ import annotations
 
@@ -63,8 +63,9 @@ def migrate(
     """Move waiting messages from elsewhere to this app's broker.
 
     Due times stay the same. Each message is deleted at its source after this broker has confirmed
-    it. Ctrl-C stops after the current message; run the command again for the rest. A killed process
-    loses no message, but the current one may run twice; the next run names it if it can.
+    the message. Ctrl-C stops after the current message; run the command again for the rest. A
+    killed process loses no message, but the current message may run twice; the next run names it if
+    possible.
 
     Exit 1 if a message could not be moved.
     """
@@ -120,11 +121,11 @@ def migrate(
 def prune(
     ctx: click.Context, namespaces: tuple[str, ...], dry_run: bool, force: bool, as_json: bool
 ) -> None:
-    """Delete empty delay levels of earlier settings.
+    """Delete empty delay queues of earlier settings.
 
-    Also those of Celery's own delayed delivery, and the bindings that it added to your topic
-    exchanges. It lists everything first. Levels with messages stay: use `delay migrate`, or wait
-    until they are due. Stop all producers on this virtual host that use Celery's own way.
+    Also deletes the empty delay queues of Celery's own delayed delivery, and its bindings on your
+    topic exchanges. Lists everything first, and asks. Delay queues with messages stay: use `delay
+    migrate`, or wait. First stop all producers on this virtual host that use Celery's own way.
     """
     from ..app.moving import reaches_of
 
@@ -160,7 +161,7 @@ def prune(
 
 @contextmanager
 def _stopped() -> Iterator[list[int]]:
-    """A list that is filled by Ctrl-C or SIGTERM; a second signal ends the process at once."""
+    """Yield a list to which Ctrl-C and SIGTERM append; a second signal ends the process at once."""
     received: list[int] = []
 
     def receive(number: int, _: object) -> None:

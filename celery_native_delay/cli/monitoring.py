@@ -1,4 +1,4 @@
-"""``delay exporter | flower``: metrics for Prometheus, and pages in Flower."""
+"""The commands ``delay exporter`` (Prometheus metrics) and ``delay flower`` (pages in Flower)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def exporter(
     from prometheus_client import start_http_server
 
     app = ctx.obj.app
-    installed_settings(ctx, raises_if_unsupported=False)  # any broker has events
+    installed_settings(ctx, raises_if_unsupported=False)  # workers send events on any broker
     app.log.setup_logging_subsystem(loglevel=loglevel)
     stopping = Event()
     for number in (signal.SIGINT, signal.SIGTERM):

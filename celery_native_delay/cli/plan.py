@@ -1,4 +1,4 @@
-"""``delay plan``: the path of a delayed message, or the load of many, computed without a broker."""
+"""The command ``delay plan``: show the path of a delayed message, or the load of many."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .group import Duration, as_json_option, command, fitting_connection, say, s
 if TYPE_CHECKING:
     from ..transports.rabbitmq.topology import Topology
 
-#: On SQS, the most sends of one message to list.
+#: On SQS, the largest number of sends of one message to list.
 _SHOWN = 10
 
-#: The value for ``--json``, and the lines of text.
+#: The value to print as JSON, and the lines to print as text.
 _Told: TypeAlias = tuple[dict[str, Any], list[str]]
 
 
 class _Range(click.ParamType):  # type: ignore[type-arg]
-    """A duration, or a range FROM..TO of durations, as two numbers of seconds."""
+    """Parameter type for a duration, or for a range FROM..TO; the value is two numbers."""
 
     name = "duration"
 
@@ -64,10 +64,10 @@ def plan(
     transport: str | None,
     as_json: bool,
 ) -> None:
-    """Show the path, hops and routing key of a delay.
+    """Show the path, hops and routing key of a delay. Needs no broker.
 
-    On SQS, its hops and requests. With --rate and --delay: messages per second of each level queue,
-    waiting messages and their memory. It needs no broker.
+    A hop is a move to the next delay queue, or on SQS one wait of up to 15 minutes. With --rate and
+    --delay, show messages per second of each delay queue, waiting messages and memory.
     """
     from ..due_time import check_countdown
     from ..transports.rabbitmq.topology import Topology
@@ -97,7 +97,7 @@ def plan(
 
 
 def _load(topology: Topology | None, rate: float, ranges: tuple[tuple[float, float], ...]) -> _Told:
-    """The load of *rate* messages a second; *topology* is RabbitMQ's, None for other brokers."""
+    """Return the load of *rate* messages a second; *topology* is RabbitMQ's, else None."""
     from ..durations import duration
     from ..transports.rabbitmq.load import CEILINGS, MEMORY_BYTES, Delays, queue_loads
 
@@ -136,7 +136,7 @@ def _load(topology: Topology | None, rate: float, ranges: tuple[tuple[float, flo
 
 
 def _levels(topology: Topology, seconds: float, queue: str) -> _Told:
-    """The path of one message through RabbitMQ's delay levels."""
+    """Return the path of one message through RabbitMQ's delay levels (queues with a TTL)."""
     from ..due_time import units_until
     from ..durations import duration
     from ..transports.rabbitmq.address import message_address
@@ -163,7 +163,7 @@ def _levels(topology: Topology, seconds: float, queue: str) -> _Told:
 
 
 def _hops(seconds: float, queue: str) -> _Told:
-    """The path of one message through SQS; a relay sends it on after each hop."""
+    """Return the path of one message through SQS: a relay (thread) sends it on every 15 minutes."""
     from ..due_time import milliseconds_up
     from ..durations import duration
     from ..transports.sqs.hops import HOP_SECONDS, REQUESTS_PER_HOP, remainders

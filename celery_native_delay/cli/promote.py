@@ -1,4 +1,4 @@
-"""``delay promote``, on SQS ``delay relay``: deliver due tasks without an installed worker."""
+"""The commands ``delay promote`` and ``relay``: deliver due tasks if no worker does."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .group import as_json_option, command, installed_settings, loglevel_option,
 @loglevel_option
 @as_json_option
 def promote(ctx: click.Context, loglevel: int, as_json: bool) -> None:
-    """Deliver due tasks from Redis or from a store, until Ctrl-C.
+    """Deliver due tasks from Redis or from a store (a database), until Ctrl-C.
 
-    Installed workers do this themselves. Run it if no worker has this package, or if workers stop
-    at night. Several may run at once. On SQS use `relay`.
+    Workers with this package deliver due tasks themselves. Run this command if no worker has the
+    package, or if workers stop at night. Several may run at once. On SQS use `relay`.
     """
     _run(ctx, loglevel, "", as_json, done="promoted")
 
@@ -31,9 +31,9 @@ def promote(ctx: click.Context, loglevel: int, as_json: bool) -> None:
 def relay(ctx: click.Context, loglevel: int, queues: str, as_json: bool) -> None:
     """Relay tasks with long delays through SQS, until Ctrl-C.
 
-    A task with more than 15 minutes left is sent back to its delay queue, others to their queue.
-    Installed workers do this themselves for their queues. Run it if no worker has this package.
-    Several may run at once.
+    A task with more than 15 minutes left goes back to its delay queue. Other tasks go to their own
+    queue. Workers with this package relay the tasks of their queues themselves. Run this command if
+    no worker has the package. Several processes may run at once.
     """
     _run(ctx, loglevel, queues, as_json, done="relayed")
 

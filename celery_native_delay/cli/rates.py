@@ -1,4 +1,4 @@
-"""``delay rates``: rate-limited tasks that wait, by task and key."""
+"""The command ``delay rates``: show rate-limited tasks that wait, by task and key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .group import as_json_option, command, installed_settings, limit_option, sa
 if TYPE_CHECKING:
     from ..rates.line import RateLine
 
-#: Redis lists lines by time, not by length: read at least this many to find the longest.
+#: Redis lists queues of tasks by time, not by length: read this many to find the longest.
 _LOOKED_AT = 500
 
 _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held")
@@ -25,9 +25,9 @@ _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held
 def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
     """Show rate-limited tasks that wait, by task and key.
 
-    The longest queue comes first. "next slot" is the time until its next task may start,
-    "utilisation" the part of the rate used in the last period, and "held" the time for which
-    RetryAfter stops the queue.
+    The key with most waiting tasks comes first. "next slot" is the time until the next task of the
+    key may start. "utilisation" is the part of the rate used in the last period. "held" is the time
+    for which RetryAfter still stops the tasks of the key.
     """
     from ..app.delay import Delay
 
@@ -44,7 +44,7 @@ def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
 
 
 def shown(lines: Sequence[RateLine], more: bool, now: datetime) -> str:
-    """A table of *lines*; *more* is true if there are others."""
+    """Return a table of *lines*, the queues of rate-limited tasks; *more* says if others exist."""
     rows = [
         (
             line.task,

@@ -1,4 +1,4 @@
-"""``delay ls | show | cancel | reschedule | run-now``: list and change waiting tasks."""
+"""The commands ``delay ls``, ``show``, ``cancel``, ``reschedule`` and ``run-now``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ _LONGEST_TEXT = 40
 
 
 def task_id(value: str) -> str:
-    """Check that the id of a task is not empty."""
     if not value:
         raise click.BadParameter("expected the id of a task, got an empty text")
     return value
@@ -91,8 +90,8 @@ def ls(
 ) -> None:
     """List waiting tasks, earliest due time first.
 
-    --json prints an object with `tasks`, `offset` and `total`, the number of all waiting or
-    matching tasks; it is null if a search has too many matches to count.
+    --json prints an object with `tasks`, `offset` and `total`. `total` is the number of all waiting
+    or matching tasks. `total` is null if a search has too many matches to count.
     """
     from ..app.delay import listed
     from ..records.waiting import ALL
@@ -115,10 +114,10 @@ def ls(
 @click.argument("ids", type=task_id, nargs=-1, required=True, metavar="ID...")
 @as_json_option
 def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
-    """Show waiting tasks by ID. Exit 1 if one of them is not waiting.
+    """Show waiting tasks by ID. Exit 1 if one of the tasks is not waiting.
 
-    --json prints an object, or null, for one ID, and a list for several, in their order. If several
-    messages with one ID wait, the object is the first one due, with the `others`.
+    For one ID, --json prints an object or null; for several, a list in the order of the IDs. If
+    several messages with one ID wait, the object is the first one due, and `others` lists the rest.
     """
     delay = _delay(ctx)
     found = {task_id: sorted(delay.show(task_id), key=attrgetter("due_us")) for task_id in ids}
@@ -136,7 +135,7 @@ def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
 def cancel(ctx: click.Context, **chosen: Any) -> None:
     """Cancel waiting tasks, by IDs or by a search.
 
-    Their results become REVOKED at once. A worker tells monitors and chords.
+    Their results become REVOKED at once. A worker informs monitors and chords later.
     """
     _change(ctx, "cancel", "cancelled", lambda delay, ids: delay.cancel_all(ids), **chosen)
 
@@ -150,7 +149,7 @@ def reschedule(
 ) -> None:
     """Give waiting tasks another due time, by IDs or by a search.
 
-    A time in the past is refused without --yes.
+    A due time in the past is refused without --yes.
     """
     if (countdown is None) is (eta is None):
         both = "give --countdown or --eta, not both"
@@ -169,7 +168,7 @@ def reschedule(
 @command(name="run-now")
 @_chosen
 def run_now(ctx: click.Context, **chosen: Any) -> None:
-    """Let waiting tasks run now, by IDs or by a search."""
+    """Make waiting tasks due now, by IDs or by a search."""
     _change(ctx, "run now", "due now", lambda delay, ids: delay.run_all_now(ids), **chosen)
 
 

@@ -1,4 +1,4 @@
-"""REST API of waiting tasks; Flower checks who may call it, as for its own API."""
+"""The REST API of waiting tasks. Flower checks the caller, as in its own API."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..records.waiting import Outcome
 from ..transports.interface import AdminPart
 from .pages import MOST_LINES, Errors, Parked, long_json
 
-#: Time limit of a change, in seconds. A task takes a millisecond or two.
+#: The time limit of a change, in seconds. Changing one task takes a millisecond or two.
 _CHANGE_SECONDS = 60.0
 
-#: Most ids in one request, so that it ends within the time limit.
+#: The largest number of ids in one request, so that the request ends within the time limit.
 _MOST_AT_ONCE = 1000
 
 _CHANGES: dict[str, Callable[..., list[Outcome]]] = {
@@ -32,28 +32,27 @@ _CHANGES: dict[str, Callable[..., list[Outcome]]] = {
 
 
 class ApiHandler(Errors, BaseApiHandler):
-    """Base of the API's handlers: Flower's own checks of the caller, and our errors as JSON."""
+    """Base class of the handlers: checks the caller as Flower does, and answers errors as JSON."""
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Answer an error; with status 401 let a browser send its password."""
+        """Answer with an error. With status 401, ask the browser for its user's password."""
         if status_code == 401 and self.application.options.basic_auth:
             self.set_header("WWW-Authenticate", 'Basic realm="flower"')
         super().write_error(status_code, **kwargs)
 
     def limit(self) -> int:
-        """The request's ``limit``, from 1 to 10000; 50 by default."""
         limit: int = self.get_argument("limit", 50, type=int)
         if not 1 <= limit <= 10_000:
             raise InvalidQuery(f"expected limit from 1 to 10000, got {limit}")
         return limit
 
     def changes(self) -> None:
-        """Raise 403 if Flower is in read-only mode."""
+        """Raise HTTP error 403 if Flower is in read-only mode."""
         if self.application.options.read_only:
             raise web.HTTPError(403, "Read only mode is enabled")
 
     def moment(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The request's ``countdown`` (90 or 1h30m, in seconds then) or ``eta`` (ISO 8601)."""
+        """Return ``countdown`` (text such as 1h30m) in seconds, or ``eta`` (ISO 8601) as a time."""
         given = {
             name: body.get(name, self.get_argument(name, None)) for name in ("countdown", "eta")
         }
@@ -66,7 +65,7 @@ class ApiHandler(Errors, BaseApiHandler):
         return found
 
     def body(self) -> dict[str, Any]:
-        """The JSON object in the request's body, of any content type; empty without one."""
+        """Return the JSON object in the request's body, of any content type; {} without a body."""
         text = self.request.body.strip()
         is_json = "json" in self.request.headers.get("Content-Type", "json")
         if not text or not (is_json or text.startswith((b"{", b"["))):
@@ -80,7 +79,7 @@ class ApiHandler(Errors, BaseApiHandler):
         return found
 
     async def change(self, verb: str, ids: list[str], body: dict[str, Any]) -> list[Outcome]:
-        """Do the change *verb*: "cancel", "reschedule" or "run-now"."""
+        """Change the tasks with these *ids*: *verb* is "cancel", "reschedule" or "run-now"."""
         moment = self.moment(body) if verb == "reschedule" else {}
         outcomes = await self.asking.delay(
             lambda delay: _CHANGES[verb](delay, ids, **moment), within_seconds=_CHANGE_SECONDS
@@ -92,7 +91,7 @@ class ApiHandler(Errors, BaseApiHandler):
 class ListDelays(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
-        """List waiting tasks: ``limit``, ``offset``, ``search``, ``from_us``, ``until_us``.
+        """Answer with waiting tasks: ``limit``, ``offset``, ``search``, ``from_us``, ``until_us``.
 
         ``total`` is null if a search has too many matches to count.
         """
@@ -111,7 +110,7 @@ class ListDelays(ApiHandler):
 class ListRates(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
-        """List the queues of rate-limited tasks, longest first, up to ``limit``."""
+        """Answer with the queues of rate-limited tasks, longest first, up to ``limit`` queues."""
         limit = self.limit()
         lines = await self.asking.delay(lambda delay: delay.rates(limit=max(limit + 1, MOST_LINES)))
         self.write_json(
@@ -122,15 +121,16 @@ class ListRates(ApiHandler):
 
 
 class ListParked(ApiHandler, Parked):
-    """List parked messages."""
+    """Answers with a list of parked messages (due, but no queue was bound for them)."""
 
 
 class ChangeParked(ApiHandler):
     @web.authenticated
     async def post(self, verb: str) -> None:
-        """``requeue`` or ``purge`` parked messages; 409 while a worker rescues them.
+        """``requeue`` or ``purge`` parked messages; answer 409 while a worker handles them.
 
-        ``purge`` deletes nothing (409) if the body has ``{"parked": n}`` and n are not parked.
+        If the body is ``{"parked": n}`` and the number of parked messages is not n, ``purge``
+        deletes nothing and answers 409.
         """
         self.changes()
         seen = self.body().get("parked")
@@ -166,7 +166,7 @@ def _purged(part: AdminPart, *, seen: int | None) -> dict[str, Any] | str:
 class ShowDelay(ApiHandler):
     @web.authenticated
     async def get(self, task_id: str) -> None:
-        """Show the waiting task with this id; 404 if it is not waiting."""
+        """Answer with the waiting task that has this id; answer 404 if no such task is waiting."""
         found = await self.asking.delay(lambda delay: delay.show(task_id))
         if not found:
             raise web.HTTPError(404, f"No task waits with the id '{task_id}'")
@@ -176,7 +176,7 @@ class ShowDelay(ApiHandler):
 class ChangeOne(ApiHandler):
     @web.authenticated
     async def post(self, verb: str, task_id: str) -> None:
-        """Change one task; 404 if it is not waiting, 409 if a worker got it meanwhile."""
+        """Change one task; answer 404 if it is not waiting, 409 if a worker has received it."""
         self.changes()
         (outcome,) = await self.change(verb, [task_id], self.body())
         if not outcome:
@@ -187,7 +187,7 @@ class ChangeOne(ApiHandler):
 class ChangeMany(ApiHandler):
     @web.authenticated
     async def post(self, verb: str) -> None:
-        """Change the tasks of ``{"ids": […]}``, with ``countdown`` or ``eta`` to reschedule."""
+        """Change the tasks in ``{"ids": […]}``; to reschedule, add ``countdown`` or ``eta``."""
         self.changes()
         body = self.body()
         ids = body.get("ids")
@@ -202,5 +202,4 @@ class ChangeMany(ApiHandler):
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """The outcome for a JSON answer."""
     return {"id": outcome.id, "verdict": outcome.verdict.value, "due_us": outcome.due_us}

@@ -1,7 +1,7 @@
-"""Flower's application with the pages *Delays* and *Rates*, and links to them in its bar.
+"""Flower's application with the pages *Delays* and *Rates*, and with links in the navigation bar.
 
-Flower has no hook for links, so they are inserted while its templates are loaded. If a release of
-Flower has changed its bar, the links are left out, and the pages work without.
+Flower has no hook for links, so the links are inserted while Flower's templates are loaded. If a
+release of Flower has another navigation bar, the links are missing, but the pages work.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _BROKERS_LINK = r"(<li[^>]*>\s*<a(?:(?!</li>).)*reverse_url\('broker'\)(?:(?!</l
 
 
 class PatchedTemplates(Loader):
-    """The tornado loader of Flower's templates, with our links, and of ours."""
+    """Tornado template loader for Flower's templates (with our links) and for our own templates."""
 
     def __init__(self) -> None:
         super().__init__(str(Path(flower.__file__).parent / "templates"))
 
     def resolve_path(self, name: str, parent_path: str | None = None) -> str:
-        """The name itself: templates include each other without a folder."""
+        """Return *name* unchanged: templates include each other without a folder."""
         return name
 
     def _create_template(self, name: str) -> Template:
@@ -63,7 +63,7 @@ class PatchedTemplates(Loader):
 
 
 def patched(name: str, text: str) -> str:
-    """The *text* of Flower's template *name*; the navigation bar gets our links."""
+    """Return the *text* of Flower's template *name*, with our links in the navigation bar."""
     if name != "navbar.html":
         return text
     changed, times = re.subn(_BROKERS_LINK, _NAVBAR, text, count=1, flags=re.DOTALL)
@@ -92,8 +92,8 @@ HANDLERS = [
     url(r"/api/delay/(.+)", api.ShowDelay),
 ]
 
-#: Python's switch interval: a thread that reads many tasks delays the IO loop by this. The default
-#: is 5 ms.
+#: Python's switch interval. A thread that reads many tasks delays the IO loop by this time. The
+#: default is 5 ms.
 _SWITCH_SECONDS = 0.0005
 
 
@@ -110,11 +110,11 @@ class DelayFlower(Flower):
         )
         self.asking = Asking(self.capp)
         self._exposed: Exposed | None = None
-        #: True if tasks of the app have rates.
+        #: True if a task of the app has a rate limit.
         self.is_rated = False
 
     def start(self) -> None:
-        """Serve until :meth:`stop`."""
+        """Start our metrics, and serve requests until :meth:`stop`."""
         # Flower's /metrics serves the default registry.
         with suppress(NativeDelayError):  # the page shows the error
             self.is_rated = bool(installed(self.capp).settings().rates)
@@ -123,7 +123,7 @@ class DelayFlower(Flower):
         super().start()
 
     def stop(self) -> None:
-        """Stop serving, and end our threads."""
+        """Stop serving requests, and end our threads."""
         if self._exposed is not None:
             self._exposed.close()
             self._exposed = None

@@ -1,4 +1,4 @@
-"""Flower asks the broker and the records in threads, with a time limit."""
+"""Call the broker and the records in threads with a time limit, so that Flower never blocks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ..urls import without_password
 
 T = TypeVar("T")
 
-#: Questions at a time. Flower's own executor has few threads, which one that hangs would take.
+#: The number of threads. Flower's own executor has few threads, and a blocked call would take one.
 _THREADS = 8
 
-#: An answer takes milliseconds; after this time the server is taken for unreachable.
+#: An answer takes milliseconds. After this many seconds the server counts as unreachable.
 ANSWER_SECONDS = 10.0
 
 
 class Asking:
-    """Questions about one app that Flower's IO loop asks in threads."""
+    """Calls the broker and the records (state of tasks) in threads, for Flower's IO loop."""
 
     def __init__(self, app: Celery) -> None:
         self.app = app
@@ -37,22 +37,23 @@ class Asking:
     async def delay(
         self, question: Callable[[Delay], T], *, within_seconds: float = ANSWER_SECONDS
     ) -> T:
-        """Ask ``Delay(app)``; *question* may block.
+        """Call *question* with ``Delay(app)`` in a thread; *question* may block.
 
         Raises:
-            RecordsUnavailable: the records or the broker are unreachable, or took longer.
-            NativeDelayError: as *question* does.
+            RecordsUnavailable: the records or the broker are unreachable, or did not answer soon.
+            NativeDelayError: *question* raised this error.
         """
         return await self._ask(lambda: question(Delay(self.app)), self._records, within_seconds)
 
     async def admin(
         self, question: Callable[[AdminPart], T], *, within_seconds: float = ANSWER_SECONDS
     ) -> T:
-        """Ask the broker as the ``celery delay`` commands do.
+        """Call *question* in a thread with the broker's :class:`AdminPart`, on a new connection.
 
         Raises:
-            RecordsUnavailable: the broker is unreachable, or slow.
-            SettingsError, UnsupportedBroker: see :func:`admin_part`.
+            RecordsUnavailable: the broker is unreachable, or did not answer in time.
+            SettingsError: ``install(app)`` was not called, or a setting is wrong.
+            UnsupportedBroker: delayed tasks cannot wait in the app's broker.
         """
 
         def asked() -> T:
@@ -63,7 +64,7 @@ class Asking:
         return await self._ask(asked, self._broker, within_seconds)
 
     def stop(self) -> None:
-        """Drop the questions that no thread has begun with."""
+        """Drop the calls that no thread has started yet."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _ask(

@@ -1,4 +1,4 @@
-"""The pages *Delays* and *Rates* and the requests of their scripts, for users of Flower."""
+"""Handlers of Flower's pages *Delays* and *Rates*, and of the requests of their scripts."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from .asking import Asking
 
 STATIC = str(Path(__file__).parent / "static")
 
-#: Seconds for which one answer serves all open pages.
+#: All open pages share one answer for this many seconds.
 _KEPT_SECONDS = 2.0
 
 _BARS = 40
 
-#: Parked messages on the page.
+#: The largest number of parked messages (due, but without a queue) on the page.
 _PARKED = 50
 
-#: Queues of rate-limited tasks on the page, which sorts and searches them itself.
+#: The largest number of queues of rate-limited tasks on the page, which sorts and searches them.
 MOST_LINES = 500
 
-#: Tasks that one action on the page can change.
+#: The largest number of tasks that one action on the page can change.
 MOST_IDS = 100_000
 
-#: Time limit for reading all ids, in seconds. It usually takes a few seconds.
+#: The time limit for reading all ids, in seconds. Reading takes a few seconds at most times.
 _ALL_IDS_SECONDS = 60.0
 
 
-#: Added to the reason why the records are unreachable.
+#: Text added to the reason why the records (state about waiting tasks) are unreachable.
 _BROKERS_OWN = (
     "These are the broker's own numbers: cancelled and moved tasks count until they were due."
 )
 
 
 class Errors(BaseHandler):
-    """Base of our handlers: shows our errors in one sentence, without a traceback."""
+    """Base class of our request handlers: answers our errors as one sentence, not a traceback."""
 
     @property
     def asking(self) -> Asking:
@@ -54,12 +54,12 @@ class Errors(BaseHandler):
         return asking
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
-        """Log a traceback, except for our own errors."""
+        """Log a traceback, except for errors of this package."""
         if not isinstance(value, NativeDelayError):
             super().log_exception(typ, value, tb)
 
     def send_error(self, status_code: int = 500, **kwargs: Any) -> None:
-        """Answer an error; for one of ours with its sentence."""
+        """Answer with an error; for an error of this package, answer with the message as JSON."""
         error = (kwargs.get("exc_info") or (None, None))[1]
         if isinstance(error, NativeDelayError) and not self._finished:
             self.clear()
@@ -69,21 +69,19 @@ class Errors(BaseHandler):
             super().send_error(status_code, **kwargs)
 
     def write_json(self, made: bytes) -> None:
-        """Answer with JSON that a thread has made."""
         self.set_header("Content-Type", "application/json; charset=UTF-8")
         self.write(made)
 
     def query(self, search: str) -> Query:
-        """The query of the request: *search*, ``from_us`` and ``until_us``."""
+        """Return the search of the request: *search*, ``from_us`` and ``until_us``."""
         edges = (self.get_argument(name, None, type=int) for name in ("from_us", "until_us"))
         return Query.parse(search).due_within(*edges)
 
 
 class PageHandler(Errors):
-    """Base of the pages *Delays* and *Rates*."""
+    """Base class of the handlers of the pages *Delays* and *Rates*."""
 
     def render_page(self, name: str, **values: Any) -> None:
-        """Answer with the template *name*, given *values*."""
         prefix = self.reverse_url("delays-static", "")
         ours = {"static_path": STATIC, "static_url_prefix": prefix}
         self.render(
@@ -112,10 +110,10 @@ class RatesPage(PageHandler):
 
 
 class Shared(Errors):
-    """Base of requests whose answer is shared by all open pages."""
+    """Base class of handlers whose answer is computed once for all open pages."""
 
     kept_as: str
-    """The application's attribute that keeps the answer; None means: ask again."""
+    """The name of the application's attribute that caches the answer."""
     kept_seconds = _KEPT_SECONDS
 
     async def answer(self) -> dict[str, Any]:
@@ -123,7 +121,7 @@ class Shared(Errors):
 
     @web.authenticated
     async def get(self) -> None:
-        """Answer with the numbers, which are up to two seconds old."""
+        """Answer with cached numbers, which are up to two seconds old."""
         kept = getattr(self.application, self.kept_as, None)
         if kept is None or (kept[1].done() and monotonic() - kept[0] > self.kept_seconds):
             kept = (monotonic(), asyncio.ensure_future(self.answer()))
@@ -132,7 +130,7 @@ class Shared(Errors):
 
 
 class Summary(Shared):
-    """The numbers of the page *Delays*: cards, levels and histogram."""
+    """Answers with the numbers of the page *Delays*: cards, delay levels and histogram."""
 
     kept_as = "delays_summary"
 
@@ -141,7 +139,7 @@ class Summary(Shared):
 
 
 class Lines(Shared):
-    """The queues of rate-limited tasks, if there are ``more``, and the time of Flower's clock."""
+    """Answers with the queues of rate-limited tasks, longest first; ``now_us`` is Flower's time."""
 
     kept_as = "delays_lines"
     kept_seconds = 1.0
@@ -156,7 +154,11 @@ class Lines(Shared):
 
 
 async def summary(asking: Asking) -> dict[str, Any]:
-    """The numbers of waiting tasks: the broker's own if ``error`` says why there are no others."""
+    """Return the numbers of waiting tasks for the page *Delays*.
+
+    If the records (state about waiting tasks) are missing or unreachable, ``error`` says why. Then
+    the numbers come from the broker.
+    """
     status = await asking.admin(lambda part: part.status().as_json())
     found: dict[str, Any] = {
         "name": status["name"],
@@ -194,7 +196,10 @@ def _numbers(delay: Delay) -> dict[str, Any]:
 class Parked(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """The number of parked messages and the first of them; null while a worker rescues."""
+        """Answer with the number of parked messages (due, but without a queue), and the first ones.
+
+        Both values are null while a worker handles parked messages.
+        """
         found = await self.asking.admin(lambda part: part.parked(limit=_PARKED))
         if found is None:
             self.write({"total": None, "tasks": None})
@@ -206,7 +211,7 @@ class Parked(Errors):
 class DataTable(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Answer DataTables' request for a page of the table."""
+        """Answer a request of the script DataTables for one page of the table of waiting tasks."""
         draw = self.get_argument("draw", type=int, required=True)
         offset = max(self.get_argument("start", 0, type=int), 0)
         limit = min(max(self.get_argument("length", 15, type=int), 1), 500)
@@ -228,7 +233,7 @@ class DataTable(Errors):
 
 
 def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
-    """JSON of *answer* with *items* under *name*; called in a thread, as it may take long."""
+    """Return JSON of *answer* with *items* under *name*; for a thread, because it may take long."""
     text = f'{json.dumps(answer)[:-1]}, "{name}": [{", ".join(map(json.dumps, items))}]}}'
     return text.encode()
 
@@ -236,7 +241,7 @@ def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
 class MatchingIds(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with all matching ids: the user confirms them, and the page changes them."""
+        """Answer with the ids of all tasks that match the search; the page then changes them."""
         query = self.query(self.get_argument("search", "", escape=False))
 
         def found(delay: Delay) -> bytes:

@@ -1,7 +1,7 @@
 """Prometheus metrics of delayed tasks.
 
-``celery -A PROJ delay exporter`` serves them. :func:`expose` adds them to the registry of a program
-that serves its own. Needs the extra ``metrics``; Flower has it.
+``celery -A PROJ delay exporter`` serves the metrics. :func:`expose` adds the metrics to the
+registry of a program with other metrics. Both need ``prometheus_client`` (the extra ``metrics``).
 """
 
 from ..errors import brought_by

@@ -1,4 +1,4 @@
-"""The Prometheus metrics: their names, types, labels and numbers."""
+"""The Prometheus metrics: names, types, labels and values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..worker.tally import BOUNDS, bucket
 from .listening import Counts, Listener
 from .polling import Poll, Reading
 
-#: Counters by their names in a tally, with their help texts.
+#: The help text of each counter, by the counter's name in a worker's event.
 _COUNTERS = {
     "matured": "Delayed messages that a worker received to run them.",
     "cancelled": "Delayed messages that were cancelled, and that a worker announced.",
@@ -27,9 +27,10 @@ _COUNTERS = {
 
 
 class DelayCollector(Collector):
-    """The collector of the last reading of *poll* and of the workers' *counts*; it does no I/O.
+    """Prometheus collector of the broker's last reading and the workers' counts.
 
-    *rated* are the names of tasks with a rate. An unknown number is left out, never 0.
+    Threads have read *poll* and *counts* before, so collecting does no I/O. *rated* has the names
+    of tasks with a rate limit. A metric with an unknown value is left out; it is never 0 instead.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ def _waiting(reading: Reading | None) -> Iterator[Metric]:
 
 
 def _lines(lines: Sequence[RateLine] | None, rated: Iterable[str]) -> Iterator[Metric]:
-    """Sums by task: there are too many keys for labels."""
+    """Yield the metrics of rate-limited tasks, summed by task; labels by key are too many."""
     by_task: dict[str, list[RateLine]] = {}
     if lines is not None:
         by_task = {task: [] for task in rated}
@@ -172,7 +173,6 @@ def _gauge(name: str, documentation: str, value: float | None) -> GaugeMetricFam
 
 
 def _seconds(seconds: float) -> str:
-    """A number of seconds for a label, without trailing zeros."""
     return f"{seconds:.3f}".rstrip("0").rstrip(".")
 
 
@@ -180,7 +180,7 @@ POLL_SECONDS = 5.0
 
 
 class Exposed:
-    """The metrics that :func:`expose` has registered; :meth:`close` removes them."""
+    """The metrics that :func:`expose` has registered; :meth:`close` removes the metrics."""
 
     def __init__(self, app: Celery, registry: CollectorRegistry, *, poll_seconds: float) -> None:
         rated = installed(app).settings().rate_by_task
@@ -195,7 +195,7 @@ class Exposed:
             thread.start()
 
     def close(self, *, timeout_seconds: float = 5.0) -> None:
-        """Remove the metrics from the registry and end the threads."""
+        """Remove the metrics from the registry, and end the threads that collect their values."""
         self._registry.unregister(self._collector)
         for thread in self._threads:
             thread.stop()
@@ -211,15 +211,16 @@ def expose(
 ) -> Exposed:
     """Register the Prometheus metrics of the delayed tasks of *app* in *registry*.
 
-    A thread reads broker and records, so collecting does no I/O. Lateness and counters come from
-    workers with events on (``-E``).
+    A thread reads the broker and the app's records (state about waiting tasks), so a scrape does no
+    I/O. Lateness and counters come from workers with events on (``-E``).
 
     Args:
-        app: an installed app.
-        poll_seconds: seconds between two looks at broker and records.
+        app: a Celery app with ``install(app)``.
+        registry: the registry of a Prometheus client.
+        poll_seconds: seconds between two readings of the broker and the records.
 
     Raises:
-        SettingsError: the app is not installed, or its settings are wrong.
+        SettingsError: ``install(app)`` was not called, or the app's settings are wrong.
         ValueError: the app's metrics are in this registry already.
     """
     return Exposed(app, registry, poll_seconds=poll_seconds)

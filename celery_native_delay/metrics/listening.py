@@ -1,6 +1,6 @@
-"""A thread that receives the workers' ``delay-tally`` events and adds up their counts.
+"""A thread that receives the workers' ``delay-tally`` events, and adds up the counts in the events.
 
-Its routing key is ``delay.#``: on RabbitMQ it gets no other events.
+The routing key is ``delay.#``, so on RabbitMQ the thread gets no other events.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Counts:
         self._warned = False
 
     def hear(self, event: Mapping[str, Any]) -> None:
-        """Add the counts of a ``delay-tally`` event; log the first one that is invalid."""
+        """Add the counts in a ``delay-tally`` event; log a warning at the first invalid event."""
         try:
             tallies = {queue: counts_of(fields) for queue, fields in event["queues"].items()}
             starts = counts_of(event.get("rate_starts", {}))
@@ -55,13 +55,13 @@ class Counts:
             return deepcopy(self._by_queue)
 
     def starts(self) -> dict[str, int]:
-        """The number of started tasks with a rate, by task name."""
+        """Return how many rate-limited tasks the workers have started, by task name."""
         with self._lock:
             return dict(self._starts)
 
 
 class Listener(Thread):
-    """Thread that receives the workers' counts; *is_connected* is true while it is connected."""
+    """Thread that receives the workers' counts; *is_connected* says whether it is connected."""
 
     def __init__(self, app: Celery, counts: Counts) -> None:
         super().__init__(name="native-delay-listener", daemon=True)
@@ -115,7 +115,7 @@ class Listener(Thread):
 
 
 class _Receiver(EventReceiver):  # type: ignore[misc]
-    """Celery's event receiver; it calls *ready* when it begins to consume."""
+    """Celery's event receiver; calls *ready* when it starts to consume."""
 
     ready: Callable[[], None]
 

@@ -1,4 +1,4 @@
-"""A thread that reads broker and records regularly, so that no scrape waits for them."""
+"""A thread that regularly reads the broker and the records, so that no scrape waits for them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from ..transports.interface import Backlog
 
 logger = get_logger(__name__)
 
-#: A reading is dropped if the next one is late by this, in seconds.
+#: If the next reading is late by this many seconds, the last reading is dropped.
 PATIENCE_SECONDS = 2 * TIMEOUT_SECONDS
 
-#: Keys of rate-limited tasks that are counted, longest queue first.
+#: The largest number of keys of rate-limited tasks to count; the longest queues come first.
 MOST_LINES = 10_000
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The result of one look at the broker; *backlog* is None if it failed.
+    """The numbers that :class:`Poll` read from the broker; *backlog* is None if reading failed.
 
-    *read_at* is its time by the monotonic clock, *first_due* is a Unix time. *lines* are the queues
-    of rate-limited tasks, None if unknown.
+    *read_at* is a monotonic time, and *first_due* a Unix time. *lines* are the queues of tasks that
+    wait for their rate limit; None if unknown.
     """
 
     backlog: Backlog | None
@@ -53,7 +53,7 @@ class Poll(Thread):
         self._warned = False
 
     def reading(self) -> Reading | None:
-        """The last reading, without its backlog if that is too old; None before the first."""
+        """Return the last reading, without its *backlog* if too old; None before the first one."""
         last = self._last
         if last is None or monotonic() - last.read_at < self._every_seconds + PATIENCE_SECONDS:
             return last
@@ -106,5 +106,5 @@ class Poll(Thread):
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            with suppress(Exception):  # it is gone, or was never there
+            with suppress(Exception):  # the connection may be lost or never opened
                 connection.collapse()

@@ -1,7 +1,7 @@
-"""Millions of delayed tasks from a Spark DataFrame, and the proof that all of them ran.
+"""Send millions of delayed tasks from a Spark DataFrame, and check later that all of them ran.
 
-Each is sent under an id that a retry does not change. Needs the extra
-``celery_native_delay[spark]``, on the driver and in the executors' Python.
+Each task has an id that is computed from its row, so a repeated send has the same task ids. The
+driver and the executors' Python need the extra ``celery_native_delay[spark]``.
 """
 
 from ..errors import FanOutFailed, InvalidFanOut, brought_by

@@ -1,4 +1,4 @@
-"""Import the Celery app on an executor, check the task, and tell the driver about the app."""
+"""Import the Celery app on an executor, check the task, and describe the app to the driver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .spreading import Spread, spread_of
 
 @dataclass(frozen=True)
 class Call:
-    """The part of the options that :func:`describe` needs; unlike columns, it can be pickled."""
+    """The app, task and arguments of a ``FanOut``; unlike columns, a ``Call`` can be pickled."""
 
     app: str
     task: str
@@ -34,7 +34,6 @@ class Call:
 
     @classmethod
     def of(cls, options: FanOutOptions) -> Call:
-        """The call of *options*."""
         args_count, keywords = len(options.args), tuple(options.keywords)
         rate = options.rate
         assert not isinstance(rate, str)
@@ -43,29 +42,28 @@ class Call:
 
 @dataclass(frozen=True)
 class AppFacts:
-    """The facts that a fan-out needs of its app."""
+    """The facts about a Celery app that ``FanOut`` needs; an executor reads them from the app."""
 
     longest_seconds: float
     """The longest delay that the app's settings allow."""
     queues: tuple[str, ...]
-    """The queues that the configuration names."""
     route: str
-    """The queue of tasks whose row names none; "" if the task's route is an exchange."""
+    """The queue of a task whose row names no queue; "" if the task's route is an exchange."""
     spread: Spread | None = None
-    """The spread of due times by a rate; None without a rate."""
+    """The spread of the tasks' due times by a rate limit; None if ``FanOut`` has no rate limit."""
     records: Place | None = field(default=None, repr=False)  # its URL may hold a password
-    """The place of the records of fenced runs; None if the app has no records."""
+    """URL and namespace of the records (state about waiting tasks); None without records."""
 
 
 def load_app(path: str) -> Celery:
     """Import the Celery app at *path*, such as ``"pkg.mod:app"``.
 
     Raises:
-        InvalidFanOut: there is no app at *path*, or ``install(app)`` was not called.
+        InvalidFanOut: *path* is not a Celery app, or ``install(app)`` was not called.
     """
     try:
         app = symbol_by_name(path)
-    except Exception as exc:  # whatever a module does when it is imported
+    except Exception as exc:  # importing a module may raise any error
         raise InvalidFanOut(
             f"expected app {path!r} to be importable by the executors' Python, got "
             f"{type(exc).__name__}: {exc}; ship it with spark.submit.pyFiles, --archives or "
@@ -85,11 +83,11 @@ def load_app(path: str) -> Celery:
 
 
 def describe(call: Call) -> AppFacts:
-    """Describe the app to a fan-out that makes *call*; the broker is not asked.
+    """Import the app of *call*, check that the app can send this call, and return its facts.
 
     Raises:
-        InvalidFanOut: see :func:`load_app`; or the task is not registered or does not take these
-            arguments; or its broker cannot delay tasks.
+        InvalidFanOut: the app cannot be imported, the task is not registered or does not take these
+            arguments, or the app's broker cannot delay tasks.
     """
     app = load_app(call.app)
     app.loader.import_default_modules()

@@ -1,7 +1,7 @@
-"""Encode rows as tasks: task ids, due times and bodies, for ``FanOut`` and the sink.
+"""Encode DataFrame rows as Celery tasks: task ids, due times and message bodies.
 
-Executors do it in Python. Due times are microseconds since the epoch, so that the time zones of
-session and executors do not matter.
+``FanOut`` and the Spark sink use this module. Executors encode the rows in Python. Due times are
+microseconds since the epoch, so the time zones of Spark session and executors do not matter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .spreading import Spread
 #: The columns of an encoded row, in this order.
 SENT_COLUMNS = ("task_id", "due_us", "body", "queue", "priority", "expires_us", "error")
 
-#: 300 years: longer than any delay, and far from overflowing 64 bits.
+#: 300 years: longer than any delay, and far from overflowing 64 bits in microseconds.
 _ENDLESS_SECONDS = 10**10
 _ENDLESS_US = _ENDLESS_SECONDS * 1_000_000
 
@@ -42,7 +42,7 @@ _ARROW_TYPES = [pa.int64() if name in _LONGS else pa.string() for name in _ENCOD
 
 
 def inputs(df: Any, options: FanOutOptions) -> tuple[Any, dict[str, t.DataType]]:
-    """Select the whole row of *df* as ``row``, and its slots; return that and the slots' types.
+    """Select the columns that ``FanOut`` reads, and the whole row as ``row``; return types, too.
 
     Raises:
         InvalidFanOut: a column does not exist or has the wrong type.
@@ -68,14 +68,10 @@ def encoded(
     spread: Spread | None = None,
     keep: Sequence[str] = (),
 ) -> Any:
-    """Encode a DataFrame: one row of ``SENT_COLUMNS`` per row; *error* is null if it can be sent.
+    """Encode each row of a DataFrame as a task: one row of ``SENT_COLUMNS``.
 
-    Args:
-        df: the DataFrame.
-        options: the options of the fan-out.
-        longest_seconds: the longest delay that the app's settings allow.
-        spread: how a rate spreads due times; None without a rate.
-        keep: columns of :func:`inputs` to return in front of these.
+    The column *error* has the reason if a row is rejected, else null. *keep* names columns of
+    :func:`inputs` to return before ``SENT_COLUMNS``.
     """
     frame, types = inputs(df, options)
     encoder = Encoder(options, types, longest_seconds=longest_seconds)
@@ -84,7 +80,7 @@ def encoded(
         schema.add(name, t.LongType() if name in _LONGS else t.StringType())
     key = None if spread is None else spread.column
     encode = _batch_encoder(encoder, options.run_id, keep, key)
-    kept = [f.col(name).alias(f"kept_{name}") for name in keep]  # a slot may have the same name
+    kept = [f.col(name).alias(f"kept_{name}") for name in keep]  # another column may be so named
     result = frame.select(*kept, *encoder.slot_names).mapInArrow(encode, schema)
     if spread is not None:
         too_late = f.when(f.col("due_us") > encoder.latest_us, encoder.too_far).when(
@@ -96,10 +92,7 @@ def encoded(
 
 
 class Encoder:
-    """Encodes rows, given as Arrow columns, as tuples of ``SENT_COLUMNS``.
-
-    Spark pickles it for executors, so it keeps no ``Column`` of the options.
-    """
+    """Encodes Arrow columns as tuples of ``SENT_COLUMNS``; Spark can pickle the encoder."""
 
     no_time = "no due time, or none that can be read"
     past = "the due time has passed"
@@ -116,7 +109,7 @@ class Encoder:
         longest_seconds: float,
         queues: tuple[str, ...] | None = None,
     ) -> None:
-        """Prepare for slots of *types*. Rows with other *queues* are rejected; None allows any."""
+        """Prepare to encode; a row whose queue is not in *queues* is rejected (None: any queue)."""
         read = list(slots(options))
         self.slot_names = [slot.name for slot in read]
         self.latest_us = options.now_us + int(longest_seconds * 1_000_000)
@@ -139,7 +132,7 @@ class Encoder:
         start = 2 if "zone" in at else 1
         end = start + len(options.args) + len(options.keywords)
         self._arguments, self._key = slice(start, end), slice(end, end + len(options.id_cols))
-        # A slot that the options do not have is read from behind the last value, where None is.
+        # If an option is not set, its value is read after the last column, where zip() adds None.
         self._queue, self._priority, self._expires = (
             at.get(name, len(at)) for name in ("queue", "priority", "expires")
         )
@@ -158,7 +151,7 @@ class Encoder:
                 yield None, None, None, None, None, None, str(exc)
 
     def texts(self, columns: Sequence[Any], name: str) -> list[str | None]:
-        """The values of the slot *name* as keys of a rate, as workers write them."""
+        """Return the values of the column *name* as workers write the key of a rate limit."""
         place = self.slot_names.index(name)
         values = _values(columns[place], self._kinds[place])
         return [None if one in (None, _Fault.NO_TEXT) else str(one)[:LONGEST_KEY] for one in values]
@@ -175,7 +168,8 @@ class Encoder:
         body = self._body % values[self._arguments]
         queue, priority = values[self._queue], values[self._priority]
         key = values[self._key]
-        if not key:  # of a countdown its seconds: the same row has the same id at another time
+        if not key:
+            # A countdown counts in seconds, so that the same row has the same id at another time.
             key = body, str(raw_us - self._now_us if self._counts_down else raw_us), queue or ""
         task_id = id_of(parts + "".join(map(counted, key)))
         due_us = raw_us + smear_us_of(task_id, self._smear_us)
@@ -214,18 +208,17 @@ class Encoder:
         return max(int(due), self._now_us - _ENDLESS_US)
 
     def _after_us(self, seconds: Any) -> int:
-        """The time *seconds* after *now*, in microseconds since the epoch."""
         within = max(min(seconds, _ENDLESS_SECONDS), -_ENDLESS_SECONDS)
         us: int = round(within * 1_000_000)
         return self._now_us + us
 
 
 class _Rejected(Exception):
-    """The row is rejected, for the reason in the message."""
+    """Raised for a rejected row; the message is the reason."""
 
 
 class _Fault(Enum):
-    """A value for which a row is rejected."""
+    """A mark in place of a value; a row with this mark is rejected."""
 
     NO_TEXT = "is not valid UTF-8"  # Spark does not check text
     NOT_FINITE = "is NaN or infinite"
@@ -238,7 +231,7 @@ _encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=
 
 
 def _json_text(value: Any) -> str | _Fault:
-    # Most values are of these types; the JSON encoder takes four times as long for one.
+    # Most values have one of these types. For one value, the JSON encoder takes four times as long.
     if value is None:
         return "null"
     if type(value) is int:
@@ -260,7 +253,7 @@ def _finite(value: Any) -> Any:
     return value if is_finite else _Fault.NOT_FINITE
 
 
-#: The conversion of a slot's values by its role; other roles need none.
+#: Functions that convert a column's values, by the column's role. Other roles need no conversion.
 _CONVERSIONS = {"json": _json_text, "key": _key_part, "countdown": _finite, "expires": _finite}
 
 
@@ -269,7 +262,7 @@ def _naive(us: int) -> datetime:
 
 
 def _values(column: Any, kind: t.DataType) -> list[Any]:
-    """The values of an Arrow *column*; timestamps as microseconds since the epoch."""
+    """Return the values of an Arrow *column*; timestamps become microseconds since the epoch."""
     if isinstance(kind, t.TimestampType | t.TimestampNTZType):
         column = column.cast(pa.int64())
     try:
@@ -289,7 +282,7 @@ def _value(scalar: Any) -> Any:
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """A value for JSON: maps as dicts instead of Arrow's pairs; floats with their shortest text."""
+    """Return *value* for JSON: a map as a dict, and a float as its shortest text."""
     match kind:
         case _ if value is None:
             return None
@@ -307,7 +300,7 @@ def _plain(value: Any, kind: Any) -> Any:
 def _batch_encoder(
     encoder: Encoder, run_id: str, keep: Sequence[str], key: str | None
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """A function for mapInArrow() that encodes batches, whose first columns *keep* names."""
+    """Return a function for mapInArrow() that encodes batches; *keep* names the first columns."""
     kept = len(keep)
 
     def encode(batches: Iterator[Any]) -> Iterator[Any]:

@@ -17,15 +17,15 @@ from .sending import SendJob, send_rows
 
 Batches = Iterator[Any]
 
-#: The schema of a DataFrame of answers, each a pickled object.
+#: The schema of a DataFrame whose rows are pickled answers of executors.
 ANSWERS = "answer binary"
 
-#: The most answers in an Arrow batch.
+#: The largest number of answers in one Arrow batch.
 _MOST_ANSWERS = 10_000
 
 
 def checker(call: Call) -> Callable[[Batches], Batches]:
-    """A function for mapInArrow() that answers with AppFacts or InvalidFanOut."""
+    """Return a function for mapInArrow() that yields the app's AppFacts or InvalidFanOut."""
 
     def check(batches: Batches) -> Batches:
         for _ in batches:
@@ -38,7 +38,7 @@ def checker(call: Call) -> Callable[[Batches], Batches]:
 
 
 def sender(job: SendJob) -> Callable[[Batches], Batches]:
-    """A function for mapInArrow() that sends its rows, and answers with Failures and a Receipt."""
+    """Return a function for mapInArrow() that sends rows, and yields Failures and a Receipt."""
 
     def send(batches: Batches) -> Batches:
         context = TaskContext.get()
@@ -56,7 +56,7 @@ def sender(job: SendJob) -> Callable[[Batches], Batches]:
 
 
 def answers_of(frame: Any) -> list[Any]:
-    """Run a DataFrame of ``ANSWERS`` and return these."""
+    """Run the Spark job of *frame*, and unpickle the answers in its column ``answer``."""
     return [pickle.loads(row.answer) for row in frame.collect()]
 
 

@@ -1,4 +1,4 @@
-"""``FanOut``: send the rows of a DataFrame as delayed tasks."""
+"""``FanOut``: send the rows of a DataFrame as delayed Celery tasks."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FanOutResult:
-    """The result of a fan-out: counts, and every row that is not confirmed."""
+    """The result of :meth:`FanOut.send`: counts, and each row whose task is not confirmed."""
 
     run_id: str
     seconds: float
     receipts: list[Receipt]
     failures: list[Failure] = field(repr=False)
-    """The rows that were not rejected and that the broker has not confirmed."""
+    """Rows that were accepted, but whose tasks the broker has not confirmed."""
     was_committed: bool = False
-    """True if the fenced run was committed before with the same rows, so nothing was sent."""
+    """True if an earlier send of this fenced run succeeded, so that nothing was sent now."""
 
     @property
     def rows(self) -> int:
@@ -126,16 +126,15 @@ class FanOut:
 
     @property
     def run_id(self) -> str:
-        """The name of this run. Another ``FanOut`` with this name sends the same task ids."""
+        """The name of this run; the same rows sent again under this name have the same task ids."""
         return self.options.run_id
 
     @cached_property
     def facts(self) -> AppFacts:
-        """The facts that an executor tells of the app; asked once, in a Spark job of one task.
+        """Facts about the Celery app, such as its queues; the first access starts a Spark job.
 
         Raises:
-            InvalidFanOut: an executor cannot import the app, or the app does not know the task or
-                a queue.
+            InvalidFanOut: an executor cannot import the app, or its task or a queue is unknown.
         """
         call = Call.of(self.options)
         one = self._df.sparkSession.range(1).coalesce(1)
@@ -153,7 +152,7 @@ class FanOut:
 
     @property
     def encoded(self) -> Any:
-        """A DataFrame of the tasks to send, one for each row; *error* says why one is rejected."""
+        """Return a DataFrame of the tasks to send; *error* is the reason if a row is rejected."""
         return self._encoded(self._df)
 
     def _encoded(self, df: Any, *keep: str) -> Any:
@@ -167,15 +166,15 @@ class FanOut:
         )
 
     def plan(self) -> Plan:
-        """Count what :meth:`send` would do, without asking the broker.
+        """Count what :meth:`send` would do, without a connection to the broker.
 
         Raises:
-            InvalidFanOut: see :attr:`facts`.
+            InvalidFanOut: an executor cannot import the app, or its task or a queue is unknown.
         """
         return make_plan(self.encoded, self.facts, self.options)
 
     def rejected(self) -> Any:
-        """The rejected rows: a DataFrame of their own columns and of the reason, ``_error``."""
+        """Return a DataFrame of the rejected rows; the added column ``_error`` has the reason."""
         return (
             self._encoded(self._df, "row")
             .where("error is not null")
@@ -183,10 +182,11 @@ class FanOut:
         )
 
     def ledger(self) -> Any:
-        """The tasks to send: a DataFrame for :func:`reconcile`, to be stored before :meth:`send`.
+        """Return the tasks to send as a DataFrame, to be stored before :meth:`send`.
 
-        Its columns are ``task_id``, ``run_id``, ``task``, ``due``, ``queue`` and *id_cols*. It also
-        serves to send missing tasks again at the due times that a rate gave them.
+        The columns are ``task_id``, ``run_id``, ``task``, ``due``, ``queue`` and *id_cols*.
+        :func:`reconcile` compares these rows with the workers' telemetry. To send missing tasks
+        again at the same due times, send the stored rows.
         """
         keys = {
             f"key{number}": column.replace("`", "")
@@ -207,24 +207,26 @@ class FanOut:
         )
 
     def send(self, *, check: bool = True) -> FanOutResult:
-        """Send all rows that are not rejected; return when the broker has confirmed them.
+        """Send all accepted rows as tasks, and return when the broker has confirmed the tasks.
 
-        If an executor is lost, Spark sends its partition again: the same task ids twice. With
+        If an executor is lost, Spark sends its partition again, with the same task ids. With
         *fence* each task still runs once, and no task of a failed job runs.
 
-        If the job is interrupted or fails, the log says how many tasks were sent, confirmed and in
-        doubt.
+        If the job fails or is interrupted, the log says how many tasks were sent, confirmed and in
+        doubt (the broker may have them).
 
         Args:
-            check: False: do not raise if rows are not confirmed; the result has them.
+            check: if False, do not raise if tasks are not confirmed; the result lists these tasks.
 
         Raises:
-            InvalidFanOut: see :attr:`facts`; nothing was sent.
-            FanOutFailed: some rows are not confirmed: the error's *result* has them, and with
-                *fence* no task of the run runs. Or the run could not be committed, or it was
-                committed before with other rows.
-            RecordsUnavailable: *fence* needs the records, which are unreachable; nothing was sent.
-            NoRecords: *fence* needs records, and the app has none; nothing was sent.
+            InvalidFanOut: an executor cannot import the app, or its task or a queue is unknown.
+                Nothing was sent.
+            FanOutFailed: the broker has not confirmed some tasks; the error's *result* lists them.
+                With *fence* no task of the run runs. Also raised if the result of a fenced run
+                could not be recorded, or if the same run was sent before with other rows.
+            RecordsUnavailable: *fence* needs the app's records, which are unreachable. Nothing was
+                sent.
+            NoRecords: *fence* needs the app's records, and the app has none. Nothing was sent.
             pyspark.errors.PySparkException: the Spark job failed.
         """
         spark = self._df.sparkSession
@@ -235,7 +237,7 @@ class FanOut:
         job_id = uuid4().hex
         fence = Fence.of(self.options, self.facts, job_id)
         started = monotonic()
-        # Few partitions, because each opens a connection. Again after encoding: a rate shuffles.
+        # Few partitions, because each opens a connection; done again, as a rate shuffles the rows.
         encoded = self._encoded(self._df.coalesce(connections)).coalesce(connections)
         was_committed = fence is not None and fence.open().state == COMMITTED
         with LiveCounts(spark, job_id) as counts:
@@ -293,7 +295,7 @@ class FanOut:
 
 
 def _last_line(error: Exception) -> str:
-    """The last line of a Python worker's traceback."""
+    """Return the last line of a Python worker's traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "Error:" in line and not line.startswith("at ")]
     return (named or lines or [type(error).__name__])[-1]

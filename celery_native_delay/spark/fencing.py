@@ -1,4 +1,8 @@
-"""The fence of one run: the driver opens and seals it, executors stamp their messages with it."""
+"""Fenced Spark runs: if Spark repeats a partition, each row's task still runs once.
+
+The driver opens the run in the records (in Redis or a database), and executors stamp messages with
+the attempt. In the end the driver records the winning attempts; only their tasks run.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds to retry while the records are unreachable: before a task is sent, and after the last.
+#: Seconds to retry while the records are unreachable: before the first task, and after the last.
 OPEN_PATIENCE_SECONDS = 10.0
 SEAL_PATIENCE_SECONDS = 60.0
 
@@ -33,20 +37,20 @@ _BY = "the driver"
 
 @dataclass(frozen=True)
 class Fence:
-    """The fence of one run, which the driver hands to its executors."""
+    """A fenced Spark run: even if Spark repeats a partition, each row's task runs once."""
 
     records: Place = field(repr=False)
     run: str
     job: str
-    """The Spark job that sends the run. If several jobs send it, such as a replayed batch, the
-    first one that commits counts."""
+    """The id of the Spark job that sends the run. If several jobs send the same run, such as a
+    replayed batch of a stream, the first job that commits counts."""
     timeout_seconds: float
     longest_seconds: float
     """The longest delay of a message, in seconds."""
 
     @classmethod
     def of(cls, options: FanOutOptions, facts: AppFacts, job: str) -> Self | None:
-        """The fence of *options*, None if they ask for none. A run is of one task, as its ids are.
+        """Return the fenced run that *options* ask for; None if the option *fence* is False.
 
         Raises:
             NoRecords: the app has no records.
@@ -63,11 +67,16 @@ class Fence:
         return cls(facts.records, run, job, options.fence_timeout, facts.longest_seconds)
 
     def stamp(self, partition: int, attempt: int) -> Stamp:
-        """The stamp of one attempt's messages; random, because Spark reuses attempt numbers."""
+        """Return the stamp (a message header) of one attempt at a partition.
+
+        The stamp has a random part, because Spark may reuse attempt numbers.
+        """
         return Stamp(self.run, partition, f"{attempt}-{token_hex(4)}")
 
     def open(self) -> Record:
-        """Open the run and start its time-out again; send nothing if its record is committed.
+        """Record that the fenced run has begun, and restart the run's time-out.
+
+        If the returned record says that the run is committed, the caller must send nothing.
 
         Raises:
             RecordsUnavailable: the records are unreachable; nothing may be sent.
@@ -89,15 +98,15 @@ class Fence:
         return record
 
     def commit(self, receipts: Sequence[Receipt], *, rows: str = "") -> None:
-        """Seal the run: only tasks that the attempts of *receipts* sent will run.
+        """Record the winning attempt at each partition; only tasks that it sent will run.
 
         Args:
-            receipts: one of each partition.
-            rows: the count and checksum of all rows, which must be the same in each job.
+            receipts: the receipt of the winning attempt at each partition.
+            rows: the count and checksum of all rows, which must be the same in each job of the run.
 
         Raises:
-            FanOutFailed: the run could not be sealed, a worker had aborted it, or it was committed
-                before with other rows.
+            FanOutFailed: the winners could not be recorded, a worker had aborted the run, or the
+                run was committed before with other rows.
         """
         stamps = [Stamp.parse(receipt.fence) for receipt in receipts if receipt.fence]
         now = time()
@@ -137,7 +146,7 @@ class Fence:
             )
 
     def abort(self) -> str:
-        """Seal the run so that no task of this job runs; return in words which tasks do run."""
+        """Record that no task of this job may run; return in words which tasks will run."""
         try:
             sealed = self._seal(Record(ABORTED, time(), by=_BY), self.longest_seconds)
         except RecordsUnavailable as exc:
@@ -161,13 +170,12 @@ class Fence:
                 lambda: Runs(records).seal(self.run, record, kept_seconds=kept_seconds),
                 SEAL_PATIENCE_SECONDS,
             )
-            with suppress(RecordsUnavailable):  # the next run sweeps
+            with suppress(RecordsUnavailable):  # the next run sweeps instead
                 records.sweep()
         return sealed
 
 
 def _patiently(ask: Callable[[], Record], patience_seconds: float) -> Record:
-    """The result of *ask*, which is called again while the records are unreachable."""
     deadline = monotonic() + patience_seconds
     while True:
         try:
@@ -179,6 +187,6 @@ def _patiently(ask: Callable[[], Record], patience_seconds: float) -> Record:
 
 
 def rows_of(receipts: Sequence[Receipt]) -> str:
-    """The count and checksum of all rows, which depend on neither order nor partitions."""
+    """Return the count and checksum of all rows, the same for any order and any partitions."""
     count, ids = (sum(getattr(receipt, name) for receipt in receipts) for name in ("rows", "ids"))
     return f"{count:,} rows {ids:x}"

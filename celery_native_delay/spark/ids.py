@@ -1,6 +1,6 @@
-"""Task ids that are computed from a row, so that a row sent again has the same task id.
+"""Compute task ids from rows, so that a row that is sent again has the same task id.
 
-An id is the UUID 5 of the run, the task's name and the row's key. Each part is written as
+An id is the UUID 5 of the run's name, the task's name and the row's key. Each part is written as
 ``<characters>:<text>``, so that different keys never give the same text.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 from hashlib import sha1
 from uuid import UUID
 
-#: Never change it: ids in ledgers and messages were made with it.
+#: Never change this value: stored ledgers and waiting messages have ids that were made with it.
 NAMESPACE = UUID("6a1f5d3e-0a3c-5b0e-9d4f-3c1d2f7b8e90")
 _OF_NAMESPACE = sha1(NAMESPACE.bytes, usedforsecurity=False)
 
 
 def task_id_of(run_id: str, task: str, *key: object) -> str:
-    """The task id of the row with this *key*: the values of its ``id_cols``.
+    """Return the task id of the row with this *key*, which is the values of its ``id_cols``.
 
     >>> task_id_of("reminders-2026-11-20", "shop.remind", 7)
     'ef7057f5-c7da-5c4e-9bff-be5cb56703eb'
@@ -24,7 +24,7 @@ def task_id_of(run_id: str, task: str, *key: object) -> str:
 
 
 def id_of(parts: str) -> str:
-    """The UUID 5 of *parts*, which :func:`counted` wrote; four times as fast as ``uuid.uuid5``."""
+    """Return the UUID 5 of *parts* (from :func:`counted`), four times as fast as ``uuid.uuid5``."""
     hash_ = _OF_NAMESPACE.copy()
     hash_.update(parts.encode())
     text = hash_.hexdigest()
@@ -33,17 +33,17 @@ def id_of(parts: str) -> str:
 
 
 def key_text(value: object) -> str:
-    """The text of one value of a key, as Spark casts it to a string."""
+    """Return one value of a row's key as text, as a cast to string in Spark writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value)
 
 
 def counted(text: str) -> str:
-    """The *text* after its number of characters."""
+    """Return *text* after its number of characters: ``"3:abc"`` for ``"abc"``."""
     return f"{len(text)}:{text}"
 
 
 def smear_us_of(task_id: str, smear_us: int) -> int:
-    """Microseconds by which a task is delayed to spread it; its id decides, also in a retry."""
+    """Return the task's extra delay in microseconds; it depends only on the task id."""
     return int(task_id[:8] + task_id[9:13], 16) % smear_us if smear_us else 0

@@ -1,10 +1,10 @@
-"""Executors report their counts to the driver by UDP, which tells them if a job is interrupted.
+"""Executors report their counts to the driver by UDP while a Spark job runs.
 
-Spark gives the driver a task's result only when the task has ended. If a datagram is lost, the
-counts are less exact.
+If the job is interrupted, the driver logs these counts: Spark reports the result of a task only
+when the task has ended. If a UDP datagram is lost, the logged counts are less exact.
 
 On Ctrl-C PySpark fails to cancel the Spark job: its signal handler calls the JVM on a connection
-that is in use, which py4j refuses. So the driver cancels it here; executors would send on.
+that is in use, which py4j refuses. Executors would send on, so the driver cancels the job here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STOP = b"stop"
 
 @dataclass(frozen=True)
 class Report:
-    """The counts of a Spark task so far: of one attempt at one partition."""
+    """The counts of one attempt at a partition so far."""
 
     job: str
     partition: int
@@ -42,7 +42,7 @@ class Report:
 
 
 class LiveCounts:
-    """The driver's side: collects reports of the Spark jobs in its ``with`` block."""
+    """Receives, on the driver, the executors' reports of the Spark jobs in the ``with`` block."""
 
     def __init__(self, spark: Any, job: str) -> None:
         self._job = job
@@ -81,7 +81,7 @@ class LiveCounts:
             self._socket.close()
 
     def stop(self) -> str:
-        """Stop the executors and cancel the Spark job; return in words what they have sent."""
+        """Cancel the Spark job, and return in words how many tasks the executors have sent."""
         with self._changed:
             self._is_stopped = True
             for sender in self._senders:
@@ -120,7 +120,7 @@ class LiveCounts:
             except OSError:
                 return
             except (ValueError, TypeError):
-                continue  # not from our executors
+                continue  # this datagram is not from our executors
             if report.job == self._job:
                 self._add(report, sender)
 
@@ -142,15 +142,15 @@ class LiveCounts:
 
 
 def context_of(spark: Any) -> Any:
-    """The SparkContext of a session; None with Spark Connect, which has none."""
+    """Return the SparkContext of a session; None with Spark Connect, which has no SparkContext."""
     try:
         return spark.sparkContext
-    except Exception:  # each release of Spark raises another one
+    except Exception:  # the error differs between releases of Spark
         return None
 
 
 class Reporter:
-    """The executor's side: reports one attempt at one partition. Without *address*, nothing."""
+    """Reports an attempt's counts to the driver; if *address* is None, reports nothing."""
 
     def __init__(
         self, address: tuple[str, int] | None, job: str, partition: int, attempt: int
@@ -166,7 +166,7 @@ class Reporter:
                 self._socket.connect(at)
 
     def report(self, batch: Bulk, *, is_last: bool = False) -> bool:
-        """Report the counts of *batch* every 0.2 s at most; True if the driver wants it to stop."""
+        """Report the counts of *batch* every 0.2 s at most; return True if sending must stop."""
         if self._socket is None or (monotonic() < self._next and not is_last):
             return False
         self._next = monotonic() + _REPORT_SECONDS

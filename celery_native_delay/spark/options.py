@@ -1,4 +1,4 @@
-"""The options of a fan-out, which are checked before anything runs."""
+"""The options of ``FanOut``, which are checked before a Spark job starts."""
 
 from __future__ import annotations
 
@@ -23,65 +23,65 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FanOutOptions:
-    """The options of a fan-out: which rows are sent, when, and how.
+    """The options of ``FanOut``: which rows are sent as tasks, when the tasks are due, and how.
 
-    A column is given by its name or as a ``Column``. One value for all rows is ``lit(value)``.
+    A column is given by its name or as a ``Column``. For one value in all rows, use ``lit(value)``.
 
     Raises:
         InvalidFanOut: an option has a wrong value; the message says how to correct it.
     """
 
     app: str
-    """The path by which executors import the Celery app: ``"pkg.mod:app"``."""
+    """The import path of the Celery app for the executors, such as ``"pkg.mod:app"``."""
     task: str
     """The name of the task."""
     eta: Columnar | None = None
-    """The column of due times: timestamps; text and local timestamps need *eta_zone*."""
+    """The column of due times: timestamps. Texts and local timestamps need *eta_zone*."""
     countdown: Columnar | None = None
-    """The column of seconds from *now*, instead of *eta*."""
+    """The column of delays in seconds, counted from *now*; use it instead of *eta*."""
     eta_zone: Columnar | None = None
-    """The time zone of due times without one: ``"Europe/Berlin"``, or a Column of zones."""
+    """The time zone of due times that have none: ``"Europe/Berlin"``, or a Column of time zones."""
     args: Sequence[Columnar] = ()
     """The columns of the positional arguments."""
     kwargs: Sequence[str] | Mapping[str, Columnar] = ()
-    """The columns of the keyword arguments, or a mapping from argument to column."""
+    """The columns of the keyword arguments, or a mapping from an argument's name to a column."""
     queue: Columnar | None = None
-    """The column of queues; without one, or if it is null, the app's routes decide."""
+    """The column of queue names; without a column or value, the app's routes choose."""
     priority: Columnar | None = None
-    """The column of priorities, 0 to 255; null is no priority."""
+    """The column of message priorities, 0 to 255; null means no priority."""
     expires: Columnar | None = None
     """The column of expiry times: timestamps, or seconds from *now*."""
     id_cols: Sequence[Columnar] = ()
-    """The columns that identify a row: task ids are made from them, *run_id* and *task*. By
-    default, from all that the row sends."""
+    """The columns that identify a row; task ids are made from their values, *run_id* and *task*. By
+    default, all columns that a task is made from identify the row."""
     run_id: str = field(default_factory=lambda: uuid4().hex)
-    """The name of the run. A run that is sent again has the same task ids."""
+    """The name of this run; the same rows sent again under this name have the same task ids."""
     smear: float = 0.0
-    """Seconds by which tasks are delayed at most beyond their due times, to spread them. How much
-    one task is delayed follows from its id."""
+    """The longest extra delay in seconds; extra delays spread tasks that are due at the same time.
+    The extra delay of a task depends only on the task id."""
     rate: Rate | str | bool | None = None
-    """The rate at which tasks of one key fall due: a Rate, "100/m", or True for the task's rate in
-    ``native_delay_rates``, which workers enforce."""
+    """The rate limit by which due times are spread: a Rate, ``"100/m"``, or True. True takes the
+    task's rate from ``native_delay_rates``, which workers enforce."""
     max_rate: float | None = None
-    """Tasks per second over all connections; None is no limit."""
+    """The largest number of tasks sent per second, over all connections; None is no limit."""
     connections: int = 4
-    """The most connections to the broker at a time. For one queue two to four are enough."""
+    """The largest number of broker connections at a time; two to four suffice for one queue."""
     past: str = "reject"
-    """"reject" rows whose due time is before *now*, or "send" them, due at once."""
+    """"reject": reject rows whose due time is before *now*. "send": send them, due at once."""
     max_body_bytes: int = 128 * 1024
-    """The most bytes of a task's arguments as JSON; rows with more are rejected."""
+    """The largest size of a task's arguments as JSON, in bytes; larger rows are rejected."""
     check_task: bool = True
-    """True: refuse a task that the app does not register. False for tasks of another app."""
+    """If True, the app must register the task. Use False for a task of another app."""
     check_queue: bool = True
-    """True: refuse queues that the app's configuration does not name."""
+    """If True, reject queues that the app's configuration does not name."""
     fence: bool = False
-    """True: each task runs once, even if Spark sends a partition twice. No task of a failed job
-    runs, and a *run_id* that was committed is not sent again. Needs ``native_delay_records``."""
+    """If True, each task runs once, even if Spark sends a partition twice. No task of a failed job
+    runs. A committed *run_id* is not sent again. The app needs ``native_delay_records``."""
     fence_timeout: float = 3600.0
-    """Seconds between the start of a partition and the end of the job. After that workers assume
-    that the driver died, and their ``native_delay_fence_policy`` decides."""
+    """The longest time in seconds from the start of a partition to the end of the job. Then workers
+    assume that the driver died, and apply their setting ``native_delay_fence_policy``."""
     now: datetime = field(default_factory=lambda: datetime.now(UTC))
-    """The time from which countdowns count, an aware datetime: the same on all executors."""
+    """The time from which *countdown* counts: an aware datetime, the same on all executors."""
 
     def __post_init__(self) -> None:
         for name in ("args", "id_cols"):
@@ -113,7 +113,6 @@ class FanOutOptions:
 
     @property
     def keywords(self) -> Mapping[str, Columnar]:
-        """The columns of the keyword arguments, by argument."""
         assert isinstance(self.kwargs, Mapping)
         return self.kwargs
 
@@ -188,7 +187,7 @@ def _whole(low: int, high: int) -> Callable[[object], bool]:
     return lambda value: type(value) is int and low <= value <= high
 
 
-#: The requirement of each option, in words and as a test.
+#: The rule of each option: its description for the error message, and a function that tests it.
 _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "app": ('an import path such as "pkg.mod:app"', _matches(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")),
     "task": ("the name of a task", _matches(r"\S(.*\S)?")),

@@ -1,4 +1,4 @@
-"""The plan of a fan-out: what sending would do, counted by Spark."""
+"""The plan of ``FanOut``: Spark counts what sending would do."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from pyspark.sql import functions as f
 from .app import AppFacts
 from .options import EPOCH, FanOutOptions
 
-#: The most tasks per second that were ever measured on one connection.
+#: The highest measured number of tasks per second on one connection.
 FASTEST_PER_SECOND = 25_000
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Counts and times of what sending a fan-out would do."""
+    """Counts and times of what :meth:`FanOut.send` would do."""
 
     rows: int
     accepted: int
     rejects: dict[str, int]
-    """Rows that would be rejected, by reason, most frequent first."""
+    """The number of rows that would be rejected, by reason, most frequent first."""
     duplicates: int
-    """Accepted rows with the same task id as another row, without the first of each id."""
+    """Accepted rows with the task id of another row; the first row of each id is not counted."""
     first_due: datetime | None
     last_due: datetime | None
     queues: dict[str, int]
-    """Accepted tasks by queue."""
+    """The number of accepted tasks by queue."""
     send_seconds: float
-    """The least seconds that sending takes, by *max_rate* or by the speed of *connections*."""
+    """The shortest time of sending in seconds, limited by *max_rate* or *connections*."""
     due_while_sending: int
-    """Tasks that fall due before sending can end, if it begins now. Some of them will be late."""
+    """Tasks that fall due before sending can end, if sending starts now; some will run late."""
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -59,7 +59,7 @@ class Plan:
 
 
 def make_plan(encoded: Any, facts: AppFacts, options: FanOutOptions) -> Plan:
-    """Count *encoded*. The first job encodes the rows, the others find them in Spark's cache."""
+    """Count *encoded*: the first Spark job encodes the rows, and later jobs read Spark's cache."""
     kept = encoded.select("task_id", "due_us", "queue", "error").persist()
     try:
         return _counted(kept, facts, options)

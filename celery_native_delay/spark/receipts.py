@@ -1,4 +1,4 @@
-"""The report of each Spark task of a fan-out to the driver."""
+"""The report of each Spark task to the driver: counts, and rows that are not confirmed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Failure:
-    """A row that the broker has not confirmed.
+    """A row whose task the broker has not confirmed.
 
-    *outcome* is "refused" (by the broker, or because it cannot be delayed), "in doubt" (the broker
-    may have it) or "unsent".
+    *outcome* is "refused" (the broker refused the task, or the task cannot be delayed), "in doubt"
+    (the broker may have the task) or "unsent".
     """
 
     task_id: str
@@ -21,24 +21,24 @@ class Failure:
 
 @dataclass
 class Receipt:
-    """The counts of one partition, as its successful Spark task reports them."""
+    """The counts of one partition, reported to the driver by the Spark task of this partition."""
 
     partition: int
     attempt: int
     rows: int = 0
     ids: int = 0
-    """The sum of the CRC-32 of all task ids."""
+    """The sum of the CRC-32 checksums of all task ids in the partition."""
     sent: int = 0
     confirmed: int = 0
     by_template: int = 0
     seconds: float = 0.0
     rejected: Counter[str] = field(default_factory=Counter)
-    """Rows that were rejected, by reason."""
+    """The number of rejected rows by reason."""
     broken: str = ""
-    """The reason why sending ended early; "" if it did not."""
+    """The reason why sending stopped before the last row; "" if all rows were handled."""
     fence: str = ""
-    """The stamp of its messages if the run is fenced."""
+    """The stamp (a message header) of this attempt in a fenced Spark run; "" without *fence*."""
     last_eta: str = ""
-    """The latest due time of its tasks, in ISO 8601."""
+    """The latest due time of the sent tasks, in ISO 8601."""
     sent_after_due: int = 0
-    """Tasks that were sent after they were due."""
+    """The number of tasks that were sent after they were due."""

@@ -1,9 +1,9 @@
-"""Compare planned tasks with the telemetry of workers: one verdict per task.
+"""Compare planned tasks with the telemetry that workers wrote: one verdict per task.
 
-The first verdict that fits counts:
+The table lists the verdicts in order; the first verdict that fits a task counts:
 
 ========== ========================================================================
-unplanned  a worker ran the task, and the ledger does not have it
+unplanned  a worker ran the task, and the task is not in the ledger
 duplicate  the task ran to its end twice with the same number of retries
 early      the task started before it was due
 ok         the task is done
@@ -13,7 +13,7 @@ pending    the task is not due, or due for less than *grace_seconds*
 missing    the task is due, and no worker knows of it; or its retry never came
 ========== ========================================================================
 
-Spark computes everything when an action asks for it. No row comes to the driver.
+Spark computes the verdicts when an action needs them. Rows stay on the executors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..worker.attempt import ATTEMPT_KEY, COMES_AGAIN, DONE, FIELDS, GIVEN_UP, R
 
 VERDICTS = ("ok", "missing", "pending", "duplicate", "early", "failed", "running", "unplanned")
 
-#: Columns of the verdicts beside those of the ledger.
+#: The columns that a verdict adds to the columns of the ledger.
 ADDED = ("verdict", "late_seconds", "sent_after_due", "ran")
 
 #: Celery rounds an ETA to milliseconds: a task that starts this much earlier is not early.
@@ -39,10 +39,10 @@ QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p999": 0.999}
 
 _NEVER_US = 1 << 62
 
-#: Fields of the telemetry that only some lines of an attempt have.
+#: Fields of the telemetry that are in only some of an attempt's lines.
 _OF_AN_ATTEMPT = ("finished", "outcome", "queue", "retry_due", "waited")
 
-#: Spark's default of 10,000 is too coarse for the p99.9 of millions of tasks.
+#: Spark's default accuracy of 10,000 is too coarse for the p99.9 of millions of tasks.
 _QUANTILE_ACCURACY = 100_000
 
 
@@ -54,8 +54,9 @@ def read_events(spark: SparkSession, path: str | list[str]) -> DataFrame:
         path: the folder of the telemetry, or several folders. Subfolders are read, too.
 
     Returns:
-        One row per line, with the columns of ``celery_native_delay.worker.attempt.FIELDS``.
-        Incomplete lines, which a full disk may leave, are skipped.
+        One row per line (the start or the end of an attempt), with the columns of
+        ``celery_native_delay.worker.attempt.FIELDS``. Incomplete lines, which a full disk may
+        leave, are skipped.
     """
     schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
     lines = spark.read.schema(schema).option("recursiveFileLookup", "true").json(path)
@@ -76,17 +77,17 @@ def reconcile(
         ledger: the planned tasks: ``task_id`` (string), ``due`` (timestamp), and any other columns.
             If a ``task_id`` has several rows, the earliest due time counts. A row without a due
             time is due at once.
-        events: the telemetry, from :func:`read_events`. Tasks of other runs are ``unplanned``:
-            filter them out first, for example by ``task``.
+        events: the telemetry, from :func:`read_events`. Tasks of other runs get the verdict
+            ``unplanned``; filter their lines out first, for example by ``task``.
         as_of: the time up to which *events* are complete, an aware datetime; now by default.
-        grace_seconds: seconds after its due time before a task is ``missing``, because telemetry
-            is written later than a task runs.
-        early_seconds: seconds before its due time at which a start is still on time, because
-            clocks differ.
+        grace_seconds: seconds after its due time before a task is ``missing``, because telemetry is
+            written later than a task runs.
+        early_seconds: seconds before its due time at which a start is still on time, because clocks
+            differ.
 
     Raises:
-        ValueError: a column is missing, has another type, or has the name of one in ``ADDED``; or
-            *as_of* is naive.
+        ValueError: a column is missing, has the wrong type, or has the name of a column that this
+            function adds (``ADDED``); or *as_of* is naive.
     """
     _check_columns("ledger", ledger, {"task_id": "string", "due": "timestamp"})
     _check_columns("events", events, FIELDS)
@@ -141,45 +142,45 @@ def reconcile(
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """The verdicts about all tasks, and their sums.
+    """The verdict about each planned task, and the counts of each verdict.
 
-    Every action computes the verdicts again; :meth:`stored` keeps them.
+    Every Spark action computes the verdicts again; :meth:`stored` stores them once.
     """
 
     verdicts: DataFrame
-    """The ledger's columns and: ``verdict``; ``late_seconds`` of the first start;
-    ``sent_after_due``, null if workers cannot tell; ``ran``, null if no worker knows of the task.
-    ``ran`` has ``started`` (first), ``finished`` (last), ``worker`` and ``queue`` of the first
-    start, ``outcome`` of the last end, ``retries`` and ``attempts``."""
+    """One row per task: the ledger's columns, ``verdict``, ``late_seconds`` (of the first start),
+    ``sent_after_due`` (null if workers cannot tell) and ``ran`` (null if no worker knows of the
+    task). ``ran`` has ``started`` (first), ``finished`` (last), ``worker`` and ``queue`` of the
+    first start, ``outcome`` of the last end, ``retries`` and ``attempts``."""
     ledger_columns: tuple[str, ...]
 
     def stored(self, path: str) -> Reconciliation:
-        """Write the verdicts to *path* as Parquet; return a reconciliation that reads them."""
+        """Write the verdicts to *path* as Parquet; return a ``Reconciliation`` that reads them."""
         self.verdicts.write.partitionBy("verdict").parquet(path)
         stored = self.verdicts.sparkSession.read.parquet(path)
         columns = map(_quoted, self.verdicts.columns)
         return Reconciliation(stored.select(*columns), self.ledger_columns)
 
     def counts(self) -> dict[str, int]:
-        """Count the tasks of each verdict."""
+        """Return the number of tasks of each verdict."""
         rows = self.verdicts.groupBy("verdict").agg(F.count("*").alias("tasks")).collect()
         found = {row["verdict"]: int(row["tasks"]) for row in rows}
         return {verdict: found.get(verdict, 0) for verdict in VERDICTS}
 
     def missing(self) -> DataFrame:
-        """The ledger's rows whose tasks are missing, to be sent again under the same ids."""
+        """Return the ledger's rows of missing tasks, to be sent again with the same task ids."""
         return self.verdicts.where("verdict = 'missing'").select(*map(_quoted, self.ledger_columns))
 
     def summary(self, *by: str, due_seconds: float = 3600.0) -> DataFrame:
-        """Count the tasks of each verdict, with quantiles of how many seconds late they started.
+        """Count the tasks of each verdict, with quantiles of the tasks' lateness in seconds.
 
-        Tasks that were ``sent_after_due`` are counted, and left out of the quantiles: no broker
-        can make up for that.
+        Tasks that were ``sent_after_due`` are counted, but are not in the quantiles: no broker can
+        deliver these tasks on time.
 
         Args:
-            *by: groups: ``"queue"`` and ``"worker"`` of the first start (or the planned queue),
-                ``"due"``, or columns of the ledger. Without groups there is one row.
-            due_seconds: seconds in a group of ``"due"``, which is named by its beginning.
+            *by: what to group by: ``"queue"`` or ``"worker"`` of the first start (or the planned
+                queue), ``"due"``, or columns of the ledger. Without groups there is one row.
+            due_seconds: the length of a group of ``"due"`` in seconds; its name is its start time.
         """
         known = {name: F.col(_quoted(name)) for name in self.ledger_columns}
         queues = [F.col("ran.queue"), *([known["queue"]] if "queue" in known else [])]
@@ -213,10 +214,7 @@ class Reconciliation:
 
 
 def _tasks(events: DataFrame) -> DataFrame:
-    """One row per task in *events*: lines become attempts, attempts become tries, tries a task.
-
-    Spark shuffles and sorts only once, because each grouping is by a prefix of the one before.
-    """
+    """Return one row per task; grouping by prefixes lets Spark shuffle and sort only once."""
     attempts = (
         events.where("id is not null")
         .repartition("id")
@@ -261,7 +259,7 @@ def _tasks(events: DataFrame) -> DataFrame:
 
 
 def _micros(name: str, *, none: int) -> Column:
-    """A timestamp column in microseconds since the epoch; *none* instead of null."""
+    """Return a timestamp column in microseconds since the epoch, with *none* instead of null."""
     return F.coalesce(F.unix_micros(name), F.lit(none))
 
 
@@ -274,5 +272,5 @@ def _check_columns(what: str, frame: DataFrame, expected: dict[str, str]) -> Non
 
 
 def _quoted(name: str) -> str:
-    """The column *name* in backticks, because it may have dots."""
+    """Return the column *name* in backticks, because the name may have dots."""
     return "`" + name.replace("`", "``") + "`"

@@ -1,4 +1,4 @@
-"""Send the rows of one partition by ``bulk(app)``, on an executor."""
+"""Send the rows of one partition with ``bulk(app)``, on an executor."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SendJob:
-    """The facts that every Spark task of a fan-out needs."""
+    """The facts that every Spark task needs to send its rows: app, task, rate, and so on."""
 
     app: str
     task: str
     max_rate: float | None
-    """Celery tasks per second on one connection; None is no limit."""
+    """The largest number of Celery tasks per second on one connection; None is no limit."""
     fence: Fence | None = None
     id: str = ""
-    """A name that the Spark tasks of one job share; each batch of a stream is a job."""
+    """A name shared by the Spark tasks of one job. Each batch of a stream is one job."""
     driver: tuple[str, int] | None = None
-    """The address of the driver's :class:`LiveCounts`; None if there is none."""
+    """The host and port to which executors report counts; None if the driver does not listen."""
 
 
 def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -> Iterator[Failure]:
-    """Send *rows*, tuples of ``encode.SENT_COLUMNS``; fill *receipt* and yield what failed.
+    """Send *rows*, tuples of ``encode.SENT_COLUMNS``; count in *receipt*, and yield each Failure.
 
     An outage of the broker does not fail the Spark task, because Spark would send all rows again.
-    After a minute the other rows are unsent, and so are those of the job's later tasks.
+    After a minute the remaining rows, and rows of the job's later tasks, are "unsent".
 
-    If the run is fenced and committed, rows are counted and not sent.
+    Rows of a fenced run that is already committed are counted and not sent.
 
     Raises:
-        RecordsUnavailable, FanOutFailed: the run is fenced and could not be opened; nothing was
-            sent.
+        RecordsUnavailable: the run is fenced, and the records are unreachable. Nothing was sent.
+        FanOutFailed: the run is fenced, and a worker has aborted the run. Nothing was sent.
     """
     started = monotonic()
     headers = {}
@@ -76,7 +76,7 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     reporter = Reporter(job.driver, job.id, receipt.partition, receipt.attempt)
     pace = Pace(job.max_rate)
     options: dict[Any, dict[str, Any]] = {}
-    #: The broker's error by queue, for which the queue's other rows are refused without asking.
+    #: The broker's error by queue. Other rows of this queue are refused without asking the broker.
     error_of_queue: dict[str | None, str] = {}
     with ExitStack() as stack:
         stack.callback(reporter.end, batch)
@@ -142,18 +142,17 @@ def _utc_text(us: int) -> str:
     return (EPOCH + timedelta(microseconds=us)).isoformat(timespec="microseconds")
 
 
-#: Errors that all rows of the same queue would get.
+#: Errors that concern the queue, so that each row of the same queue would get the same error.
 _ABOUT_THE_QUEUE = (NotPermitted, TopologyMismatch, UnsupportedBroker, SettingsError)
 
 
 def _is_about_the_row(error: Exception) -> bool:
-    """True if *error* is about one row, not about the broker or the connection."""
+    """Return True if *error* concerns one row, not the broker or the connection."""
     about_rows = isinstance(error, NativeDelayError | TypeError | ValueError)
     return about_rows and not isinstance(error, StoreUnavailable)
 
 
 def warn_of_late_sending(late: int, sent: int) -> None:
-    """Warn if tasks were sent after they were due: *late* of the tasks *sent*."""
     if late:
         logger.warning(
             "native delay: %d of %d tasks were sent after they were due: begin earlier, or raise "
@@ -164,10 +163,10 @@ def warn_of_late_sending(late: int, sent: int) -> None:
 
 
 class GivenUp:
-    """Tells later tasks of a job on this executor why an earlier one gave up the broker.
+    """Tells later Spark tasks on this executor why an earlier task of the job gave up the broker.
 
-    The reason is in a file of the folder that Spark keeps for an executor's Python processes, which
-    end with a failed task. Without such a folder each task tries by itself.
+    The reason is in a file of Spark's folder for the executor, because Spark ends a Python process
+    with a failed task. Without this folder, each Spark task tries to reach the broker.
     """
 
     def __init__(self, job_id: str) -> None:
@@ -175,14 +174,13 @@ class GivenUp:
         self._path = Path(SparkFiles.getRootDirectory(), name) if job_id else None
 
     def reason(self) -> str:
-        """The reason why an earlier task gave up; "" if none has."""
+        """Return the reason why an earlier Spark task gave up; "" if no task gave up."""
         if self._path is not None:
             with suppress(OSError):
                 return self._path.read_text()
         return ""
 
     def note(self, reason: str) -> None:
-        """Write the reason down for later tasks."""
         if self._path is not None:
             with suppress(OSError):
                 whole = self._path.with_suffix(f".{uuid4().hex}")
@@ -191,7 +189,7 @@ class GivenUp:
 
 
 class Pace:
-    """A limit of *per_second* tasks, made up for within a second; None is no limit."""
+    """Limits sending to *per_second* tasks a second; pauses are made up for within a second."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0

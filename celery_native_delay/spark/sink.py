@@ -1,7 +1,7 @@
-"""The sink ``df.write.format("celery")`` and ``df.writeStream.format("celery")``, for Spark 4.
+"""The sinks ``df.write.format("celery")`` and ``df.writeStream.format("celery")``, for Spark 4.
 
-Options, columns and the app are checked before a row is sent. A sink cannot return a result; use
-``FanOut`` if you need one.
+Options, columns and the app are checked before a row is sent. A sink cannot return a result. If you
+need a result, use ``FanOut``.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from .slots import Slot, check_type, no_such_column, slots
 
 logger = logging.getLogger(__name__)
 
-#: Options of a stream that are Spark's own.
+#: Options of a stream that Spark itself reads.
 _OF_STREAMS = frozenset(("checkpointlocation", "queryname", "outputmode"))
 
 
 @dataclass
 class Sent(WriterCommitMessage):
-    """The message of a Spark task to :meth:`Writer.commit`."""
+    """The result that a Spark task passes to :meth:`Writer.commit`: the counts of one partition."""
 
     receipt: Receipt
 
 
 def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
-    """The options in *texts* as values: those of :class:`FanOutOptions`, and ``on_reject``.
+    """Parse the sink's options: those of :class:`FanOutOptions`, and ``on_reject``.
 
     Raises:
         InvalidFanOut: an option is unknown or missing, or has a wrong value.
@@ -75,7 +75,7 @@ def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
 
 
 class Writer(DataSourceArrowWriter):
-    """Writes the rows of one Spark job."""
+    """Writes the rows of one Spark job as delayed Celery tasks."""
 
     def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
         if overwrite:
@@ -85,20 +85,20 @@ class Writer(DataSourceArrowWriter):
             self._fence.open()
 
     def write(self, iterator: Iterator[Any]) -> Sent:
-        """Send the rows of one partition.
+        """Send the rows of one partition as delayed tasks.
 
         Raises:
-            FanOutFailed: some rows are not confirmed; Spark sends the partition again.
-            InvalidFanOut: a row is rejected, and on_reject is "fail".
-            RecordsUnavailable: the run is fenced, and the records are unreachable.
+            FanOutFailed: the broker has not confirmed some tasks. Spark sends the partition again.
+            InvalidFanOut: a row is rejected, and the option *on_reject* is "fail".
+            RecordsUnavailable: the option *fence* is set, and the records are unreachable.
         """
         return self._send(iterator, self._options.run_id, self._fence, self._job_id)
 
     def commit(self, messages: list[Any]) -> None:
-        """Seal the fence; log how many tasks were sent and how many rows were rejected.
+        """Log the counts; with *fence*, first record the winning attempts: only their tasks run.
 
         Raises:
-            FanOutFailed: the fence could not be sealed.
+            FanOutFailed: the winning attempts could not be recorded.
         """
         receipts = _receipts(messages)
         if self._fence is not None:
@@ -107,7 +107,7 @@ class Writer(DataSourceArrowWriter):
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any]) -> None:
-        """Seal the fence, so that no task of the job runs; without one, its sent tasks run."""
+        """Log that the job failed. With *fence* no task of the job runs; else sent tasks run."""
         if self._fence is not None:
             logger.error("native delay: the job failed; %s", self._fence.abort())
             return
@@ -147,7 +147,7 @@ class Writer(DataSourceArrowWriter):
         assert context is not None
         receipt = Receipt(context.partitionId(), context.attemptNumber())
         if fence is not None and fence.open().state == COMMITTED:
-            # Without encoding them: rows that are due by now would be rejected.
+            # Count without encoding: the encoder would reject rows that have become due since.
             receipt.rows = sum(batch.num_rows for batch in batches)
             receipt.fence = str(fence.stamp(receipt.partition, receipt.attempt))
             return Sent(receipt)
@@ -176,7 +176,7 @@ class Writer(DataSourceArrowWriter):
 
 
 class StreamWriter(Writer, DataSourceStreamWriter):
-    """Writes the rows of each micro batch. A batch that Spark replays has the same task ids."""
+    """Writes each micro batch as delayed tasks; a replayed batch has the same task ids."""
 
     def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
         if overwrite:
@@ -185,42 +185,42 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         self._set_up(schema, own)
 
     def write(self, iterator: Iterator[Any]) -> Sent:
-        """Send the rows of one partition of a batch, whose run is named by query and batch."""
+        """Send one partition of a micro batch; the query and the batch number name the run."""
         context = TaskContext.get()
         assert context is not None
         query, batch = map(context.getLocalProperty, _QUERY_AND_BATCH)
         run_id = self._options.run_id if self._has_run_id else query
         fence = self._fence
         if fence is not None:
-            # Not by the run_id: with a new checkpoint the same batch number has other rows.
+            # The run_id is not enough: with a new checkpoint the same batch number has other rows.
             fence = replace(fence, run=f"{query}-{batch}", job=f"{self._job_id}-{batch}")
         return self._send(iterator, f"{run_id}-{batch}", fence, f"{self._job_id}-{batch}")
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Seal the fence of a batch; log how many tasks were sent and rows rejected."""
+        """Log the counts of the batch; with *fence*, first record the winning attempts."""
         receipts = _receipts(messages)
         if self._fence is not None and receipts:
-            # Spark makes a new writer to commit, which learns the query's id from executors.
+            # Spark makes a new writer to commit, which learns the query's id from the receipts.
             replace(self._fence, run=Stamp.parse(receipts[0].fence).run).commit(receipts)
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Log that the batch failed; with a fence its tasks wait until Spark replays it."""
+        """Log that the batch failed. With *fence* its tasks wait until Spark replays the batch."""
         if self._fence is not None:
             logger.error("native delay: the batch failed; its tasks wait for the query's restart")
             return
         super().abort(messages)
 
 
-#: The local properties that name a stream's query and batch; Spark's foreach() reads them, too.
+#: The local properties with a stream's query id and batch number, which foreach() reads, too.
 _QUERY_AND_BATCH = ("sql.streaming.queryId", "streaming.sql.batchId")
 
 
 def _position(slot: Slot, columns: Sequence[str]) -> int:
-    """The index of the column of *slot* in *columns*; upper and lower case may differ.
+    """Return the index of the column of *slot* in *columns*, ignoring upper and lower case.
 
     Raises:
-        InvalidFanOut: there is no such column, or there are several.
+        InvalidFanOut: there is no such column, or several columns have this name.
     """
     name = slot.column
     alike = [place for place, one in enumerate(columns) if one.lower() == name.lower()]
@@ -231,7 +231,6 @@ def _position(slot: Slot, columns: Sequence[str]) -> int:
 
 
 def _shown(batch: Any, number: int) -> str:
-    """The row *number* of *batch*, for an error message."""
     try:
         return f"{batch.slice(number, 1).to_pylist()[0]!r:.300}"
     except UnicodeDecodeError:
@@ -239,7 +238,7 @@ def _shown(batch: Any, number: int) -> str:
 
 
 def _receipts(messages: list[Any]) -> list[Receipt]:
-    """The receipts in *messages*, which are None for Spark tasks that failed."""
+    """Return the receipts in *messages*. A message is None if its Spark task failed."""
     return [message.receipt for message in messages if message is not None]
 
 
@@ -254,14 +253,14 @@ def _log_rejects(receipts: list[Receipt]) -> None:
 
 
 def _names(text: str) -> list[str]:
-    """The column names in *text*, a JSON list or names with commas between them."""
+    """Return the column names in *text*, which is a JSON list or names separated by commas."""
     if text.lstrip().startswith("["):
         return list(json.loads(text))
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _named(text: str) -> Any:
-    """The column names in *text*, or a JSON object from argument to column."""
+    """Return the column names in *text*, or a JSON object's dict from argument to column."""
     return json.loads(text) if text.lstrip().startswith("{") else _names(text)
 
 
@@ -277,7 +276,7 @@ def _on_reject(text: str) -> str:
     return text
 
 
-#: The options by name: their name in :class:`FanOutOptions`, and the parser of their text.
+#: For each option: its name in :class:`FanOutOptions`, and the function that parses its text.
 _PARSERS: dict[str, tuple[str, Any]] = {
     **{name: (name, str) for name in ("app", "task", "eta_zone", "run_id", "past")},
     **{f"{name}_col": (name, str) for name in ("countdown", "eta", "queue", "priority", "expires")},

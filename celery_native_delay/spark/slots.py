@@ -1,4 +1,4 @@
-"""The columns that a fan-out reads, and the types that each may have."""
+"""The columns that ``FanOut`` reads, and the Spark types that each column may have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FLOAT = (t.FloatType, t.DoubleType)
 _NTZ = (t.TimestampNTZType, t.StringType)
 _TEXTS = (t.StringType, t.VarcharType, t.CharType)
 
-#: The allowed types of each role, and what to say if a column has another type.
+#: The types that a column may have, by the column's role, and words for the error message.
 _ROLES: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
     "due": ((t.TimestampType,), "a timestamp"),
     "countdown": ((*_WHOLE, *_FLOAT, t.DecimalType), "a number of seconds"),
@@ -33,9 +33,9 @@ _ROLES: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
 
 @dataclass(frozen=True)
 class Slot:
-    """A column that is read: *name* is ours, *label* is the user's option.
+    """A column that ``FanOut`` reads; *name* is the encoder's name, and *label* the user's option.
 
-    *role* decides which types are allowed: a key of ``_ROLES``, or "json".
+    *role* decides which types the column may have; it is "json" or a key of ``_ROLES``.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Slot:
 
 
 def slots(options: FanOutOptions) -> Iterator[Slot]:
-    """The slots of *options*."""
+    """Yield the columns that the *options* of ``FanOut`` name: due times, arguments, and so on."""
     if options.eta is not None:
         yield Slot("due_in", "eta", options.eta, "due")
         if options.eta_zone is not None and not isinstance(options.eta_zone, str):
@@ -64,10 +64,10 @@ def slots(options: FanOutOptions) -> Iterator[Slot]:
 
 
 def check_type(slot: Slot, kind: t.DataType, *, has_zone: bool) -> None:
-    """Check the type of a column.
+    """Check that a column's type *kind* is allowed for its use, such as due time or queue.
 
     Raises:
-        InvalidFanOut: the role of *slot* does not allow it; the message names the cast that helps.
+        InvalidFanOut: the type is not allowed. The message names the cast that helps.
     """
     expected = _expected(slot.role, kind, has_zone=has_zone)
     if expected:
@@ -78,7 +78,7 @@ def check_type(slot: Slot, kind: t.DataType, *, has_zone: bool) -> None:
 
 
 def no_such_column(slot: Slot, columns: Sequence[str]) -> InvalidFanOut:
-    """An error: the column of *slot* is not among *columns*, or is several of them."""
+    """Return the error for a column that is not in *columns*, or is ambiguous."""
     name = slot.column
     alike = [one for one in columns if isinstance(name, str) and one.lower() == name.lower()]
     if len(alike) > 1:
@@ -94,12 +94,11 @@ def no_such_column(slot: Slot, columns: Sequence[str]) -> InvalidFanOut:
 
 
 def column_text(column: Columnar) -> str:
-    """The name of a column, for an error message."""
     return f"column {column!r}" if isinstance(column, str) else str(column)
 
 
 def _expected(role: str, kind: t.DataType, *, has_zone: bool) -> str:
-    """The types that *role* allows, in words; "" if *kind* is one of them."""
+    """Return in words which types *role* allows; "" if *kind* is one of these types."""
     if role == "json":
         return _not_json(kind)
     if role == "due" and has_zone and isinstance(kind, _NTZ):
@@ -111,7 +110,7 @@ def _expected(role: str, kind: t.DataType, *, has_zone: bool) -> str:
 
 
 def _not_json(kind: Any) -> str:
-    """The types that JSON has instead of *kind*, in words; "" if it has that type."""
+    """Return in words which types JSON has instead of *kind*; "" if JSON has *kind*."""
     match kind:
         case t.StructType():
             if len({*kind.names}) < len(kind.names):

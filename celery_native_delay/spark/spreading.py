@@ -1,7 +1,7 @@
-"""Spread due times by a rate: tasks of one key fall due one after another, as they may start.
+"""Spread due times by a rate limit: tasks with the same key fall due one after another.
 
-Due times are computed from the rows alone; workers enforce the rate later. Other rows, or the same
-rows at another time, get other due times: to keep these, send tasks again from ``ledger()``.
+Due times are computed from the rows alone; workers enforce the rate limit later. Other rows, or
+another time, give other due times. To keep due times, send tasks from the stored ``ledger()``.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pyspark.sql import functions as f
 from ..errors import InvalidFanOut, SettingsError
 from ..rates.rate import HEADER_PREFIX, Rate
 
-#: Tasks fall due this much further apart than the rate asks, in thousandths. Otherwise one late
-#: task would delay all tasks after it.
+#: Due times are this much further apart than the rate limit asks, in thousandths. Otherwise one
+#: late task would delay all tasks after it.
 SLACK_PER_MILLE = 10
 
-#: A prefix that marks a column's name among the values that a key may have.
+#: A prefix that distinguishes the name of a column from the value of a key.
 _COLUMN = "\0"
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The spread of a fan-out's due times by a rate.
+    """The spacing of due times by a rate limit.
 
-    *column* is the slot that has a row's key; None if all tasks share the rate.
+    *column* has each row's key; *column* is None if all tasks share the rate limit.
     """
 
     spacing_us: int
@@ -36,18 +36,18 @@ class Spread:
 
     @classmethod
     def of(cls, rate: Rate, column: str | None) -> Self:
-        """The spread by *rate*."""
         spacing_us = rate.spacing_us + rate.spacing_us * SLACK_PER_MILLE // 1000
         return cls(spacing_us, rate.burst, column)
 
     def over(self, frame: Any, now_us: int) -> Any:
-        """Spread ``due_us`` of the rows with the same ``line``, from *now_us* on.
+        """Return *frame* with later values of ``due_us``, so that due times obey the rate limit.
 
-        Rejected rows are left out.
+        Rows with the same ``line`` (the key of the rate limit) share the limit, from *now_us* on.
+        Rejected rows are not counted.
         """
         line = "partition by line, error is null order by due_us, task_id"
         ahead_us = (self.burst - 1) * self.spacing_us
-        # A task is due one spacing after the task before it, or at its own due time if later.
+        # A task is due one spacing after the previous task, or at its own later due time.
         return (
             frame.withColumn("nth_us", f.expr(f"row_number() over ({line}) * {self.spacing_us}L"))
             .withColumn(
@@ -64,10 +64,10 @@ class Spread:
 def spread_of(
     rate: Rate, task: str, run: Any, args_count: int, kwargs_names: Sequence[str]
 ) -> Spread:
-    """The spread of a *task* by its *rate*; *run* is the task's function, None if unknown.
+    """Return how *rate* spreads due times; *run* is the task's function, None if not registered.
 
     Raises:
-        InvalidFanOut: the rate's key is not among the columns.
+        InvalidFanOut: the key of the rate limit is not among the columns.
     """
     if callable(rate.key):
         raise InvalidFanOut(

@@ -8,8 +8,8 @@
     with private_redis() as redis:
         app = Celery(broker=redis.url)
 
-They listen on 127.0.0.1 only, share nothing with other brokers of the machine, and end with this
-process, even if it is killed. This module imports only the standard library.
+The brokers listen on 127.0.0.1 only, share nothing with other brokers, and end with this Python
+process, even if the process is killed. This module imports only the standard library.
 """
 
 from .processes import BrokerFailed, BrokerMissing

@@ -1,4 +1,4 @@
-"""``python -m celery_native_delay.testing [FOLDER]``: a broker for development, until Ctrl-C."""
+"""Run a broker for development until Ctrl-C: ``python -m celery_native_delay.testing [FOLDER]``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .redis import embedded_broker
 
 
 def main() -> None:
-    """Run the embedded broker and print its URL."""
+    """Run the embedded broker (a Valkey from a Python wheel), and print the broker's URL."""
     parser = argparse.ArgumentParser(
         prog="python -m celery_native_delay.testing",
         description="Run a broker for development, the Valkey of the extra `embedded`, and print "

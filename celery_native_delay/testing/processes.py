@@ -1,4 +1,4 @@
-"""A server process that ends with this process, even if this one is killed."""
+"""Run a server that ends with the Python process that started it, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from time import monotonic, sleep
 
 
 class BrokerMissing(Exception):
-    """The broker is not installed; the message says what to install."""
+    """Raised if the broker is not installed; the message says what to install."""
 
 
 class BrokerFailed(Exception):
-    """The broker did not start, or refused a request; the message has its log or answer."""
+    """Raised if the broker did not start or refused a request; the message has its log or reply."""
 
 
 _LOWEST = 20_000
@@ -30,10 +30,10 @@ Otherwise a client that reconnects to a dead server could get the server's port,
 
 
 def claim_ports(count: int) -> list[socket.socket]:
-    """Claim *count* free TCP ports; closing a claim frees its port.
+    """Claim *count* free TCP ports, and return a socket for each; closing a socket frees its port.
 
-    A claim is a bound UDP socket with the number of the port. Other processes that claim ports see
-    it, the server can bind the TCP port, and it ends with this process.
+    The socket is a UDP socket with the number of the port: other processes that claim ports see the
+    socket, and the server can bind the TCP port.
     """
     claims: list[socket.socket] = []
     while len(claims) < count:
@@ -49,13 +49,12 @@ def claim_ports(count: int) -> list[socket.socket]:
 
 
 def port_of(claim: socket.socket) -> int:
-    """The number of the claimed port."""
     port: int = claim.getsockname()[1]
     return port
 
 
-# A shell that runs the companion. When its stdin closes, because this process ended, it kills the
-# server and the companion and removes the folder. Each line on stdin is the process group of the
+# A shell that runs the companion. When this process ends and stdin closes, the shell kills the
+# server and the companion, and removes the folder. Each line on stdin is the process group of the
 # running server, empty for none. "end" does the same, because a forked child may hold stdin open.
 _KEEPER = """
 folder=$1; shift
@@ -73,16 +72,16 @@ if [ -n "$folder" ]; then rm -rf -- "$folder"; fi
 
 
 class KeptServer:
-    """A server process that can be started repeatedly, and ends with this process.
+    """A server that can be started repeatedly, and that ends with the Python process that made it.
 
     Args:
-        name: the name in error messages, such as "RabbitMQ 3.10.8".
+        name: the server's name in error messages, such as "RabbitMQ 3.10.8".
         command: the command that runs the server in the foreground.
-        home: its current folder, in which its output goes to `console.log`.
-        environment: all its environment variables; None: those of this process.
-        logs: further log files in *home*.
-        temporary: True: *home* is removed in the end.
-        companion: another command that runs as long as this object, such as epmd.
+        home: the server's working folder. The server's output goes to `console.log` in this folder.
+        environment: all environment variables of the server; None: the variables of this process.
+        logs: names of further log files in *home*.
+        temporary: if True, *home* is removed in the end.
+        companion: another command that runs as long as this object exists, such as epmd.
         pass_fds: file descriptors that the server inherits.
     """
 
@@ -116,14 +115,14 @@ class KeptServer:
 
     @property
     def pid(self) -> int | None:
-        """The id of the server's process, and of its process group; None if it is down."""
+        """The id of the server's process and process group; None if the server is down."""
         return self._server.pid if self._server and self._server.poll() is None else None
 
     def start(self, serves: Callable[[], bool], *, within_seconds: float) -> None:
         """Start or resume the server, and wait until *serves* returns True.
 
         Raises:
-            BrokerFailed: it ended or took too long; the message has the end of its log.
+            BrokerFailed: the server ended or took too long; the message has the end of its log.
         """
         if self.pid is not None:
             self.send(signal.SIGCONT)
@@ -156,13 +155,13 @@ class KeptServer:
             raise BrokerFailed(f"{self.name} {reason}; the end of its log:\n{log}")
 
     def send(self, which: signal.Signals) -> None:
-        """Send a signal to the server and its child processes, if it runs."""
+        """Send the signal *which* to the server and its child processes, if the server runs."""
         if self._server is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._server.pid, which)
 
     def end(self, how: signal.Signals, *, within_seconds: float = 30) -> None:
-        """Send the signal *how*, wait until the server ends; SIGKILL it after *within_seconds*."""
+        """Send the signal *how*, and wait for the end; use SIGKILL after *within_seconds*."""
         if self._server is None:
             return
         self.send(how)
@@ -177,7 +176,7 @@ class KeptServer:
             self._tell_keeper("")
 
     def close(self) -> None:
-        """SIGKILL the server and its companion, and remove a temporary folder."""
+        """Kill the server and its companion with SIGKILL, and remove a temporary folder."""
         self.end(signal.SIGKILL)
         with suppress(OSError):
             self._tell_keeper("end")
@@ -187,7 +186,7 @@ class KeptServer:
                 self._keeper.stdin.close()
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last *lines* of the server's output and logs."""
+        """Return the last *lines* of the server's output and log files."""
         text = ""
         for name in self._logs:
             with suppress(FileNotFoundError):

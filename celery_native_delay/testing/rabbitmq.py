@@ -3,8 +3,8 @@
     with private_rabbitmq() as rabbitmq:
         app = Celery(broker=rabbitmq.new_vhost())
 
-The node has its own name, ports, data, log, home and Erlang cookie, and listens on 127.0.0.1 only.
-It shares nothing with another RabbitMQ of the machine.
+The node has its own name, ports, data, log, home and Erlang cookie. The node listens on 127.0.0.1
+only, and shares nothing with another RabbitMQ of the machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from urllib.parse import quote, unquote, urlsplit
 from .processes import BrokerFailed, BrokerMissing, KeptServer, claim_ports, port_of
 
 ROOT_VARIABLE = "NATIVE_DELAY_RABBITMQ_43_ROOT"
-"""The environment variable with the folder of a Debian testing that has RabbitMQ 4.3."""
+"""The environment variable that names the folder of a Debian testing system with RabbitMQ 4.3."""
 
 _DEFAULT_ROOT = "~/.cache/celery_native_delay/rabbitmq-4.3"
 
@@ -41,14 +41,14 @@ class RabbitMQInstallation:
     """An installed RabbitMQ."""
 
     server: Path
-    """The server script, as a path within *root*. The one on the PATH would switch users."""
+    """The path of the server script within *root*. The script on the PATH would switch users."""
     version: str
     root: Path | None = None
-    """The folder to chroot into; None for no chroot."""
+    """The folder to chroot into; None if RabbitMQ runs without chroot."""
 
 
 def find_rabbitmq(version: str | None = None) -> RabbitMQInstallation | None:
-    """The installed RabbitMQ whose version starts with *version*; None: that of the system."""
+    """Return the RabbitMQ of this *version* (None: the system's), or None if not installed."""
     for installation in _installations():
         if version is None and installation.root is None:
             return installation
@@ -74,7 +74,7 @@ def _installations() -> Iterator[RabbitMQInstallation]:
 
 
 def _version_of(server: Path) -> str | None:
-    """The version of the RabbitMQ to which *server* belongs, by its folder of plugins."""
+    """Return the version of the RabbitMQ of *server*, read from its folder of plugins."""
     for plugin in server.resolve().parent.parent.glob("plugins/rabbit-*"):
         if match := re.fullmatch(r"rabbit-(\d+\.\d+\.\d+.*?)(\.ez)?", plugin.name):
             return match[1]
@@ -86,7 +86,7 @@ def _rabbitmq_43_root() -> Path:
 
 
 def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
-    """Like find_rabbitmq(), but raises BrokerMissing if there is none."""
+    """Return the RabbitMQ of :func:`find_rabbitmq`; raise BrokerMissing if it is not installed."""
     if installation := find_rabbitmq(version):
         return installation
     if version == "4.3":
@@ -104,7 +104,7 @@ def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
 
 
 _BOOT_SECONDS = 90
-"""A cold start takes 3-8 s, on a busy machine several times as long."""
+"""A cold start takes 3 to 8 seconds; on a busy machine, several times as long."""
 
 _CONFIG = """\
 # Milliseconds between the reports of connections, channels and classic queues.
@@ -120,23 +120,23 @@ log.console = false
 """
 
 # How often quorum queues report their counts (ms) and the management API reads them (s); both are
-# 5 s by default. They are arguments because advanced.config is the caller's.
+# 5 s by default. They are arguments because the caller writes advanced.config.
 _ERLANG_ARGUMENTS = (
     "-rabbit quorum_tick_interval 500"
     " -rabbitmq_management_agent sample_retention_policies"
     " [{global,[{60,1}]},{basic,[{60,1}]},{detailed,[{10,1}]}]"
 )
 
-# The node has its own mount namespace, which ends with it, and so do the mounts.
+# The node has its own mount namespace. The mounts end with the node.
 _ENTER_ROOT = (
     'mount --rbind /proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" "$@"'
 )
 
 
 def vhost_name(url: str) -> str:
-    """The virtual host of an AMQP URL: that of "amqp://guest:guest@127.0.0.1:5672//" is "/".
+    """Return the virtual host of an AMQP URL: "/" for "amqp://guest:guest@127.0.0.1:5672//".
 
-    If there are several URLs with ";" between them, it is that of the first one.
+    If *url* has several URLs separated by ";", return the virtual host of the first URL.
     """
     return unquote(urlsplit(url.partition(";")[0]).path[1:]) or "/"
 
@@ -146,8 +146,8 @@ def private_rabbitmq(*, version: str | None = None, **options: Any) -> Iterator[
     """Run a private RabbitMQ node until the ``with`` block ends.
 
     Args:
-        version: the installation, such as "3.10"; None: that of the system.
-        **options: those of :class:`PrivateRabbitMQ`.
+        version: the version of the installed RabbitMQ, such as "3.10"; None: the system's RabbitMQ.
+        **options: the options of :class:`PrivateRabbitMQ`.
 
     Raises:
         BrokerMissing: this version is not installed.
@@ -159,23 +159,23 @@ def private_rabbitmq(*, version: str | None = None, **options: Any) -> Iterator[
 
 
 class PrivateRabbitMQ:
-    """A private RabbitMQ node, made by private_rabbitmq(); it ends with this process.
+    """A private RabbitMQ node, made by private_rabbitmq(); the node ends with the Python process.
 
     Args:
         installation: the RabbitMQ to run.
-        management: False: without the management API. The node starts sooner, and methods that
-            need the API raise.
+        management: if False, run the node without the management API. The node then starts sooner,
+            and methods that need the API raise.
         config: further lines of rabbitmq.conf.
         advanced_config: the text of advanced.config.
-        erlang_arguments: further arguments of the Erlang runtime, which override ours.
+        erlang_arguments: further arguments of the Erlang runtime, which override our arguments.
     """
 
     version: str
     """The version that the running node reports, such as "3.10.8"."""
     port: int
-    """The AMQP port on *ip*; it stays the same after kill() and start()."""
+    """The AMQP port on *ip*; the port stays the same after kill() and start()."""
     ip: str = "127.0.0.1"
-    """The address on which the node listens."""
+    """The IP address on which the node listens."""
     name: str
     """The name of the node, such as "node1@localhost"."""
 
@@ -219,7 +219,7 @@ class PrivateRabbitMQ:
 
     @property
     def url(self) -> str:
-        """The URL of the default virtual host."""
+        """The AMQP URL of the default virtual host."""
         return f"amqp://guest:guest@{self.ip}:{self.port}//"
 
     @property
@@ -234,7 +234,7 @@ class PrivateRabbitMQ:
 
     @property
     def pid(self) -> int | None:
-        """The id of the node's process, and of its process group; None if it is down."""
+        """The id of the node's process and of its process group; None if the node is down."""
         return self._node.pid
 
     # ---- life ------------------------------------------------------------------------------
@@ -243,20 +243,20 @@ class PrivateRabbitMQ:
         """Start the node, always with the same ports and data, and wait until it serves.
 
         Raises:
-            BrokerFailed: it took longer than *within_seconds*; the message has the end of its log.
+            BrokerFailed: the start took over *within_seconds*; the message has the end of the log.
         """
         self._node.start(self._serves, within_seconds=within_seconds)
 
     def stop(self) -> None:
-        """Stop the node normally; data and ports stay."""
+        """Stop the node normally; its data and ports stay the same."""
         self._node.end(signal.SIGTERM, within_seconds=60)
 
     def kill(self) -> None:
-        """SIGKILL the node; data and ports stay."""
+        """Kill the node with SIGKILL; its data and ports stay the same."""
         self._node.end(signal.SIGKILL)
 
     def pause(self) -> None:
-        """Stop the node's process with SIGSTOP: its sockets stay open, and it does not answer."""
+        """Pause the node with SIGSTOP: its sockets stay open, and the node does not answer."""
         self._node.send(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -264,31 +264,31 @@ class PrivateRabbitMQ:
         self._node.send(signal.SIGCONT)
 
     def close(self) -> None:
-        """Kill the node and remove its files, which also happens when this process ends."""
+        """Kill the node and remove its files. The same happens when the Python process ends."""
         self._node.close()
         for claim in self._claims:
             claim.close()
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last *lines* of the node's output and log."""
+        """Return the last *lines* of the node's output and log."""
         return self._node.log_tail(lines)
 
     # ---- administration --------------------------------------------------------------------
 
     def new_vhost(self) -> str:
-        """Create an empty virtual host for the user guest; return its URL."""
+        """Create an empty virtual host for the user guest, and return its AMQP URL."""
         name = f"test-{secrets.token_hex(6)}"  # `random` repeats itself inside a hypothesis test
         self.api("PUT", f"/vhosts/{name}")
         self.api("PUT", f"/permissions/{name}/guest", dict.fromkeys(_PERMISSIONS, ".*"))
         return self.url_of(name)
 
     def url_of(self, vhost: str, user: str = "guest", password: str = "guest") -> str:
-        """The URL of a virtual host for a user."""
+        """Return the AMQP URL of a virtual host for a user."""
         user, password, vhost = (quote(part, safe="") for part in (user, password, vhost))
         return f"amqp://{user}:{password}@{self.ip}:{self.port}/{vhost}"
 
     def delete_vhost(self, name: str) -> None:
-        """Delete a virtual host with its queues and exchanges."""
+        """Delete a virtual host with all its queues and exchanges."""
         self.api("DELETE", f"/vhosts/{quote(name, safe='')}")
 
     def add_user(
@@ -302,7 +302,7 @@ class PrivateRabbitMQ:
         vhost: str = "/",
         tags: str = "",
     ) -> str:
-        """Create a user with these permission patterns on *vhost*; return the user's URL."""
+        """Create a user with these permission patterns on *vhost*; return the user's AMQP URL."""
         user = quote(name, safe="")
         self.api("PUT", f"/users/{user}", {"password": password, "tags": tags})
         permissions = dict(zip(_PERMISSIONS, (configure, write, read), strict=True))
@@ -317,23 +317,23 @@ class PrivateRabbitMQ:
         definition: Mapping[str, object],
         apply_to: Literal["queues", "exchanges", "all"] = "queues",
     ) -> None:
-        """Create or replace a policy; the node applies it to existing queues a little later."""
+        """Create or replace a policy; existing queues get the policy a little later."""
         body = {"pattern": pattern, "definition": dict(definition), "apply-to": apply_to}
         self.api("PUT", f"/policies/{quote(vhost, safe='')}/{quote(name, safe='')}", body)
 
     def queues(self, vhost: str = "/") -> list[dict[str, Any]]:
-        """All queues of a virtual host, as the management API shows them; counts are 1-2 s old.
+        """Return all queues of a virtual host, as the management API shows them.
 
-        A queue that was declared within the last second has no counts yet.
+        Counts are 1 to 2 seconds old; a queue declared within the last second has no counts yet.
         """
         queues: list[dict[str, Any]] = self.api("GET", f"/queues/{quote(vhost, safe='')}")
         return queues
 
     def api(self, method: str, path: str, body: object = None) -> Any:
-        """Send a request to the management API, with a *path* such as "/overview"; return its JSON.
+        """Request *path*, such as "/overview", of the management API, and return the answer's JSON.
 
         Raises:
-            BrokerFailed: the node refused the request; the message has its answer.
+            BrokerFailed: the node refused the request; the message has the node's answer.
         """
         if not self.management:
             raise BrokerFailed(f"{method} {path}: this node was started with management=False")
@@ -356,7 +356,7 @@ class PrivateRabbitMQ:
         return json.loads(text) if text else None
 
     def rabbitmqctl(self, *arguments: str) -> str:
-        """Run rabbitmqctl for this node and return its output; it takes about a second."""
+        """Run rabbitmqctl for this node and return its output. One call takes about a second."""
         command = self.installation.server.with_name("rabbitmqctl")
         done = subprocess.run(
             self._inside(str(command), "--quiet", *arguments),
@@ -380,7 +380,7 @@ class PrivateRabbitMQ:
         return self._inside("epmd", "-address", self.ip, "-port", str(self._epmd_port))
 
     def _server_environment(self) -> dict[str, str]:
-        """All environment variables of the server; it inherits none."""
+        """All environment variables of the server; the server inherits none of this process."""
         home = "/" / self._home.relative_to(self._root)
         return {
             "PATH": f"{self.installation.server.parent}:{_PATH}",
@@ -405,19 +405,18 @@ class PrivateRabbitMQ:
             "RABBITMQ_PID_FILE": str(home / "node.pid"),
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": self._erlang_arguments,
             "RABBITMQ_CTL_ERL_ARGS": self._interface,
-            # With this the script executes the node instead of starting it as a child, so that
-            # our child process is the node itself.
+            # With this variable, the script replaces itself with the node instead of starting a
+            # child. Then our child process is the node itself.
             "RUNNING_UNDER_SYSTEMD": "true",
         }
 
     def _inside(self, *command: str) -> list[str]:
-        """The *command* with the chroot, if there is one."""
         if self.installation.root is None:
             return list(command)
         return ["unshare", "--mount", "sh", "-c", _ENTER_ROOT, str(self._root), *command]
 
     def _serves(self) -> bool:
-        """True if AMQP and the management API answer; sets *version*."""
+        """Return True if AMQP and the management API answer; set *version*."""
         try:
             with socket.create_connection((self.ip, self.port), timeout=5) as connection:
                 connection.sendall(b"AMQP\x00\x00\x09\x01")
@@ -431,7 +430,7 @@ class PrivateRabbitMQ:
 
 
 def in_erlang(ip: str) -> str:
-    """The address in Erlang's syntax: {127,0,0,1}."""
+    """Return the IP address in Erlang's syntax, such as {127,0,0,1}."""
     return "{" + ip.replace(".", ",") + "}"
 
 
@@ -440,4 +439,4 @@ _PATH = "/usr/sbin:/usr/bin:/sbin:/bin:/opt/homebrew/bin:/usr/local/bin"
 _PERMISSIONS = ("configure", "write", "read")
 
 _LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Without a proxy, because the node is on this machine."""
+"""Opens URLs without a proxy, because the node is on this machine."""

