@@ -221,7 +221,7 @@ def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flower
         ("/api/delay/reschedule/task-1", {"countdown": "soon"}, 400, "'soon'"),
         ("/api/delay/reschedule/task-1", {"eta": "9999-01-01"}, 400, "native_delay_levels"),
         (many, {"ids": "task-1"}, 400, "list of ids"),
-        (purge, {"parked": 3}, 409, "now there are 0"),
+        (purge, {"parked": 3}, 409, "expected 3 parked message(s), found 0"),
         (purge, {"parked": "3"}, 400, "a number of messages"),
         ("/api/delays?search=name:", None, 400, "behind the colon"),
         ("/api/delays?limit=0", None, 400, "limit"),
