@@ -11,7 +11,9 @@ from typing import Any
 from urllib.parse import urlencode
 
 from kombu.transport import redis
+from redis.exceptions import RedisError
 
+from ...errors import SettingsError, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish
 from ...rates.line import Lines
 from ...records.interface import Records
@@ -147,6 +149,12 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
 
     delaying_channel = Channel
 
+    def establish_connection(self) -> Any:
+        established = super().establish_connection()
+        if self.delaying:
+            _log_refusal_once(self._avail_channels[-1].delays, self.client.as_uri())
+        return established
+
     def waits_in(self, settings: DelaySettings) -> str:
         """Return a text with the Redis key of delayed messages. The call needs no connection."""
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
@@ -172,6 +180,23 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         from .outbox import Outbox
 
         return publisher(Outbox(self.client, window))
+
+
+#: URLs of Redis servers that this process has looked at.
+_looked_at: set[str] = set()
+
+
+def _log_refusal_once(delays: Delays, where: str) -> None:
+    """Log that a Redis server cannot hold delayed messages, before kombu fails on the server."""
+    if where in _looked_at:
+        return
+    _looked_at.add(where)
+    try:
+        delays.prepare()
+    except UnsupportedBroker as exc:
+        logger.critical("native delay: delayed tasks are refused, immediate tasks run: %s", exc)
+    except (SettingsError, RedisError):
+        return  # a delayed publish raises the first, and kombu the second
 
 
 class SentinelTransport(Transport, redis.SentinelTransport):  # type: ignore[misc]
