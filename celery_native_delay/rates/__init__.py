@@ -1,1 +1,1 @@
-"""Rate limits: how often the tasks of one key may start, and how other tasks wait."""
+"""Rate limits: how often the tasks with the same key may start, and how long other tasks wait."""

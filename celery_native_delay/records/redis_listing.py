@@ -171,7 +171,7 @@ class RedisListing(WaitingTasks):
         return found
 
     def _ranks(self, query: Query) -> tuple[int, int]:
-        """Return the first position, and the last plus one, of the matches in the sorted set ``due``."""
+        """Return the range of positions in the sorted set ``due`` that *query* matches."""
         count = self._client.zcount
         first = 0 if query.from_us is None else count(self._due, "-inf", f"({query.from_us}")
         if query.until_us is None:

@@ -280,7 +280,7 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
-        """Return up to *limit* tasks that match *query*, earliest first, after skipping *offset* tasks."""
+        """Return up to *limit* tasks that match *query*, earliest first. Skip *offset* tasks."""
 
     def ids(self, query: Query = ALL) -> Iterator[str]:
         """Yield the ids of all waiting tasks that match *query*, earliest due time first.
