@@ -76,7 +76,7 @@ class Delayed(NamedTuple):
 
     @classmethod
     def of(cls, header: Any) -> Delayed | None:
-        """Parse the dict of a header. Returns None if *header* is any other value."""
+        """Parse the header of a delayed message. Returns None for an invalid header."""
         if not is_own(header) or not header.keys() >= _REQUIRED or not is_text(header["id"]):
             return None
         return cls(

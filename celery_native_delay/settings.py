@@ -284,7 +284,7 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
 
 
 def lowest_bit(bit: int, *, fused_bits: int) -> int:
-    """Return the lowest bit of the delay that shares a delay queue with *bit*."""
+    """Return the lowest of the delay's bits that share a delay queue with *bit*."""
     if bit >= fused_bits:
         return bit
     return max(0, bit - (bit - FRACTION_BITS) % FUSED_WIDTH)

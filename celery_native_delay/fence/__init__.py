@@ -1,1 +1,1 @@
-"""Fenced Spark runs: if Spark repeats a partition, the Celery tasks of one attempt run."""
+"""Fenced Spark runs: if Spark repeats a partition, workers run the tasks of one attempt only."""

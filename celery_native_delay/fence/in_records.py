@@ -1,4 +1,4 @@
-"""Stores which attempt at each Spark partition won, so that only its Celery tasks run."""
+"""Stores which attempt at each Spark partition won: workers run the tasks of this attempt only."""
 
 from __future__ import annotations
 

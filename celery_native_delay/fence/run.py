@@ -1,4 +1,4 @@
-"""Fenced Spark runs: if Spark repeats a partition, the Celery tasks of one attempt run.
+"""Fenced Spark runs: if Spark repeats a partition, workers run the tasks of one attempt only.
 
 Each message has a header with its sender, ``run/partition/attempt``. Before the first message is
 published, the driver stores the run as open. When the Spark job ends, the driver stores which
@@ -140,8 +140,8 @@ def fate(record: Record, stamp: Stamp) -> Fate:
 def is_overdue(record: Record | None, *, now: float) -> bool:
     """Return True if a worker must decide about a Spark run in place of the driver.
 
-    This is the case if the deadline is over, or if *record* is None because the stored state is
-    lost.
+    The worker must decide if the deadline is over, or if the stored state is lost (*record* is
+    None).
     """
     return record is None or (record.state == OPEN and now >= record.deadline)
 

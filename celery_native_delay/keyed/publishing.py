@@ -25,8 +25,9 @@ class AnotherStands(Exception):
 class KeyedPublish:
     """Publishes a task with a debounce, throttle or unique key, if no other task has the key.
 
-    *rule* decides from the key's stored state, *name*, if the task is published. After the publish,
-    *step* is the decision, and *replaced* is the id of the task that was cancelled, or None.
+    The function *rule* decides if the task is published. *name* is the name of the key's stored
+    state. After the publish, *step* is the decision, and *replaced* is the id of the cancelled
+    task, or None.
     """
 
     name: str
@@ -61,7 +62,7 @@ underway: ContextVar[KeyedPublish | None] = ContextVar("native_delay_keyed", def
 
 @contextmanager
 def publishing(keyed: KeyedPublish) -> Iterator[None]:
-    """Publish a task with a debounce, throttle or unique key in the ``with`` block."""
+    """Let Celery publish a task with a debounce, throttle or unique key in this block."""
     token = underway.set(keyed)
     try:
         yield
@@ -70,7 +71,7 @@ def publishing(keyed: KeyedPublish) -> Iterator[None]:
 
 
 def keyed_publish(headers: Mapping[str, Any] | None) -> KeyedPublish | None:
-    """Return the publish in progress to which a message with these *headers* belongs, or None."""
+    """Return this thread's publish with a debounce, throttle or unique key, or None."""
     keyed = underway.get()
     if keyed is None or not headers or headers.get("id") != keyed.task_id:
         return None

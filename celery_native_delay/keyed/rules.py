@@ -127,7 +127,7 @@ def begin(seen: Seen, task_id: str, *, token: str) -> Step:
 
 
 def receive(seen: Seen, task_id: str, *, token: str) -> Step:
-    """Decide about a received unique task with until="start": a lease keeps its key."""
+    """Give a received unique task with until="start" a lease on its key."""
     now_us, known = seen.now_us, seen.record
     if known is None or task_id not in (known.id, known.run and known.run.id):
         return Step(known)

@@ -1,1 +1,1 @@
-"""Rate limits: how often the tasks with the same key may start, and how long other tasks wait."""
+"""Rate limits: how many tasks with the same key may start in a period."""

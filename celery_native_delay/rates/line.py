@@ -4,9 +4,9 @@ The queue, called a *line*, decides which task starts now, and how long other ta
 of one line have the same name and the same key. All times are in microseconds.
 
 Each waiting task has a *place* in the line, stored in the task's message. The place is a point on
-the line's own clock, one *spacing* after the place before. The task may start at the time ``place +
-shift - ahead``, called its *slot*. After an outage or a ``RetryAfter``, the line changes *shift*,
-which moves the slots of all waiting tasks.
+the line's own clock, one *spacing* after the place before. A task may start at its *slot*, the time
+``place + shift - ahead``. After an outage or a ``RetryAfter``, the line changes *shift*, which
+moves the slots of all waiting tasks.
 
 Before each start two conditions are checked:
 
@@ -101,7 +101,7 @@ class Lines(Protocol):
     ) -> Turn:
         """Ask whether a rate-limited task may start. *place* is the task's position in the queue.
 
-        If *may_start* is False, a task without a position gets one and does not start.
+        If *may_start* is False, a task without a position gets a position, and does not start.
         """
 
     def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
@@ -140,7 +140,7 @@ class Line(NamedTuple):
         """Decide whether a rate-limited task may start now. Returns the new queue and the answer.
 
         *place* is the task's position in the queue. If *may_start* is False, a task without a
-        position gets one and does not start.
+        position gets a position, and does not start.
         """
         if place is None:
             return self._join(rate, now_us, may_start)
@@ -194,7 +194,7 @@ class Line(NamedTuple):
         )
 
     def hold(self, rate: Rate, now_us: int, wait_us: int) -> tuple[Self, int]:
-        """Stop all starts from this queue for *wait_us*. Returns the new queue, and its front place."""
+        """Let no task start from this queue for *wait_us*. Returns the new queue and a place."""
         held_until = max(self.held_until, now_us + wait_us)
         next_us = max(now_us, self.held_until, self.start_at - rate.ahead_us)
         if self.end > self.front:
@@ -248,7 +248,7 @@ class Line(NamedTuple):
 
     @classmethod
     def decoded(cls, text: str | None, log: str = "") -> tuple[Self, Rate | None]:
-        """Parse the stored text of a queue. Returns an empty queue for another version."""
+        """Parse the stored text of a queue. If the text has another version, the queue is new."""
         words = (text or "").split(" ")
         if words[0] != str(VERSION):
             return cls(), None
@@ -274,5 +274,5 @@ def name_of(task: str, key: str | None) -> str:
 
 @lru_cache
 def _rate(limit: str, burst: int) -> Rate:
-    """Make a :class:`Rate`, or return the same one from the cache."""
+    """Make a :class:`Rate`, or return an equal rate from the cache."""
     return Rate(limit, burst=burst)

@@ -1,12 +1,12 @@
 """The interface to the stored state about waiting tasks, in a Redis or a database.
 
 A *record* is a stored text, such as the state of a debounce key. A pure function computes the new
-text, and decides if a message is published. Text and message change in one step, and only if no
-other process has changed the text.
+state, and decides if a message is published. State and message change in one step, and only if no
+other process has changed the state.
 
 RabbitMQ, SQS and pgmq cannot list their waiting messages. For these brokers the package keeps an
-index of the waiting messages. A worker reads the index before it runs a waiting message, and drops
-cancelled messages.
+index of the waiting messages. A worker reads the index before it runs a waiting task, and does not
+run cancelled tasks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ UNDECIDED = "undecided"
 
 
 class RecordName(NamedTuple):
-    """The name of a stored text: its *kind*, such as "key" or "rate", and its *name*."""
+    """The name of a stored state: its *kind*, such as "key" or "rate", and its *name*."""
 
     kind: str
     name: str
@@ -59,12 +59,13 @@ class RecordName(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A stored text as it was read at the time *now_us*, with the waiting messages of its task.
+    """A stored state as it was read at the time *now_us*, with the waiting messages of its task.
 
     *now_us* is in microseconds since the epoch, by the clock of the Redis or database. *text* is
-    None if no text is stored. If *text* is JSON, its field ``id`` is the id of a task. *messages*
-    are the waiting messages of this task: for each message the broker's name and the due time in
-    microseconds. The due time is 0 if the message is due, but its queue does not exist.
+    the state, or None if no state is stored. If *text* is JSON, its field ``id`` is the id of a
+    task. *messages* are the waiting messages of this task: for each message the broker's name and
+    the due time in microseconds. The due time is 0 if the message is due, but its queue does not
+    exist.
     """
 
     now_us: int
@@ -74,10 +75,10 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Change(Generic[T]):
-    """A decision to change a stored text, and the *answer* for the caller.
+    """A decision to change a stored state, and the *answer* for the caller.
 
-    *text* is the new text, and is kept until *kept_us*, in microseconds since the epoch. If *text*
-    is None, the stored text is removed. If *due_us* is set, the caller's message is published. If
+    *text* is the new state, and is kept until *kept_us*, in microseconds since the epoch. If *text*
+    is None, the stored state is removed. If *due_us* is set, the caller's message is published. If
     *replaces* is also true, the waiting messages of the :class:`Snapshot` are cancelled.
     """
 
@@ -112,11 +113,11 @@ class IndexEntry:
 
 @dataclass(frozen=True)
 class CompareAndSet:
-    """Changes of a stored text and of waiting messages, which are all made or none is made.
+    """Changes of a stored state and of waiting messages: all changes are made, or none.
 
-    The stored text *name* changes from *before* to *after*, and is kept for *kept_ms*. Workers drop
-    the messages *gone*, and the message *new* is added to the index. If the stored text is not
-    *before*, or a message in *gone* has been delivered, nothing changes and workers drop the
+    The stored state *name* changes from *before* to *after*, and is kept for *kept_ms*. Workers
+    drop the messages *gone*, and the message *new* is added to the index. If the stored state is
+    not *before*, or a message in *gone* has been delivered, nothing changes and workers drop the
     message *new*.
     """
 
@@ -136,7 +137,7 @@ def delivery_of(member: str) -> str:
 def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
     """Call the function *attempt* until its result is not None, and return the result.
 
-    Raises CannotDelay after 100 calls. *name* is the name of a stored text, for the error's text.
+    Raises CannotDelay after 100 calls. *name* is the name of a stored state, for the error's text.
     """
     for _ in range(TRIES):
         if (answer := attempt()) is not None:
@@ -172,11 +173,11 @@ class Records(ABC):
 
     @abstractmethod
     def read(self, name: RecordName) -> Snapshot:
-        """Read the stored text with this *name*, and the waiting messages of the text's task."""
+        """Read the stored state *name*, and the waiting messages of the state's task."""
 
     @abstractmethod
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
-        """Change the stored text with this *name*. The function *decide* computes the change.
+        """Change the stored state *name*. The function *decide* computes the change.
 
         If the change has a due time, the function *publish* publishes a message in the same step.
         Returns the answer of the change.
@@ -184,13 +185,13 @@ class Records(ABC):
 
     @abstractmethod
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
-        """Read the stored texts with these *names*; a text that does not exist gives None."""
+        """Read the stored states with these *names*. A missing state gives None."""
 
     @abstractmethod
     def latest(self, kind: str, limit: int) -> tuple[int, list[tuple[str, str]]]:
-        """Return the server's time, and the *limit* stored texts of a *kind* that expire last.
+        """Return the server's time, and the *limit* stored states of a *kind* that expire last.
 
-        The time is in microseconds since the epoch. Each text comes with its name.
+        The time is in microseconds since the epoch. Each state comes with its name.
         """
 
     @abstractmethod
@@ -225,15 +226,15 @@ class Index(ABC):
 
     @abstractmethod
     def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
-        """Read the stored text *name*, and mark a message as undecided: workers drop this message.
+        """Read the stored state *name*, and mark a message, so that workers drop the message.
 
         *undecided* is the message's delivery id. The mark expires after *mark_ms* milliseconds. If
-        *name* is None, no text is read. If *undecided* is None, no message is marked.
+        *name* is None, no state is read. If *undecided* is None, no message is marked.
         """
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Remove the mark of a message that workers drop, at once or after *left_ms* more."""
+        """Remove the mark of :meth:`look` from a message, at once or in *left_ms* milliseconds."""
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:

@@ -184,10 +184,9 @@ class RedisLink:
 
 
 def latest(link: RedisLink, names: str, prefix: str, limit: int) -> tuple[int, list[Any]]:
-    """Return the Redis server's time in µs, and the *limit* stored texts that expire last.
+    """Return the Redis server's time in µs, and the *limit* stored states that expire last.
 
-    *names* is the key of a sorted set of the texts' names. *prefix* is the prefix of the texts'
-    keys.
+    *names* is the key of a sorted set of the states' names. *prefix* is the states' key prefix.
     """
     now_us, *found = link.run(_LATEST, [names], limit, prefix)
     texts = [text.decode() for text in found]

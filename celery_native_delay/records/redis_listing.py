@@ -95,11 +95,11 @@ class IndexKeys:
         return f"{self.space}.mark."
 
     def record(self, name: RecordName) -> str:
-        """Return the Redis key that holds the stored text *name*."""
+        """Return the Redis key that holds the stored state *name*."""
         return f"{self.space}.{name.kind}.{name.name}"
 
     def names(self, kind: str) -> str:
-        """Return the key of a Redis sorted set with the names of a *kind* of stored texts."""
+        """Return the key of a Redis sorted set with the names of a *kind* of stored states."""
         return f"{self.space}.{kind}s"
 
     @property

@@ -39,9 +39,9 @@ _UNDECIDED_MS = 25 * 366 * 86_400_000
 
 
 class ComparedRecords(Records, Index):
-    """Changes stored texts by compare-and-set: read, decide, write if the text is unchanged.
+    """Changes stored states by compare-and-set: read, decide, write if the state is unchanged.
 
-    If another process has changed the text, the change starts again.
+    If another process has changed the state, the change starts again.
     """
 
     has_marks = True
@@ -92,7 +92,7 @@ def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Call
 
 
 class Republishes(Protocol):
-    """Publishes messages of the index of waiting messages again, on one kind of broker."""
+    """Publishes waiting messages again, for brokers that cannot change a waiting message."""
 
     def waiting(self, member: str, entry: str, due_us: int) -> Waiting | None:
         """Convert a message of the index to a waiting task, or to None if the task is cancelled."""

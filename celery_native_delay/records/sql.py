@@ -217,7 +217,7 @@ class SqlRecords(Database, ComparedRecords):
     def _snapshot(
         self, connection: Connection, row: tuple[str, int] | None, *, locked: bool = False
     ) -> Snapshot:
-        """Return the stored text in *row*, with the waiting messages of the text's task."""
+        """Return the stored state in *row*, with the waiting messages of the state's task."""
         # Ask for the time after locking the row: the lock may have taken a while.
         at_us = now_us(connection)
         if row is None or row[1] < at_us:
@@ -349,7 +349,7 @@ class SqlRecords(Database, ComparedRecords):
     def read_row(
         self, connection: Connection, name: RecordName, *, locked: bool = False
     ) -> tuple[str, int] | None:
-        """Return a stored text and its expiry in microseconds, or None.
+        """Return a stored state and its expiry in microseconds, or None.
 
         If *locked* is true, the row stays locked until the transaction ends.
         """
@@ -364,7 +364,7 @@ class SqlRecords(Database, ComparedRecords):
         kept_us: int,
         is_there: bool,
     ) -> None:
-        """Insert, update or delete the row of a stored text; None as *text* deletes the row."""
+        """Insert, update or delete the row of a stored state; None as *text* deletes the row."""
         this = self._this(name)
         if text is None:
             connection.execute(delete(RECORDS).where(*this))
