@@ -24,7 +24,7 @@ class Server:
     """A Redis or Valkey server, as the server's ``INFO`` describes it.
 
     *policy* is ``maxmemory-policy`` and *aof* is ``appendonly``. *configurable* is true if this
-    user may read the server's configuration. An unknown *version* is (), other unknown fields are
+    user may read the server's configuration. An unknown *version* is (); other unknown fields are
     None.
     """
 

@@ -140,8 +140,8 @@ def fate(record: Record, stamp: Stamp) -> Fate:
 def is_overdue(record: Record | None, *, now: float) -> bool:
     """Return True if a worker must decide about a Spark run in place of the driver.
 
-    The worker must decide if the deadline is over, or if the stored state is lost (*record* is
-    None).
+    The worker must decide if the deadline is over, or if the stored state is lost: *record* is
+    None.
     """
     return record is None or (record.state == OPEN and now >= record.deadline)
 

@@ -174,7 +174,7 @@ def runs(seen: Seen) -> bool:
 
 
 def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
-    """Store the state of a key whose task was moved here from another broker."""
+    """Store the state of a key when the key's task is moved here from another broker."""
     here = seen.record or Record()
     runs_here = here.run is not None and here.run.id == task_id
     if here.id == task_id or runs_here:

@@ -44,7 +44,7 @@ class RateLine:
     """The state of a rate limit: how many tasks with this *task* name and *key* wait and start.
 
     *key* is None if the rate has no key. *rate* is the limit as text. *waiting* is the number of
-    waiting tasks, with cancelled tasks. *next_slot_us* is the time at which the next task may
+    waiting tasks, including cancelled tasks. *next_slot_us* is the time at which the next task may
     start, or None if no task waits. *held_until_us* is the end of a pause after ``RetryAfter``, or
     None. Both times are in microseconds since the epoch. *starts_last_period* is about the number
     of tasks started in the last period. *utilisation* is that number divided by the limit.
@@ -194,7 +194,7 @@ class Line(NamedTuple):
         )
 
     def hold(self, rate: Rate, now_us: int, wait_us: int) -> tuple[Self, int]:
-        """Let no task start from this queue for *wait_us*. Returns the new queue and a place."""
+        """Let no task of this queue start for *wait_us*. Returns the new queue and a front place."""
         held_until = max(self.held_until, now_us + wait_us)
         next_us = max(now_us, self.held_until, self.start_at - rate.ahead_us)
         if self.end > self.front:
@@ -248,7 +248,7 @@ class Line(NamedTuple):
 
     @classmethod
     def decoded(cls, text: str | None, log: str = "") -> tuple[Self, Rate | None]:
-        """Parse the stored text of a queue. If the text has another version, the queue is new."""
+        """Parse the stored text of a queue. Returns an empty queue for a text of another version."""
         words = (text or "").split(" ")
         if words[0] != str(VERSION):
             return cls(), None

@@ -64,8 +64,7 @@ class Snapshot:
     *now_us* is in microseconds since the epoch, by the clock of the Redis or database. *text* is
     the state, or None if no state is stored. If *text* is JSON, its field ``id`` is the id of a
     task. *messages* are the waiting messages of this task: for each message the broker's name and
-    the due time in microseconds. The due time is 0 if the message is due, but its queue does not
-    exist.
+    the due time in microseconds, or 0 if the message is due but its queue does not exist.
     """
 
     now_us: int
@@ -234,7 +233,7 @@ class Index(ABC):
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Remove the mark of :meth:`look` from a message, at once or in *left_ms* milliseconds."""
+        """Remove the mark that makes workers drop a message, at once or in *left_ms* milliseconds."""
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:

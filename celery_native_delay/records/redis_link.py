@@ -1,4 +1,4 @@
-"""Connects to a Redis, and never blocks longer than a timeout; redis-py's own client may."""
+"""Connects to a Redis, and never blocks longer than a timeout."""
 
 from __future__ import annotations
 

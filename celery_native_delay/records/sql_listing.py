@@ -27,10 +27,7 @@ class SqlListing(WaitingTasks):
         text: Column[Any],
         shown: Sequence[Column[Any]],
     ) -> None:
-        """List the rows that match the condition *mine*, sorted by due time.
-
-        A search looks into the column *text*.
-        """
+        """List the rows that match the condition *mine*, sorted by due time."""
         self._mine = mine
         self._due_us = due_us
         self._text = text

@@ -305,14 +305,13 @@ class WaitingTasks(ABC):
         """Close the connections that this object has opened."""
 
     def cancel(self, task_id: str) -> Outcome:
-        """Cancel a task. Its message is delivered at once, and a worker announces it as revoked."""
+        """Cancel a task: its message is delivered, and a worker announces the task as revoked."""
         return self._change(task_id, None, cancelled=True)
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:
         """Give the task *task_id* a new due time. The value None means now.
 
-        Raises DelayTooLong or CannotDelay if the task cannot wait that long. The due time then
-        stays.
+        Raises DelayTooLong or CannotDelay if the task cannot wait until then.
         """
         if due_us is not None:
             self._delays.check_reach(due_us)
