@@ -194,7 +194,7 @@ class Line(NamedTuple):
         )
 
     def hold(self, rate: Rate, now_us: int, wait_us: int) -> tuple[Self, int]:
-        """Let no task of this queue start for *wait_us*. Returns the new queue and a front place."""
+        """Stop starts from this queue for *wait_us*. Returns the new queue and a front place."""
         held_until = max(self.held_until, now_us + wait_us)
         next_us = max(now_us, self.held_until, self.start_at - rate.ahead_us)
         if self.end > self.front:
@@ -248,7 +248,7 @@ class Line(NamedTuple):
 
     @classmethod
     def decoded(cls, text: str | None, log: str = "") -> tuple[Self, Rate | None]:
-        """Parse the stored text of a queue. Returns an empty queue for a text of another version."""
+        """Parse the stored text of a queue. Returns an empty queue for another version."""
         words = (text or "").split(" ")
         if words[0] != str(VERSION):
             return cls(), None

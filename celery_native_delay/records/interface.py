@@ -233,7 +233,7 @@ class Index(ABC):
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Remove the mark that makes workers drop a message, at once or in *left_ms* milliseconds."""
+        """Remove the mark that makes workers drop a message, now or in *left_ms* milliseconds."""
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:
