@@ -4,8 +4,8 @@
 >>> from celery_native_delay import install
 >>> app = install(Celery("proj", broker="amqp://"))
 
-From then on every task of that app with a ``countdown`` or ``eta`` waits in the broker. With plain
-kombu set ``transport_options={"native_delay": True}`` and publish with :func:`delay_headers`.
+After this, every task of the app with a ``countdown`` or ``eta`` waits in the broker. With plain
+kombu, set ``transport_options={"native_delay": True}`` and publish with :func:`delay_headers`.
 """
 
 from .app.delay import Delay

@@ -1,10 +1,10 @@
-"""Growing pauses between attempts to reach a server. This module does no I/O."""
+"""Computes growing pauses between attempts to reach a server."""
 
 from __future__ import annotations
 
 
 class Backoff:
-    """Pauses in seconds from *first* to *longest*, each twice as long as the pause before."""
+    """Growing pauses between attempts, in seconds: each pause is twice the pause before."""
 
     def __init__(self, first: float, longest: float) -> None:
         self._first = first
@@ -19,7 +19,7 @@ class Backoff:
         return seconds
 
     def reset(self) -> bool:
-        """Start again with the shortest pause. Returns True if there was a failure."""
+        """Start again with the shortest pause. Returns True if an attempt had failed before."""
         has_failed = self.seconds != self._first
         self.seconds = self._first
         return has_failed

@@ -19,7 +19,7 @@ _MICROSECOND = timedelta(microseconds=1)
 def due_us(eta: datetime | str) -> int:
     """Convert an ETA, a datetime or ISO 8601 text, to microseconds since the epoch.
 
-    Without a time zone the ETA is in UTC. Raises InvalidDueTime if *eta* is neither.
+    An ETA without a time zone is in UTC. Raises InvalidDueTime for any other value.
     """
     if isinstance(eta, str):
         try:
@@ -43,7 +43,7 @@ def due_us_or_none(eta: Any) -> int | None:
 
 
 def eta_of(due_us: int) -> str:
-    """Convert microseconds since the epoch to an ETA as Celery writes it, in ISO 8601."""
+    """Convert microseconds since the epoch to an ETA in ISO 8601."""
     return (_EPOCH + due_us * _MICROSECOND).isoformat()
 
 
@@ -53,12 +53,12 @@ def milliseconds_up(microseconds: int) -> int:
 
 
 def units_until(due_us: int, *, now_us: int, resolution_ms: int) -> int:
-    """Return the time until *due_us* in units of *resolution_ms*, rounded up; 0 if it is past."""
+    """Return the time until *due_us* in units of *resolution_ms*, rounded up; 0 for a past time."""
     return max(0, -((now_us - due_us) // (resolution_ms * 1000)))
 
 
 def check_reach(units: int, *, max_units: int, resolution_ms: int) -> None:
-    """Raise DelayTooLong if *units* is more than *max_units*. A unit has *resolution_ms*."""
+    """Raise DelayTooLong if a delay of *units* is longer than *max_units*."""
     if units > max_units:
         raise DelayTooLong(
             _too_long(units * resolution_ms / 1000, max_units * resolution_ms / 1000)
@@ -76,7 +76,7 @@ def check_due(due_us: int, *, now_us: int, longest_delay_seconds: float) -> None
 def check_countdown(countdown: object, *, longest_delay_seconds: float) -> None:
     """Raise an error if a countdown is infinite, NaN, or longer than the longest delay.
 
-    A *countdown* that is not a number is left to Celery's own checks.
+    Celery itself checks a *countdown* that is not a number.
     """
     if not isinstance(countdown, int | float):
         return

@@ -27,7 +27,7 @@ def duration(seconds: float, *, exact: bool = False, up: bool = False) -> str:
 
     Args:
         exact: use all units, down to milliseconds.
-        up: round up. By default the duration is rounded to the nearest.
+        up: round up. By default the duration is rounded to the nearest unit.
     """
     if seconds < 0:
         return f"-{duration(-seconds, exact=exact)}"

@@ -35,14 +35,14 @@ class RefusedMessage:
 
 
 class NativeDelayError(Exception):
-    """Base of every error this package raises."""
+    """The base class of all errors that this package raises."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class SettingsError(NativeDelayError, ValueError):
-    """A setting is unknown or has an impossible value."""
+    """A setting has an unknown name or an invalid value."""
 
 
 class InvalidDueTime(NativeDelayError, ValueError):
@@ -50,15 +50,15 @@ class InvalidDueTime(NativeDelayError, ValueError):
 
 
 class DelayTooLong(InvalidDueTime):
-    """The due time is further away than the longest delay."""
+    """The due time of a task is later than the longest delay allows."""
 
 
 class CannotDelay(NativeDelayError):
-    """This message cannot be delayed in the broker. The text says why, and what to do."""
+    """This message cannot wait in the broker. The error's text gives the reason and the remedy."""
 
 
 class PublishRefused(NativeDelayError):
-    """The broker refused some messages of a batch. *refused* lists these messages."""
+    """The broker refused some messages of a batch; *refused* is the list of these messages."""
 
     def __init__(self, text: str, refused: tuple[RefusedMessage, ...] = ()) -> None:
         super().__init__(text, refused)
@@ -66,7 +66,7 @@ class PublishRefused(NativeDelayError):
 
 
 class TopologyMismatch(NativeDelayError):
-    """The broker has a queue or exchange with our name, but with other arguments."""
+    """The broker has a queue or exchange with this package's name, but with different arguments."""
 
 
 class NotPermitted(NativeDelayError):
@@ -82,27 +82,27 @@ class UnsupportedBroker(NativeDelayError):
 
 
 class BrokerFull(NativeDelayError):
-    """The broker has no memory left for delayed messages. The message was not sent."""
+    """The broker has no memory left for delayed messages, so the message was not sent."""
 
 
 class StoreUnavailable(NativeDelayError):
-    """The database of ``native_delay_store`` cannot be used. The message was not stored."""
+    """The database in ``native_delay_store`` cannot be used, so the message was not stored."""
 
 
 class InvalidQuery(NativeDelayError, ValueError):
-    """A search for waiting tasks cannot be parsed."""
+    """The text of a search for waiting tasks is invalid."""
 
 
 class RecordsUnavailable(NativeDelayError):
-    """The Redis or database that lists waiting tasks is unreachable: none can be changed."""
+    """The Redis or database with the list of waiting tasks is unreachable."""
 
 
 class NoRecords(RecordsUnavailable):
-    """This app needs ``native_delay_records`` to list or change waiting tasks, or for rates."""
+    """The app needs ``native_delay_records`` to list or change waiting tasks, or for rates."""
 
 
 class InvalidFanOut(NativeDelayError, ValueError):
-    """An option or a column of a Spark fan-out is invalid. No task was sent."""
+    """A Spark fan-out has an invalid option or column, so no task was sent."""
 
 
 class FanOutFailed(NativeDelayError):
@@ -117,7 +117,7 @@ class FanOutFailed(NativeDelayError):
 
 
 class ManagementUnavailable(NativeDelayError):
-    """RabbitMQ's management API cannot be read. Only checks and counts use this API."""
+    """RabbitMQ's management API, which checks and counts need, cannot be read."""
 
 
 class ExtraMissing(ModuleNotFoundError):
@@ -131,7 +131,7 @@ def described(error: BaseException) -> str:
 
 @contextmanager
 def brought_by(extra: str, *, whose: str) -> Iterator[None]:
-    """Turn an ImportError into an error that says which *extra* the feature *whose* needs."""
+    """Turn an ImportError into an error that names the missing *extra* of this package."""
     try:
         yield
     except ModuleNotFoundError as exc:

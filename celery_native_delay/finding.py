@@ -53,10 +53,7 @@ def clock_finding(
     may_differ_seconds: float = MAY_DIFFER_SECONDS,
     check: str = "clocks",
 ) -> Iterator[Finding]:
-    """Yield a finding if the clock *whose* differs too much; *ahead_seconds* < 0 means behind.
-
-    *effect* says how the difference changes delays.
-    """
+    """Yield a finding if a server's clock differs too much from this machine's clock."""
     if abs(ahead_seconds) > may_differ_seconds:
         side = "ahead of" if ahead_seconds > 0 else "behind"
         yield Finding(

@@ -1,7 +1,6 @@
 """The header that this package adds to a delayed message, and the message's ETA.
 
-Only this module decides the content of the header. A change needs a new VERSION: messages in
-brokers carry the header for years.
+A change of the header needs a new VERSION, because messages stay in brokers for years.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ _LATEST_MS = 253_402_300_800_000
 
 
 def is_own(header: Any) -> bool:
-    """Return True if *header* is a valid header of this version of the package.
-
-    The check is needed because any producer may send any value under the header's name.
-    """
+    """Return True if *header* is a valid header of this version of the package."""
     if not isinstance(header, dict) or header.get("v") != VERSION:
         return False
     has_types = all(isinstance(value, _TYPES.get(name, object)) for name, value in header.items())
@@ -51,10 +47,10 @@ def is_own(header: Any) -> bool:
 class Delayed(NamedTuple):
     """The header of a delayed message: its original exchange and routing key, and its due time.
 
-    All copies of one delivery have one *delivery_id*. *queue* is None if the message is for all
-    queues bound for *exchange* and *routing_key*. *due_us* and *expires_ms* (the end of the
-    message's ``expiration``) count from the epoch. A worker announces a *cancelled* message as
-    revoked, and does not run the task.
+    All copies of one message have the same *delivery_id*. *queue* is None if the message is for all
+    queues bound for *exchange* and *routing_key*. *due_us* is the due time, and *expires_ms* the
+    end of the message's ``expiration``; both count from the epoch. If *cancelled* is true, a worker
+    announces the task as revoked and does not run the task.
     """
 
     delivery_id: str
@@ -66,7 +62,7 @@ class Delayed(NamedTuple):
     cancelled: bool = False
 
     def header(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the header as a dict. *kept* are properties to restore when the message is due."""
+        """Return the header as a dict. *kept* are message properties to restore at the due time."""
         header: dict[str, Any] = {
             "v": VERSION,
             "id": self.delivery_id,
@@ -80,7 +76,7 @@ class Delayed(NamedTuple):
 
     @classmethod
     def of(cls, header: Any) -> Delayed | None:
-        """Parse a dict that :meth:`header` made. Return None if *header* is any other value."""
+        """Parse the header of a delayed message. Returns None for an invalid header."""
         if not is_own(header) or not header.keys() >= _REQUIRED or not is_text(header["id"]):
             return None
         return cls(
@@ -97,7 +93,7 @@ class Delayed(NamedTuple):
 def due_of(headers: Mapping[str, Any] | None) -> int | None:
     """Return the due time in the header ``eta``, in microseconds since the epoch, or None.
 
-    Raises InvalidDueTime if a task's ETA is not ISO 8601. In other messages it is ignored.
+    Raises InvalidDueTime if the ETA of a task is not ISO 8601.
     """
     eta = headers.get("eta") if headers else None
     if not eta:
@@ -111,7 +107,7 @@ def due_of(headers: Mapping[str, Any] | None) -> int | None:
 
 
 def due_ms_of(headers: Mapping[str, Any]) -> int | None:
-    """Return the due time of ``eta`` in milliseconds since the epoch, or None if it is invalid."""
+    """Return the header ``eta`` in milliseconds since the epoch, or None for an invalid ETA."""
     try:
         found_us = due_of(headers)
     except InvalidDueTime:
@@ -127,7 +123,7 @@ _LONG_AGO = "2000-01-01T00:00:00+00:00"
 
 
 def cancel(headers: dict[str, Any], header: dict[str, Any]) -> None:
-    """Mark a task as cancelled, in *headers* and in our own *header*: no worker runs the task."""
+    """Mark a task as cancelled in the message's *headers*, so that no worker runs the task."""
     header[CANCELLED] = True
     if "expires" in headers:
         header[EXPIRES] = headers["expires"]
@@ -135,7 +131,7 @@ def cancel(headers: dict[str, Any], header: dict[str, Any]) -> None:
 
 
 def uncover(headers: dict[str, Any], header: Mapping[str, Any]) -> bool:
-    """Remove the mark of :func:`cancel` from *headers*. Returns True if the task was cancelled."""
+    """Remove the "cancelled" mark from *headers*. Returns True if the task was cancelled."""
     if not header.get(CANCELLED):
         return False
     if EXPIRES in header:

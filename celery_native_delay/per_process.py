@@ -1,6 +1,6 @@
-"""Values that each process makes for itself, such as connections, and never takes from its parent.
+"""Values that each process makes for itself, such as connections to a server.
 
-A forked child has its parent's sockets but not its threads, and must not use or close a socket.
+A forked child must not use or close the sockets of its parent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _forgets: list[Callable[[], object]] = []
 
 
 def in_forked_child(forget: Callable[[], object]) -> None:
-    """Register *forget* to be called at the start of every forked child."""
+    """Register the function *forget*, to be called at the start of every forked child."""
     _forgets.append(forget)
 
 
@@ -33,7 +33,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 class PerProcess(Generic[Key, Value]):
     """A cache of values, one per key, that a forked child does not share with its parent.
 
-    A forked child calls *abandon* with each value of its parent, and then removes the value.
+    A forked child calls the function *abandon* with each value of its parent.
     """
 
     def __init__(self, abandon: Callable[[Value], object] = lambda value: None) -> None:
@@ -49,7 +49,7 @@ class PerProcess(Generic[Key, Value]):
         *,
         is_good: Callable[[Value], bool] = lambda value: True,
     ) -> Value:
-        """Return the value of *key*. If none exists or *is_good* refuses it, *make* makes one."""
+        """Return the cached value of *key*, or make and cache a new value."""
         value = self._values.get(key)
         if value is None or not is_good(value):
             with self._making:

@@ -23,9 +23,9 @@ OLDEST_REDIS = (6, 2)
 class Server:
     """A Redis or Valkey server, as the server's ``INFO`` describes it.
 
-    *version* is () if unknown. *policy* (``maxmemory-policy``) and *aof* (``appendonly``) are None
-    if unknown. *configurable* is true if this user may read the server's configuration, which most
-    hosted servers forbid. *configurable* is None if that was not tried.
+    *policy* is ``maxmemory-policy`` and *aof* is ``appendonly``. *configurable* is true if this
+    user may read the server's configuration. An unknown *version* is (); other unknown fields are
+    None.
     """
 
     name: str = "Redis"
@@ -37,7 +37,7 @@ class Server:
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any], *, configurable: bool | None = None) -> Server:
-        """Make a Server from redis-py's ``info()``; {} if this user may not call ``INFO``."""
+        """Make a Server from redis-py's ``info()``, or from {} if ``INFO`` is forbidden."""
         text = str(info.get("redis_version", ""))
         aof = info.get("aof_enabled")
         return cls(
@@ -56,8 +56,7 @@ class Server:
 def check_server(server: Server, *, prefix: str) -> None:
     """Raise UnsupportedBroker if the server is older than Redis 6.2, or in cluster mode.
 
-    A cluster is accepted if *prefix*, kombu's ``global_keyprefix``, has a hash tag. All keys then
-    share a hash slot.
+    A cluster is accepted if *prefix*, kombu's ``global_keyprefix``, has a hash tag.
     """
     if server.version and server.version < OLDEST_REDIS:
         raise UnsupportedBroker(
@@ -73,10 +72,10 @@ def check_server(server: Server, *, prefix: str) -> None:
 
 
 def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) -> Iterator[Finding]:
-    """Yield a finding for each setting that may make the server lose *kept*.
+    """Yield a finding for each server setting that may make the Redis server lose data.
 
-    *kept* names data, such as "delayed messages". Findings are only advice if the server's host
-    decides. *has_ttls*: keys have TTLs, so a volatile eviction policy can delete them.
+    *kept* names the data, such as "delayed messages". *has_ttls* is true if the data has TTLs,
+    because a volatile eviction policy can delete such keys.
     """
     level = ADVICE if server.configurable is False else WRONG
     policy = server.policy
@@ -113,7 +112,7 @@ def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) ->
 
 
 def clocks(ahead_seconds: float, *, check: str = "clocks") -> Iterator[Finding]:
-    """Yield a finding if the server's clock is *ahead_seconds* ahead (negative: behind)."""
+    """Yield a finding if the Redis server's clock is too far ahead or behind."""
     effect = "arrive early and are put back once" if ahead_seconds > 0 else "arrive that much later"
     yield from clock_finding(
         "the Redis server's clock", ahead_seconds, f"delayed tasks {effect}", check=check
@@ -130,10 +129,7 @@ def _has_hash_tag(prefix: str) -> bool:
 
 
 def server_of(client: Any, *, thoroughly: bool = False) -> Server:
-    """Ask the server for its ``INFO``. Fields are unknown if this user may not call ``INFO``.
-
-    With *thoroughly*, the field *configurable* is found out, too.
-    """
+    """Ask the Redis server for its ``INFO``, and return the answer as a :class:`Server`."""
     configurable = _is_configurable(client) if thoroughly else None
     try:
         return Server.from_info(client.info(), configurable=configurable)
@@ -142,7 +138,7 @@ def server_of(client: Any, *, thoroughly: bool = False) -> Server:
 
 
 def _is_configurable(client: Any) -> bool:
-    """Return True if this user may read the configuration. Other users cannot change it either."""
+    """Return True if this user may read the configuration of the Redis server."""
     try:
         client.config_get("appendonly")
     except ResponseError:
@@ -163,9 +159,9 @@ def clock_ahead_seconds(client: Any) -> float:
 
 
 def findings(client: Any, *, key: str, where: str) -> Iterator[Finding]:
-    """Yield the problems of a Redis server that keeps records (state about waiting tasks).
+    """Yield the problems of a Redis server that keeps the state about waiting tasks.
 
-    *where* is its URL without a password. *key* is written as a test, with a TTL.
+    *where* is the server's URL without a password. A test value is written to *key*.
     """
     check = "records"
     try:

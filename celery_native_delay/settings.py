@@ -1,7 +1,7 @@
-"""All settings, as one frozen object.
+"""All settings of this package, in one frozen object.
 
-In a Celery configuration every name has the prefix ``native_delay_``. Keywords of ``install()`` and
-``transport_options["native_delay"]`` have no prefix.
+In a Celery configuration every name has the prefix ``native_delay_``. In ``install()`` and in
+``transport_options["native_delay"]`` the names have no prefix.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class DelaySettings:
     """The settings of this package for one app.
 
     Raises:
-        SettingsError: a name is unknown or a value is invalid. The text says which values are
-            valid, which value was given, and what to do.
+        SettingsError: a name is unknown or a value is invalid. The error's text says which values
+            are valid, which value was given, and what to do.
     """
 
     enabled: bool = True
@@ -149,7 +149,7 @@ class DelaySettings:
 
     @property
     def resolution_ms(self) -> int:
-        """The resolution in milliseconds: the TTL of the shortest delay level (a queue)."""
+        """The resolution in milliseconds: the TTL of the shortest delay queue."""
         return round(self.resolution * 1000)
 
     @property
@@ -159,17 +159,17 @@ class DelaySettings:
 
     @property
     def while_records_are_away(self) -> str:
-        """A text for errors: what happens to due tasks while the records are unreachable."""
+        """A text for errors: what due tasks do while the Redis or database is unreachable."""
         due = "run, even if cancelled" if self.records_away == "run" else "wait in the broker"
         return f"meanwhile due tasks {due}, and none can be listed, cancelled or moved"
 
     @property
     def longest_delay_seconds(self) -> float:
-        """The longest delay in seconds. It follows from the settings *levels* and *resolution*."""
+        """The longest delay in seconds, computed from the settings *levels* and *resolution*."""
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000
 
     def _largest_step(self, levels: int) -> int:
-        """Return the longest single wait in units of the resolution: all bits of the top level."""
+        """Return the longest wait in one delay queue, in units of the resolution."""
         return (1 << levels) - (1 << lowest_bit(levels - 1, fused_bits=self.fused_bits))
 
     def _fits_ttl(self, levels: int) -> bool:
@@ -186,7 +186,7 @@ class DelaySettings:
 
 
 def check_settings(values: Mapping[str, Any]) -> None:
-    """Check each name and value, but no rule about several settings. Raises SettingsError."""
+    """Check the name and the value of each setting. Raises SettingsError."""
     for name, value in values.items():
         bare = name.removeprefix(_PREFIX)
         if bare != name and bare in _names():
@@ -203,7 +203,7 @@ def check_settings(values: Mapping[str, Any]) -> None:
 
 
 def is_store_url(url: str) -> bool:
-    """Return True if *url* is the SQLAlchemy URL of a database, other than SQLite in memory."""
+    """Return True if *url* is the SQLAlchemy URL of a database, but not SQLite in memory."""
     return bool(_STORE_URL.match(url))
 
 
@@ -284,7 +284,7 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
 
 
 def lowest_bit(bit: int, *, fused_bits: int) -> int:
-    """Return the lowest bit of the delay level (a queue with a TTL) that *bit* belongs to."""
+    """Return the lowest of the delay's bits that share a delay queue with *bit*."""
     if bit >= fused_bits:
         return bit
     return max(0, bit - (bit - FRACTION_BITS) % FUSED_WIDTH)

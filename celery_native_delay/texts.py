@@ -1,4 +1,4 @@
-"""The check for texts that every broker and database can store."""
+"""Checks that every broker and database can store a text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TypeGuard
 
 
 def is_text(value: object) -> TypeGuard[str]:
-    """Return True if *value* is a text that UTF-8 can encode, one without lone surrogates."""
+    """Return True if *value* is a text that UTF-8 can encode."""
     if not isinstance(value, str):
         return False
     try:

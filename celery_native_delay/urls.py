@@ -13,7 +13,7 @@ def without_password(url: str) -> str:
 
 
 def redis_py_url(url: str) -> str:
-    """Convert kombu's *url* of a Redis to the form of redis-py, which differs for Unix sockets."""
+    """Convert kombu's *url* of a Redis server to the form that redis-py needs."""
     if not url.startswith("redis+socket://"):
         return url
     return url.replace("redis+socket://", "unix://", 1).replace("virtual_host=", "db=")

@@ -1,1 +1,1 @@
-"""Fenced Spark runs: of repeated attempts at a partition, the tasks of one attempt run."""
+"""Fenced Spark runs: if Spark repeats a partition, workers run the tasks of one attempt only."""

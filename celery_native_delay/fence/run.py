@@ -1,8 +1,8 @@
-"""Fenced Spark runs: of repeated attempts at a partition, the tasks of one attempt run.
+"""Fenced Spark runs: if Spark repeats a partition, workers run the tasks of one attempt only.
 
-Each message has a header with its sender, ``run/partition/attempt``. One record per run says whose
-tasks run. The record is opened before the first message is published. The driver seals the record
-(stores which attempts won) when the job ends. A worker seals it if the driver did not in time.
+Each message has a header with its sender, ``run/partition/attempt``. Before the first message is
+published, the driver stores the run as open. When the Spark job ends, the driver stores which
+attempts won. If the driver misses the deadline, a worker decides.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPEN, COMMITTED, ABORTED, ALL = "open", "committed", "aborted", "all"
 
 @dataclass(frozen=True)
 class Stamp:
-    """The sender of a fenced message: run, partition and attempt. Each attempt has its own id."""
+    """The sender of a message: Spark run, partition and attempt. Each attempt has its own id."""
 
     run: str
     partition: int
@@ -48,10 +48,7 @@ class Stamp:
 
     @classmethod
     def parse(cls, text: object) -> Stamp:
-        """Parse the text ``run/partition/attempt``. The name of the run may contain slashes.
-
-        Raises ValueError if *text* has another form.
-        """
+        """Parse the text ``run/partition/attempt``. Raises ValueError if the text is invalid."""
         parts: Sequence[str] = text.rsplit("/", 2) if is_text(text) else ()
         if len(parts) != 3 or not all(parts) or not parts[1].isdecimal():
             raise ValueError(f"expected run/partition/attempt, got {text!r}")
@@ -60,11 +57,11 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Record:
-    """The record of a fenced Spark run, which says whose tasks run.
+    """The stored state of a Spark run, which decides whose Celery tasks run.
 
     Times are in seconds since the epoch. *state* is one of:
 
-    - "open": the winning attempts are not recorded yet;
+    - "open": the winning attempts are not stored yet;
     - "committed": for each partition, only the tasks of the attempt in *winners* run;
     - "aborted": no tasks run;
     - "all": the tasks of all attempts run, which only a worker decides.
@@ -88,22 +85,22 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Record:
-        """Parse the JSON of :meth:`to_json`. Unknown fields of later releases are ignored."""
+        """Parse the JSON of a Spark run's stored state. Unknown fields are ignored."""
         values = json.loads(text)
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         return cls(**known | {"jobs": tuple(known.get("jobs", ()))})
 
     @property
     def is_final(self) -> bool:
-        """True if the record never changes again. An aborted run can be opened by another job."""
+        """True if the stored state of the Spark run never changes again."""
         return self.state in (COMMITTED, ALL)
 
 
 def opened(held: Record | None, new: Record, job: str) -> Record:
-    """Return the record of a fenced Spark run after *job* opens the run with the record *new*.
+    """Return the state of a Spark run after *job* begins the run with the state *new*.
 
-    A decided record *held* stays. An open record gets the later deadline. An aborted record is
-    replaced, unless the same *job* had opened the run: workers may have dropped its messages.
+    A decided state *held* stays. An open state gets the later deadline. An aborted state is
+    replaced if another job begins the run.
     """
     if held is None or (held.state == ABORTED and job not in held.jobs):
         return replace(new, jobs=(job,))
@@ -114,7 +111,7 @@ def opened(held: Record | None, new: Record, job: str) -> Record:
 
 
 def sealed(held: Record | None, new: Record) -> Record:
-    """Return the record after *new*, the decision which attempts won. A decided record stays."""
+    """Return the decision about a Spark run: the stored decision, or else *new*."""
     if held is None:
         return new
     return replace(new, jobs=held.jobs) if held.state == OPEN else held
@@ -128,7 +125,7 @@ class Fate(Enum):
 
 
 def fate(record: Record, stamp: Stamp) -> Fate:
-    """Decide whether a worker runs, drops or holds a fenced message that *stamp* has sent."""
+    """Decide whether a worker runs, drops or holds a message that a Spark task has sent."""
     match record.state:
         case "open":
             return Fate.HOLD
@@ -141,16 +138,16 @@ def fate(record: Record, stamp: Stamp) -> Fate:
 
 
 def is_overdue(record: Record | None, *, now: float) -> bool:
-    """Return True if a worker must decide about a fenced Spark run in place of the driver.
+    """Return True if a worker must decide about a Spark run in place of the driver.
 
-    The worker must decide if the deadline is over, or if *record* is lost (None). *now* is in
-    seconds since the epoch.
+    The worker must decide if the deadline is over, or if the stored state is lost: *record* is
+    None.
     """
     return record is None or (record.state == OPEN and now >= record.deadline)
 
 
 def given_up(policy: str, *, now: float, by: str) -> Record:
-    """Make the record with which a worker decides about a fenced Spark run after its deadline.
+    """Make a worker's decision about a Spark run after the deadline.
 
     With the *policy* "run" all tasks run. With "drop" no tasks run. *by* is the name of the worker.
     """
@@ -158,10 +155,7 @@ def given_up(policy: str, *, now: float, by: str) -> Record:
 
 
 def hold_seconds(record: Record | None, *, now: float) -> float:
-    """Return the seconds for which a fenced message waits until its run is read again.
-
-    *record* is None if the record could not be read.
-    """
+    """Return the seconds that a message waits before a worker reads its Spark run again."""
     if record is None:
         return BLIND_HOLD_SECONDS
     wait = min(max((now - record.at) / 10, SHORTEST_HOLD_SECONDS), LONGEST_HOLD_SECONDS)

@@ -1,5 +1,5 @@
 """Debounce, throttle and unique: of all calls with the same key, one task runs.
 
-One record (a stored text) per key holds the id of its task. Pure functions in ``rules.py`` decide
-how a call changes the record. Record and message change in one step, if the record is unchanged.
+The Redis or database stores the state of each key, with the id of the key's task. Pure functions in
+``rules.py`` decide how a call changes the state. State and message change in one step.
 """

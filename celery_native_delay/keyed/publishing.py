@@ -1,8 +1,4 @@
-"""Publishes a task with a debounce, throttle or unique key.
-
-The publish goes through Celery's ``apply_async``, which knows nothing of keys. The channel
-recognises the message by the id of its task.
-"""
+"""Publishes a task with a debounce, throttle or unique key through Celery's ``apply_async``."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from .rules import Rule, Step
 
 
 class AnotherStands(Exception):
-    """Another task, *task_id*, has the debounce, throttle or unique key. Nothing was published."""
+    """Another task already has the debounce, throttle or unique key, so nothing was published."""
 
     def __init__(self, task_id: str) -> None:
         super().__init__(task_id)
@@ -27,10 +23,11 @@ class AnotherStands(Exception):
 
 @dataclass
 class KeyedPublish:
-    """A publish of *task_id* with a debounce, throttle or unique key, if the *rule* lets it.
+    """Publishes a task with a debounce, throttle or unique key, if no other task has the key.
 
-    *name* is the name of the key's record (stored state). After the publish *step* is the decision
-    of *rule*, and *replaced* is the id of the task whose waiting message was cancelled, or None.
+    The function *rule* decides if the task is published. *name* is the name of the key's stored
+    state. After the publish, *step* is the decision, and *replaced* is the id of the cancelled
+    task, or None.
     """
 
     name: str
@@ -45,7 +42,7 @@ class KeyedPublish:
         return None if self.step is None else self.step.due_us
 
     def settle(self, records: Records, publish: Publish) -> None:
-        """Call *publish* to publish the message, and change the key's record in the same step.
+        """Call *publish* to publish the message, and store the key's new state in the same step.
 
         Raises AnotherStands if another task has the key.
         """
@@ -65,7 +62,7 @@ underway: ContextVar[KeyedPublish | None] = ContextVar("native_delay_keyed", def
 
 @contextmanager
 def publishing(keyed: KeyedPublish) -> Iterator[None]:
-    """Let Celery publish the task of *keyed* in this block, as its key's rule decides."""
+    """Let Celery publish a task with a debounce, throttle or unique key in this block."""
     token = underway.set(keyed)
     try:
         yield
@@ -74,7 +71,7 @@ def publishing(keyed: KeyedPublish) -> Iterator[None]:
 
 
 def keyed_publish(headers: Mapping[str, Any] | None) -> KeyedPublish | None:
-    """Return this thread's publish with a key if *headers* are of its message, or None."""
+    """Return this thread's publish with a debounce, throttle or unique key, or None."""
     keyed = underway.get()
     if keyed is None or not headers or headers.get("id") != keyed.task_id:
         return None

@@ -1,6 +1,6 @@
-"""The record (stored state) of a debounce, throttle or unique key, and the header of its message.
+"""The stored state of a debounce, throttle or unique key, and the header of its message.
 
-A change in the content of a record needs a new VERSION.
+A change in the content of the state needs a new VERSION.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(frozen=True)
 class Run:
-    """A running attempt of a unique task. The attempt has the task's key until the attempt ends.
+    """A running attempt of a unique task, with the lease that keeps the task's key.
 
-    *id* is the task's id. *token* is the attempt's own id. The attempt counts as running until
-    *lease_us*, in microseconds since the epoch by the clock of the Redis or database.
+    *id* is the task's id. *token* is the attempt's own id. The lease ends at *lease_us*, in
+    microseconds since the epoch by the clock of the Redis or database.
     """
 
     id: str
@@ -44,9 +44,9 @@ class Record:
     """The stored state of one debounce, throttle or unique key.
 
     Times are in microseconds since the epoch. *id* is the id of the waiting task, due at *due_us*.
-    *since_us* is the time of the first call that this task replaces. A throttle's window ends at
-    *window_us*, and *opener* is the id of the task that began the window. *run* is the running
-    attempt. Fields that a kind of call does not need are unset.
+    *since_us* is the time of the first of the calls that share this task. A throttle's window ends
+    at *window_us*, and *opener* is the id of the task that began the window. *run* is the running
+    attempt of a unique task.
     """
 
     id: str | None = None
@@ -57,7 +57,7 @@ class Record:
     run: Run | None = None
 
     def encoded(self) -> str:
-        """Return the record as JSON. Equal records give equal texts."""
+        """Return the state of the key as JSON. Equal states give equal texts."""
         fields: dict[str, Any] = {"v": VERSION}
         for name in ("id", "due_us", "since_us", "window_us", "opener"):
             if value := getattr(self, name):
@@ -68,7 +68,7 @@ class Record:
 
     @classmethod
     def decoded(cls, text: str | bytes) -> Record:
-        """Parse the JSON of :meth:`encoded`. Raises TopologyMismatch for another version."""
+        """Parse the stored JSON of a key's state. Raises TopologyMismatch for another version."""
         fields = json.loads(text)
         if fields.pop("v", None) != VERSION:
             raise TopologyMismatch(
@@ -83,9 +83,9 @@ class Record:
 class Mark:
     """The header of a message with a debounce, throttle or unique key.
 
-    *kind* is the call: ``debounce``, ``throttle``, ``throttle-trailing`` or ``unique``. *task* is
-    the name of the task. A unique task also has *until*, "start" or "end". A worker adds *token*,
-    the id of its running attempt.
+    *kind* is ``debounce``, ``throttle``, ``throttle-trailing`` or ``unique``. *task* is the name of
+    the task. A unique task also has *until*, "start" or "end". *token* is the id of a running
+    attempt.
     """
 
     kind: str
@@ -96,17 +96,17 @@ class Mark:
 
     @property
     def name(self) -> str:
-        """The name of the record that holds the state of this key."""
+        """The name under which the state of this key is stored."""
         return name_of(self.kind, self.task, self.key)
 
     def header(self) -> dict[str, Any]:
-        """Return the content of the header, without the task's name, which Celery's header has."""
+        """Return the header's content, without the task's name, which Celery's own header has."""
         said = {"v": VERSION, "kind": self.kind, "key": self.key}
         return said | {name: value for name in _OPTIONAL if (value := getattr(self, name))}
 
     @classmethod
     def of(cls, headers: Mapping[str, Any] | None) -> Mark | None:
-        """Parse the header of a key from *headers*. Returns None if no valid one exists."""
+        """Parse the header of a debounce, throttle or unique key, or return None."""
         header = headers.get(HEADER) if headers else None
         if not isinstance(header, Mapping) or header.get("v") != VERSION:
             return None
@@ -122,13 +122,13 @@ _OPTIONAL = ("until", "token")
 
 
 def key_and_kind(headers: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the key in a message's *headers*, and the kind of call; both are "" without a key."""
+    """Return the key and its kind, such as "debounce", in a message's *headers*, or "" and ""."""
     mark = Mark.of(headers)
     return (mark.key, mark.kind) if mark else ("", "")
 
 
 def name_of(kind: str, task: str, key: str) -> str:
-    """Return the name of the state of *key*. Each task and kind of call has keys of its own."""
+    """Return the name under which the state of a task's *key* is stored."""
     name = f"{kind}:{task}:{key}"
     if len(name.encode()) <= LONGEST_NAME:
         return name

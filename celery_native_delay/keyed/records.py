@@ -1,4 +1,4 @@
-"""Reads and changes the records (stored state) of debounce, throttle and unique keys."""
+"""Reads and changes the stored state of debounce, throttle and unique keys."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from .rules import Rule, Seen, Step
 
 
 class KeyRecords:
-    """The stored state of debounce, throttle and unique keys. May raise RecordsUnavailable."""
+    """The stored state of debounce, throttle and unique keys, in a Redis or a database."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
         self.needs_connection = records.needs_connection
 
     def read(self, name: str) -> Seen:
-        """Read the stored state *name* of a key, and the waiting messages of the key's task."""
+        """Read the stored state of a key, and the waiting messages of the key's task."""
         return _seen(self._records.read(_name_of(name)))
 
     def change(self, name: str, rule: Rule, publish: Publish | None = None) -> tuple[Seen, Step]:
-        """Change the stored state *name* of a key as the function *rule* decides.
+        """Change the stored state of a key as the function *rule* decides.
 
-        Returns the state that *rule* saw, and the decision of *rule*. *publish* makes or publishes
-        the message in the same step. A rule that never publishes needs no *publish*.
+        Returns the state before the change, and the decision. If the decision is to publish, the
+        function *publish* publishes the message in the same step.
         """
         return self._records.change(_name_of(name), partial(_decided, rule), publish)
 

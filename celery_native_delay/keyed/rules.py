@@ -1,6 +1,6 @@
-"""The rules of debounce, throttle and unique: pure functions from a key's state to a decision.
+"""Decides about debounce, throttle and unique calls: pure functions of a key's stored state.
 
-All times are in microseconds since the epoch, by the clock of the Redis or database that keeps the
+All times are in microseconds since the epoch, by the clock of the Redis or database that stores the
 state.
 """
 
@@ -29,10 +29,10 @@ _OWN_US = 2_000_000
 
 @dataclass(frozen=True)
 class Seen:
-    """The state of a debounce, throttle or unique key, as read at *now_us*.
+    """The stored state of a debounce, throttle or unique key, as read at *now_us*.
 
-    *record* is None if the key has no record. *waiting* holds, for each waiting message of the
-    key's task, its name and due time. The due time is 0 if the message is due but has no queue.
+    *record* is None if no state is stored. *waiting* holds the name and the due time of each
+    waiting message of the key's task. The due time is 0 if the message is due but has no queue.
     """
 
     now_us: int
@@ -42,12 +42,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class Step:
-    """A rule's decision about a key: the new *record*, kept until *kept_us*; None removes it.
+    """A decision about a debounce, throttle or unique key, and the key's new stored state.
 
-    If *due_us* is set, the caller's message is published. If *replaces* is true as well, the
-    waiting messages of the key's task are cancelled. If nothing is published, *stands* is the id of
-    the task that has the key. If another attempt runs with the key, *free_us* is the time to ask
-    again.
+    The new state *record* is kept until *kept_us*. If *record* is None, the state is removed. If
+    *due_us* is set, the caller's message is published; *replaces* cancels the key's old waiting
+    task. If another task has the key, *stands* is that task's id. If a unique task is running,
+    *free_us* is the time at which the caller tries again.
     """
 
     record: Record | None
@@ -62,10 +62,10 @@ Rule: TypeAlias = Callable[[Seen], Step]
 
 
 def debounce(seen: Seen, new_id: str, *, quiet_us: int, longest_us: int | None = None) -> Step:
-    """Decide about a debounced call: the last call's task runs, *quiet_us* after that call.
+    """Decide about a debounced call: publish a new task, due *quiet_us* after this call.
 
-    It runs at most *longest_us* after the first call. A task that is due already is not replaced,
-    or calls in quick succession could keep the task from ever running.
+    The task that waits under the same key is cancelled. The new task is due at most *longest_us*
+    after the first call.
     """
     now_us, known = seen.now_us, seen.record
     waits = _waits(seen)
@@ -78,10 +78,10 @@ def debounce(seen: Seen, new_id: str, *, quiet_us: int, longest_us: int | None =
 
 
 def throttle(seen: Seen, new_id: str, *, window_us: int, trails: bool) -> Step:
-    """Decide about a throttled call: the first call's task runs, and the window begins.
+    """Decide about a throttled call: the first call's task runs at once, and the window begins.
 
-    Later calls within *window_us* are dropped. If *trails* is true, the last call's task in the
-    window is not dropped. That task runs at the end of the window, and begins the next window.
+    Later calls within *window_us* are dropped. If *trails* is true, the last of these calls is
+    kept: its task runs at the end of the window, and begins the next window.
     """
     now_us, known, waits = seen.now_us, seen.record, _waits(seen)
     if known is not None and known.id is not None and now_us >= known.due_us and not waits:
@@ -99,9 +99,9 @@ def throttle(seen: Seen, new_id: str, *, window_us: int, trails: bool) -> Step:
 
 
 def unique(seen: Seen, new_id: str, *, wait_us: int = 0, at_us: int | None = None) -> Step:
-    """Decide about a unique call: publish unless a waiting, queued or running task has the key.
+    """Decide about a unique call: publish the task if no waiting or running task has the key.
 
-    The new task is due after *wait_us*, or at *at_us*.
+    The new task is due after *wait_us*, or at the time *at_us*.
     """
     now_us, known = seen.now_us, seen.record
     if known is not None:
@@ -115,7 +115,7 @@ def unique(seen: Seen, new_id: str, *, wait_us: int = 0, at_us: int | None = Non
 
 
 def begin(seen: Seen, task_id: str, *, token: str) -> Step:
-    """Let a unique task that is about to run take its key, or learn when to ask again."""
+    """Give a unique task its key before the task runs, or return the time to ask again."""
     now_us, known = seen.now_us, seen.record or Record()
     if known.run is not None and known.run.token != token and _runs(known.run, now_us):
         free_us = known.run.lease_us
@@ -127,11 +127,7 @@ def begin(seen: Seen, task_id: str, *, token: str) -> Step:
 
 
 def receive(seen: Seen, task_id: str, *, token: str) -> Step:
-    """Decide about a received unique task with until="start": a lease keeps its key.
-
-    If the broker delivers a task twice, the later delivery has the lease. A task that has started
-    before, such as a retry, has no key any more.
-    """
+    """Give a received unique task with until="start" a lease on its key."""
     now_us, known = seen.now_us, seen.record
     if known is None or task_id not in (known.id, known.run and known.run.id):
         return Step(known)
@@ -140,7 +136,7 @@ def receive(seen: Seen, task_id: str, *, token: str) -> Step:
 
 
 def renew(seen: Seen, *, token: str) -> Step:
-    """Prolong the lease (lock) of a running unique task, unless another attempt has the key."""
+    """Prolong the lease of a running unique task if the attempt *token* has the lease."""
     known = seen.record
     if known is None or known.run is None or known.run.token != token:
         return Step(known)
@@ -149,9 +145,9 @@ def renew(seen: Seen, *, token: str) -> Step:
 
 
 def end(seen: Seen, *, token: str, retry: tuple[str, int] | None = None) -> Step:
-    """Free the key of a unique task whose attempt has ended, or keep the key for a retry.
+    """Free the key of a unique task that has ended, or keep the key for a retry.
 
-    *retry* is the id of the retried task, and the time until the task is due, in microseconds.
+    *retry* is the id of the retried task, and the retry's delay in microseconds.
     """
     known = seen.record
     if known is None or known.run is None or known.run.token != token:
@@ -163,10 +159,7 @@ def end(seen: Seen, *, token: str, retry: tuple[str, int] | None = None) -> Step
 
 
 def release(seen: Seen, task_id: str, *, token: str | None = None) -> Step:
-    """Free the key of a task's delivery that will never run, unless the task still waits.
-
-    *token* is the id of the attempt, if a worker had begun an attempt.
-    """
+    """Free the key of a task that will never run."""
     known = seen.record
     if known is None:
         return Step(None)
@@ -181,10 +174,7 @@ def runs(seen: Seen) -> bool:
 
 
 def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
-    """Take over the record *known* of a key when its task is moved here from another broker.
-
-    If this task, or another task with the key, is here already, the record here stays.
-    """
+    """Store the state of a key when the key's task is moved here from another broker."""
     here = seen.record or Record()
     runs_here = here.run is not None and here.run.id == task_id
     if here.id == task_id or runs_here:
@@ -206,7 +196,7 @@ def let_go(seen: Seen, *, task_id: str) -> Step:
 
 
 def _waits(seen: Seen) -> bool:
-    """Return True if a message of the record's task still waits, maybe with a new due time."""
+    """Return True if a message of the key's task is still waiting."""
     return any(seen.now_us < due_us for _, due_us in seen.waiting)
 
 

@@ -1,1 +1,1 @@
-"""Rate limits: how often the tasks of one key may start, and how other tasks wait."""
+"""Rate limits: how many tasks with the same key may start in a period."""

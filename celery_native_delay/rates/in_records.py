@@ -1,4 +1,4 @@
-"""Stores the queues of tasks that wait for their rate limit as records in a database."""
+"""Stores the queues of tasks that wait for their rate limit in a database."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class RecordLines:
-    """Queues of rate-limited tasks, stored as *records*; see :class:`~.line.Lines`."""
+    """The queues of tasks that wait for their rate limit, stored in a database."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -35,7 +35,7 @@ class RecordLines:
         return seen_longest_first(found, at_us)
 
     def close(self) -> None:
-        """Do nothing, because other parts of this process use the same records."""
+        """Do nothing, because other parts of this process use the same database connection."""
 
     def _change(
         self,

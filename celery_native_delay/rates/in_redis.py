@@ -1,6 +1,6 @@
 """Stores the queues of tasks that wait for their rate limit in a Redis.
 
-The Lua scripts repeat the arithmetic of ``line.py``, so that each question takes one round trip. A
+The Lua scripts repeat the arithmetic of ``line.py``, so that each decision takes one round trip. A
 string with a TTL holds the state of one queue. A sorted set holds the names of the queues, scored
 by the end of the TTL. Times are in microseconds by the server's clock.
 """
@@ -130,10 +130,10 @@ return place
 
 
 class RedisLines:
-    """Queues of rate-limited tasks in Redis, with the prefix *space*; see :class:`~.line.Lines`."""
+    """The queues of tasks that wait for their rate limit, stored in a Redis."""
 
     def __init__(self, pool: Any, space: str, where: str) -> None:
-        """*pool* is a connection pool of redis-py. *where* is the server's URL, for error texts."""
+        """Connect through redis-py's *pool*. Error texts name the server's URL, *where*."""
         self._link = RedisLink(
             pool,
             f"the lines of rated tasks at {where}",
@@ -155,7 +155,7 @@ class RedisLines:
         may_start: bool = True,
         now_us: int | None = None,
     ) -> Turn:
-        """Implement :meth:`.Lines.ask`. Tests set *now_us*. Otherwise the time is the server's."""
+        """Ask Redis whether a rate-limited task may start now. Tests set the time *now_us*."""
         asked = "" if place is None else place
         wait_us, found = self._run(ASK, name_of(task, key), rate, now_us, asked, int(may_start))
         return Turn() if found < 0 else Turn(wait_us, found)

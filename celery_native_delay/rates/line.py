@@ -1,21 +1,20 @@
-"""The arithmetic of a *line*: the queue of tasks that wait for their rate limit. No I/O.
+"""Computes the queue of tasks that wait for their rate limit. This module does no I/O.
 
-A line decides which task starts now, and how long the other tasks wait. The tasks of one line have
-the same name and the same key. All times are in microseconds.
+The queue, called a *line*, decides which task starts now, and how long other tasks wait. All tasks
+of one line have the same name and the same key. All times are in microseconds.
 
-Each waiting task has a *place*: a point on the line's own clock, one *spacing* after the place
-before. The task's *slot*, the time at which the task may start, is ``place + shift - ahead``. A
-message carries its place only. So a change of *shift* moves all waiting tasks at once, after an
-outage or when a task raises ``RetryAfter``.
+Each waiting task has a *place* in the line, stored in the task's message. The place is a point on
+the line's own clock, one *spacing* after the place before. A task may start at its *slot*, the time
+``place + shift - ahead``. After an outage or a ``RetryAfter``, the line changes *shift*, which
+moves the slots of all waiting tasks.
 
-A place alone lets no task start. Every start is checked twice:
+Before each start two conditions are checked:
 
-- The pace follows the generic cell rate algorithm (GCRA). ``start_at`` is its theoretical arrival
-  time, which may lag behind the clock a little, so that late starts are made up for.
-- The window of one period that ends now must have room, by the times of the last starts.
+- The pace follows the generic cell rate algorithm (GCRA). ``start_at`` is the algorithm's
+  theoretical arrival time, which may lag behind the clock a little, to make up for late starts.
+- The window of one period that ends now must have room for a start.
 
-So a message that comes twice, or has lost its place, can change the order of the tasks, but never
-their rate.
+So a message that is delivered twice, or has lost its place, cannot break the rate limit.
 
 ``in_redis.py`` has the same arithmetic in Lua, and a test compares the two.
 """
@@ -45,11 +44,10 @@ class RateLine:
     """The state of a rate limit: how many tasks with this *task* name and *key* wait and start.
 
     *key* is None if the rate has no key. *rate* is the limit as text. *waiting* is the number of
-    waiting tasks; a cancelled task counts until its turn. *next_slot_us* is when the next task may
-    start, or None if no task waits. After a ``RetryAfter`` no task starts until *held_until_us*;
-    otherwise it is None. Both are in microseconds since the epoch. *starts_last_period* is about
-    the number of tasks started in the last period, and *utilisation* is that number divided by the
-    limit.
+    waiting tasks, including cancelled tasks. *next_slot_us* is the time at which the next task may
+    start, or None if no task waits. *held_until_us* is the end of a pause after ``RetryAfter``, or
+    None. Both times are in microseconds since the epoch. *starts_last_period* is about the number
+    of tasks started in the last period. *utilisation* is that number divided by the limit.
     """
 
     task: str
@@ -62,7 +60,7 @@ class RateLine:
     held_until_us: int | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the state as plain data, for the option ``--json`` and for Flower's REST API."""
+        """Return the state as a dict, for the option ``--json`` and for Flower's REST API."""
         return {
             "task": self.task,
             "key": self.key,
@@ -84,14 +82,14 @@ def _iso(moment_us: int | None) -> str | None:
 
 @dataclass(frozen=True)
 class Turn:
-    """The answer to a rate-limited task: the task starts, or waits *wait_us* in its *place*."""
+    """The answer to a rate-limited task: the task starts now, or waits *wait_us* in its queue."""
 
     wait_us: int = 0
     place: int | None = None
 
     @property
     def starts(self) -> bool:
-        """True if the task starts now. The start counts towards the rate limit already."""
+        """True if the rate-limited task starts now."""
         return self.place is None
 
 
@@ -101,28 +99,28 @@ class Lines(Protocol):
     def ask(
         self, task: str, key: str | None, rate: Rate, place: int | None, *, may_start: bool = True
     ) -> Turn:
-        """Ask whether a rate-limited task may start. *place* is its place in the queue, or None.
+        """Ask whether a rate-limited task may start. *place* is the task's position in the queue.
 
-        With *may_start* False a task without a place gets a place, and does not start.
+        If *may_start* is False, a task without a position gets a position, and does not start.
         """
 
     def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
-        """Let no task with this name and key start for *seconds*. Returns a place in front."""
+        """Stop all starts of tasks with this name and key for some *seconds*."""
 
     def look(self, limit: int) -> Sequence[RateLine]:
-        """Return the *limit* rate limits with the latest next starts, longest queue first."""
+        """Return the states of at most *limit* rate limits, longest queue first."""
 
     def close(self) -> None: ...
 
 
 class Line(NamedTuple):
-    """The stored state of a queue of tasks that wait for their rate limit. A task has a place.
+    """The stored state of a queue of tasks that wait for their rate limit.
 
-    *front* is the first unused place, and *end* the first free place behind all others. *shift*
-    converts places to times. *start_at* is the time at which the next start would be exactly on
-    pace. No task starts before *held_until*. *starts* counts the starts since *counted_from*,
-    *starts_before* in the period before, *total* all. *log* holds the times of the last starts, or
-    every n-th start.
+    A task's position in the queue is its *place*. *front* is the first unused place, and *end* is
+    the place behind the last task. *shift* converts places to times. *start_at* is the time at
+    which the next start would be exactly on pace. No task starts before *held_until*. *starts*
+    counts the starts since *counted_from*, *starts_before* counts the starts in the period before,
+    and *total* counts all starts. *log* holds the times of the last starts, or of every n-th start.
     """
 
     end: int = 0
@@ -139,10 +137,10 @@ class Line(NamedTuple):
     def ask(
         self, rate: Rate, now_us: int, place: int | None, *, may_start: bool = True
     ) -> tuple[Self, Turn]:
-        """Decide whether a task may start now. Returns the changed queue, and the answer.
+        """Decide whether a rate-limited task may start now. Returns the new queue and the answer.
 
-        *place* is the task's place in the queue, or None. With *may_start* False a task without a
-        place gets a place, and does not start.
+        *place* is the task's position in the queue. If *may_start* is False, a task without a
+        position gets a position, and does not start.
         """
         if place is None:
             return self._join(rate, now_us, may_start)
@@ -166,7 +164,7 @@ class Line(NamedTuple):
         return line._start(rate, now_us, place), Turn()
 
     def _room_us(self, rate: Rate) -> int:
-        """The time from which the window of one period has room for another start."""
+        """The earliest time at which one more start fits into the window of one period."""
         return self.log[0] + rate.window_us if len(self.log) >= rate.noted else 0
 
     def _join(self, rate: Rate, now_us: int, may_start: bool) -> tuple[Self, Turn]:
@@ -196,7 +194,7 @@ class Line(NamedTuple):
         )
 
     def hold(self, rate: Rate, now_us: int, wait_us: int) -> tuple[Self, int]:
-        """Let no task start for *wait_us*. Returns the changed queue, and a place in front."""
+        """Stop starts from this queue for *wait_us*. Returns the new queue and a front place."""
         held_until = max(self.held_until, now_us + wait_us)
         next_us = max(now_us, self.held_until, self.start_at - rate.ahead_us)
         if self.end > self.front:
@@ -218,7 +216,7 @@ class Line(NamedTuple):
         return self._replace(counted_from=now_us, starts=0, starts_before=0)
 
     def ends_us(self, rate: Rate) -> int:
-        """The time at which this state expires: a period and a minute after the last place."""
+        """The time at which the stored state of this queue expires."""
         last_us = max(self.end + self.shift, self.start_at, self.held_until)
         return last_us + rate.window_us + rate.catch_up_us + KEPT_US
 
@@ -245,12 +243,12 @@ class Line(NamedTuple):
     # --- as text ---------------------------------------------------------------------------
 
     def encoded(self, rate: Rate) -> str:
-        """Return this state as text, without *log* but with limit and burst of *rate*."""
+        """Return the state of this queue as text, without *log*."""
         return " ".join(map(str, (VERSION, *self[:-1], rate.limit, rate.burst)))
 
     @classmethod
     def decoded(cls, text: str | None, log: str = "") -> tuple[Self, Rate | None]:
-        """Parse a text to a queue and its rate: a new queue and None if the version differs."""
+        """Parse the stored text of a queue. Returns an empty queue for another version."""
         words = (text or "").split(" ")
         if words[0] != str(VERSION):
             return cls(), None
@@ -260,7 +258,7 @@ class Line(NamedTuple):
 
 
 def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[RateLine]:
-    """Parse the stored states *records* (names and texts) of rate limits, longest queue first."""
+    """Parse the stored states of rate limits, and sort the rate limits by queue length."""
     seen = []
     for name, text in records:
         line, rate = Line.decoded(*text.split("\n"))
@@ -270,11 +268,11 @@ def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[
 
 
 def name_of(task: str, key: str | None) -> str:
-    """Return the name of a queue of rate-limited tasks: the task's name, and the key if any."""
+    """Return the name of a queue of rate-limited tasks: the task's name and the key."""
     return task if key is None else f"{task}{_SEPARATOR}{key}"
 
 
 @lru_cache
 def _rate(limit: str, burst: int) -> Rate:
-    """Make a rate. Rates are cached, so that their numbers are computed once for all lines."""
+    """Make a :class:`Rate`, or return an equal rate from the cache."""
     return Rate(limit, burst=burst)

@@ -1,4 +1,4 @@
-"""``Rate``: a limit on the tasks that may start in a period, counted for each key on its own."""
+"""``Rate``: a limit on the tasks that may start in a period."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Rate:
 
     @cached_property
     def spacing_us(self) -> int:
-        """Microseconds from one task's slot to the next slot. A task may start at its slot."""
+        """Microseconds between the starts of two tasks at a steady rate."""
         return -(-self.period_us * (1000 + MARGIN_PER_MILLE) // (1000 * self.count))
 
     @cached_property
@@ -142,12 +142,12 @@ class Rate:
 
     @cached_property
     def noted_each(self) -> int:
-        """The number n: the time of every n-th start is stored. 1 means every start."""
+        """The number n, if the time of every n-th task start is stored. 1 means every start."""
         return -(-self.most // _KEPT_STARTS)
 
     @cached_property
     def noted(self) -> int:
-        """The number of start times that are stored."""
+        """The number of task start times that are stored."""
         return self.most // self.noted_each
 
     @property
@@ -159,10 +159,9 @@ class Rate:
     # --- whose line ----------------------------------------------------------------------
 
     def signature_of(self, task: str, run: Callable[..., Any]) -> Signature | None:
-        """Return the signature of *run*, the function of the task, for :meth:`key_of`.
+        """Return the signature of *run*, the function of the task, or None if Python finds none.
 
-        None is returned if Python cannot find the signature. Raises SettingsError if the key of
-        this rate is not an argument of *run*.
+        Raises SettingsError if the rate's key is not an argument of the function.
         """
         try:
             found = signature(run)
@@ -185,11 +184,12 @@ class Rate:
         headers: Mapping[str, Any],
         signature: Signature | None = None,
     ) -> str | None:
-        """Return the key of a call: None if the rate has no key, or the call no such argument.
+        """Return the key of a task call, or None if the rate has no key or the argument is missing.
 
-        *signature* is that of the task's function, and gives positional arguments their names.
+        *signature* is the signature of the task's function; it gives positional arguments their
+        names.
 
-        Raises ValueError if the key is not a valid text, and the errors of a key callable.
+        Raises ValueError if the key is an invalid text, and any error that a callable key raises.
         """
         key = self.key
         if key is None:
@@ -216,7 +216,7 @@ class Rate:
 
 
 def _positional(name: str, args: Sequence[Any], signature: Signature | None) -> Any:
-    """Return the value or the default of the argument *name* of a call, or None."""
+    """Return the value of the argument *name* in a task call, or its default, or None."""
     if signature is None:
         return None
     for number, parameter in enumerate(signature.parameters.values()):

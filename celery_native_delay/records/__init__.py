@@ -1,1 +1,1 @@
-"""The records: the state about waiting tasks, kept in a Redis or a database."""
+"""Stores the state about waiting tasks in a Redis or a database."""

@@ -1,4 +1,4 @@
-"""A database for waiting messages or state about tasks: its engine, clock and transactions."""
+"""Connects to a database that keeps waiting messages, or state about waiting tasks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def parsed(url: str) -> URL:
 
 
 def same_database(one: str, other: str) -> bool:
-    """Return True if both URLs name the same database. Drivers and users may differ."""
+    """Return True if both URLs name the same database, maybe with different drivers or users."""
     return _place(parsed(one)) == _place(parsed(other))
 
 
@@ -71,10 +71,7 @@ def _place(url: URL) -> tuple[Any, ...]:
 
 
 def engine_of(url: str, *, setting: str = "native_delay_store") -> Engine:
-    """Make a SQLAlchemy engine for *url*. The engine connects on first use.
-
-    Raises SettingsError if SQLAlchemy does not know the database or has no driver.
-    """
+    """Make a SQLAlchemy engine for *url*. Raises SettingsError if the driver is missing."""
     place = parsed(url)
     try:
         if place.get_backend_name() == "sqlite":
@@ -88,7 +85,7 @@ def engine_of(url: str, *, setting: str = "native_delay_store") -> Engine:
 
 
 def _of_servers(place: URL) -> dict[str, Any]:
-    """Further arguments of ``create_engine`` for PostgreSQL, MySQL and MariaDB."""
+    """Return arguments of ``create_engine`` for PostgreSQL, MySQL and MariaDB."""
     if place.get_backend_name() not in ("postgresql", "mysql", "mariadb"):
         return {}
     # A producer waits at most 5 seconds for a server that does not answer.
@@ -139,9 +136,9 @@ _TIMES = {
 
 
 def now_us(connection: Connection) -> int:
-    """Return the time of the database server's clock in microseconds since the epoch.
+    """Return the database server's time in microseconds since the epoch.
 
-    For SQLite, and for a server that cannot be asked for its time, this machine's clock is used.
+    For SQLite, the time of this machine is returned.
     """
     statement = _TIMES.get(connection.dialect.name)
     if statement is None:  # SQLite uses this machine's clock
@@ -150,10 +147,7 @@ def now_us(connection: Connection) -> int:
 
 
 def clock_ahead_seconds(connection: Connection) -> float | None:
-    """Return the seconds by which the database's clock is ahead of this machine's clock.
-
-    None is returned if the database cannot be asked for its time.
-    """
+    """Return the seconds that the database's clock is ahead of this machine's, or None."""
     if connection.dialect.name == "sqlite":
         return 0.0  # it uses this machine's clock
     statement = _TIMES.get(connection.dialect.name)
@@ -186,18 +180,17 @@ class Database(ABC):
 
     @abstractmethod
     def _unavailable(self, reason: str) -> NativeDelayError:
-        """Make the error to raise if the database cannot be used. *reason* is the driver's."""
+        """Make the error for a database that cannot be used. *reason* is the driver's message."""
 
     def do(self, work: Callable[[Connection], T]) -> T:
-        """Run *work* in a transaction, and return the answer of *work*.
+        """Run the function *work* in a transaction, and return the function's result.
 
-        *work* runs again if another process has created the tables, or has written the same row, at
-        the same time.
+        If another process has written the same row, the function runs again.
         """
         return self._tried(self.engine.begin, work)
 
     def look_up(self, work: Callable[[Connection], T]) -> T:
-        """Run *work* in a read-only transaction, and return the answer of *work*."""
+        """Run the function *work* in a read-only transaction, and return the function's result."""
         return self._tried(lambda: self.engine.connect().execution_options(**{READS: True}), work)
 
     def make_tables(self) -> None:
@@ -207,7 +200,7 @@ class Database(ABC):
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turn database errors in this block into the error of :meth:`_unavailable`."""
+        """Turn database errors in a ``with`` block into this package's error for the database."""
         try:
             yield
         # SQLite's BEGIN runs on the driver's connection, so its errors are not SQLAlchemy's.

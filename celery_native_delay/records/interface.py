@@ -1,11 +1,12 @@
-"""The interface of the records: the state about waiting tasks, in a Redis or a database.
+"""The interface to the stored state about waiting tasks, in a Redis or a database.
 
-A record is a text with a kind and a name. A pure function decides the new text of a record, and
-whether a message is published at the same time. Record and message change in one step, and only if
-no other caller has changed the record.
+A *record* is a stored text, such as the state of a debounce key. A pure function computes the new
+state, and decides if a message is published. State and message change in one step, and only if no
+other process has changed the state.
 
-RabbitMQ, SQS and pgmq cannot list their waiting messages. For these brokers an index lists the
-messages. A mark in the index tells a worker not to run a message that it receives.
+RabbitMQ, SQS and pgmq cannot list their waiting messages. For these brokers the package keeps an
+index of the waiting messages. A worker reads the index before it runs a waiting task, and does not
+run cancelled tasks.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ UNDECIDED = "undecided"
 
 
 class RecordName(NamedTuple):
-    """The name of a record (a stored text): a *kind*, such as "key" or "rate", and a *name*."""
+    """The name of a stored state: its *kind*, such as "key" or "rate", and its *name*."""
 
     kind: str
     name: str
@@ -58,12 +59,12 @@ class RecordName(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A record (a stored text) as it was read at *now_us*, with the waiting messages of its task.
+    """A stored state as it was read at the time *now_us*, with the waiting messages of its task.
 
     *now_us* is in microseconds since the epoch, by the clock of the Redis or database. *text* is
-    None if the record does not exist. The field ``id`` of a JSON *text* is a task's id. *messages*
-    then are the task's waiting messages: for each the broker's name of the message, and its due
-    time in microseconds, or 0 if the message is parked (due, but its queue does not exist).
+    the state, or None if no state is stored. If *text* is JSON, its field ``id`` is the id of a
+    task. *messages* are the waiting messages of this task: for each message the broker's name and
+    the due time in microseconds, or 0 if the message is due but its queue does not exist.
     """
 
     now_us: int
@@ -73,12 +74,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Change(Generic[T]):
-    """A decision to change a record (a stored text), and the *answer* for the caller.
+    """A decision to change a stored state, and the *answer* for the caller.
 
-    The record gets the new *text* and is kept until *kept_us*, in microseconds since the epoch.
-    None as *text* removes the record. An unchanged text is not written, and keeps its expiry. If
-    *due_us* is set, the caller's message is published. If *replaces* is true as well, the waiting
-    messages of the :class:`Snapshot` are cancelled.
+    *text* is the new state, and is kept until *kept_us*, in microseconds since the epoch. If *text*
+    is None, the stored state is removed. If *due_us* is set, the caller's message is published. If
+    *replaces* is also true, the waiting messages of the :class:`Snapshot` are cancelled.
     """
 
     text: str | None
@@ -98,11 +98,11 @@ Publish: TypeAlias = Callable[[int, str, int], Any]
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """A waiting message in the index, which lists messages for brokers without such a list.
+    """A waiting message in the index, which lists messages for brokers that cannot list messages.
 
-    *member* is the entry's key, ``<task id>:<delivery id>``. *due_us* is the due time in
+    *member* is the key in the index, ``<task id>:<delivery id>``. *due_us* is the due time in
     microseconds since the epoch. *entry* is a text with all fields that are needed to publish the
-    message again. A message with the *entry* "" is not listed.
+    message again; if *entry* is "", the message is not listed.
     """
 
     member: str
@@ -112,12 +112,12 @@ class IndexEntry:
 
 @dataclass(frozen=True)
 class CompareAndSet:
-    """A change of a record (a stored text) and of waiting messages, made as a whole or not at all.
+    """Changes of a stored state and of waiting messages: all changes are made, or none.
 
-    The change is made if the record *name* still has the text *before*, the messages *gone* are
-    still in the index, and the message *new* still has the mark "undecided". Then the record gets
-    the text *after* for *kept_ms*, workers drop the messages *gone*, and *new* is added to the
-    index. If a condition does not hold, workers drop the message *new*.
+    The stored state *name* changes from *before* to *after*, and is kept for *kept_ms*. Workers
+    drop the messages *gone*, and the message *new* is added to the index. If the stored state is
+    not *before*, or a message in *gone* has been delivered, nothing changes and workers drop the
+    message *new*.
     """
 
     name: RecordName | None = None
@@ -129,15 +129,14 @@ class CompareAndSet:
 
 
 def delivery_of(member: str) -> str:
-    """Return the delivery id in an index key of the form ``<task id>:<delivery id>``."""
+    """Return the delivery id in an index key ``<task id>:<delivery id>``."""
     return member.rpartition(":")[2]
 
 
 def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
-    """Call *attempt* until its answer is not None, and return the answer.
+    """Call the function *attempt* until its result is not None, and return the result.
 
-    *attempt* tries to change the record *name*, and answers None if another caller changed the
-    record first. Raises CannotDelay after 100 attempts.
+    Raises CannotDelay after 100 calls. *name* is the name of a stored state, for the error's text.
     """
     for _ in range(TRIES):
         if (answer := attempt()) is not None:
@@ -160,7 +159,7 @@ class MessageState(Enum):
 
 
 class Records(ABC):
-    """Reads and changes records (state about waiting tasks), from any thread.
+    """Reads and changes the stored state about waiting tasks, from any thread.
 
     Methods raise RecordsUnavailable if the Redis or database cannot be reached.
     """
@@ -173,24 +172,25 @@ class Records(ABC):
 
     @abstractmethod
     def read(self, name: RecordName) -> Snapshot:
-        """Read the record (a stored text) *name*, and the waiting messages of the record's task."""
+        """Read the stored state *name*, and the waiting messages of the state's task."""
 
     @abstractmethod
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
-        """Change the record (a stored text) *name* as *decide* says, and return its answer.
+        """Change the stored state *name*. The function *decide* computes the change.
 
-        If *decide* sets a due time, *publish* makes or publishes a message in the same step.
+        If the change has a due time, the function *publish* publishes a message in the same step.
+        Returns the answer of the change.
         """
 
     @abstractmethod
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
-        """Read several records (stored texts). The text is None if the record does not exist."""
+        """Read the stored states with these *names*. A missing state gives None."""
 
     @abstractmethod
     def latest(self, kind: str, limit: int) -> tuple[int, list[tuple[str, str]]]:
-        """Return names and texts of the *limit* records of a *kind* that expire last.
+        """Return the server's time, and the *limit* stored states of a *kind* that expire last.
 
-        The first value is the server's time in microseconds since the epoch.
+        The time is in microseconds since the epoch. Each state comes with its name.
         """
 
     @abstractmethod
@@ -206,17 +206,17 @@ class Index(ABC):
 
     @abstractmethod
     def note(self, listed: IndexEntry) -> None:
-        """Add a message that is about to be published. Never raises, and hardly ever blocks."""
+        """Add a message to the index before the message is published. Never raises."""
 
     @abstractmethod
     def forget(self, member: str) -> None:
-        """Remove a message that was not published. Never raises, and hardly ever blocks."""
+        """Remove a message from the index if the message was not published. Never raises."""
 
     @abstractmethod
     def received(self, member: str) -> bool | None:
-        """Remove a message that a worker received. Return True if the worker may run it.
+        """Remove a received message from the index. Returns True if a worker may run the message.
 
-        None is returned if the index did not answer in time.
+        Returns None if the index did not answer in time.
         """
 
     @abstractmethod
@@ -225,19 +225,19 @@ class Index(ABC):
 
     @abstractmethod
     def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
-        """Read the record *name*, and mark the delivery *undecided*: workers drop the delivery.
+        """Read the stored state *name*, and mark a message, so that workers drop the message.
 
-        If *name* is None, no record is read. If *undecided* is None, no delivery is marked. The
-        mark is kept for *mark_ms* milliseconds.
+        *undecided* is the message's delivery id. The mark expires after *mark_ms* milliseconds. If
+        *name* is None, no state is read. If *undecided* is None, no message is marked.
         """
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Remove a delivery's mark "undecided", or keep the mark for *left_ms* more."""
+        """Remove the mark that makes workers drop a message, now or in *left_ms* milliseconds."""
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:
-        """Make the change *step*. Returns False if a condition of *step* does not hold."""
+        """Make the changes in *step*. Returns False if another process made a change first."""
 
     @abstractmethod
     def state_of(self, member: str) -> MessageState:
@@ -245,12 +245,12 @@ class Index(ABC):
 
     @abstractmethod
     def tasks(self, republishes: Any) -> WaitingTasks:
-        """Return the waiting tasks in the index. *republishes* publishes a message again."""
+        """Return the waiting tasks in the index. *republishes* can publish messages again."""
 
     @abstractmethod
     def sweep(self) -> int:
-        """Remove index entries that are overdue by a day, and return their number."""
+        """Remove messages that are overdue by a day from the index, and return their number."""
 
     @abstractmethod
     def purge(self) -> None:
-        """Remove all index entries whose messages are not due yet."""
+        """Remove all messages that are not due yet from the index."""

@@ -1,4 +1,4 @@
-"""Handles failures of a connection to a Redis or database: pauses, and one warning in the log."""
+"""Pauses after a failed connection to a Redis or database, and logs one warning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class LinkFailures:
-    """The failures of one connection. *what* names it in logs, as in "the records at redis://…"."""
+    """The failures of a connection to a Redis or database. *what* names the connection in logs."""
 
     def __init__(
         self,
@@ -22,10 +22,7 @@ class LinkFailures:
         left_alone_seconds: tuple[float, float] = LEFT_ALONE_SECONDS,
         logs: bool = True,
     ) -> None:
-        """Nothing is logged if *logs* is False, because then the caller logs failures.
-
-        *left_alone_seconds* are the first and the longest pause after a failure.
-        """
+        """Set the first and the longest pause after a failure, *left_alone_seconds*."""
         self._what = what
         self._backoff = Backoff(*left_alone_seconds)
         self._retry_at = 0.0
@@ -46,7 +43,7 @@ class LinkFailures:
         self._backoff.reset()
 
     def failed(self, error: BaseException) -> RecordsUnavailable:
-        """Note a failure, and return the error to raise. Only the first failure is logged."""
+        """Return the error to raise for a failed connection. The first failure is logged."""
         self._retry_at = monotonic() + self._backoff.failed()
         said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
         if self._logs and not self._is_told:

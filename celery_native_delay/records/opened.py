@@ -1,4 +1,4 @@
-"""Opens the records (state about waiting tasks) at a URL. The first use makes the connection."""
+"""Opens the Redis or database that keeps the state about waiting tasks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from ..urls import is_redis_url
 
 
 class Place(NamedTuple):
-    """The place of an app's records: the *url* of a Redis or database, and the *owner*.
-
-    The *owner* is a namespace, because several apps may share one Redis or database.
-    """
+    """The *url* of the Redis or database that keeps an app's state, and the app's namespace."""
 
     url: str
     owner: str
@@ -28,7 +25,7 @@ _records: PerProcess[tuple[str, str], Any] = PerProcess(_inherited.append)
 
 
 def records_at(url: str, owner: str) -> Any:
-    """Open the records (state about waiting tasks) of *owner* at the URL of a Redis or database."""
+    """Open the state about waiting tasks at a URL of a Redis or database."""
     if is_redis_url(url):
         try:
             from .redis import RedisRecords
@@ -47,12 +44,12 @@ def records_at(url: str, owner: str) -> Any:
 
 
 def records_of_process(url: str, owner: str) -> Any:
-    """Return the records (state about waiting tasks) of *owner* at *url*, one for the process."""
+    """Return this process's connection to the state about waiting tasks at *url*."""
     return _records.get((url, owner), lambda: records_at(url, owner))
 
 
 @atexit.register
 def flush() -> None:
-    """Wait up to 0.3 s until all messages that this process added to an index are stored."""
+    """Wait up to 0.3 s until the index stores all messages that this process has added."""
     for found in _records.values():
         found.flush()

@@ -1,4 +1,4 @@
-"""Records (state about waiting tasks) and an index of waiting messages, in a Redis or Valkey.
+"""State about waiting tasks, and an index of waiting messages, in a Redis or Valkey.
 
 Lua scripts make each step atomic and use the server's clock. A change in the content of the Redis
 keys needs a new VERSION.
@@ -154,7 +154,7 @@ return 1
 
 @dataclass(frozen=True)
 class RecordKeys(IndexKeys):
-    """The names of the Redis keys of one *owner*, a namespace. Several owners may share a Redis."""
+    """The names of the Redis keys in one namespace. Several apps may share a Redis."""
 
     owner: str
 
@@ -165,7 +165,7 @@ class RecordKeys(IndexKeys):
 
 
 class RedisRecords(ComparedRecords):
-    """The records (state about waiting tasks) and the message index of one *owner* in a Redis."""
+    """The state about waiting tasks and the index of waiting messages, in a Redis."""
 
     _of_broker: tuple[str, ...] = ()
     """On a Redis broker: the keys ``wake``, which wakes promoters, and ``parked``."""

@@ -1,7 +1,4 @@
-"""Connections to a Redis that never block longer than a timeout.
-
-redis-py's own client may block for as long as the server does not answer.
-"""
+"""Connects to a Redis, and never blocks longer than a timeout."""
 
 from __future__ import annotations
 
@@ -51,8 +48,7 @@ return found
 class RedisLink:
     """A client of one Redis, for any thread. Raises RecordsUnavailable if Redis does not answer.
 
-    The connections use the parameters of redis-py's *pool*, but are not taken from the pool. The
-    pool's limit also counts failed and closed connections.
+    The client connects with the parameters of redis-py's *pool*, but has its own connections.
     """
 
     def __init__(
@@ -64,10 +60,7 @@ class RedisLink:
         left_alone_seconds: tuple[float, float] = LEFT_ALONE_SECONDS,
         logs: bool = True,
     ) -> None:
-        """*timeout_seconds* limits the time to connect, and the time for each answer.
-
-        *what*, *left_alone_seconds* and *logs* are arguments of :class:`.LinkFailures`.
-        """
+        """Limit the time to connect, and the time for each answer, to *timeout_seconds*."""
         self._pool = pool
         self._timeout_seconds = timeout_seconds
         self._failures = LinkFailures(what, left_alone_seconds=left_alone_seconds, logs=logs)
@@ -81,7 +74,7 @@ class RedisLink:
     # --- asking --------------------------------------------------------------------------
 
     def run(self, script: str, keys: tuple[str, ...] | list[str], *arguments: Any) -> Any:
-        """Run a Lua *script*, which the server gets if needed, and return the answer."""
+        """Run a Lua *script* on the Redis server, and return the script's answer."""
         words = (len(keys), *keys, *arguments)
         with self._connection_in_use() as connection:
             try:
@@ -113,10 +106,7 @@ class RedisLink:
         self._idle.append(connection)
 
     def _idle_connection(self) -> Any:
-        """Return an open connection that no thread uses, or None if there is none.
-
-        Readable data on such a connection can only mean that the server has closed the connection.
-        """
+        """Return an open connection that no thread uses, or None."""
         while True:
             try:
                 connection = self._idle.pop()
@@ -143,7 +133,7 @@ class RedisLink:
     # --- posting -------------------------------------------------------------------------
 
     def post(self, script: str, keys: tuple[str, ...], *arguments: Any) -> bool:
-        """Send a Lua *script* without waiting for the answer. Return False if sending failed."""
+        """Send a Lua *script* without waiting for the answer. Returns False if sending failed."""
         with self._post_lock:
             try:
                 if self._post_connection is None:
@@ -166,10 +156,7 @@ class RedisLink:
             return True
 
     def flush(self, timeout_seconds: float | None = None) -> None:
-        """Read the answers to scripts that :meth:`post` has sent, for at most *timeout_seconds*.
-
-        The last scripts may be lost if a socket is closed before their answers are read.
-        """
+        """Read the answers to the Lua scripts that :meth:`post` has sent, within a time limit."""
         with self._post_lock, suppress(Exception):
             self._read_ready(min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS))
 
@@ -197,10 +184,9 @@ class RedisLink:
 
 
 def latest(link: RedisLink, names: str, prefix: str, limit: int) -> tuple[int, list[Any]]:
-    """Return the server's time in µs, then names and texts of the *limit* records that expire last.
+    """Return the Redis server's time in µs, and the *limit* stored states that expire last.
 
-    *names* is the key of a sorted set with the records' names, scored by expiry. *prefix* is the
-    prefix of the records' keys.
+    *names* is the key of a sorted set of the states' names. *prefix* is the states' key prefix.
     """
     now_us, *found = link.run(_LATEST, [names], limit, prefix)
     texts = [text.decode() for text in found]

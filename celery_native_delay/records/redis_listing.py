@@ -1,11 +1,11 @@
 """Lists and searches the waiting tasks in a Redis.
 
-Each waiting message has a *member*, ``<task id>:<digest or delivery id>``, and an *entry*, the
-message's content. Three Redis keys hold the messages:
+Each waiting message has a name, ``<task id>:<digest or delivery id>``, and a content. Three Redis
+keys hold the messages:
 
-- ``due``: a sorted set of members, scored by due time in microseconds;
-- ``messages``: a hash from members to entries;
-- ``ids``: a sorted set of members, all with score 0, so in the order of task ids.
+- ``due``: a sorted set of the names, scored by due time in microseconds;
+- ``messages``: a hash from the names to the contents;
+- ``ids``: a sorted set of the names, all with score 0, so in the order of task ids.
 """
 
 from __future__ import annotations
@@ -81,30 +81,30 @@ class IndexKeys:
 
     @property
     def due(self) -> str:
-        """The key of a sorted set of waiting messages, scored by due time in microseconds."""
+        """The key of a Redis sorted set of the waiting messages, scored by due time."""
         return f"{self.space}.due"
 
     @property
     def messages(self) -> str:
-        """The key of a hash with the content of all waiting, due and unroutable messages."""
+        """The key of a Redis hash with the content of all delayed messages."""
         return f"{self.space}.messages"
 
     @property
     def marks(self) -> str:
-        """The prefix of keys that tell workers not to run a delivery; its id follows."""
+        """The prefix of the Redis keys that tell workers not to run a message."""
         return f"{self.space}.mark."
 
     def record(self, name: RecordName) -> str:
-        """Return the key of a string with a TTL: the text of the record *name*."""
+        """Return the Redis key that holds the stored state *name*."""
         return f"{self.space}.{name.kind}.{name.name}"
 
     def names(self, kind: str) -> str:
-        """Return the key of a sorted set: the names of a *kind*'s records, scored by expiry."""
+        """Return the key of a Redis sorted set with the names of a *kind* of stored states."""
         return f"{self.space}.{kind}s"
 
     @property
     def ids(self) -> str:
-        """The key of a sorted set of waiting messages by task id; all scores are 0."""
+        """The key of a Redis sorted set of the waiting messages, in the order of task ids."""
         return f"{self.space}.ids"
 
     @property
@@ -113,10 +113,10 @@ class IndexKeys:
 
 
 class RedisListing(WaitingTasks):
-    """Lists and searches the waiting tasks in the Redis keys ``due``, ``messages`` and ``ids``."""
+    """Lists and searches the waiting tasks in a Redis."""
 
     def __init__(self, client: Any, keys: IndexKeys, decode: Decode) -> None:
-        """*client* is a ``redis.Redis`` that returns bytes. *decode* makes a task of a message."""
+        """Read the Redis *keys* through *client*. *decode* converts a message to a task."""
         self._client = client
         self._due, self._messages, self._ids = keys.index
         self._decoded = decode
@@ -152,14 +152,10 @@ class RedisListing(WaitingTasks):
 
     @abstractmethod
     def _explained(self) -> AbstractContextManager[None]:
-        """Turn redis-py's errors into RecordsUnavailable within a block."""
+        """Turn redis-py's errors in a ``with`` block into RecordsUnavailable."""
 
     def _found(self, task_id: str) -> list[tuple[str, bytes, Waiting]]:
-        """Member, entry and task of each message with this task id, parked messages included.
-
-        The due time is read before the entry. If the message is moved in between, a later change
-        finds another entry, and fails.
-        """
+        """Return the name, the content and the task of each message with this task id."""
         found = []
         with self._explained():
             # In ASCII ";" follows ":".
@@ -175,7 +171,7 @@ class RedisListing(WaitingTasks):
         return found
 
     def _ranks(self, query: Query) -> tuple[int, int]:
-        """Return the rank of the first message due in the range, and the rank behind the last."""
+        """Return the range of positions in the sorted set ``due`` that *query* matches."""
         count = self._client.zcount
         first = 0 if query.from_us is None else count(self._due, "-inf", f"({query.from_us}")
         if query.until_us is None:
@@ -195,10 +191,7 @@ class RedisListing(WaitingTasks):
 
 
 def throw_away(link: Any, keys: Sequence[str], lowest: int | str, highest: int | str) -> int:
-    """Remove all messages with a score from *lowest* to *highest*, and return their number.
-
-    *keys* are any sorted set with scores, ``messages`` and ``ids``. *link* runs the script.
-    """
+    """Remove all messages with a score from *lowest* to *highest* from Redis; return the number."""
     thrown = 0
     while True:
         taken: int = link.run(_THROW_AWAY, keys, lowest, highest, _THROWN_AT_ONCE)

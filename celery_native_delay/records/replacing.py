@@ -1,9 +1,9 @@
 """Replaces a waiting message on RabbitMQ, SQS and pgmq, which cannot remove a waiting message.
 
-1. ``Index.look()`` marks the new delivery as "undecided": a worker that receives it drops it.
+1. ``Index.look()`` marks the new message as "undecided": a worker drops an undecided message.
 2. :func:`publish_undecided` publishes the new message, and waits for the broker's confirm.
 3. ``Index.compare_and_set()`` removes the mark of the new message and marks the old messages as
-   "void", if nothing has changed since step 1. A worker drops every void message it receives.
+   "void", if nothing has changed since step 1. A worker drops a void message.
 
 If the process dies between two steps, the old message runs and the new message is dropped.
 """
@@ -39,9 +39,9 @@ _UNDECIDED_MS = 25 * 366 * 86_400_000
 
 
 class ComparedRecords(Records, Index):
-    """Records (stored texts) that are changed by compare-and-set: read, decide, write if unchanged.
+    """Changes stored states by compare-and-set: read, decide, write if the state is unchanged.
 
-    If another caller has changed the record, the change starts again.
+    If another process has changed the state, the change starts again.
     """
 
     has_marks = True
@@ -77,11 +77,7 @@ class ComparedRecords(Records, Index):
 
 
 def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Callable[[], T]) -> T:
-    """Call *publish*, which publishes a delivery marked "undecided", and return the answer.
-
-    If the broker refuses the message, the mark is removed. If the broker may or may not have the
-    message, the mark is kept until 30 days after *due_us*.
-    """
+    """Publish a message that is marked as undecided, so that workers drop the message."""
     try:
         return publish()
     except NativeDelayError:
@@ -96,23 +92,20 @@ def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Call
 
 
 class Republishes(Protocol):
-    """The part of a transport that publishes the messages of index entries again."""
+    """Publishes waiting messages again, for brokers that cannot change a waiting message."""
 
     def waiting(self, member: str, entry: str, due_us: int) -> Waiting | None:
-        """Make the waiting task of an index entry. Returns None if the task is cancelled."""
+        """Convert a message of the index to a waiting task, or to None if the task is cancelled."""
 
     def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
-        """Publish an index entry's message with a new due time. Returns the new entry."""
+        """Publish a waiting message with a new due time, and return the message's new content."""
 
     def check_reach(self, due_us: int) -> None:
         """Raise DelayTooLong if *due_us* is beyond the broker's longest delay."""
 
 
 class RecordedTasks(WaitingTasks):
-    """Cancels and moves the tasks that *index* lists, by publishing their messages again.
-
-    A mixin, to be named before :class:`.RedisListing` or :class:`.SqlListing`.
-    """
+    """A mixin that cancels and moves waiting tasks by publishing their messages again."""
 
     index: Index
     _delays: Republishes

@@ -55,7 +55,7 @@ class Word:
 
     @property
     def needle(self) -> str:
-        """A text in lower case that every matching message contains, in upper or lower case."""
+        """A text in lower case that every matching message contains, ignoring case."""
         if not self._is_pair:
             return self.value.lower()
         return max((part.strip() for part in self.value.lower().split("=", 1)), key=len)
@@ -82,7 +82,7 @@ def parse(text: str) -> tuple[Word, ...]:
 
 
 def is_itself_in_json(text: str) -> bool:
-    """Return True if JSON contains *text* unchanged, so that stored JSON can be searched."""
+    """Return True if the JSON encoding of *text* is *text* itself, without escapes."""
     return text.isascii() and json.dumps(text) == f'"{text}"'
 
 

@@ -1,7 +1,7 @@
-"""Records (state about waiting tasks) and an index of waiting messages, in a database.
+"""State about waiting tasks, and an index of waiting messages, in a database.
 
-Each step is one transaction. Publishes and workers ask through one thread with its own connection.
-So a slow database blocks a publish or a worker for at most :data:`~.interface.PATIENCE_SECONDS`.
+Each step is one transaction. Publishes and workers ask the database through one thread, and wait at
+most :data:`~.interface.PATIENCE_SECONDS` for a slow database.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ _RECORD, _WAITING, _MARK = RECORDS.c, WAITING.c, MARKS.c
 
 
 class SqlRecords(Database, ComparedRecords):
-    """The records (state about waiting tasks) and the message index of *owner*, in a database."""
+    """The state about waiting tasks and the index of waiting messages, in a database."""
 
     tables = METADATA
 
@@ -142,7 +142,7 @@ class SqlRecords(Database, ComparedRecords):
         change: Change[Any],
         publish: Publish | None,
     ) -> None:
-        """Store the message of *publish* if the broker is this database."""
+        """Store the message to publish if this database is also the broker."""
         raise NotImplementedError
 
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
@@ -217,7 +217,7 @@ class SqlRecords(Database, ComparedRecords):
     def _snapshot(
         self, connection: Connection, row: tuple[str, int] | None, *, locked: bool = False
     ) -> Snapshot:
-        """Make a snapshot of the record in *row* and its messages, *locked* to be changed."""
+        """Return the stored state in *row*, with the waiting messages of the state's task."""
         # Ask for the time after locking the row: the lock may have taken a while.
         at_us = now_us(connection)
         if row is None or row[1] < at_us:
@@ -349,9 +349,9 @@ class SqlRecords(Database, ComparedRecords):
     def read_row(
         self, connection: Connection, name: RecordName, *, locked: bool = False
     ) -> tuple[str, int] | None:
-        """Return a record's text and its expiry in microseconds, or None if it has no row.
+        """Return a stored state and its expiry in microseconds, or None.
 
-        With *locked* the row stays locked until the transaction ends.
+        If *locked* is true, the row stays locked until the transaction ends.
         """
         asked = select(_RECORD.text, _RECORD.kept_us).where(*self._this(name))
         return connection.execute(asked.with_for_update() if locked else asked).first()
@@ -364,7 +364,7 @@ class SqlRecords(Database, ComparedRecords):
         kept_us: int,
         is_there: bool,
     ) -> None:
-        """Write a record's text; None deletes its row. *is_there* is true if a row exists."""
+        """Insert, update or delete the row of a stored state; None as *text* deletes the row."""
         this = self._this(name)
         if text is None:
             connection.execute(delete(RECORDS).where(*this))
@@ -382,7 +382,7 @@ class SqlRecords(Database, ComparedRecords):
     def _messages(
         self, connection: Connection, task_id: str, *, locked: bool
     ) -> tuple[tuple[Any, int], ...]:
-        """Return names and due times of a task's waiting messages, without locking the index."""
+        """Return names and due times of the waiting messages of a task."""
         asked = select(_WAITING.delivery_id, _WAITING.due_us).where(
             _WAITING.owner == self.owner, _WAITING.task_id == task_id[:255]
         )
@@ -451,7 +451,7 @@ class SqlTasks(RecordedTasks, SqlListing):
 
 
 def _note_all(connection: Connection, rows: list[Mapping[str, Any]]) -> None:
-    """Insert rows into the index. A row from an earlier attempt to publish stays."""
+    """Insert rows into the index of waiting messages. Existing rows stay unchanged."""
     if connection.dialect.name == "postgresql":
         statement: Any = postgresql.insert(WAITING).on_conflict_do_nothing()
     else:

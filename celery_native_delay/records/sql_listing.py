@@ -27,10 +27,7 @@ class SqlListing(WaitingTasks):
         text: Column[Any],
         shown: Sequence[Column[Any]],
     ) -> None:
-        """Use the rows that match the condition *mine*, sorted by the columns *due_us* and *order*.
-
-        A search looks into the column *text*. Each row is read with the columns *shown*.
-        """
+        """List the rows that match the condition *mine*, sorted by due time."""
         self._mine = mine
         self._due_us = due_us
         self._text = text
@@ -38,11 +35,11 @@ class SqlListing(WaitingTasks):
 
     @abstractmethod
     def _look_up(self, work: Callable[[Connection], T]) -> T:
-        """Run *work* in a read-only transaction, and return the answer of *work*."""
+        """Run the function *work* in a read-only transaction, and return the function's result."""
 
     @abstractmethod
     def _decoded(self, row: Any) -> Waiting | None:
-        """Make the waiting task of a row. A cancelled task, which is not shown, gives None."""
+        """Convert a row to a waiting task, or to None if the task is cancelled."""
 
     def count(self, query: Query = ALL) -> int:
         def counted(connection: Connection) -> int:
@@ -78,7 +75,7 @@ class SqlListing(WaitingTasks):
         return int(connection.execute(asked.where(*self._between(from_us, until_us))).scalar() or 0)
 
     def _matching(self, connection: Connection, query: Query, offset: int = 0) -> Iterator[Waiting]:
-        """Yield tasks that match *query*, earliest first. The first *offset* rows are skipped."""
+        """Yield the tasks that match *query*, earliest first, without the first *offset* rows."""
         conditions = self._between(query.from_us, query.until_us)
         if query.needle:
             conditions.append(self._text.icontains(query.needle, autoescape=True))

@@ -1,4 +1,4 @@
-"""A thread that asks a database, so that publishes and workers wait at most 0.3 s for answers."""
+"""A thread for database queries, so that publishes and workers wait at most 0.3 s."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Job = tuple[Callable[[Connection], Any], "Future[Any] | None"]
 
 
 class SqlThread:
-    """A thread that runs jobs on one connection to a database. The first job starts the thread."""
+    """A thread that runs database queries on one connection, one after another."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class SqlThread:
         prepare: Callable[[], None],
         write: Callable[..., None],
     ) -> None:
-        """*prepare* creates the tables. *write* inserts rows into the index of waiting messages."""
+        """Set *prepare*, which creates the tables, and *write*, which inserts rows."""
         self._engine = engine
         self._prepare = prepare
         self._write = write
@@ -51,7 +51,7 @@ class SqlThread:
         self.missed = 0
 
     def note(self, row: Row) -> None:
-        """Queue a row to be inserted into the index, or drop the row if the queue stays full."""
+        """Queue a row to be inserted into the index of waiting messages."""
         if self._jobs.qsize() >= _MOST_NOTES and not self._is_stuck() and not self.flush():
             self.missed += 1
         else:
@@ -63,7 +63,7 @@ class SqlThread:
     def ask(
         self, work: Callable[[Connection], T], timeout_seconds: float = PATIENCE_SECONDS
     ) -> T | None:
-        """Queue *work*, and return its answer, or None if it fails or takes too long."""
+        """Run the query *work* in the thread. Returns None if the query fails or takes too long."""
         future: Future[T] = Future()
         if not self._queue((work, future)):
             return None
@@ -74,7 +74,7 @@ class SqlThread:
             return None
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until all jobs queued before are done. Returns False if that takes too long."""
+        """Wait until the thread has run all queued queries. Returns False after the timeout."""
         if self._thread is None:
             return True
         wait_seconds = min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS)
@@ -87,12 +87,12 @@ class SqlThread:
             thread.join(PATIENCE_SECONDS)
 
     def _is_stuck(self) -> bool:
-        """Return True, so that no caller waits, if the job has waited over 0.3 s."""
+        """Return True if the oldest query of the thread has waited for over 0.3 s."""
         since = self._busy_since
         return since is not None and monotonic() - since > PATIENCE_SECONDS
 
     def _queue(self, job: Row | Job) -> bool:
-        """Queue *job* for the thread. Returns False if the database does not answer."""
+        """Queue a query for the thread. Returns False if the database does not answer."""
         if self._is_stuck():
             self.missed += 1
             return False

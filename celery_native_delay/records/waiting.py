@@ -1,4 +1,4 @@
-"""Waiting tasks, and the interface to search, count, cancel and move waiting tasks."""
+"""Searches, counts, cancels and moves waiting tasks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ PLACE = "native_delay_place"
 class Waiting:
     """A message that waits in the broker until its due time.
 
-    *id* and *name* are the id and name of the Celery task. A message that is not a task has the
-    *name* "", and its *id* is its correlation id. *args* and *kwargs* are texts (``repr``), as in
-    Celery's events. *queue* is the queue of delivery, or "" if only the message's exchange decides
-    that. *due_us* is in microseconds since the epoch. *key* and *kind* are set by ``debounce``,
-    ``throttle`` or ``unique``, for example to "user:7" and "debounce". Otherwise they are "".
+    *id* and *name* are the id and the name of the Celery task. If the message is not a task, *name*
+    is "" and *id* is the correlation id. *args* and *kwargs* are texts (``repr``), as in Celery's
+    events. *queue* is the task's queue, or "" if only the message's exchange decides the queue.
+    *due_us* is in microseconds since the epoch. *key* and *kind* are set for ``debounce``,
+    ``throttle`` and ``unique``, for example to "user:7" and "debounce". For other tasks *key* and
+    *kind* are "".
     """
 
     id: str
@@ -57,7 +58,7 @@ class Waiting:
         key: str,
         kind: str,
     ) -> Waiting:
-        """Make a waiting message from AMQP *headers* and *properties* of any task protocol."""
+        """Make a waiting message from the AMQP *headers* and *properties* of a message."""
         task_id = headers.get("id") or properties.get("correlation_id") or delivery_id
         return cls(
             str(task_id),
@@ -83,7 +84,7 @@ class Waiting:
         return datetime.fromtimestamp(self.due_us / 1_000_000, UTC)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the task as plain data, for the option ``--json`` and for Flower's REST API."""
+        """Return the task as a dict, for the option ``--json`` and for Flower's REST API."""
         return {
             "id": self.id,
             "name": self.name,
@@ -102,7 +103,7 @@ class Waiting:
 
 
 def _number(value: Any) -> int:
-    """Convert the header, which other programs may set, to a number, or to 0 if it is no number."""
+    """Convert a message header to a number, or to 0 if the header is no number."""
     try:
         return int(value or 0)
     except (TypeError, ValueError, OverflowError):
@@ -111,10 +112,10 @@ def _number(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Query:
-    """A search among waiting tasks. A task matches if all conditions hold.
+    """A search for waiting tasks. A task matches if all conditions of the search hold.
 
-    All *words* match. *name* and *queue* are the task's. The due time is *from_us* or later, and
-    before *until_us*, in microseconds since the epoch. None means no condition.
+    The task matches all *words*, and has this *name* and this *queue*. The due time is *from_us* or
+    later, and before *until_us*, in microseconds since the epoch. None means no condition.
     """
 
     words: tuple[Word, ...] = ()
@@ -133,7 +134,7 @@ class Query:
         return cls(parse(text))
 
     def due_within(self, from_us: int | None, until_us: int | None) -> Query:
-        """Return this search for tasks due from *from_us* on and before *until_us*."""
+        """Return a copy of this search, for tasks due from *from_us* on and before *until_us*."""
         return replace(self, from_us=from_us, until_us=until_us)
 
     @property
@@ -143,10 +144,7 @@ class Query:
 
     @property
     def needle(self) -> str:
-        """The longest word that Redis or the database can search for, in lower case, or "".
-
-        Every stored message that matches contains the word, in upper or lower case.
-        """
+        """The longest word of this search, in lower case, that a database can search for, or ""."""
         texts = [word.needle for word in self.words]
         texts += [text.lower() for text in (self.name, self.queue) if text]
         return max(filter(is_itself_in_json, texts), key=len, default="")
@@ -170,7 +168,7 @@ ALL = Query()
 class Page(Sequence[Waiting]):
     """A page of waiting *tasks*, earliest due time first, and the *total* number of matches.
 
-    *total* is None if the tasks were not counted: counting would read every message.
+    *total* is None if the matching tasks were not counted.
     """
 
     tasks: tuple[Waiting, ...]
@@ -209,7 +207,7 @@ _WIDTHS = (
 
 
 def edges(first_us: int, last_us: int, *, bars: int) -> list[int]:
-    """Return round times for at most *bars* bars of a histogram, from *first_us* to *last_us*."""
+    """Return round times from *first_us* to *last_us* that divide a histogram into its bars."""
     span_us = max(last_us - first_us, 1)
     for width in _WIDTHS:
         width_us = width * 1_000_000
@@ -238,11 +236,11 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of cancelling or moving the task *id*, which is truthy if the change was made.
+    """The result of cancelling or moving the task *id*; truthy if the task was changed.
 
-    *due_us* is the new due time in microseconds since the epoch, or None if the task is cancelled.
-    *tasks* are the waiting messages before the change. *reason* says why the change was not made. A
-    *reason* of "" stands for the usual reason of the *verdict*.
+    *due_us* is the new due time in microseconds since the epoch, or None for a cancelled task.
+    *tasks* are the task's waiting messages before the change. *verdict* is the result in one word.
+    *reason* explains why the task was not changed, or is "" if *verdict* says enough.
     """
 
     id: str
@@ -282,22 +280,22 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
-        """Return at most *limit* tasks that match *query*, earliest first, from *offset* on."""
+        """Return up to *limit* tasks that match *query*, earliest first. Skip *offset* tasks."""
 
     def ids(self, query: Query = ALL) -> Iterator[str]:
         """Yield the ids of all waiting tasks that match *query*, earliest due time first.
 
-        The tasks are read 1,000 at a time. An id may come more than once.
+        The tasks are read 1,000 at a time. The same id may be yielded twice.
         """
         return ids_by_page(self.page, query)
 
     def get(self, task_id: str) -> list[Waiting]:
-        """Return messages with this task id: usually one, none if the task is not waiting."""
+        """Return the waiting messages with this task id: usually one, none if no task waits."""
         return [task for _, _, task in self._found(task_id)]
 
     @abstractmethod
     def counts(self, edges_us: Sequence[int]) -> list[int]:
-        """Count the waiting tasks due between each two neighbouring times of *edges_us*."""
+        """Count the waiting tasks between neighbouring due times of the list *edges_us*."""
 
     @abstractmethod
     def span(self) -> tuple[int, int] | None:
@@ -307,13 +305,13 @@ class WaitingTasks(ABC):
         """Close the connections that this object has opened."""
 
     def cancel(self, task_id: str) -> Outcome:
-        """Cancel a task. Its message is delivered at once, and a worker announces it as revoked."""
+        """Cancel a task: its message is delivered, and a worker announces the task as revoked."""
         return self._change(task_id, None, cancelled=True)
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:
-        """Give the task *task_id* a new due time. None as *due_us* means now.
+        """Give the task *task_id* a new due time. The value None means now.
 
-        Raises DelayTooLong or CannotDelay if the task cannot wait so long, and keeps its due time.
+        Raises DelayTooLong or CannotDelay if the task cannot wait until then.
         """
         if due_us is not None:
             self._delays.check_reach(due_us)
@@ -321,15 +319,15 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def _found(self, task_id: str) -> list[tuple[Any, Any, Waiting]]:
-        """Return name, content and task of each waiting message with this task id."""
+        """Return the name, the content and the task of each waiting message with this task id."""
 
     @abstractmethod
     def _replace(
         self, member: Any, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
     ) -> tuple[Any, int] | None:
-        """Replace one message. Return the name of the new message and its due time.
+        """Replace a waiting message. Returns the new message's name and due time.
 
-        None is returned if the message was delivered or changed meanwhile.
+        Returns None if the old message was delivered or changed meanwhile.
         """
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
@@ -361,11 +359,7 @@ IDS_AT_ONCE = 1000
 
 
 def ids_by_page(page_of: Callable[..., Page], query: Query) -> Iterator[str]:
-    """Yield the ids of all tasks that match *query*, read page by page.
-
-    Each page begins at the last due time of the page before. So messages that are delivered during
-    the reading do not shift the pages.
-    """
+    """Yield the ids of all waiting tasks that match *query*, read page by page."""
     skipped = 0
     while True:
         page = page_of(query, offset=skipped, limit=IDS_AT_ONCE).tasks
