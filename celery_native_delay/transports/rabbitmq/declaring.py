@@ -166,7 +166,7 @@ def not_permitted(refused: AccessRefused, topology: Topology) -> NotPermitted:
 
 
 def not_declared(missing: str) -> NotDeclared:
-    """Return the error for a *missing* queue or exchange that this app may not declare."""
+    """Return the error for a missing queue or exchange that this app may not declare."""
     return NotDeclared(
         f"{missing}, and native_delay_declare is off: import what `celery -A PROJ delay export` "
         f"writes (rabbitmqctl import_definitions), or set native_delay_declare = True. "
@@ -176,7 +176,7 @@ def not_declared(missing: str) -> NotDeclared:
 
 @contextmanager
 def permissions_explained(topology: Topology) -> Iterator[None]:
-    """Turn the broker's ACCESS_REFUSED (403) into NotPermitted."""
+    """Turn the broker's error ACCESS_REFUSED (403) into NotPermitted."""
     try:
         yield
     except AccessRefused as exc:

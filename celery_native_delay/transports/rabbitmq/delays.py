@@ -113,8 +113,8 @@ class Delays:
         If the message is already due, the method sends nothing and returns False.
 
         Raises DelayTooLong, CannotDelay, NotPermitted, NotDeclared, TopologyMismatch or
-        UnsupportedBroker if nothing was sent: the text says what to do. Raises py-amqp's NotFound
-        if the exchange does not exist, and MessageNacked if the broker nacked the message.
+        UnsupportedBroker before sending; the error's text says what to do. Raises NotFound if the
+        exchange does not exist, and MessageNacked if the broker nacked the message.
         """
         confirmed = self.settings.confirm_publish
         headers = publication.message.properties.get("application_headers")

@@ -77,7 +77,7 @@ class Status:
 
     @property
     def in_levels(self) -> int:
-        """Return the number of messages that wait in queues with a TTL."""
+        """Return the number of messages in all queues with a TTL, in which delayed messages wait."""
         return sum(level.waiting or 0 for level in self.levels)
 
     @property
@@ -91,7 +91,7 @@ class Status:
 
     @property
     def not_in_records(self) -> int | None:
-        """The number of waiting messages that Redis or the database does not list; None if unknown."""
+        """The number of waiting messages that Redis or the database does not list; may be None."""
         return None if self._known is None else self.in_levels - self._known.ahead
 
     @property

@@ -55,7 +55,7 @@ _EXPIRATION = "\0expiration\0"
 
 
 class TaskFields(NamedTuple):
-    """The fields in which tasks with the same options differ; *body* is encoded."""
+    """The fields in which tasks with the same options differ."""
 
     exchange: str
     routing_key: str

@@ -4,16 +4,16 @@ Only this module decides names, arguments and binding keys on the broker. The mo
 reads no clock, and imports only the standard library. A change in what ``plan()`` yields needs a
 new VERSION, because brokers in production hold these declarations (tests/unit/golden).
 
-A delay is a binary number of units of ``native_delay_resolution``. The routing key has one word for
-each bit, the most significant bit first. Each high bit has one queue, whose TTL is the bit's value.
-The lowest four bits together (or the lowest three) have one queue for each value except 0. Every
-message passes the low bits. So four low bits cost one queue per message, and 15 queues share the
-load (``DelaySettings.fused_bits``).
+A delay is a binary number of units of ``native_delay_resolution``. The routing key begins with one
+word for each bit, the most significant bit first. Each high bit has one queue, whose TTL is the
+bit's value. The lowest 15 bits (``native_delay_fused_bits``) are in groups of three or four bits.
+A group has one queue for each value of the group's bits except 0. So a message waits at most once
+for each group, and the queues of a group share the load.
 
-A message enters the queue of the highest bit that is 1. When the message expires, the queue
-dead-letters the message to the exchange for the next lower bits. That exchange routes the message
-to the next queue in which the message waits. The last exchange is the delivery exchange. There the
-words behind the bits, the address (``address.py``), lead to the destination queue.
+A message first waits in the queue of the highest bits that are not 0. When the message expires, the
+queue dead-letters the message to the exchange for the next lower bits. That exchange routes the
+message to the next queue in which the message waits. The last exchange (the delivery exchange)
+routes the message by the rest of the routing key, the address, to the destination queue.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class Topology:
     # --- addresses -----------------------------------------------------------------------
 
     def fits(self, address: str) -> bool:
-        """Return True if the delay and *address* fit into a routing key of 255 bytes."""
+        """Return True if a routing key of 255 bytes can hold the delay and *address*."""
         return 2 * self.bit_count + len(address.encode()) <= SHORTSTR_BYTES
 
     def address(self, exchange: str, routing_key: str) -> str:
@@ -231,7 +231,7 @@ class Topology:
         return address if self.fits(address) else hashed_address(exchange, routing_key)
 
     def delivery_pattern(self, address: str) -> str:
-        """Return a binding key that matches *address* after any delay.
+        """Return the binding key that matches a destination *address* after any delay.
 
         A delayed message's routing key begins with the delay, one word per binary digit. So the
         binding key begins with one ``*`` per digit. With a ``#`` instead, RabbitMQ would try every
@@ -287,7 +287,7 @@ class Topology:
         yield Exchange(self.ready_exchange, "fanout")
 
     def landing(self, exchange: str) -> Queue:
-        """Return the queue that dead-letters due messages to *exchange*.
+        """Return the queue that dead-letters due messages to the user's *exchange*.
 
         The message keeps its own routing key. If *exchange* has no queue for the message, the
         message blocks only this queue.

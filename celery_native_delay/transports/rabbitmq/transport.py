@@ -224,7 +224,7 @@ class BulkChannel(Channel):
 
 
 class Connection(pyamqp.Connection):  # type: ignore[misc]
-    """An AMQP connection that can delay messages."""
+    """An AMQP connection whose channels can delay messages."""
 
     Channel = Channel
 
