@@ -56,7 +56,7 @@ def queue_address(queue: str) -> str:
 
 
 def queue_of_address(routing_key: str) -> str | None:
-    """Return the queue's name from a routing key with a :func:`queue_address`, or None."""
+    """Return the queue's name that :func:`queue_address` put into a routing key, or None."""
     _, mark, word = routing_key.rpartition(".%%q.")
     return unquote(word) if mark and not word.startswith(_HASHED) else None
 

@@ -175,8 +175,8 @@ class Delays:
     def publish_keyed(self, keyed: KeyedPublish, message: amqp.Message, like: Delayed) -> None:
         """Publish a message under a debounce, throttle or unique key, and wait for the confirm.
 
-        The message goes to the destination of *like*. Raises AnotherStands if another task has the
-        key. Then no worker runs the message, even if the message was sent.
+        The parameter *like* has the message's destination. Raises AnotherStands if another task has
+        the key. Then no worker runs the message, even if the message was sent.
         """
         message = _in_bytes(message)
         properties, body = message.properties, message.body

@@ -30,8 +30,8 @@ _plain_json: Callable[[str], Any] = JSONDecoder().decode
 class Entry:
     """A waiting message as stored in Redis or a database, to publish the message again.
 
-    The field *queue*: the only destination; None means all queues bound to the exchange. The field
-    *expires_ms*: the end of the ``expiration``, in milliseconds since the epoch.
+    The field *queue*: the only queue that gets the message; None means all queues bound to the
+    exchange. The field *expires_ms*: the end of the ``expiration``, in milliseconds since the epoch.
     """
 
     properties: Mapping[str, Any]

@@ -49,7 +49,7 @@ Read = Callable[..., Found]
 class QueueSource(Source):
     """Reads the waiting messages of several queues, one queue after the other.
 
-    A message that arrives in a queue too late stays in the queue.
+    A message that arrives after a queue was read stays in the queue.
     """
 
     def __init__(self, delays: Delays, name: str, queues: Sequence[str], read: Read) -> None:
@@ -107,7 +107,7 @@ class QueueSource(Source):
 
 
 class SetSource(QueueSource):
-    """Reads waiting messages from this package's delay queues of other settings."""
+    """Reads waiting messages from this package's delay queues with other settings."""
 
     def __init__(
         self, delays: Delays, topology: Topology, settings: DelaySettings, *, here: bool

@@ -165,7 +165,7 @@ class Preparation:
         self._routes.forget()
 
     def queue_deleted(self, queue: str) -> None:
-        """Delete this package's extra queue for a queue that the user deleted."""
+        """Delete the extra queue that passes due messages on to a deleted queue."""
         may_reject = self._mirror.rejects.get(queue, not is_internal(queue))
         if self._declares and may_reject:
             landing = self._topology.queue_landing_queue(queue)

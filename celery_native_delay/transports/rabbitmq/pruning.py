@@ -46,7 +46,7 @@ class Pruning:
     def remnants(self, namespaces: Sequence[str], reaches: Sequence[Reach]) -> list[Remnant]:
         """Find the delay queues of former settings and of Celery's own delayed delivery.
 
-        The method also looks in the other *namespaces*. Raises ManagementUnavailable.
+        The parameter *namespaces*: namespaces besides the app's own. Raises ManagementUnavailable.
         """
         self._places = {
             place.name: place for place in [*self._sets(namespaces), *self._celerys(reaches)]

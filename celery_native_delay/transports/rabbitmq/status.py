@@ -39,7 +39,7 @@ class LandingStatus:
 
 @dataclass(frozen=True)
 class RecordsStatus:
-    """The numbers of waiting tasks in Redis or a database, or the *error* while reading them.
+    """The numbers of waiting tasks in Redis or a database, or the error that prevented counting.
 
     The field *ahead*: the number of tasks that are not due yet. The field *overdue*: the number of
     due tasks that no worker with this package has received.
@@ -77,7 +77,7 @@ class Status:
 
     @property
     def in_levels(self) -> int:
-        """Return the number of messages in all queues with a TTL, in which delayed messages wait."""
+        """Return the number of delayed messages in all queues with a TTL."""
         return sum(level.waiting or 0 for level in self.levels)
 
     @property
@@ -223,7 +223,7 @@ def status(delays: Delays, api: ManagementAPI) -> Status:
 
 
 def levels(delays: Delays) -> Iterator[Level]:
-    """Yield the existing queues with a TTL, and their numbers of messages, by AMQP."""
+    """Yield each existing queue with a TTL, with the queue's number of messages, by AMQP."""
     topology = delays.topology
     for hop in topology.level_queues:
         waiting = delays.declarer.depth(hop.queue)

@@ -90,7 +90,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Level:
-    """The queues with a TTL for one bit, or for some neighbouring bits, of the delay."""
+    """The queues with a TTL for one bit, or for some neighbouring bits, of the binary delay."""
 
     lowest: int
     width: int

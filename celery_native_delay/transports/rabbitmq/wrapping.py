@@ -95,10 +95,11 @@ def keep_user_id(properties: dict[str, Any], header: dict[str, Any], user: str) 
 def unwrap(
     properties: Mapping[str, Any], delivery_info: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any], Delayed | None] | None:
-    """Return a received message's original properties, its delivery info, and its wait.
+    """Return the original properties and delivery info of a received message, and a Delayed.
 
-    Returns None if the message has no header of this package. The wait is None for a retry by a
-    worker without this package: the retry has a copy of the header, but did not wait.
+    Returns None if the message has no header of this package. The Delayed has the due time and the
+    destination. The Delayed is None for a retry by a worker without this package: the retry has a
+    copy of the header, but did not wait.
     """
     headers = dict(properties.get("application_headers") or {})
     header = headers.pop(HEADER, None)
