@@ -31,7 +31,7 @@ class Entry:
     """A waiting message as stored in Redis or a database, to publish the message again.
 
     The field *queue*: the only queue that gets the message; None means all queues bound to the
-    exchange. The field *expires_ms*: the end of the ``expiration``, in milliseconds since the epoch.
+    exchange. The field *expires_ms*: the end of the ``expiration``, in milliseconds since 1970.
     """
 
     properties: Mapping[str, Any]
