@@ -1,4 +1,4 @@
-"""RabbitMQ: delayed messages wait in delay levels (queues with a TTL), one level after another."""
+"""Delay messages on RabbitMQ: a message waits in several queues with a TTL, one after another."""
 
 from .transport import SSLTransport, Transport
 

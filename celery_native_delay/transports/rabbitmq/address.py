@@ -1,9 +1,8 @@
-"""Compute addresses: the end of a delayed message's routing key, which names its destination.
+"""Compute addresses: the last words of a delayed message's routing key name the destination.
 
-An address is ``%<exchange>.<routing key>``. The exchange is one escaped word. The routing key keeps
-the user's words, so that topic patterns match them. The ``%`` tells an address from a user's own
-routing key. Addresses of landing queues (which pass due messages on) begin with ``%%``, as no
-escaped exchange does.
+An address is ``%<exchange>.<routing key>``. The exchange is one word, with escaped dots. The
+routing key keeps the user's words, so that topic patterns match the words. Addresses of landing
+queues begin with ``%%``. (A landing queue passes due messages on to the user's exchange.)
 
 A direct binding and a topic binding without wildcards have the same address. So a publisher
 computes the address without knowing the type of the exchange.
@@ -32,49 +31,48 @@ _WILDCARDS = {"*": "%2A", "#": "%23"}
 
 @lru_cache(maxsize=1024)
 def message_address(exchange: str, routing_key: str) -> str:
-    """Return the end of a delayed message's routing key, which names its destination."""
+    """Return the words of a delayed message's routing key that name the destination."""
     return _join(exchange, [_literal(word) for word in _words(routing_key)])
 
 
 def topic_binding_address(exchange: str, pattern: str) -> str:
-    """Return the address pattern (a routing key's end) of a topic binding to *exchange*."""
+    """Return the last words of the binding key that copies a user's topic binding."""
     words = [word if word in _WILDCARDS else _literal(word) for word in _words(pattern)]
     return _join(exchange, words)
 
 
 def hashed_address(exchange: str, routing_key: str) -> str:
-    """Return a hash of fixed length, for an address that is too long for a routing key."""
+    """Return a hash of a destination whose name is too long for a routing key."""
     return "%%h" + _digest(f"{exchange}\0{routing_key}")
 
 
 def landing_address(exchange: str) -> str:
-    """Return the address (a routing key's end) of the landing queue of *exchange*."""
     return "%%l." + short_word(exchange)
 
 
 def queue_address(queue: str) -> str:
-    """Return the end of a routing key with which only *queue* gets the due message."""
+    """Return the last words of a routing key that leads only to *queue*."""
     return "%%q." + short_word(queue)
 
 
 def queue_of_address(routing_key: str) -> str | None:
-    """Return the queue in a :func:`queue_address`; None for other keys and hashed names."""
+    """Return the queue's name that :func:`queue_address` put into a routing key, or None."""
     _, mark, word = routing_key.rpartition(".%%q.")
     return unquote(word) if mark and not word.startswith(_HASHED) else None
 
 
 def short_word(name: str) -> str:
-    """Return *name* as one escaped word, hashed if longer than 100 bytes (24 if not ASCII)."""
+    """Return *name* as one word of a routing key: escaped, and hashed if too long."""
     word = name.translate(_ESCAPES)
     fits = len(word.encode()) <= _LONGEST_WORD_BYTES[word.isascii()]
     return word if fits else _HASHED + _digest(name)
 
 
 def refusal_fits(*names: str) -> bool:
-    """Return True if an error text of the broker can hold all *names*.
+    """Return True if one error text of the broker has room for all *names*.
 
-    RabbitMQ cuts the text at 255 bytes. If the text is not ASCII, RabbitMQ 4.3 closes the
-    connection instead (541). RabbitMQ 3.10 may cut a letter in two, which py-amqp cannot decode.
+    RabbitMQ cuts the error text at 255 bytes. If the text is not ASCII, RabbitMQ 4.3 closes the
+    connection (541), and RabbitMQ 3.10 may send half a letter, which py-amqp cannot decode.
     """
     text = "".join(names)
     return text.isascii() or len(text.encode()) <= SHORTSTR_BYTES - _REFUSAL_BYTES

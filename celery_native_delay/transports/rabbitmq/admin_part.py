@@ -1,4 +1,4 @@
-"""The command line's requests to RabbitMQ."""
+"""Carry out the ``celery delay`` commands on RabbitMQ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .status import RecordsStatus, Status, levels, status
 
 
 class RabbitMQAdminPart:
-    """Carries out the command line's requests on RabbitMQ, on one channel."""
+    """Carries out the ``celery delay`` commands on RabbitMQ, on one channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         self._channel = channel
@@ -40,7 +40,7 @@ class RabbitMQAdminPart:
         self._queues = queues
 
     def declare(self, queues: Sequence[Any]) -> Told:
-        """Declare *queues*, and the delay levels (queues with a TTL) even if they seem complete."""
+        """Declare the app's *queues*, and the queues in which delayed messages wait."""
         if not self._settings.declare:
             raise not_declared("nothing is declared by this app")
         with permissions_explained(self._topology):
@@ -65,14 +65,14 @@ class RabbitMQAdminPart:
         return replace(found, records=self._records_status()) if self._records else found
 
     def backlog(self) -> Backlog:
-        """Count messages over AMQP, and read due times of tasks from Redis or the database."""
+        """Count the waiting messages over AMQP; read due times from Redis or the database."""
         with permissions_explained(self._topology):
             found, parked = tuple(levels(self._delays)), count(self._delays)
         backlog = Backlog(sum(level.waiting for level in found), parked, found)
         return with_records(backlog, self._channel, self._settings)
 
     def purge(self) -> int:
-        """Delete the messages in all delay levels (queues with a TTL), not in landing queues."""
+        """Delete all messages that are not due yet; return the number of messages."""
         with permissions_explained(self._topology):
             if self._records is not None:
                 self._records.purge()
@@ -92,7 +92,7 @@ class RabbitMQAdminPart:
             return rescue(self._delays)
 
     def purge_parked(self) -> int:
-        """Delete due messages whose queue does not exist, and the records of these messages."""
+        """Delete the due messages whose queue does not exist; return the number of messages."""
         with permissions_explained(self._topology):
             return self._purged(self.parking) if self._records is None else purge(self._delays)
 

@@ -1,7 +1,4 @@
-"""Compute every queue, exchange and binding that one app needs on RabbitMQ, and export them.
-
-Workers and producers declare these one by one (:mod:`~.preparation`).
-"""
+"""Compute and export every queue, exchange and binding that one app needs on RabbitMQ."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ from .topology import Binding, Declaration, Exchange, Queue, Topology, Unbinding
 
 @dataclass(frozen=True)
 class Exported:
-    """RabbitMQ's definitions of what an app needs, as JSON *text* for other tools to import.
+    """The queues, exchanges and bindings of one app as JSON, for other tools to import.
 
-    *counts* are the numbers of exchanges, queues and bindings. *left_out* names queues and
-    exchanges that are not durable. The process that uses such a queue declares the queue.
+    The attribute *left_out* names queues and exchanges that are not in the JSON, because these
+    queues and exchanges are not durable.
     """
 
     text: str
@@ -34,11 +31,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The declarations (exchanges, queues, bindings) for one app on RabbitMQ.
-
-    *own* are the app's declarations. *surroundings* lead from the delay levels (queues with a TTL)
-    to the app's queues. *left_out* names queues and exchanges that are not durable.
-    """
+    """The queues, exchanges and bindings that one app needs on RabbitMQ."""
 
     topology: Topology
     own: tuple[Declaration, ...]
@@ -46,7 +39,7 @@ class Blueprint:
     left_out: tuple[str, ...]
 
     def delays(self) -> Iterator[Declaration]:
-        """Yield the declarations that belong to this package."""
+        """Yield this package's queues, exchanges and bindings, without the app's own."""
         yield from self.topology.plan()
         yield from self.surroundings
 
@@ -55,7 +48,7 @@ class Blueprint:
 
 
 def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
-    """Return the declarations that an app with *queues* (kombu's objects) needs on RabbitMQ."""
+    """Return the queues, exchanges and bindings that an app with these *queues* needs."""
     own, left_out = _own(queues)
     mirror = Mirror(topology)
     for declaration in own:
@@ -82,7 +75,7 @@ def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
 def export(
     settings: DelaySettings, queues: Sequence[Any], vhost: str, *, own_queues: bool = True
 ) -> Exported:
-    """Return RabbitMQ's definitions of what *settings* and *queues* (kombu's objects) need."""
+    """Return RabbitMQ's definitions (JSON) for an app with these *settings* and *queues*."""
     plan = blueprint(Topology(settings), queues)
     if not own_queues:
         plan = replace(plan, own=())
@@ -91,10 +84,9 @@ def export(
 
 
 def definitions(plan: Blueprint, vhost: str) -> str:
-    """Return RabbitMQ's definitions as JSON, one item a line.
+    """Return RabbitMQ's definitions as JSON text, with one queue, exchange or binding per line.
 
-    Every item names its virtual host, as ``rabbitmqctl import_definitions`` and ``POST
-    /api/definitions`` expect. Importing the JSON does not create the virtual host.
+    ``rabbitmqctl import_definitions`` imports the text, but does not create the virtual host.
     https://www.rabbitmq.com/docs/definitions
     """
     items: dict[str, list[dict[str, Any]]] = {"exchanges": [], "queues": [], "bindings": []}

@@ -1,7 +1,6 @@
-"""AMQP channels of our own on the user's connection.
+"""AMQP channels of this package on the user's connection.
 
-An error closes the channel on which it happened, and confirm mode cannot be left. With our own
-channels, neither affects the user's channel.
+The user's own channel stays open after an error, and stays without confirm mode.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Publication(NamedTuple):
 
 
 def id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -> Hashable:
-    """Return a key that identifies a published message; copies of a delivery share the key."""
+    """Return an id by which a returned message is found among the published messages."""
     header = (properties.get("application_headers") or {}).get(HEADER)
     known_by = header.get("id") if isinstance(header, dict) else None
     known_by = known_by or properties.get("correlation_id") or body
@@ -57,13 +56,13 @@ def id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -
 
 
 def received(message: amqp.Message) -> amqp.Message:
-    """Return *message* with a body in bytes, even if the body is empty."""
+    """Return the received *message* with its body in bytes."""
     message.body = message.body or b""
     return message
 
 
 class OwnChannel(amqp.Channel):  # type: ignore[misc]
-    """An AMQP channel of our own on the user's connection, without publisher confirms."""
+    """An AMQP channel of this package on the user's connection, without publisher confirms."""
 
     #: Reply code and text with which the broker closed this channel; None if it is open.
     closed_with: tuple[int, str] | None = None
@@ -74,7 +73,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         self.open()
 
     def send(self, message: Any, *, timeout_seconds: float | None = None) -> None:
-        """Publish a message, after waiting while the broker blocks the connection."""
+        """Wait while the broker blocks the connection, then publish a message."""
         self._basic_publish(*message, timeout=timeout_seconds)
 
     def wait_all(self, *, timeout_seconds: float | None = None) -> None:
@@ -93,7 +92,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         return self.connection._transport
 
     def is_readable(self, timeout_seconds: float) -> bool:
-        """Return True if input from the broker arrives within *timeout_seconds*."""
+        """Return True if the broker sends data within *timeout_seconds*."""
         transport = self._transport
         if transport.sock is None:
             raise RecoverableConnectionError("connection already closed")
@@ -126,7 +125,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
 
 
 class WindowChannel(OwnChannel):
-    """A channel in confirm mode that keeps every message until the broker confirms it."""
+    """A channel with publisher confirms; each message is kept until the broker's confirm."""
 
     def __init__(self, connection: Any) -> None:
         super().__init__(connection)
@@ -148,7 +147,7 @@ class WindowChannel(OwnChannel):
         return list(self._unconfirmed.values())
 
     def send(self, publication: Publication, *, timeout_seconds: float | None = None) -> None:
-        """Publish a message; keep the message until its confirm arrives or an error is raised."""
+        """Publish a message, and keep the message until the broker's confirm."""
         if self.connection is None:
             raise RecoverableConnectionError("connection already closed")
         message, exchange, routing_key, mandatory = publication
@@ -168,7 +167,7 @@ class WindowChannel(OwnChannel):
         self._unconfirmed[self._published] = publication
 
     def send_all(self, messages: Sequence[Any]) -> None:
-        """Write the frames of *messages* in one write; keep the messages even after an error."""
+        """Send all *messages* in one socket write, and keep *messages* until the confirms."""
         for message in messages:
             self._published += 1
             self._unconfirmed[self._published] = message
@@ -185,19 +184,17 @@ class WindowChannel(OwnChannel):
     # --- reading -------------------------------------------------------------------------
 
     def read_ready(self) -> None:
-        """Process the frames that have arrived, without waiting for more.
+        """Process the confirms that the broker has already sent, without waiting.
 
-        Raises ChannelError if the broker closed this channel, and other errors if the connection is
-        lost.
+        Raises ChannelError if the broker closed this channel.
         """
         while self.is_readable(0):
             self.read()
 
     def read_down_to(self, unconfirmed: int, *, deadline: float | None = None) -> None:
-        """Process frames until at most *unconfirmed* messages are unconfirmed.
+        """Wait until at most *unconfirmed* messages have no confirm.
 
-        Raises TimeoutError after *deadline*, in seconds of the monotonic clock. Raises the errors
-        of :meth:`read_ready`.
+        Raises TimeoutError after *deadline*, in seconds of the monotonic clock.
         """
         while len(self._unconfirmed) > unconfirmed:
             if deadline is None:
@@ -207,7 +204,7 @@ class WindowChannel(OwnChannel):
             self.read()
 
     def wait_all(self, *, timeout_seconds: float | None = None) -> None:
-        """Return when the broker has confirmed every message.
+        """Wait until the broker has confirmed every message.
 
         Raises MessageNacked if the broker nacked some messages. Raises TimeoutError after
         *timeout_seconds*.

@@ -1,4 +1,4 @@
-"""Declare on the broker, and ask what is declared. The broker's refusals become our errors."""
+"""Declare queues and exchanges on the broker, and ask whether a queue or exchange exists."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ OLDEST_RABBITMQ = (3, 10)
 
 
 class Declarer:
-    """Declares queues and exchanges, and asks for them, on its own channel.
+    """Declares queues and exchanges, and looks for existing ones, on a separate channel.
 
-    RabbitMQ closes that channel when it refuses a request. The user's channel stays open.
+    If RabbitMQ refuses a request, RabbitMQ closes this channel, but not the user's channel.
     """
 
     def __init__(self, connection: Any, topology: Topology) -> None:
@@ -45,7 +45,7 @@ class Declarer:
         return self._channel
 
     def apply(self, declarations: Iterable[Change]) -> None:
-        """Declare or remove each of *declarations*. Raises ChannelError if the broker refuses."""
+        """Make or remove each of these queues, exchanges and bindings."""
         apply(self.channel, declarations)
 
     def refusal_fits(self, name: str) -> bool:
@@ -54,10 +54,10 @@ class Declarer:
 
     @contextmanager
     def channel_for(self, name: str, *, unreadable: type[ChannelError]) -> Iterator[OwnChannel]:
-        """Give the channel on which to ask for the queue or exchange *name*.
+        """Give a channel on which to ask whether the queue or exchange *name* exists.
 
-        If the broker's error text cannot hold *name*, the channel is on a separate connection,
-        because a refusal breaks that connection. Raises *unreadable* if the broker refused there.
+        RabbitMQ may close the connection if *name* is long and not ASCII. Then the channel is on a
+        separate connection.
         """
         if self.refusal_fits(name):
             yield self.channel
@@ -79,16 +79,15 @@ class Declarer:
         """Ask the broker whether an exchange exists.
 
         Raises NotFound if the exchange is missing, and AccessRefused if the user may not ask.
-        Raises *unreadable* if the broker's refusal cannot be read.
         """
         with self.channel_for(name, unreadable=unreadable) as channel:
             channel.exchange_declare(name, "fanout", passive=True)
 
     def has_exchange(self, name: str, *, if_refused: bool) -> bool:
-        """Return True if this fanout exchange of ours exists. No queue is bound to the exchange.
+        """Return True if a fanout exchange of this package exists.
 
-        On RabbitMQ 4.3 a user without the permission configure may not ask. Then this publishes to
-        the exchange instead. If the user may do neither, the answer is *if_refused*.
+        RabbitMQ 4.3 refuses the question of a user without the permission configure. Then the
+        method publishes a message to the exchange instead. No queue gets this message.
         """
         try:
             try:
@@ -102,7 +101,7 @@ class Declarer:
         return True
 
     def has_queue(self, name: str, *, if_refused: bool) -> bool:
-        """Return True if this queue exists. If the user may not ask, the answer is *if_refused*."""
+        """Return True if the queue exists; return *if_refused* if the user may not ask."""
         try:
             return self.depth(name) is not None
         except AccessRefused:
@@ -130,7 +129,7 @@ class Declarer:
 def apply(
     channel: Any, declarations: Iterable[Change], *, auto_delete_exchanges: bool = False
 ) -> None:
-    """Make all declarations without waiting for each reply, then wait once for all replies.
+    """Send all declarations to the broker, then wait once for all replies.
 
     Raises ChannelError if the broker refused one of the declarations.
     """
@@ -167,7 +166,7 @@ def not_permitted(refused: AccessRefused, topology: Topology) -> NotPermitted:
 
 
 def not_declared(missing: str) -> NotDeclared:
-    """Return the error for a *missing* queue or exchange that this app may not declare."""
+    """Return the error for a missing queue or exchange that this app may not declare."""
     return NotDeclared(
         f"{missing}, and native_delay_declare is off: import what `celery -A PROJ delay export` "
         f"writes (rabbitmqctl import_definitions), or set native_delay_declare = True. "
@@ -177,7 +176,7 @@ def not_declared(missing: str) -> NotDeclared:
 
 @contextmanager
 def permissions_explained(topology: Topology) -> Iterator[None]:
-    """Turn the broker's ACCESS_REFUSED (403) into NotPermitted."""
+    """Turn the broker's error ACCESS_REFUSED (403) into NotPermitted."""
     try:
         yield
     except AccessRefused as exc:
@@ -186,7 +185,7 @@ def permissions_explained(topology: Topology) -> Iterator[None]:
 
 @contextmanager
 def refusals_explained(topology: Topology) -> Iterator[None]:
-    """Turn the broker's ACCESS_REFUSED (403) and PRECONDITION_FAILED (406) into our errors."""
+    """Turn ACCESS_REFUSED (403) and PRECONDITION_FAILED (406) into this package's errors."""
     try:
         with permissions_explained(topology):
             yield

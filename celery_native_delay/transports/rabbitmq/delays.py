@@ -1,4 +1,4 @@
-"""Publish delayed messages on one connection: declare, wrap, publish, await the confirm."""
+"""Publish delayed messages on one AMQP connection, and wait for the broker's confirms."""
 
 from __future__ import annotations
 
@@ -47,11 +47,7 @@ _NOT_SENT = (MessageNacked, NotFound, FrameSyntaxError, NativeDelayError, struct
 
 
 class Delays:
-    """Publishes delayed messages on one AMQP connection.
-
-    *mirror* knows the user's bindings, *routes* knows the user's exchanges, and *preparation*
-    declares what delayed messages need.
-    """
+    """Publishes delayed messages on one AMQP connection."""
 
     def __init__(
         self, connection: Any, settings: DelaySettings, *, refusal: NativeDelayError | None = None
@@ -76,7 +72,7 @@ class Delays:
 
     @cached_property
     def records(self) -> Any:
-        """The records (state of waiting tasks in Redis or a database); None if not configured."""
+        """The state of waiting tasks in Redis or a database; None if not configured."""
         return records_beside(self.settings, self.connection.virtual_host)
 
     @cached_property
@@ -92,7 +88,7 @@ class Delays:
         return self.preparation.prepare(redeclare=redeclare, consuming=consuming)
 
     def units(self, due_us: int, *, now_us: int) -> int:
-        """Return the delay in units of the resolution; 0 if past. Raises DelayTooLong."""
+        """Return the delay until *due_us* in units of ``native_delay_resolution``; 0 if past."""
         resolution_ms = self.topology.resolution_ms
         units = units_until(due_us, now_us=now_us, resolution_ms=resolution_ms)
         check_reach(units, max_units=self.topology.max_units, resolution_ms=resolution_ms)
@@ -112,14 +108,13 @@ class Delays:
         timeout_seconds: float | None = None,
         confirm_timeout_seconds: float | None = None,
     ) -> bool:
-        """Publish a message into the delay levels (queues with a TTL).
+        """Publish a delayed message, which waits in queues with a TTL.
 
-        Returns False, and sends nothing, if the message is already due. A message that becomes due
-        during the call, or while kombu retries, is published to its own exchange and confirmed.
+        If the message is already due, the method sends nothing and returns False.
 
         Raises DelayTooLong, CannotDelay, NotPermitted, NotDeclared, TopologyMismatch or
-        UnsupportedBroker if nothing was sent: the text says what to do. Raises py-amqp's NotFound
-        if the exchange does not exist, and MessageNacked if the broker nacked the message.
+        UnsupportedBroker before sending; the error's text says what to do. Raises NotFound if the
+        exchange does not exist, and MessageNacked if the broker nacked the message.
         """
         confirmed = self.settings.confirm_publish
         headers = publication.message.properties.get("application_headers")
@@ -149,10 +144,9 @@ class Delays:
     def into_levels(
         self, publication: Publication, *, due_us: int, delivery_id: str | None = None
     ) -> Publication:
-        """Declare the delay levels (queues with a TTL); return *publication* wrapped to wait there.
+        """Return *publication* changed so that its message waits in queues with a TTL.
 
-        Returns *publication* itself if already due. *delivery_id* is the id of an earlier attempt.
-        Raises the errors of :meth:`publish`, and py-amqp's error if the body cannot be encoded.
+        If the message is already due, the method returns *publication* unchanged.
         """
         if not self.units(due_us, now_us=time_ns() // 1000):
             return publication
@@ -179,11 +173,10 @@ class Delays:
             self._declared_queues[routing_key] = self.mirror.version
 
     def publish_keyed(self, keyed: KeyedPublish, message: amqp.Message, like: Delayed) -> None:
-        """Publish a message under a debounce, throttle or unique key, and await the confirm.
+        """Publish a message under a debounce, throttle or unique key, and wait for the confirm.
 
-        The message goes to the destination of *like*. Raises the errors of :meth:`publish`,
-        RecordsUnavailable, and AnotherStands if another task has the key. After the last two errors
-        no worker runs the message, even if it was sent.
+        The parameter *like* has the message's destination. Raises AnotherStands if another task has
+        the key. Then no worker runs the message, even if the message was sent.
         """
         message = _in_bytes(message)
         properties, body = message.properties, message.body
@@ -213,12 +206,11 @@ class Delays:
         recorded: bool = True,
         clock_ahead_us: int = 0,
     ) -> None:
-        """Publish a received message into the delay levels (queues with a TTL), to wait again.
+        """Publish a received message again, so that the message waits until its due time.
 
-        *delayed* describes the wait. If the wait is longer than the levels allow, a worker puts the
-        message back again later. The body must be bytes. If *recorded*, the message is also listed
-        in the records. *clock_ahead_us* is by how many microseconds this machine's clock is ahead
-        of the clock that set the due time.
+        If *recorded* is true, the message is also listed in Redis or the database. The parameter
+        *clock_ahead_us*: how many microseconds this machine's clock is ahead of the clock that set
+        the due time.
         """
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:
@@ -248,9 +240,9 @@ class Delays:
 
     @contextmanager
     def one_confirm(self) -> Iterator[None]:
-        """Let :meth:`put_back` wait for confirms only once, at the end of this block.
+        """Let :meth:`put_back` wait for all confirms at the end of the ``with`` block.
 
-        Raises AMQPError if some messages are not confirmed; it is unknown which.
+        Raises AMQPError if the broker did not confirm some messages.
         """
         channel = self._channel(confirmed=True)
         self._in_batch = True

@@ -1,4 +1,4 @@
-"""Read messages of Celery's own delay queues, and of our delay queues of former settings."""
+"""Read messages of Celery's own delay queues, and of this package's queues of former settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CELERYS = re.compile(r"(?:(.+)_)?celery_delayed_(\d|1\d|2[0-7])")
 
 @dataclass(frozen=True)
 class CelerysLevels:
-    """The names of Celery's own delay levels (queues with a TTL), with a *prefix* or ""."""
+    """The names of Celery's own delay queues, with an optional prefix."""
 
     prefix: str = ""
 
@@ -43,7 +43,7 @@ class CelerysLevels:
 
     @property
     def queues(self) -> list[str]:
-        """Return Celery's delay queues, longest TTL first: messages move to shorter ones."""
+        """Return the names of Celery's delay queues, longest TTL first."""
         return [self.level(number) for number in reversed(range(CELERYS_BITS))]
 
     @property
@@ -52,7 +52,7 @@ class CelerysLevels:
 
 
 def celerys_levels(names: Iterable[str]) -> list[CelerysLevels]:
-    """Return the sets of Celery's own delay queues among *names*: one set for each prefix."""
+    """Find Celery's own delay queues among *names*; return one object for each prefix."""
     matches = map(_CELERYS.fullmatch, names)
     return [CelerysLevels(prefix) for prefix in sorted({m[1] or "" for m in matches if m})]
 
@@ -71,8 +71,7 @@ def read_celerys(
 ) -> Found:
     """Read a message from one of Celery's own delay queues.
 
-    Returns the message to move, or the reason why the message stays. *info* is the message's
-    delivery info.
+    Returns the message to move, or the reason why the message stays.
     """
     whole_key = str(info["routing_key"])
     words = whole_key.split(".", CELERYS_BITS)
@@ -142,9 +141,9 @@ _SET = re.compile(
 
 
 def sets_of(names: Iterable[str], like: DelaySettings) -> list[DelaySettings]:
-    """Return the settings of each set of our delay levels (queues with a TTL) among *names*.
+    """Return the former settings that the names of this package's queues contain.
 
-    A set's name carries only some settings. The other settings are copied from *like*.
+    The parameter *like*: the source of the settings that the names do not contain.
     """
     found: dict[str, DelaySettings] = {}
     for name in names:
@@ -166,7 +165,7 @@ def sets_of(names: Iterable[str], like: DelaySettings) -> list[DelaySettings]:
 
 
 def read_ours(body: bytes, properties: Mapping[str, Any], info: Mapping[str, Any]) -> Found:
-    """Return the message to move from one of our delay queues, or the reason why it stays."""
+    """Return the message to move from this package's queue, or why the message stays."""
     own, _, delayed = unwrap(properties, info) or (properties, info, None)
     if delayed is None:
         return Stays("it has no header of this package")
@@ -187,8 +186,7 @@ def foreign_bindings(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the bindings (exchange, queue, routing key) that Celery's delayed delivery added.
 
-    Such a binding has the key ``#.<key>``, and its queue is also bound with ``<key>``. Bindings of
-    the app itself are left out.
+    Celery added the key ``#.<key>`` for each queue that was bound with ``<key>``.
     """
     there = set(bound)
     own = {(each.exchange, each.queue, each.routing_key) for each in reaches}

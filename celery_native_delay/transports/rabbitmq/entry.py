@@ -1,4 +1,4 @@
-"""Entries of waiting messages in Redis or a database: all that is needed to publish one again."""
+"""Store waiting messages in Redis or a database, and publish a stored message again."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _plain_json: Callable[[str], Any] = JSONDecoder().decode
 
 @dataclass(frozen=True)
 class Entry:
-    """A waiting message as it was published, in the form that Redis or the database stores.
+    """A waiting message as stored in Redis or a database, to publish the message again.
 
-    *queue* is the message's only destination; None means all queues bound to *exchange*.
-    *expires_ms* is when the message's ``expiration`` ends, in milliseconds since the epoch.
+    The field *queue*: the only queue that gets the message; None means all queues bound to the
+    exchange. The field *expires_ms*: the end of the ``expiration``, in milliseconds since 1970.
     """
 
     properties: Mapping[str, Any]
@@ -46,9 +46,9 @@ class Entry:
         return self.properties.get("application_headers") or {}
 
     def encoded(self) -> str:
-        """Return the entry as text: one line of JSON, then the message's body.
+        """Return the stored message as text: one line of JSON, then the message's body.
 
-        The body is text if it is UTF-8; otherwise it is ``=`` and base64.
+        A body that is not UTF-8 is written in base64, after ``=``.
         """
         known = [self.exchange, self.routing_key, self.queue, self.expires_ms, self.properties]
         try:
@@ -68,7 +68,7 @@ class Entry:
 
 
 def waiting(member: str, text: str, due_us: int) -> Waiting:
-    """Return the waiting task of an *entry*, without decoding the message's body."""
+    """Return the waiting task that the stored *text* describes, without decoding its body."""
     known = _plain_json(text[: text.index("\n")])
     exchange, routing_key, queue, _, properties = known
     headers = properties.get("application_headers") or {}
@@ -90,14 +90,14 @@ def waiting(member: str, text: str, due_us: int) -> Waiting:
 class Recorder:
     """Lists each delayed message of one connection in Redis or a database.
 
-    A recorder does not wait for Redis or the database, and does not fail if they are unreachable.
+    The methods do not wait for Redis or the database, and raise no error during an outage.
     """
 
     def __init__(self, index: Index) -> None:
         self._index = index
 
     def record(self, message: amqp.Message, wrapped: amqp.Message, delayed: Delayed) -> None:
-        """List a message before it is published, because a worker may receive it soon after."""
+        """Store a copy of a message in Redis or a database, before the message is published."""
         header = wrapped.properties["application_headers"][HEADER]
         headers = message.properties.get("application_headers") or {}
         member = member_of(headers, delayed.delivery_id)
@@ -117,7 +117,7 @@ class Recorder:
         self._index.note(IndexEntry(member, due_us, entry.encoded()))
 
     def forget(self, message: amqp.Message, delivery_id: str) -> None:
-        """Delete the entry of a message that the broker refused."""
+        """Delete the stored copy of a message that the broker refused."""
         headers = message.properties.get("application_headers") or {}
         member = member_of(headers, delivery_id)
         if member is not None:
@@ -125,7 +125,7 @@ class Recorder:
 
 
 class Republisher:
-    """Publishes waiting messages again from their entries in Redis or a database."""
+    """Publishes waiting messages again, from copies in Redis or a database."""
 
     def __init__(self, delays: Any) -> None:
         self._delays = delays
@@ -134,7 +134,7 @@ class Republisher:
         return waiting(member, entry, due_us)
 
     def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
-        """Publish the message with another due time and the same expiry; return the new entry."""
+        """Publish the stored message with another due time; return the new stored text."""
         before = Entry.decoded(entry)
         headers = {**before.headers, "eta": eta_of(due_us)}
         again = replace(before, properties={**before.properties, "application_headers": headers})

@@ -43,9 +43,9 @@ _HELD_UP = (
 
 
 def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> list[Finding]:
-    """Compare the broker with the plan, through the management API; else find missing queues.
+    """Compare the broker's queues, exchanges and bindings with the needs of delays.
 
-    The bindings to the app's *queues* are compared only if workers may not declare bindings.
+    Without the management API, the function only looks for missing queues and exchanges.
     """
     topology = delays.topology
     if topology.settings.declare:
@@ -64,7 +64,7 @@ def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> li
 
 
 def examine(delays: Delays, api: ManagementAPI) -> list[Finding]:
-    """Find parked messages (due, without a queue) and messages stuck in dead-lettering."""
+    """Find due messages without a queue, and messages that RabbitMQ cannot dead-letter."""
     found = status(delays, api)
     findings = []
     if found.parked:
@@ -174,10 +174,9 @@ def _finding(problem: str, way_out: str) -> Finding:
 
 
 def known_faults(version: tuple[int, ...], *, replicated: bool | None) -> list[Finding]:
-    """Return findings about bugs of this RabbitMQ release that affect delayed messages.
+    """Return findings about RabbitMQ bugs in this *version* that affect delayed messages.
 
-    *version* is for example (4, 3, 6). *replicated* is True if the queues in which messages wait
-    have several members, and None if that is unknown.
+    The parameter *replicated*: True if the delay queues have several members, None if unknown.
     """
     name = f"RabbitMQ {'.'.join(map(str, version))}"
     found = []

@@ -1,4 +1,4 @@
-"""Compute the load of each delay level (a queue with a TTL): its messages a second. No I/O."""
+"""Compute how many messages per second each queue with a TTL gets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Delays:
 
 @dataclass(frozen=True)
 class QueueLoad:
-    """A delay level (a queue with a TTL) of RabbitMQ, and its messages a second."""
+    """A queue in which delayed messages wait, and its number of messages per second."""
 
     queue: str
     ttl_seconds: float
@@ -44,9 +44,9 @@ class QueueLoad:
 
 
 def queue_loads(topology: Topology, per_second: float, delays: Sequence[Delays]) -> list[QueueLoad]:
-    """Return the delay levels (queues with a TTL) that a load uses, busiest queue first.
+    """Return the queues with a TTL that a load uses, busiest queue first.
 
-    *per_second* messages arrive each second, in equal shares from each of *delays*.
+    The parameter *per_second*: all messages per second, in equal parts for each of *delays*.
     """
     found = []
     for level in topology.levels:

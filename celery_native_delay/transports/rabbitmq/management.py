@@ -1,4 +1,4 @@
-"""Read RabbitMQ's management API, for inspection only."""
+"""Read queues, exchanges, bindings and policies from RabbitMQ's management API."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ class ManagementAPI:
         self._headers = {"Authorization": f"Basic {token}"}
 
     def named(self, kind: str, prefix: str) -> list[dict[str, Any]]:
-        """Return the "queues" or "exchanges" whose names begin with *prefix*."""
+        """Return the queues or exchanges whose names begin with *prefix*."""
         return [item for item in self._containing(kind, prefix) if item["name"].startswith(prefix)]
 
     def names(self, kind: str, *, containing: str) -> list[str]:
-        """Return the names of "queues" or "exchanges" that contain a text."""
+        """Return the names of queues or exchanges that contain a given text."""
         return [item["name"] for item in self._containing(kind, containing)]
 
     def policies(self, kind: str) -> list[dict[str, Any]] | None:
-        """Return the policies of one *kind*; None if this user may not read any."""
+        """Return the policies (or operator policies); None if this user may not read policies."""
         path = kind.replace("policy", "policies").replace(" ", "-")
         try:
             found: list[dict[str, Any]] = self._get(f"{path}/{quote(self.vhost, safe='')}")
@@ -133,11 +133,10 @@ def management_of(connection: Any, settings: DelaySettings) -> ManagementAPI:
 
 
 def overriding_policies(api: ManagementAPI, topology: Topology) -> list[Finding]:
-    """Return a finding for each policy that changes our queues. Raises ManagementUnavailable.
+    """Return a finding for each policy that overrides arguments of this package's queues.
 
-    The function compares the policies' patterns with the names of our queues. RabbitMQ's
-    description of a queue names the policy only some seconds after the queue was declared. If the
-    user may not read policies, the descriptions are used.
+    RabbitMQ's description of a new queue names the policy only after some seconds. So the function
+    compares the policies' patterns with the queues' names.
     """
     levels = f"{topology.settings.queue_type}_queues"
     queues = {hop.queue: levels for hop in topology.level_queues}
@@ -165,9 +164,9 @@ def overriding_policies(api: ManagementAPI, topology: Topology) -> list[Finding]
 def applied_policy(
     policies: Sequence[Mapping[str, Any]] | None, queue: str, kinds: str
 ) -> tuple[str, Mapping[str, Any]]:
-    """Return name and definition of the matching policy with the highest priority.
+    """Return the name and definition of the policy that RabbitMQ applies to *queue*.
 
-    *kinds* is the queue's type as policies name it, such as ``quorum_queues``.
+    RabbitMQ applies the matching policy with the highest priority.
     https://www.rabbitmq.com/docs/policies
     """
     matching = [

@@ -1,7 +1,7 @@
-"""Copy the user's bindings onto the delivery exchange (which routes due messages to their queues).
+"""Copy the user's bindings to this package's exchange, which routes due messages to the queues.
 
-The mirror notes what the user declares and binds on one connection. The next delayed publish or
-consume on this connection copies the bindings.
+:class:`Mirror` remembers what the user declares and binds on one connection. The next delayed
+publish, or the next consumer, copies the bindings.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _INTERNAL = re.compile(r"(^|\.)(pidbox|celeryev)($|\.)")
 
 
 def is_internal(name: str) -> bool:
-    """Return True if the queue or exchange *name* is one of Celery's or kombu's own."""
+    """Return True if the queue or exchange *name* belongs to Celery or kombu."""
     return _INTERNAL.search(name) is not None
 
 
 class Mirrored(NamedTuple):
-    """A user's binding, to copy onto the delivery exchange (which routes due messages)."""
+    """A user's binding, to copy to this package's exchange for due messages."""
 
     queue: str
     exchange: str
@@ -47,7 +47,7 @@ class Mirrored(NamedTuple):
 
 
 class Mirror:
-    """Notes the user's declarations on one connection, and which bindings must still be copied."""
+    """Remembers the user's queues, exchanges and bindings on one connection."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -66,27 +66,23 @@ class Mirror:
     # --- what the user does --------------------------------------------------------------
 
     def exchange_declared(self, exchange: str, kind: str, arguments: dict[str, Any] | None) -> None:
-        """Note that the user declared an exchange.
-
-        If the exchange has an alternate exchange, its delayed messages go through a landing queue.
-        A landing queue passes due messages on to the user's exchange.
-        """
+        """Remember that the user declared an exchange."""
         self.types[exchange] = kind
         self.version += 1
         if arguments and "alternate-exchange" in arguments:
             self._note_landing(exchange)
 
     def exchange_bound(self, source: str) -> None:
-        """Note that the user bound another exchange to *source*.
+        """Remember that the user bound another exchange to *source*.
 
-        The bindings of that other exchange cannot be copied. So delayed messages to *source* go
-        through a landing queue, which passes due messages on to *source*.
+        The bindings of the other exchange cannot be copied. So delayed messages to *source* go
+        through an extra queue, which passes due messages on to *source*.
         """
         if not is_internal(source):
             self._note_landing(source)
 
     def exchange_deleted(self, exchange: str) -> list[Binding]:
-        """Note that *exchange* is deleted; return our copies of its bindings, to remove."""
+        """Forget a deleted exchange; return the copies of its bindings, which must be removed."""
         known = [mirrored for mirrored in self.known if mirrored.exchange == exchange]
         mirrors = map(self.binding_of, known) if exchange in self.types else ()
         gone = [binding for binding in mirrors if binding is not None]
@@ -101,14 +97,14 @@ class Mirror:
     def queue_declared(
         self, queue: str, arguments: dict[str, Any] | None, *, short_lived: bool
     ) -> None:
-        """Note a queue; *short_lived* is True if the queue is exclusive or auto-delete."""
+        """Remember a queue; *short_lived* is True for an exclusive or auto-delete queue."""
         overflow = str((arguments or {}).get("x-overflow", ""))
         self.rejects[queue] = overflow.startswith("reject-publish")
         if not short_lived:
             self.queue_bound(queue, "", queue)
 
     def queue_bound(self, queue: str, exchange: str, routing_key: str) -> None:
-        """Note that the user bound a queue, unless the queue or exchange is Celery's own."""
+        """Remember a user's binding of a queue, except for Celery's own queues."""
         if not queue or is_internal(exchange) or is_internal(queue):
             return
         mirrored = Mirrored(queue, exchange, routing_key)
@@ -116,12 +112,12 @@ class Mirror:
         self.version += 1
 
     def queue_bound_once(self, queue: str) -> None:
-        """Note that a delayed message goes to *queue* by name, unless that was noted before."""
+        """Remember that delayed messages go to *queue* by the queue's name."""
         if Mirrored(queue, "", queue) not in self.known:
             self.queue_bound(queue, "", queue)
 
     def queue_unbound(self, queue: str, exchange: str, routing_key: str) -> Mirrored:
-        """Note that the user unbound a queue; return the binding, whose copy must be removed."""
+        """Remember that the user removed a binding; return this binding."""
         mirrored = Mirrored(queue, exchange, routing_key)
         self.known.pop(mirrored, None)
         self.version += 1
@@ -136,7 +132,7 @@ class Mirror:
     # --- what is still to be declared ------------------------------------------------------
 
     def reaches(self, exchange: str, routing_key: str) -> bool:
-        """Return True if a binding that is known on this connection routes *routing_key*."""
+        """Return True if a known binding of *exchange* matches *routing_key*."""
         is_topic = self.types.get(exchange) == "topic"
         return any(
             topic_matches(known.routing_key, routing_key)
@@ -153,7 +149,7 @@ class Mirror:
     def take_pending(self) -> tuple[list[Mirrored], list[str]]:
         """Return and clear the bindings to copy, and the exchanges that need a landing queue.
 
-        A landing queue passes due messages on to the user's exchange or queue.
+        A landing queue passes due messages on to the user's exchange.
         """
         pending = list(self.pending), list(self.pending_landings)
         self.pending, self.pending_landings = {}, {}
@@ -163,14 +159,11 @@ class Mirror:
         self.pending = dict.fromkeys(bindings) | self.pending
 
     def forget_mirrored(self) -> None:
-        """Note that all bindings must be copied again, because the broker may have lost some."""
+        """Let all bindings be copied again, because the broker may have lost copies."""
         self.pending, self.pending_landings = dict(self.known), dict(self._landings)
 
     def declarations(self, mirrored: Mirrored) -> Iterator[Change]:
-        """Yield the declarations that copy one binding; none if it cannot be copied.
-
-        The type of the binding's exchange must be known.
-        """
+        """Yield the declarations that copy one of the user's bindings."""
         if self.types[mirrored.exchange] not in MIRRORED_TYPES:
             return
         binding = self.binding_of(mirrored)
@@ -193,9 +186,8 @@ class Mirror:
     ) -> list[list[Declaration]]:
         """Return landing queues and marker exchanges, grouped by the user's exchange.
 
-        The existence of a marker exchange tells producers how delayed messages reach the queues.
-        *landings* are exchanges that need a landing queue. With *consuming*, each exchange of
-        *bindings* gets a marker exchange that says: consumers copy their bindings.
+        A landing queue passes due messages on to the user's exchange. Producers look for a marker
+        exchange, to find out how delayed messages reach the queues.
         """
         groups = [list(marked_landing(self._topology, exchange)) for exchange in landings]
         if consuming:
@@ -204,7 +196,7 @@ class Mirror:
         return groups
 
     def binding_of(self, mirrored: Mirrored) -> Binding | None:
-        """Return the copy of a user's binding; None if the binding cannot be copied."""
+        """Return the copy of a user's binding, or None if the binding cannot be copied."""
         topology, (queue, exchange, routing_key) = self._topology, mirrored
         kind = self.types[exchange]
         if kind not in MIRRORED_TYPES:
@@ -223,7 +215,7 @@ class Mirror:
 
 
 def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declaration]:
-    """Yield the landing queue (passes due messages on) of *exchange*, and the queue's binding."""
+    """Yield the queue that passes due messages on to *exchange*, and the queue's binding."""
     landing = topology.landing(exchange)
     pattern = topology.delivery_pattern(landing_address(exchange))
     yield landing
@@ -231,10 +223,9 @@ def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declarat
 
 
 def marked_landing(topology: Topology, exchange: str) -> Iterator[Declaration]:
-    """Yield the landing queue of *exchange*, and its marker exchange.
+    """Yield the queue that passes due messages on to *exchange*, and a marker exchange.
 
-    A landing queue passes due messages on to the user's exchange. The existence of the marker
-    exchange tells publishers to use the landing queue.
+    Publishers look for the marker exchange, to find out whether this queue exists.
     """
     yield from landing_declarations(topology, exchange)
     yield Exchange(topology.landing_marker(exchange), "fanout")

@@ -1,8 +1,7 @@
-"""Move waiting messages on RabbitMQ into our delay levels (queues with a TTL).
+"""Move waiting messages on RabbitMQ into this package's delay queues (with a TTL).
 
-The messages come from Celery's own delay levels, or from our delay levels of former settings. Each
-message is taken by ``basic.get``, without prefetch. So a process that dies returns only one
-message.
+The messages come from Celery's own delay queues, or from our delay queues of former settings. Each
+message is read by ``basic.get``, without prefetch. So a process that dies returns only one message.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ Read = Callable[..., Found]
 
 
 class QueueSource(Source):
-    """Queues from which messages are moved, one queue after the other.
+    """Reads the waiting messages of several queues, one queue after the other.
 
-    Messages that arrive in a queue after its turn stay there.
+    A message that arrives after a queue was read stays in the queue.
     """
 
     def __init__(self, delays: Delays, name: str, queues: Sequence[str], read: Read) -> None:
@@ -62,7 +61,7 @@ class QueueSource(Source):
         self._tag: int | None = None
 
     def count(self) -> int:
-        """Return the number of ready messages, without messages in dead-lettering."""
+        """Return the number of ready messages in all queues."""
         return sum(self._depth(queue) for queue in self._queues)
 
     def found(self) -> Iterator[Found]:
@@ -108,11 +107,7 @@ class QueueSource(Source):
 
 
 class SetSource(QueueSource):
-    """Takes messages from a set of our own delay levels (queues with a TTL).
-
-    Messages of cancelled and rescheduled tasks are recognised by the records (state about waiting
-    tasks).
-    """
+    """Reads waiting messages from this package's delay queues with other settings."""
 
     def __init__(
         self, delays: Delays, topology: Topology, settings: DelaySettings, *, here: bool
@@ -181,10 +176,9 @@ class RabbitMQMovingPart(MovingPart):
             self._delays.prepare(consuming=True)
 
     def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
-        """Publish a message into the delay levels (queues with a TTL), and await the confirm.
+        """Publish a message that waits on this broker until due, and wait for the confirm.
 
-        Then list the message in the records (state about waiting tasks, in Redis or a database).
-        Returns False if a copy of the message may already have been here.
+        Returns False if the broker may already have had a copy of the message.
         """
         member = member_of(moving.headers, moving.delayed.delivery_id)
         if moving.again and not moving.known and self._is_in_records(moving, member):

@@ -1,6 +1,6 @@
 """Publish in bulk to RabbitMQ: a hundred messages in one write, without a wait for each confirm.
 
-Unconfirmed messages of a lost connection are sent again, with the same delivery ids.
+If a connection is lost, unconfirmed messages are sent again, with the same delivery ids.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ NACKED = "the broker refused it (basic.nack)"
 
 
 class SingleMessage(OutboxBatch[Message]):
-    """A batch of one message, whose confirm is awaited before the next message is sent.
-
-    RabbitMQ closed the channel because of this message, or because of another sent with it.
-    """
+    """One message, sent alone to find the message for which RabbitMQ closed the channel."""
 
 
 class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
@@ -70,7 +67,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
             raise exc.__cause__ or exc from None
 
     def is_lasting(self, error: BaseException) -> bool:
-        """Return True if waiting cannot end *error*: a wrong user, password or virtual host.
+        """Return True if a retry cannot help: the user, password or virtual host is wrong.
 
         Returns False if RabbitMQ limits connections, or if the virtual host is down.
         """

@@ -1,8 +1,8 @@
 """Manage the parking queue, which holds due messages for which no queue was bound.
 
-A rescue publishes the parked messages again. A rescue never requeues, because RabbitMQ 4.3 drops a
-message at its 21st return. A message that stays parked is published to the end of the queue, and
-then acked. A crash in between doubles the message.
+A rescue publishes these messages again. A rescue never requeues, because RabbitMQ 4.3 drops a
+message at its 21st return. If a message still has no queue, the rescue publishes the message to the
+end of the parking queue, and then acks the old copy. A crash in between leaves two copies.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ ROUND = 10_000
 
 @dataclass(frozen=True)
 class Parked:
-    """A message in the parking queue, which holds due messages for which no queue was bound.
+    """A due message for which no queue was bound, in the parking queue.
 
-    *properties* are the properties with which the user published the message. *delayed* describes
-    the wait, and is None if the message has no header of ours.
+    The field *properties*: the user's own message properties. The field *delayed*: the message's
+    destination and due time, or None if the message has no header of this package.
     """
 
     message: amqp.Message
@@ -52,7 +52,7 @@ class Parked:
     delayed: Delayed | None
 
     def destination(self, delayed: Delayed) -> tuple[str, str]:
-        """Return exchange and routing key; a copy for one queue goes only to that queue."""
+        """Return the exchange and routing key to which the message must be published."""
         queue = queue_of_address(self.message.delivery_info["routing_key"]) or delayed.queue
         return (delayed.exchange, delayed.routing_key) if queue is None else ("", queue)
 
@@ -70,16 +70,15 @@ class _RescueState:
 
 
 def count(delays: Delays) -> int:
-    """Return the number of parked messages (due, but no queue was bound)."""
+    """Return the number of due messages for which no queue was bound."""
     return delays.declarer.depth(delays.topology.parking_queue) or 0
 
 
 def rescue(delays: Delays) -> Rescue | None:
-    """Publish every parked message (due, but no queue was bound) again, once.
+    """Publish each message of the parking queue again, to the message's own destination.
 
-    Returns None if another process does this now. A due message goes to its own exchange and
-    routing key. A message that is not due waits again. A message for which no queue is bound stays
-    parked.
+    The parking queue holds due messages for which no queue was bound. A message for which still no
+    queue is bound stays in the parking queue. Returns None if another process does this now.
     """
     connection = delays.connection
     parked = min(count(delays), ROUND)
@@ -99,7 +98,7 @@ def rescue(delays: Delays) -> Rescue | None:
 
 
 def peek(delays: Delays, *, limit: int) -> list[Parked]:
-    """Return the first parked messages, and leave them. Raises ResourceLocked during a rescue."""
+    """Read the first due messages for which no queue was bound, without removing a message."""
     channel = OwnChannel(delays.connection)
     try:
         with _lock(delays.connection, delays.topology):
@@ -118,7 +117,7 @@ def peek(delays: Delays, *, limit: int) -> list[Parked]:
 
 
 def purge(delays: Delays) -> int:
-    """Delete parked messages (due, but no queue was bound) and their records; return how many."""
+    """Delete the due messages for which no queue was bound; return the number of messages."""
     left = total = count(delays)
     if not total:
         return 0
@@ -258,7 +257,7 @@ def _exists(work: _RescueState, exchange: str) -> bool:
 class Arrivals:
     """Consumes messages of a queue, and acks many messages with one ack.
 
-    The client of a quorum queue holds back acks beyond 32 (rabbit_fifo_client). If the channel
+    With quorum queues, RabbitMQ holds back acks beyond 32 (rabbit_fifo_client). If the channel
     closes, these acks are lost and the messages come again. One ack for all messages is safe.
     """
 
@@ -269,7 +268,7 @@ class Arrivals:
         self._tag = channel.basic_consume(queue, callback=self._messages.append)
 
     def take(self, wanted: int) -> list[amqp.Message]:
-        """Return the next *wanted* messages, or fewer if no more arrive in time."""
+        """Wait for *wanted* messages; return fewer messages after a timeout."""
         with suppress(TimeoutError):
             while len(self._messages) < wanted:
                 self._channel.connection.drain_events(timeout=ARRIVAL_SECONDS)

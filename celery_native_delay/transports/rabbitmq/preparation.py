@@ -1,4 +1,4 @@
-"""Declare what delayed messages need: delay levels (queues with a TTL), and copies of bindings."""
+"""Declare what delayed messages need: queues with a TTL, and copies of the user's bindings."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 class Prepared:
     """The result of :meth:`Preparation.prepare`.
 
-    *declared* is True if the delay levels (queues with a TTL) were declared. *mirrored* is how many
-    bindings were copied. *seconds* is the time taken.
+    The field *declared*: True if the delay queues were declared. The field *mirrored*: the number
+    of copied bindings.
     """
 
     declared: bool
@@ -33,10 +33,9 @@ class Prepared:
 
 
 class Preparation:
-    """Declares delay levels (queues with a TTL) and bindings on one AMQP connection, each once.
+    """Declares the queues and bindings for delayed messages, once per connection.
 
-    If *refusal* is given, every attempt raises *refusal*. With ``native_delay_declare`` off, a
-    preparation only checks that the delay levels exist.
+    If ``native_delay_declare`` is off, the class only checks that the queues exist.
     """
 
     def __init__(
@@ -58,11 +57,10 @@ class Preparation:
         self.is_ready = False
 
     def prepare(self, *, redeclare: bool = False, consuming: bool = False) -> Prepared:
-        """Declare the delay levels (queues with a TTL), and copy the user's noted bindings, once.
+        """Declare the queues for delayed messages, and copy the user's bindings, if not done yet.
 
-        With *redeclare*, the levels are declared even if they seem complete. *consuming* tells that
-        the caller is about to consume from this connection's queues. Raises UnsupportedBroker,
-        NotPermitted, NotDeclared or TopologyMismatch; the error's text says what to do.
+        If *consuming* is true, the caller will consume from this connection's queues. Raises
+        UnsupportedBroker, NotPermitted, NotDeclared or TopologyMismatch: the text says what to do.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -79,7 +77,7 @@ class Preparation:
         return Prepared(declared, mirrored, monotonic() - started)
 
     def prepare_to_consume(self, queue: str) -> None:
-        """Copy the bindings of a queue; errors are only logged, so that consuming goes on."""
+        """Copy the bindings of a queue before consuming; only log errors."""
         if queue not in self._mirror.rejects:
             # Another process has declared the queue.
             self._mirror.queue_bound_once(queue)
@@ -161,13 +159,13 @@ class Preparation:
         self.prepare(redeclare=True)
 
     def forget_all(self) -> None:
-        """Forget what is declared, because the broker may have lost queues or bindings."""
+        """Let everything be declared again, because the broker may have lost queues."""
         self.is_ready = False
         self._mirror.forget_mirrored()
         self._routes.forget()
 
     def queue_deleted(self, queue: str) -> None:
-        """Delete the landing queue of *queue*, if any, because the user deleted *queue*."""
+        """Delete the extra queue that passes due messages on to a deleted queue."""
         may_reject = self._mirror.rejects.get(queue, not is_internal(queue))
         if self._declares and may_reject:
             landing = self._topology.queue_landing_queue(queue)
@@ -178,7 +176,7 @@ class Preparation:
         self._mirror.queue_deleted(queue)
 
     def exchange_deleted(self, exchange: str) -> None:
-        """Remove our copies of the bindings of *exchange*, because the user deleted *exchange*."""
+        """Remove the copies of the bindings of an exchange that the user deleted."""
         gone = self._mirror.exchange_deleted(exchange)
         try:
             if self._declares and gone and self._is_complete():
@@ -189,7 +187,7 @@ class Preparation:
             logger.debug("not unbound: %s: %s", exchange, exc)
 
     def queue_unbound(self, queue: str, exchange: str, routing_key: str) -> None:
-        """Remove our copy of a binding that the user removed."""
+        """Remove the copy of a binding that the user removed."""
         binding = self._mirror.queue_unbound(queue, exchange, routing_key)
         try:
             if self._declares and self._is_complete() and self._routes.exists(exchange):

@@ -1,7 +1,7 @@
 """Delete queues and exchanges of former settings and of Celery's own delayed delivery.
 
-First the exchanges that receive new messages are deleted. Six seconds later the sets of queues that
-are empty are deleted. A producer that still uses one of our sets declares the set again.
+First the exchanges that receive new messages are deleted. Six seconds later the empty queues are
+deleted. A producer that still has the former settings declares the queues again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Place:
 
 
 class Pruning:
-    """Finds queues and exchanges of former settings by the management API, and deletes them."""
+    """Finds and deletes the delay queues and exchanges of former settings."""
 
     def __init__(self, delays: Delays, api: ManagementAPI, settings: DelaySettings) -> None:
         self._delays = delays
@@ -44,10 +44,9 @@ class Pruning:
         self._places: dict[str, _Place] = {}
 
     def remnants(self, namespaces: Sequence[str], reaches: Sequence[Reach]) -> list[Remnant]:
-        """Return the delay levels of former settings and of Celery's own delayed delivery.
+        """Find the delay queues of former settings and of Celery's own delayed delivery.
 
-        Our own levels are looked for in the app's namespace and in *namespaces*. The app's
-        bindings, which *reaches* lists, are left out. Raises ManagementUnavailable.
+        The parameter *namespaces*: namespaces besides the app's own. Raises ManagementUnavailable.
         """
         self._places = {
             place.name: place for place in [*self._sets(namespaces), *self._celerys(reaches)]
@@ -64,7 +63,7 @@ class Pruning:
         ]
 
     def prune(self, chosen: Sequence[Remnant]) -> list[Remnant]:
-        """Delete each of *chosen* that is empty and stays empty; return the others."""
+        """Delete the chosen sets of empty queues; return the sets that got messages meanwhile."""
         places = [self._places[remnant.name] for remnant in chosen if not remnant.waiting]
         with permissions_explained(self._delays.topology):
             for place in places:

@@ -1,4 +1,4 @@
-"""Find how delayed messages reach an exchange's queues: by copied bindings or a landing queue.
+"""Find how due messages reach an exchange's queues: by copied bindings or by a landing queue.
 
 A landing queue passes due messages on to the user's exchange.
 """
@@ -41,7 +41,7 @@ class _KnownExchange:
 
 
 class Routes:
-    """Remembers what one connection knows about the user's exchanges."""
+    """Remembers how delayed messages reach each of the user's exchanges, for one connection."""
 
     def __init__(self, mirror: Mirror, declarer: Declarer) -> None:
         self._topology = declarer.topology
@@ -53,14 +53,12 @@ class Routes:
         self._version = mirror.version
 
     def needs_landing(self, exchange: str, routing_key: str) -> bool:
-        """Return True if a message must go through the landing queue of *exchange*.
+        """Return True if delayed messages to *exchange* must go through a landing queue.
 
-        A landing queue passes due messages on to the user's exchange. A message needs the landing
-        queue if bindings of *exchange* cannot be copied, or if no consumer copies bindings. A
-        needed landing queue is also declared.
+        A landing queue passes due messages on to the user's exchange. Messages need a landing queue
+        if the bindings of the exchange cannot be copied. The method declares the landing queue.
 
-        Raises CannotDelay for an unsuitable exchange type, NotFound for a missing exchange, and
-        NotPermitted or NotDeclared if this user or app may not declare the landing queue.
+        Raises CannotDelay for an unsuitable exchange type, and NotFound for a missing exchange.
         """
         if self._version != self._mirror.version:
             self.forget()
@@ -80,7 +78,7 @@ class Routes:
         return not known.mirrored and self._has_landing(exchange)
 
     def forget(self) -> None:
-        """Forget all exchanges, because the user or the broker may have changed them."""
+        """Forget all exchanges, because the user or the broker may have changed an exchange."""
         self._version = self._mirror.version
         self._known.clear()
         self._reached.clear()
@@ -97,9 +95,9 @@ class Routes:
         """Return the type of *exchange*, remembered or asked from the broker.
 
         Raises NotFound if *exchange* does not exist. RabbitMQ tells the type only by refusing a
-        declaration with another type. If the user may not ask, the answer is "direct", which is
-        addressed like "topic". For other types, a due message first lands in the parking queue (for
-        due messages without a queue), and is published again from there.
+        declaration with another type. If the user may not declare, the method returns "direct".
+        Direct and topic exchanges have equal addresses. For other types, a worker must publish due
+        messages a second time.
         """
         kind = self._mirror.types.get(exchange)
         if kind is None:

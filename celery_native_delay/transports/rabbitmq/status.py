@@ -1,8 +1,4 @@
-"""Count waiting, parked and stuck messages in RabbitMQ, and waiting tasks in the records.
-
-A parked message is due, but its queue does not exist. The records are state about waiting tasks, in
-Redis or a database.
-"""
+"""Count messages in RabbitMQ, and waiting tasks in Redis or a database, for ``delay status``."""
 
 from __future__ import annotations
 
@@ -21,9 +17,10 @@ from .parking import count
 
 @dataclass(frozen=True)
 class LevelStatus:
-    """The numbers of one delay level (a queue with a TTL); *waiting* is None if it does not exist.
+    """The number of messages in one queue with a TTL, in which delayed messages wait.
 
-    *stuck* counts the messages that RabbitMQ has yet to dead-letter; None if unknown.
+    The field *waiting*: None if the queue does not exist. The field *stuck*: the number of due
+    messages that RabbitMQ has not dead-lettered yet, or None if unknown.
     """
 
     queue: str
@@ -34,7 +31,7 @@ class LevelStatus:
 
 @dataclass(frozen=True)
 class LandingStatus:
-    """A landing queue (passes due messages on) whose destination rejected *held* messages."""
+    """The number of due messages that the user's queue or exchange rejected."""
 
     queue: str
     held: int
@@ -42,10 +39,10 @@ class LandingStatus:
 
 @dataclass(frozen=True)
 class RecordsStatus:
-    """The numbers of waiting tasks in Redis or a database; *error* says why they are unknown.
+    """The numbers of waiting tasks in Redis or a database, or the error that prevented counting.
 
-    *ahead* counts the tasks that are due later, the first in *next_due_seconds*. *overdue* counts
-    due tasks that no worker of this package has received, the first for *overdue_seconds*.
+    The field *ahead*: the number of tasks that are not due yet. The field *overdue*: the number of
+    due tasks that no worker with this package has received.
     """
 
     where: str
@@ -57,7 +54,7 @@ class RecordsStatus:
 
     @classmethod
     def of(cls, tasks: WaitingTasks, where: str, *, now_us: int) -> RecordsStatus:
-        """Return the numbers of waiting *tasks* at *now_us*. Raises RecordsUnavailable."""
+        """Count the waiting tasks that are due before *now_us*, and after *now_us*."""
         ahead = Query(from_us=now_us)
         page, count = tasks.page(ahead, limit=1), tasks.count(ahead)
         next_due_seconds = (page.tasks[0].due_us - now_us) / 1e6 if page.tasks else None
@@ -69,7 +66,7 @@ class RecordsStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """The numbers of messages in one set of delay levels (queues with a TTL), and of tasks."""
+    """The numbers of messages and tasks that ``delay status`` prints."""
 
     name: str
     levels: list[LevelStatus]
@@ -80,22 +77,21 @@ class Status:
 
     @property
     def in_levels(self) -> int:
-        """Return the number of messages in all delay levels (queues with a TTL)."""
+        """Return the number of delayed messages in all queues with a TTL."""
         return sum(level.waiting or 0 for level in self.levels)
 
     @property
     def waiting(self) -> int:
-        """Return the number of waiting tasks in the records, including overdue tasks.
+        """Return the number of waiting tasks, including overdue tasks.
 
-        Without records (in Redis or a database), or if the records are unreachable, return the
-        number of waiting messages in RabbitMQ.
+        If Redis or the database cannot tell, return the number of waiting messages in RabbitMQ.
         """
         known = self._known
         return self.in_levels if known is None else known.ahead + known.overdue
 
     @property
     def not_in_records(self) -> int | None:
-        """The number of waiting messages that Redis or the database does not list, if known."""
+        """The number of waiting messages that Redis or the database does not list; may be None."""
         return None if self._known is None else self.in_levels - self._known.ahead
 
     @property
@@ -200,11 +196,7 @@ class Status:
 
 
 def status(delays: Delays, api: ManagementAPI) -> Status:
-    """Count the messages in the delay levels, the landing queues and the parking queue.
-
-    Delay levels are queues with a TTL. A landing queue passes due messages on. The parking queue
-    holds due messages whose queue does not exist.
-    """
+    """Count waiting messages, and due messages that RabbitMQ could not deliver."""
     topology = delays.topology
     try:
         queues = {queue["name"]: queue for queue in api.named("queues", f"{topology.name}.")}
@@ -231,7 +223,7 @@ def status(delays: Delays, api: ManagementAPI) -> Status:
 
 
 def levels(delays: Delays) -> Iterator[Level]:
-    """Yield the existing delay levels (queues with a TTL) and their message counts, by AMQP."""
+    """Yield each existing queue with a TTL, with the queue's number of messages, by AMQP."""
     topology = delays.topology
     for hop in topology.level_queues:
         waiting = delays.declarer.depth(hop.queue)

@@ -1,7 +1,7 @@
-"""Encode delayed tasks into AMQP frames by templates: encode once, then fill in each task.
+"""Encode tasks with equal options into AMQP frames: encode once, then fill in each task.
 
 Encoding the headers of a task takes py-amqp about 60 µs. Tasks with the same options differ in a
-few fields. A template is the bytes that py-amqp makes for marked values, split at the marks.
+few fields. A template is one encoded task with gaps for these fields.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _EXPIRATION = "\0expiration\0"
 
 
 class TaskFields(NamedTuple):
-    """The fields in which tasks with the same options differ; *body* is encoded."""
+    """The fields in which tasks with the same options differ."""
 
     exchange: str
     routing_key: str
@@ -70,10 +70,10 @@ class TaskFields(NamedTuple):
 
 
 class Template:
-    """Makes AMQP frames for tasks that have the same options as one task.
+    """Makes AMQP frames for tasks with equal options, without encoding the options again.
 
-    *properties* are that task's properties, wrapped for the delay levels (queues with a TTL).
-    Raises ValueError if *properties* are not of a delayed Celery task.
+    The parameter *properties*: the message properties of one such task, which is delayed. Raises
+    ValueError for other messages.
     """
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
@@ -140,7 +140,7 @@ class Template:
 
 
 class FramedTask:
-    """A task in an outbox (which keeps unconfirmed messages), encoded by a template."""
+    """A task encoded as AMQP frames, kept until the broker confirms the task."""
 
     __slots__ = ("fields", "frames", "template", "to")
 
@@ -216,7 +216,7 @@ def _body_frames(body: bytes, channel_id: int, most: int) -> bytes:
 
 
 def short_string(text: str) -> bytes:
-    """Return an AMQP short string: length, then text. Raises IndexError beyond 255 bytes."""
+    """Return *text* as an AMQP short string: one byte for the length, then the text."""
     encoded = text.encode("utf-8", "surrogatepass")
     return BYTES[len(encoded)] + encoded
 
@@ -230,7 +230,7 @@ def _long_string(text: str) -> bytes:
 
 
 class FramedPublication:
-    """A message that kombu made, in an outbox (which keeps unconfirmed messages)."""
+    """A message encoded as AMQP frames, kept until the broker confirms the message."""
 
     def __init__(self, publication: Publication, to: tuple[str, str]) -> None:
         """*to* is the user's own exchange and routing key."""
@@ -255,7 +255,7 @@ class FramedPublication:
 
 
 class TaskTemplate(bulk_publisher.TaskTemplate):
-    """Makes task messages that differ from one task only in id, due time and arguments."""
+    """Makes messages for tasks that differ only in id, due time and arguments."""
 
     def __init__(
         self,
@@ -342,7 +342,7 @@ def _is_made_by(template: Template, fields: TaskFields, publication: Publication
 
 
 def fields_of(publication: Publication) -> TaskFields:
-    """Return the fields in which tasks differ. Raises ValueError if one is missing."""
+    """Return the fields in which tasks with equal options differ."""
     message = publication.message
     headers = message.properties["application_headers"]
     body = message.body

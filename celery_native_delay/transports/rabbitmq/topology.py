@@ -1,20 +1,19 @@
-"""The delay levels of RabbitMQ (queues with a TTL): every name, TTL, routing key and binding.
+"""The queues, exchanges and bindings in which delayed messages wait on RabbitMQ.
 
-Rule 1: this module decides every name, argument and binding pattern on the broker. Rule 2: this
-module does no I/O, reads no clock, and imports only the standard library. Rule 3: a change in what
-``plan()`` yields needs a new VERSION, because brokers in production hold these declarations
-(tests/unit/golden).
+Only this module decides names, arguments and binding keys on the broker. The module does no I/O,
+reads no clock, and imports only the standard library. A change in what ``plan()`` yields needs a
+new VERSION, because brokers in production hold these declarations (tests/unit/golden).
 
-A delay is a number of units of the resolution, in binary. The routing key has one word for each
-bit, the most significant bit first. A high bit is a level with one queue, whose TTL is the bit's
-value. The lowest four bits together (or the lowest three) are one level, with one queue for each of
-their values except 0. Every message passes the low bits. So four low bits cost one queue per
-message, and 15 queues share the load (``DelaySettings.fused_bits``).
+A delay is a binary number of units of ``native_delay_resolution``. The routing key begins with one
+word for each bit, the most significant bit first. Each high bit has one queue, whose TTL is the
+bit's value. The lowest 15 bits (``native_delay_fused_bits``) are in groups of three or four bits.
+A group has one queue for each value of the group's bits except 0. So a message waits at most once
+for each group, and the queues of a group share the load.
 
-A message enters the queue of its highest level that is not zero. When the message expires, the
-queue dead-letters it to the exchange of the next lower level. That exchange routes the message to
-the next queue in which the message waits. The last exchange is the delivery exchange. There the
-words behind the bits, the address (``address.py``), lead to the destination queue.
+A message first waits in the queue of the highest bits that are not 0. When the message expires, the
+queue dead-letters the message to the exchange for the next lower bits. That exchange routes the
+message to the next queue in which the message waits. The last exchange (the delivery exchange)
+routes the message by the rest of the routing key, the address, to the destination queue.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Queue:
 
 @dataclass(frozen=True)
 class Binding:
-    """A binding to make, from *source* to a queue, or to an exchange if *to_exchange* is True."""
+    """A binding to declare, from the exchange *source* to a queue or exchange."""
 
     source: str
     destination: str
@@ -65,7 +64,7 @@ class Binding:
 
 @dataclass(frozen=True)
 class Unbinding:
-    """A binding of a queue to remove; the binding need not exist."""
+    """A queue's binding to remove, if the binding exists."""
 
     source: str
     destination: str
@@ -78,27 +77,27 @@ Change = Declaration | Unbinding
 
 @dataclass(frozen=True)
 class Hop:
-    """One wait of a message in a delay level (a queue with a TTL)."""
+    """One wait of a message in one queue with a TTL."""
 
     queue: str
     ttl_ms: int
 
     @cached_property
     def entry(self) -> str:
-        """Return the name of the fanout exchange in front of the queue."""
+        """Return the name of the fanout exchange from which the queue gets its messages."""
         return f"{self.queue}.entry"
 
 
 @dataclass(frozen=True)
 class Level:
-    """One or more queues with a TTL, for the *width* bits of a delay from bit *lowest* on."""
+    """The queues with a TTL for one bit, or for some neighbouring bits, of the binary delay."""
 
     lowest: int
     width: int
 
     @property
     def steps(self) -> range:
-        """Return the TTLs of the level's queues, in units of the resolution."""
+        """Return the TTLs of these queues, in units of ``native_delay_resolution``."""
         unit = 1 << self.lowest
         return range(unit, unit << self.width, unit)
 
@@ -109,7 +108,7 @@ def is_delay_name(name: str) -> bool:
 
 
 class Topology:
-    """Every name, queue, exchange and binding of the delay levels (queues with a TTL), as data."""
+    """The names, queues, exchanges and bindings with which messages wait on RabbitMQ."""
 
     def __init__(self, settings: DelaySettings) -> None:
         self.settings = settings
@@ -134,11 +133,11 @@ class Topology:
     # --- names ---------------------------------------------------------------------------
 
     def level_exchange(self, bit: int) -> str:
-        """Return the exchange that messages reach after waiting for all bits above *bit*."""
+        """Return the exchange's name for messages that have waited for all bits above *bit*."""
         return f"{self.name}.level-{bit:02d}"
 
     def level_queue(self, units: int) -> str:
-        """Return the first queue in which a message with a delay of *units* (not 0) waits."""
+        """Return the first queue in which a message with a delay of *units* waits."""
         return self._first_hop(units).queue
 
     def landing_queue(self, exchange: str) -> str:
@@ -149,20 +148,20 @@ class Topology:
         return queue.startswith(f"{self.name}.landing-")
 
     def landing_marker(self, exchange: str) -> str:
-        """Return a marker exchange: if it exists, messages to *exchange* use its landing queue.
+        """Return an exchange whose existence says: messages to *exchange* use its landing queue.
 
         A landing queue passes due messages on to the user's exchange.
         """
         return f"{self.name}.lands.{short_word(exchange)}"
 
     def copied_marker(self, exchange: str) -> str:
-        """Return the exchange whose existence says: consumers copy bindings of *exchange*."""
+        """Return an exchange whose existence says: consumers copy the bindings of *exchange*."""
         return f"{self.name}.mirrored.{short_word(exchange)}"
 
     def queue_landing_queue(self, queue: str) -> str:
-        """Return the landing queue of a user's queue whose x-overflow may reject messages.
+        """Return the name of the queue that passes due messages on to *queue*.
 
-        A landing queue passes due messages on to the user's queue.
+        If *queue* is full and rejects due messages, these messages wait in the returned queue.
         """
         return f"{self.name}.landing-queue.{short_word(queue)}"
 
@@ -178,7 +177,7 @@ class Topology:
     # --- routing keys --------------------------------------------------------------------
 
     def entry_exchange(self, units: int) -> str:
-        """Return the fanout exchange to which producers publish a message that waits *units*.
+        """Return the fanout exchange to which a message with a delay of *units* is published.
 
         A topic exchange would compare all words of the routing key. That takes a quarter of the
         time of a confirmed publish on RabbitMQ 3.10.
@@ -188,9 +187,8 @@ class Topology:
     def first_ttl_ms(self, units: int, *, remaining_us: int) -> int:
         """Return the expiration in milliseconds with which a delayed message is published.
 
-        The expiration is the first queue's TTL, less the rounding of the delay up to *units*.
-        RabbitMQ takes the lower of the queue's TTL and the message's expiration. RabbitMQ removes
-        the expiration when the message leaves the first queue. TTL and expiration differ by less
+        The delay was rounded up to *units*. The expiration is the first queue's TTL minus this
+        rounding, so the message leaves the first queue earlier. TTL and expiration differ by less
         than a unit. So a message waits less than a unit for an earlier message in the queue.
         https://www.rabbitmq.com/docs/ttl#per-message-ttl-in-publishers
         """
@@ -199,18 +197,18 @@ class Topology:
         return max(1, -(-(ttl_ms * 1000 - excess_us) // 1000))
 
     def routing_key(self, units: int, address: str) -> str:
-        """Return the routing key of a message that waits *units* and then goes to *address*.
+        """Return the routing key for a delay of *units* and the destination *address*.
 
-        Raises ValueError if *units* is not in ``0..max_units``.
+        Raises ValueError if *units* is negative or too large.
         """
         if not 0 <= units <= self.max_units:
             raise self._out_of_reach(units)
         return ".".join((*f"{units:0{self.bit_count}b}", address))
 
     def path(self, units: int) -> list[Hop]:
-        """Return, in order, the queues in which a message with a delay of *units* waits.
+        """Return the queues in which a message with a delay of *units* waits, in order.
 
-        Raises ValueError if *units* is not in ``0..max_units``.
+        Raises ValueError if *units* is negative or too large.
         """
         if not 0 <= units <= self.max_units:
             raise self._out_of_reach(units)
@@ -224,28 +222,27 @@ class Topology:
     # --- addresses -----------------------------------------------------------------------
 
     def fits(self, address: str) -> bool:
-        """Return True if a routing key (255 bytes) can hold the delay and *address*."""
+        """Return True if a routing key of 255 bytes can hold the delay and *address*."""
         return 2 * self.bit_count + len(address.encode()) <= SHORTSTR_BYTES
 
     def address(self, exchange: str, routing_key: str) -> str:
-        """Return the routing key's end that names the destination, or its hash if too long."""
+        """Return the words of a routing key that name the destination, hashed if too long."""
         address = message_address(exchange, routing_key)
         return address if self.fits(address) else hashed_address(exchange, routing_key)
 
     def delivery_pattern(self, address: str) -> str:
-        """Return the binding key on the delivery exchange for *address*, for any delay.
+        """Return the binding key that matches a destination *address* after any delay.
 
-        The binding key has one ``*`` for each bit of the delay. A ``#`` would match longer
-        addresses with the same ending, and RabbitMQ would try every suffix
-        (rabbit_db_topic_exchange.erl).
+        A delayed message's routing key begins with the delay, one word per binary digit. So the
+        binding key begins with one ``*`` per digit. With a ``#`` instead, RabbitMQ would try every
+        suffix, and would also match longer addresses (rabbit_db_topic_exchange.erl).
         """
         return "*." * self.bit_count + address
 
     def collides(self, routing_key: str) -> bool:
-        """Return True if a user's routing key looks like one of our routing keys.
+        """Return True if a user's routing key looks like this package's routing keys.
 
-        Messages for a landing queue (which passes due messages on) keep their own routing key, and
-        carry our routing key in the header BCC. Our exchanges route by both keys.
+        If this package's routing key is in the header BCC, RabbitMQ routes by both routing keys.
         """
         words = routing_key.split(".")
         if len(words) < self.bit_count:
@@ -257,7 +254,7 @@ class Topology:
     # --- declarations --------------------------------------------------------------------
 
     def plan(self) -> Iterator[Declaration]:
-        """Yield every declaration of the delay levels (queues with a TTL), in a valid order."""
+        """Yield all declarations that delayed messages need, in an order for the broker."""
         yield Exchange(self.parking_exchange, "fanout")
         yield Queue(
             self.parking_queue,
@@ -290,15 +287,15 @@ class Topology:
         yield Exchange(self.ready_exchange, "fanout")
 
     def landing(self, exchange: str) -> Queue:
-        """Return the landing queue of *exchange*, which dead-letters due messages to *exchange*.
+        """Return the queue that dead-letters due messages to the user's *exchange*.
 
         The message keeps its own routing key. If *exchange* has no queue for the message, the
-        message blocks only this landing queue.
+        message blocks only this queue.
         """
         return Queue(self.landing_queue(exchange), _landing_arguments(exchange))
 
     def queue_landing(self, queue: str) -> Queue:
-        """Return the queue that passes due messages on to *queue*, and keeps rejected ones."""
+        """Return the queue that passes due messages on to *queue*, and keeps rejected messages."""
         arguments = _landing_arguments(self.delivery_exchange)
         arguments["x-dead-letter-routing-key"] = self.routing_key(0, queue_address(queue))
         return Queue(self.queue_landing_queue(queue), arguments)

@@ -1,6 +1,6 @@
 """Extend kombu's AMQP transport, so that messages with an ETA wait in the broker.
 
-Without ``transport_options["native_delay"]`` the transport behaves exactly as kombu's.
+Without ``transport_options["native_delay"]`` the transport works exactly as kombu's transport.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ TCP_USER_TIMEOUT_MS = 60_000
 class Message(pyamqp.Message):  # type: ignore[misc]
     """A received message, with the properties that the user published.
 
-    *native_delay* describes the message's wait, if any. *raw_body* is the body before
-    decompression.
+    The attribute *native_delay*: the message's destination and due time, or None. The attribute
+    *raw_body*: the body before decompression.
     """
 
     native_delay: Delayed | None = None
@@ -46,7 +46,7 @@ class Message(pyamqp.Message):  # type: ignore[misc]
 
 
 class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
-    """An AMQP channel whose messages with a future ETA wait in queues with a TTL (delay levels)."""
+    """An AMQP channel that lets messages with a future ETA wait in queues with a TTL."""
 
     Message = Message
     republisher = Republisher
@@ -89,7 +89,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     ) -> Any:
         """Publish a message; with a header ``eta`` in the future, the message waits in the broker.
 
-        Raises NativeDelayError if the message cannot wait there. Then the message was not sent.
+        Raises NativeDelayError, and sends nothing, if the message cannot wait in the broker.
         """
         connection, headers = self.connection, msg.properties.get("application_headers")
         keyed = underway.get() and keyed_publish(headers)
@@ -130,16 +130,13 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         return result
 
     def exchange_delete(self, exchange: str, *args: Any, **kwargs: Any) -> Any:
-        """Delete an exchange, and remove our copies of its bindings."""
+        """Delete an exchange, and this package's copies of the exchange's bindings."""
         result = super().exchange_delete(exchange, *args, **kwargs)
         self.delays.preparation.exchange_deleted(exchange)
         return result
 
     def exchange_bind(self, destination: str, source: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Bind an exchange to *source*, and note that *source* needs a landing queue.
-
-        A landing queue passes due messages on to the user's exchange.
-        """
+        """Bind an exchange to *source*, and remember the binding for delayed messages."""
         result = super().exchange_bind(destination, source, *args, **kwargs)
         self.delays.mirror.exchange_bound(source)
         return result
@@ -147,7 +144,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     def queue_declare(
         self, queue: str = "", passive: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        """Declare a queue, and note it: delayed messages may go to the queue by its name."""
+        """Declare a queue, and remember that delayed messages may go to the queue."""
         result = super().queue_declare(queue, passive, *args, **kwargs)
         if not passive:
             # py-amqp deletes a queue with its last consumer unless told otherwise.
@@ -167,13 +164,13 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     def queue_unbind(
         self, queue: str, exchange: str, routing_key: str = "", *args: Any, **kwargs: Any
     ) -> Any:
-        """Unbind a queue, and remove our copy of the binding."""
+        """Remove a queue's binding, and this package's copy of the binding."""
         result = super().queue_unbind(queue, exchange, routing_key, *args, **kwargs)
         self.delays.preparation.queue_unbound(queue, exchange, routing_key)
         return result
 
     def queue_delete(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Delete a queue, and the landing queue that passes due messages on to the queue."""
+        """Delete a queue, and the extra queue that passes due messages on to this queue."""
         result = super().queue_delete(queue, *args, **kwargs)
         self.delays.preparation.queue_deleted(queue)
         return result
@@ -181,13 +178,13 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     # --- receiving -----------------------------------------------------------------------
 
     def basic_consume(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Consume from a queue, after copying the user's bindings for delayed messages."""
+        """Copy the user's bindings for delayed messages, then consume from a queue."""
         if not is_internal(queue):
             self.delays.preparation.prepare_to_consume(queue)
         return super().basic_consume(queue, *args, **kwargs)
 
     def dispatch_method(self, method_sig: tuple[int, int], payload: bytes, content: Any) -> Any:
-        """Process a method from the broker; keep the body as bytes before py-amqp decodes it."""
+        """Process a frame from the broker; keep the message's body as bytes for later."""
         if content is not None:
             content.__dict__["raw_body"] = bytes(content.body or b"")
         return super().dispatch_method(method_sig, payload, content)
@@ -205,7 +202,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
 
 
 class BulkChannel(Channel):
-    """An AMQP channel that collects published messages for a bulk publisher, instead of sending."""
+    """An AMQP channel that collects messages for a bulk publisher, instead of sending."""
 
     collected: list[FramedPublication]
     returned: list[Any]
@@ -227,7 +224,7 @@ class BulkChannel(Channel):
 
 
 class Connection(pyamqp.Connection):  # type: ignore[misc]
-    """An AMQP connection that can delay messages."""
+    """An AMQP connection whose channels can delay messages."""
 
     Channel = Channel
 
@@ -248,7 +245,7 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
 
 
 class Transport(pyamqp.Transport):  # type: ignore[misc]
-    """kombu's pyamqp transport; with ``native_delay``, delayed messages wait in the broker."""
+    """kombu's AMQP transport; if ``native_delay`` is set, delayed messages wait in the broker."""
 
     def establish_connection(self) -> Any:
         options = getattr(self.client, "transport_options", None) or {}
@@ -264,10 +261,13 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
         vhost: str | None = None,
         own_queues: bool = True,
     ) -> Exported:
-        """Return RabbitMQ's definitions of what *settings* and the app's *queues* need.
+        """Return RabbitMQ's definitions (JSON) for *settings* and *queues*, without connecting.
 
-        The call does not connect. If *vhost* is None, the connection's virtual host is used. If
-        *own_queues* is False, the app's own queues and exchanges are left out.
+        Args:
+            settings: the delay settings of the app.
+            queues: the app's queues, as kombu objects.
+            vhost: the virtual host; None means the connection's virtual host.
+            own_queues: False leaves out the app's own queues and exchanges.
         """
         from .blueprint import export
 
@@ -282,7 +282,7 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
 
 
 class SSLTransport(Transport, pyamqp.SSLTransport):  # type: ignore[misc]
-    """kombu's pyamqp transport over TLS; with ``native_delay``, messages wait in the broker."""
+    """kombu's AMQP transport over TLS; if ``native_delay`` is set, messages wait in the broker."""
 
 
 def _patient(socket_settings: dict[int, int] | None) -> dict[int, int]:

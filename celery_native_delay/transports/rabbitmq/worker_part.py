@@ -1,4 +1,4 @@
-"""A worker's duties on RabbitMQ: declare, put early tasks back, rescue messages without a queue."""
+"""Prepare RabbitMQ for a worker, put early tasks back, and deliver messages without a queue."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class RabbitMQWorkerPart(RecordedWorkerPart):
         )
 
     def dangers(self) -> list[Finding]:
-        """Return a finding for each policy that overrides the arguments of our queues."""
+        """Return a finding for each policy that overrides arguments of this package's queues."""
         api = management_of(self._delays.connection.client, self.settings)
         return overriding_policies(api, self._delays.topology)
 
     @property
     def comes_back_late_seconds(self) -> float:  # type: ignore[override]
-        """Return the usual longest lateness and one unit, for earlier messages in the queue."""
+        """Return the usual longest lateness, in seconds, of a message that a worker put back."""
         return self.settings.resolution + WorkerPart.comes_back_late_seconds
 
     def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:

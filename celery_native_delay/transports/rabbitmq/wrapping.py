@@ -1,4 +1,4 @@
-"""Wrap a message for the delay levels (queues with a TTL), and unwrap it when it arrives.
+"""Add this package's header to a message before the wait, and remove the header on arrival.
 
 The functions do no I/O, and never change the caller's dicts.
 """
@@ -40,11 +40,10 @@ def wrap(
     limit_priority: bool,
     user: str | None = None,
 ) -> dict[str, Any]:
-    """Return the properties with which a message enters the delay levels (queues with a TTL).
+    """Return the message properties with which a delayed message waits in RabbitMQ.
 
-    *delayed* describes the wait. *user* is the broker user who publishes the message again; None at
-    the first publish. Raises CannotDelay for a header CC or BCC, and for an expiration that is not
-    a number.
+    The parameter *user*: the broker user who publishes the message again, or None at the first
+    publish. Raises CannotDelay for a header CC or BCC.
     """
     headers = dict(properties.get("application_headers") or {})
     if "CC" in headers or "BCC" in headers:
@@ -84,9 +83,10 @@ def wrap(
 
 
 def keep_user_id(properties: dict[str, Any], header: dict[str, Any], user: str) -> None:
-    """Move the property ``user_id`` into *header* unless it names the publisher *user*.
+    """Move the property ``user_id`` into *header* if the property names another user.
 
-    RabbitMQ would close the channel. https://www.rabbitmq.com/docs/validated-user-id
+    For another user, RabbitMQ would close the channel.
+    https://www.rabbitmq.com/docs/validated-user-id
     """
     if properties.get("user_id", user) != user:
         header["user_id"] = properties.pop("user_id")
@@ -95,11 +95,11 @@ def keep_user_id(properties: dict[str, Any], header: dict[str, Any], user: str) 
 def unwrap(
     properties: Mapping[str, Any], delivery_info: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any], Delayed | None] | None:
-    """Return a received message's original properties, its delivery info, and its wait.
+    """Return the original properties and delivery info of a received message, and a Delayed.
 
-    Returns None if the message has no header of ours. Properties and delivery info are as if there
-    had been no delay. The wait is None for a retry by a worker without this package, which copies
-    our header although the retry did not wait.
+    Returns None if the message has no header of this package. The Delayed has the due time and the
+    destination. The Delayed is None for a retry by a worker without this package: the retry has a
+    copy of the header, but did not wait.
     """
     headers = dict(properties.get("application_headers") or {})
     header = headers.pop(HEADER, None)
@@ -140,7 +140,7 @@ def _without_our_deaths(headers: dict[str, Any], earlier: Mapping[str, Any]) -> 
 def without_deaths(
     headers: Mapping[str, Any], ours: Callable[[str], bool] = is_delay_name
 ) -> dict[str, Any]:
-    """Return *headers* without the headers of a dead-lettering by a queue of *ours*."""
+    """Return *headers* without the dead-letter headers that this package's queues caused."""
     kept = {key: value for key, value in headers.items() if key not in DEATH_HEADERS}
     return kept | _users_deaths(headers, ours)
 
