@@ -72,7 +72,7 @@ class BulkResult:
 
     @property
     def returned(self) -> list[RefusedMessage]:
-        """The refused messages that the broker returned because no queue is bound for them."""
+        """The refused messages that the broker returned because no queue is bound."""
         return [message for message in self.refused if message.returned]
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
 """Reusable encoded messages for ``bulk(app)``: one for each kind of task (name, route, options).
 
 ``bulk(app)`` encodes the first message of a kind, and for later tasks replaces only id, due time
-and arguments. The result must equal the second message, and no other code may see or change the
-messages. After a reconnect, and once a minute, another task repeats both checks.
+and arguments. The second message must differ only in these values. No other code may see or change
+the messages. After a reconnect, and once a minute, another task repeats both checks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("celery_native_delay.bulk")
 
 
 class Made(NamedTuple):
-    """A task's id, due time and arguments, which replace those in an encoded message."""
+    """A task's id, due time and arguments, which are put into an encoded message."""
 
     at_us: int
     due_us: int
@@ -34,11 +34,11 @@ class Made(NamedTuple):
 
 @dataclass(slots=True)
 class Kind:
-    """A kind of task (name, route, options), with an encoded message that more tasks can use.
+    """A kind of task (name, route, options), with an encoded message that later tasks use.
 
     The message is valid on one connection, while the *hooks* are the same objects. The field
-    *checked* is True if the message, with other values, was equal to a second message. If *body* is
-    not None, only tasks with these arguments can use the message.
+    *checked* is True if a second message differed only in values. If *body* is not None, only
+    tasks with these arguments can use the message.
     """
 
     learnt: TaskTemplate

@@ -23,7 +23,7 @@ from .spreading import Spread, spread_of
 
 @dataclass(frozen=True)
 class Call:
-    """The app, task and argument names of a ``FanOut``; the driver sends these to executors."""
+    """The app, task and argument names of a ``FanOut``, which the driver sends to executors."""
 
     app: str
     task: str

@@ -151,7 +151,7 @@ class Encoder:
                 yield None, None, None, None, None, None, str(exc)
 
     def texts(self, columns: Sequence[Any], name: str) -> list[str | None]:
-        """Return each row's key of a rate limit as text, from the column *name*."""
+        """Return the rate limit's key of each row as text; parameter *name*: the key's column."""
         place = self.slot_names.index(name)
         values = _values(columns[place], self._kinds[place])
         return [None if one in (None, _Fault.NO_TEXT) else str(one)[:LONGEST_KEY] for one in values]

@@ -59,7 +59,7 @@ class FanOutResult:
 
     @property
     def sent_after_due(self) -> int:
-        """The number of tasks that were sent after they were due, and therefore run late."""
+        """The number of tasks that were sent after their due time, and therefore run late."""
         return sum(receipt.sent_after_due for receipt in self.receipts)
 
     @property
@@ -222,11 +222,11 @@ class FanOut:
             InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
                 Nothing was sent.
             FanOutFailed: the broker has not confirmed some tasks; the error's *result* lists them.
-                With *fence* no task of the run runs. Also raised if the result of a fenced run
-                could not be recorded, or if the same run was sent before with other rows.
+                With *fence* no task of the run runs. Also raised if the result of a run with
+                *fence* could not be stored, or if the run was sent before with other rows.
             RecordsUnavailable: Redis or the database, which *fence* needs, is unreachable. Nothing
                 was sent.
-            NoRecords: *fence* needs the app's ``native_delay_records``. Nothing was sent.
+            NoRecords: the app has no records (state about tasks). Nothing was sent.
             pyspark.errors.PySparkException: the Spark job failed.
         """
         spark = self._df.sparkSession

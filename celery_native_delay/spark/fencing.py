@@ -1,4 +1,4 @@
-"""Fenced Spark runs: if Spark repeats a partition, each row's task still runs once.
+"""The option *fence* of ``FanOut``: if Spark repeats a partition, each row's task runs once.
 
 Executors write the number of their Spark attempt into each message. In the end the driver stores,
 in Redis or a database, which attempts count. Workers run only the tasks of these attempts.
@@ -37,7 +37,7 @@ _BY = "the driver"
 
 @dataclass(frozen=True)
 class Fence:
-    """A fenced Spark run: even if Spark repeats a partition, each row's task runs once."""
+    """A Spark run with *fence*: even if Spark repeats a partition, each row's task runs once."""
 
     records: Place = field(repr=False)
     run: str
@@ -53,7 +53,7 @@ class Fence:
         """Return the ``Fence`` of a Spark run; None if the option *fence* is False.
 
         Raises:
-            NoRecords: the app has no ``native_delay_records``.
+            NoRecords: the app has no records (state about tasks, in Redis or a database).
         """
         if not options.fence:
             return None
@@ -74,9 +74,9 @@ class Fence:
         return Stamp(self.run, partition, f"{attempt}-{token_hex(4)}")
 
     def open(self) -> Record:
-        """Store that the Spark run has begun, restart the run's time-out, and return its state.
+        """Store that the Spark run has begun, restart the run's time-out, and return the run.
 
-        If the state is COMMITTED, the caller must send nothing.
+        If the state of the run is COMMITTED, the caller must send nothing.
 
         Raises:
             RecordsUnavailable: Redis or the database is unreachable; nothing may be sent.

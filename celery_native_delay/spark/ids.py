@@ -1,4 +1,4 @@
-"""Compute task ids from rows, so that a row that is sent again has the same task id.
+"""Compute task ids from rows, so that a second send of a row has the same task id.
 
 A task id is the UUID 5 of the run's name, the task's name and the row's key. Each part is written
 as ``<length>:<text>``, so that different keys never give the same text.

@@ -34,7 +34,7 @@ class Plan:
     send_seconds: float
     """The shortest time in seconds for sending all tasks, from *max_rate* and *connections*."""
     due_while_sending: int
-    """Tasks that fall due before sending can end, if sending starts now; some will run late."""
+    """The number of tasks that fall due before sending can end; some of these tasks run late."""
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -41,4 +41,4 @@ class Receipt:
     last_eta: str = ""
     """The latest due time of the sent tasks, in ISO 8601."""
     sent_after_due: int = 0
-    """The number of tasks that were sent after they were due."""
+    """The number of tasks that were sent after their due time."""

@@ -54,9 +54,9 @@ def read_events(spark: SparkSession, path: str | list[str]) -> DataFrame:
         path: the folder of the telemetry, or several folders. Subfolders are read, too.
 
     Returns:
-        One row per line (the start or the end of an attempt), with the columns of
-        ``celery_native_delay.worker.attempt.FIELDS``. Incomplete lines, which a full disk may
-        leave, are skipped.
+        One row per start or end of an attempt to run a task, with the columns of
+        ``celery_native_delay.worker.attempt.FIELDS``. Incomplete JSON lines (from a full disk) are
+        skipped.
     """
     schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
     lines = spark.read.schema(schema).option("recursiveFileLookup", "true").json(path)
@@ -144,7 +144,7 @@ def reconcile(
 class Reconciliation:
     """One verdict per task, such as ``ok`` or ``missing``, and the counts of the verdicts.
 
-    Every Spark action computes the verdicts again, except after :meth:`stored`.
+    Every Spark action computes the verdicts again, but reads the verdicts of :meth:`stored`.
     """
 
     verdicts: DataFrame

@@ -174,7 +174,7 @@ class GivenUp:
         self._path = Path(SparkFiles.getRootDirectory(), name) if job_id else None
 
     def reason(self) -> str:
-        """Return the reason why an earlier Spark task stopped sending; empty if none did."""
+        """Return the reason why an earlier Spark task stopped sending; empty without one."""
         if self._path is not None:
             with suppress(OSError):
                 return self._path.read_text()

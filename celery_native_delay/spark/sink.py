@@ -40,7 +40,7 @@ _OF_STREAMS = frozenset(("checkpointlocation", "queryname", "outputmode"))
 
 @dataclass
 class Sent(WriterCommitMessage):
-    """The result that a Spark task passes to :meth:`Writer.commit`: the counts of one partition."""
+    """The counts of one partition, which a Spark task passes to :meth:`Writer.commit`."""
 
     receipt: Receipt
 

@@ -45,7 +45,7 @@ class Slot:
 
 
 def slots(options: FanOutOptions) -> Iterator[Slot]:
-    """Yield the columns that the *options* of ``FanOut`` name: due times, arguments, and so on."""
+    """Yield the columns that ``FanOut`` reads: due times, arguments, queue, and so on."""
     if options.eta is not None:
         yield Slot("due_in", "eta", options.eta, "due")
         if options.eta_zone is not None and not isinstance(options.eta_zone, str):
@@ -67,7 +67,7 @@ def check_type(slot: Slot, kind: t.DataType, *, has_zone: bool) -> None:
     """Check that a column's Spark type is allowed for the column's role, such as due time.
 
     Raises:
-        InvalidFanOut: the type is not allowed. The message names the cast that helps.
+        InvalidFanOut: the type is not allowed. The message says which cast to use.
     """
     expected = _expected(slot.role, kind, has_zone=has_zone)
     if expected:

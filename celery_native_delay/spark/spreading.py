@@ -25,7 +25,7 @@ _COLUMN = "\0"
 
 @dataclass(frozen=True)
 class Spread:
-    """The microseconds between due times by a rate limit, and the limit's burst.
+    """The spacing of due times in microseconds by a rate limit, and the limit's burst.
 
     The field *column* names the column with the rate limit's key; None: all tasks share the limit.
     """

@@ -32,8 +32,8 @@ Otherwise a client that reconnects to a dead server could get the server's port 
 def claim_ports(count: int) -> list[socket.socket]:
     """Reserve free TCP ports; return a UDP socket that is bound to the number of each port.
 
-    Other callers skip these ports, and a server can bind the TCP ports. Closing a socket ends the
-    reservation.
+    Other callers skip these ports, and a server can bind the TCP ports. Close a socket to free
+    the port.
     """
     claims: list[socket.socket] = []
     while len(claims) < count:
