@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 def installed(require: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return the result of *require*; skip the test on BrokerMissing, or fail it in CI."""
+    """Return the installed broker; if no broker is installed, skip the test, or fail in CI."""
     from celery_native_delay.testing import BrokerMissing
 
     try:

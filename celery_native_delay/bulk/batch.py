@@ -7,7 +7,7 @@
 
 ``apply_async`` publishes the first two tasks of each kind (name, route and options). The first
 message becomes a template (an encoded task message in which only id, due time and arguments
-change). Later tasks only fill the template. A template is used only if no other code would see or
+change). Later tasks use this template. A template is used only if no other code would see or
 change the messages: no publish signals, wrapped or overridden methods, links, stamps, compression,
 ``expires``, other serializers or protocols, or router functions.
 """
@@ -56,7 +56,7 @@ _LOOK_EVERY = 1000
 class BulkResult:
     """The result of a batch: how many tasks were sent, and which tasks the broker refused.
 
-    The broker has not answered for the tasks *in_doubt*: the broker may have these tasks.
+    The field *in_doubt* lists tasks that the broker may have received, but has not confirmed.
     """
 
     sent: int = 0
@@ -67,12 +67,12 @@ class BulkResult:
 
     @property
     def confirmed(self) -> int:
-        """The number of tasks that the broker has confirmed, known when the batch has ended."""
+        """The number of tasks that the broker has confirmed, correct after the batch has ended."""
         return self.sent - len(self.refused) - len(self.in_doubt)
 
     @property
     def returned(self) -> list[RefusedMessage]:
-        """The refused messages that the broker returned because no queue is bound for them."""
+        """The refused messages that the broker returned because no queue is bound."""
         return [message for message in self.refused if message.returned]
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class BulkResult:
 
 
 class Bulk:
-    """A batch of delayed tasks, made by :func:`bulk`, for one thread; it has its own connection."""
+    """A batch of delayed tasks with its own connection, made by :func:`bulk`, for one thread."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Bulk:
             task: the task or its name. A task given by name need not be registered in this app.
             args, kwargs: the task's arguments.
             eta: the due time; a naive datetime is UTC.
-            countdown: seconds from now; use it instead of *eta*.
+            countdown: seconds from now; give either *countdown* or *eta*.
             task_id: the task's id; a UUID by default.
             **options: other options of ``apply_async``: ``queue``, ``priority``, ``expires``, …
 
@@ -296,9 +296,9 @@ def bulk(app: Celery, **options: Any) -> Bulk:
 
     Args:
         app: a Celery app with ``install(app)``.
-        window: the largest number of unconfirmed messages, which are kept in memory;
+        window: the largest number of unconfirmed messages, all kept in memory;
             ``native_delay_confirm_window`` by default.
-        check: if False, do not raise at the end if tasks were refused; the result has these tasks.
+        check: if False, refused tasks raise no error at the end, and are only listed in the result.
         timeout_seconds: seconds for which the end of the block waits for confirms, 60 by default;
             None waits for ever.
         headers: headers for every message of the batch.
@@ -320,7 +320,7 @@ def check_broker(connection: Any) -> None:
 
 
 def short_repr(arguments: Any, max_size: int) -> str | None:
-    """Return Celery's ``saferepr`` ten times as fast; None if arguments are not flat and short."""
+    """Return the same text as ``saferepr``, faster; None if the arguments are nested or long."""
     values = arguments.values() if type(arguments) is dict else arguments
     if not _SIMPLE.issuperset(map(type, values)):
         return None

@@ -1,8 +1,8 @@
-"""Templates for ``bulk(app)``: one for each kind of task (name, route and options).
+"""Reusable encoded messages for ``bulk(app)``: one for each kind of task (name, route, options).
 
-A template is an encoded task message in which only id, due time and arguments change. A kind's
-first message becomes the template, which must reproduce the second message. No other code may see
-or change the messages. After a reconnect, and once a minute, another task repeats both checks.
+``bulk(app)`` encodes the first message of a kind, and for later tasks replaces only id, due time
+and arguments. The second message must differ only in these values. No other code may see or change
+the messages. After a reconnect, and once a minute, another task repeats both checks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("celery_native_delay.bulk")
 
 
 class Made(NamedTuple):
-    """The values that fill a template: id, due time and arguments, computed at *at_us*."""
+    """A task's id, due time and arguments, which are put into an encoded message."""
 
     at_us: int
     due_us: int
@@ -34,11 +34,11 @@ class Made(NamedTuple):
 
 @dataclass(slots=True)
 class Kind:
-    """A kind of task (name, route, options) and its template for one connection (*generation*).
+    """A kind of task (name, route, options), with an encoded message that later tasks use.
 
-    The template (an encoded task message) is valid while *hooks* are the same objects. *checked* is
-    true if the template has reproduced a second message. If *body* is not None, the template serves
-    only these arguments.
+    The message is valid on one connection, while the *hooks* are the same objects. The field
+    *checked* is True if a second message differed only in values. If *body* is not None, only
+    tasks with these arguments can use the message.
     """
 
     learnt: TaskTemplate
@@ -48,13 +48,13 @@ class Kind:
     checked: bool = False
 
     def serves(self, made: Made, generation: int) -> bool:
-        """Return True if *made* may fill the template; *generation* is the current connection."""
+        """Return True if a task can use the encoded message on the current connection."""
         known = self.checked and (self.body is None or self.body == made.values[-1])
         return known and self.generation == generation
 
 
 class Sample(NamedTuple):
-    """A task that ``apply_async`` has just published; *made* is None if no template can send it."""
+    """A task that ``apply_async`` has just published."""
 
     key: Any
     known: Task | None
@@ -65,7 +65,7 @@ class Sample(NamedTuple):
 
 
 class Kinds:
-    """All kinds of tasks (name, route and options) in one batch, with their templates."""
+    """All kinds of tasks (name, route, options) in a batch, with their encoded messages."""
 
     def __init__(
         self, plain: PlainPublishing, publisher: BulkPublisher, iso: Callable[[int], str]
@@ -81,19 +81,19 @@ class Kinds:
         self._logged: set[str] = set()
 
     def hooks(self, key: Any, known: Task | None) -> tuple[Any, ...]:
-        """Return the objects that other code would replace in order to see this task's messages.
+        """Return objects that change if other code begins to see this task's messages.
 
-        The tuple is empty if the kind *key* cannot have a template (an encoded task message).
+        The tuple is empty if tasks of this kind cannot use an encoded message again.
         """
         return () if key in self._without_template else self._plain.hooks(known)
 
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:
-        """Return the kind *key*; None if the kind is unknown, or if a hook has been replaced."""
+        """Return the kind of task; None if the kind is unknown, or one of the *hooks* changed."""
         kind = self._kinds.get(key)
         return kind if kind is not None and same(kind.hooks, hooks) else None
 
     def learn(self, sample: Sample) -> None:
-        """Make a template from a task that was just published, or check the existing template."""
+        """Keep a published task's encoded message for more tasks, or check the kept message."""
         key, now_us = sample.key, time_ns() // 1000
         kind = self.of(key, sample.hooks)
         generation = self._publisher.outbox.connects

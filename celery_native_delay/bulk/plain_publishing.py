@@ -1,9 +1,9 @@
 """Check that only Celery and kombu see a task when it is published.
 
-``bulk(app)`` makes this check before it publishes by template (an encoded task message).
+``bulk(app)`` makes this check before it uses an encoded message for several tasks.
 
-A function belongs to a class if the function was compiled in that class: it has the module's
-globals, and its code has the class's name. ``functools.wraps`` copies neither of the two.
+A function belongs to a class if the function has the globals of the class's module, and the
+function's code has the class's name. ``functools.wraps`` copies neither globals nor code.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class PlainPublishing:
         self._app = installation.app
 
     def hooks(self, task: Task | None) -> tuple[Any, ...]:
-        """Return the objects that other code would replace, or listen to, in order to see a task.
+        """Return objects that change if other code begins to see the messages of *task*.
 
-        While these objects stay the :func:`same`, call :meth:`witness` once a minute only.
+        While these objects are the :func:`same`, one call of :meth:`witness` a minute is enough.
         """
         # Read the objects' dicts, which is ten times as fast as kombu's cached_property.
         app = self._app
@@ -78,7 +78,7 @@ class PlainPublishing:
         )
 
     def witness(self, task: Task | None) -> str:
-        """Return the first reason why other code may see or change *task*; "" if no code may."""
+        """Return the first reason why other code may see or change the task; "" without one."""
         found = next(self._witnesses(), "")
         if not found and task is not None:
             found = next(self._witnesses_of(task), "")
@@ -142,7 +142,7 @@ class PlainPublishing:
 
 
 def same(hooks: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    """Return True if both tuples have the same objects; ``==`` would be True for some wrappers."""
+    """Return True if both tuples have identical objects, compared with ``is``."""
     return len(hooks) == len(others) and all(map(is_, hooks, others))
 
 

@@ -1,7 +1,7 @@
 """Send millions of delayed tasks from a Spark DataFrame, and check later that all of them ran.
 
-Each task has an id that is computed from its row, so a repeated send has the same task ids. The
-driver and the executors' Python need the extra ``celery_native_delay[spark]``.
+Each task id is computed from a row, so a second send of the row has the same task id. The driver
+and the executors' Python need the extra ``celery_native_delay[spark]``.
 """
 
 from ..errors import FanOutFailed, InvalidFanOut, brought_by

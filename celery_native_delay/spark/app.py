@@ -23,7 +23,7 @@ from .spreading import Spread, spread_of
 
 @dataclass(frozen=True)
 class Call:
-    """The app, task and arguments of a ``FanOut``; unlike columns, a ``Call`` can be pickled."""
+    """The app, task and argument names of a ``FanOut``, which the driver sends to executors."""
 
     app: str
     task: str
@@ -42,15 +42,15 @@ class Call:
 
 @dataclass(frozen=True)
 class AppFacts:
-    """The facts about a Celery app that ``FanOut`` needs; an executor reads them from the app."""
+    """Facts about the Celery app, such as its queues; an executor sends the facts to the driver."""
 
     longest_seconds: float
     """The longest delay that the app's settings allow."""
     queues: tuple[str, ...]
     route: str
-    """The queue of a task whose row names no queue; "" if the task's route is an exchange."""
+    """The queue for rows without a queue name; empty if the task is routed to an exchange."""
     spread: Spread | None = None
-    """The spread of the tasks' due times by a rate limit; None if ``FanOut`` has no rate limit."""
+    """The spacing of due times by a rate limit; None without a rate limit."""
     records: Place | None = field(default=None, repr=False)  # its URL may hold a password
     """URL and namespace of the records (state about waiting tasks); None without records."""
 
@@ -83,7 +83,7 @@ def load_app(path: str) -> Celery:
 
 
 def describe(call: Call) -> AppFacts:
-    """Import the app of *call*, check that the app can send this call, and return its facts.
+    """Import the Celery app, check that the app can send the task, and return facts about the app.
 
     Raises:
         InvalidFanOut: the app cannot be imported, the task is not registered or does not take these

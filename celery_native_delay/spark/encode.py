@@ -42,7 +42,7 @@ _ARROW_TYPES = [pa.int64() if name in _LONGS else pa.string() for name in _ENCOD
 
 
 def inputs(df: Any, options: FanOutOptions) -> tuple[Any, dict[str, t.DataType]]:
-    """Select the columns that ``FanOut`` reads, and the whole row as ``row``; return types, too.
+    """Select the columns that ``FanOut`` reads; return a DataFrame and the columns' types.
 
     Raises:
         InvalidFanOut: a column does not exist or has the wrong type.
@@ -68,10 +68,10 @@ def encoded(
     spread: Spread | None = None,
     keep: Sequence[str] = (),
 ) -> Any:
-    """Encode each row of a DataFrame as a task: one row of ``SENT_COLUMNS``.
+    """Encode each row of a DataFrame as a task, in the columns ``SENT_COLUMNS``.
 
-    The column *error* has the reason if a row is rejected, else null. *keep* names columns of
-    :func:`inputs` to return before ``SENT_COLUMNS``.
+    The column ``error`` is the reason if a row is rejected, else null. The result begins with the
+    columns *keep*, as named by :func:`inputs`.
     """
     frame, types = inputs(df, options)
     encoder = Encoder(options, types, longest_seconds=longest_seconds)
@@ -92,7 +92,7 @@ def encoded(
 
 
 class Encoder:
-    """Encodes Arrow columns as tuples of ``SENT_COLUMNS``; Spark can pickle the encoder."""
+    """Encodes rows in Arrow columns as tasks: one tuple of ``SENT_COLUMNS`` per row."""
 
     no_time = "no due time, or none that can be read"
     past = "the due time has passed"
@@ -109,7 +109,7 @@ class Encoder:
         longest_seconds: float,
         queues: tuple[str, ...] | None = None,
     ) -> None:
-        """Prepare to encode; a row whose queue is not in *queues* is rejected (None: any queue)."""
+        """Prepare to encode rows; reject rows with a queue not in *queues* (None: any queue)."""
         read = list(slots(options))
         self.slot_names = [slot.name for slot in read]
         self.latest_us = options.now_us + int(longest_seconds * 1_000_000)
@@ -138,7 +138,7 @@ class Encoder:
         )
 
     def rows(self, columns: Sequence[Any], run_id: str) -> Iterator[tuple[Any, ...]]:
-        """Encode each row; the last value is the reason if the row is rejected, else None."""
+        """Encode each row as a tuple; its last value is the reason of a rejection, or None."""
         parts = counted(run_id) + counted(self._task)
         lists = [_values(column, kind) for column, kind in zip(columns, self._kinds, strict=True)]
         for place, convert in enumerate(self._conversions):
@@ -151,7 +151,7 @@ class Encoder:
                 yield None, None, None, None, None, None, str(exc)
 
     def texts(self, columns: Sequence[Any], name: str) -> list[str | None]:
-        """Return the values of the column *name* as workers write the key of a rate limit."""
+        """Return the rate limit's key of each row as text; parameter *name*: the key's column."""
         place = self.slot_names.index(name)
         values = _values(columns[place], self._kinds[place])
         return [None if one in (None, _Fault.NO_TEXT) else str(one)[:LONGEST_KEY] for one in values]

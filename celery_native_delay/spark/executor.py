@@ -1,4 +1,4 @@
-"""The two functions that Spark runs on executors for ``FanOut``, and their answers."""
+"""Functions that Spark runs on executors for ``FanOut``: check the app, and send rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_ANSWERS = 10_000
 
 
 def checker(call: Call) -> Callable[[Batches], Batches]:
-    """Return a function for mapInArrow() that yields the app's AppFacts or InvalidFanOut."""
+    """Return a function for mapInArrow() that checks the app; yields AppFacts or InvalidFanOut."""
 
     def check(batches: Batches) -> Batches:
         for _ in batches:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FanOutResult:
-    """The result of :meth:`FanOut.send`: counts, and each row whose task is not confirmed."""
+    """The result of :meth:`FanOut.send`: counts, and the rows with unconfirmed tasks."""
 
     run_id: str
     seconds: float
@@ -40,7 +40,7 @@ class FanOutResult:
     failures: list[Failure] = field(repr=False)
     """Rows that were accepted, but whose tasks the broker has not confirmed."""
     was_committed: bool = False
-    """True if an earlier send of this fenced run succeeded, so that nothing was sent now."""
+    """True if this run (with *fence*) was sent successfully before; then nothing was sent now."""
 
     @property
     def rows(self) -> int:
@@ -59,7 +59,7 @@ class FanOutResult:
 
     @property
     def sent_after_due(self) -> int:
-        """The number of tasks that were sent after they were due, and therefore run late."""
+        """The number of tasks that were sent after their due time, and therefore run late."""
         return sum(receipt.sent_after_due for receipt in self.receipts)
 
     @property
@@ -126,7 +126,7 @@ class FanOut:
 
     @property
     def run_id(self) -> str:
-        """The name of this run; the same rows sent again under this name have the same task ids."""
+        """The name of this run. The same row in a run of the same name has the same task id."""
         return self.options.run_id
 
     @cached_property
@@ -134,7 +134,7 @@ class FanOut:
         """Facts about the Celery app, such as its queues; the first access starts a Spark job.
 
         Raises:
-            InvalidFanOut: an executor cannot import the app, or its task or a queue is unknown.
+            InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
         """
         call = Call.of(self.options)
         one = self._df.sparkSession.range(1).coalesce(1)
@@ -152,7 +152,7 @@ class FanOut:
 
     @property
     def encoded(self) -> Any:
-        """Return a DataFrame of the tasks to send; *error* is the reason if a row is rejected."""
+        """A DataFrame of the tasks to send; the column ``error`` is the reason of a rejection."""
         return self._encoded(self._df)
 
     def _encoded(self, df: Any, *keep: str) -> Any:
@@ -166,10 +166,10 @@ class FanOut:
         )
 
     def plan(self) -> Plan:
-        """Count what :meth:`send` would do, without a connection to the broker.
+        """Count the tasks that :meth:`send` would send, without a connection to the broker.
 
         Raises:
-            InvalidFanOut: an executor cannot import the app, or its task or a queue is unknown.
+            InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
         """
         return make_plan(self.encoded, self.facts, self.options)
 
@@ -182,7 +182,7 @@ class FanOut:
         )
 
     def ledger(self) -> Any:
-        """Return the tasks to send as a DataFrame, to be stored before :meth:`send`.
+        """Return a DataFrame of the tasks to send. Store this DataFrame before :meth:`send`.
 
         The columns are ``task_id``, ``run_id``, ``task``, ``due``, ``queue`` and *id_cols*.
         :func:`reconcile` compares these rows with the workers' telemetry. To send missing tasks
@@ -209,24 +209,24 @@ class FanOut:
     def send(self, *, check: bool = True) -> FanOutResult:
         """Send all accepted rows as tasks, and return when the broker has confirmed the tasks.
 
-        If an executor is lost, Spark sends its partition again, with the same task ids. With
-        *fence* each task still runs once, and no task of a failed job runs.
+        If an executor is lost, Spark sends the partition again, with the same task ids. With the
+        option *fence* each task still runs once, and no task of a failed Spark job runs.
 
-        If the job fails or is interrupted, the log says how many tasks were sent, confirmed and in
-        doubt (the broker may have them).
+        If the Spark job fails or is interrupted, the log has the numbers of tasks that were sent,
+        confirmed, and in doubt (the broker may have received these tasks).
 
         Args:
-            check: if False, do not raise if tasks are not confirmed; the result lists these tasks.
+            check: if False, unconfirmed tasks raise no error, and are only listed in the result.
 
         Raises:
-            InvalidFanOut: an executor cannot import the app, or its task or a queue is unknown.
+            InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
                 Nothing was sent.
             FanOutFailed: the broker has not confirmed some tasks; the error's *result* lists them.
-                With *fence* no task of the run runs. Also raised if the result of a fenced run
-                could not be recorded, or if the same run was sent before with other rows.
-            RecordsUnavailable: *fence* needs the app's records, which are unreachable. Nothing was
-                sent.
-            NoRecords: *fence* needs the app's records, and the app has none. Nothing was sent.
+                With *fence* no task of the run runs. Also raised if the result of a run with
+                *fence* could not be stored, or if the run was sent before with other rows.
+            RecordsUnavailable: Redis or the database, which *fence* needs, is unreachable. Nothing
+                was sent.
+            NoRecords: the app has no records (state about tasks). Nothing was sent.
             pyspark.errors.PySparkException: the Spark job failed.
         """
         spark = self._df.sparkSession

@@ -1,7 +1,7 @@
-"""Fenced Spark runs: if Spark repeats a partition, each row's task still runs once.
+"""The option *fence* of ``FanOut``: if Spark repeats a partition, each row's task runs once.
 
-The driver opens the run in the records (in Redis or a database), and executors stamp messages with
-the attempt. In the end the driver records the winning attempts; only their tasks run.
+Executors write the number of their Spark attempt into each message. In the end the driver stores,
+in Redis or a database, which attempts count. Workers run only the tasks of these attempts.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ _BY = "the driver"
 
 @dataclass(frozen=True)
 class Fence:
-    """A fenced Spark run: even if Spark repeats a partition, each row's task runs once."""
+    """A Spark run with *fence*: even if Spark repeats a partition, each row's task runs once."""
 
     records: Place = field(repr=False)
     run: str
     job: str
-    """The id of the Spark job that sends the run. If several jobs send the same run, such as a
-    replayed batch of a stream, the first job that commits counts."""
+    """The id of the Spark job. If several jobs send the same run, such as a replayed batch of a
+    stream, only the tasks of the first committed job run."""
     timeout_seconds: float
     longest_seconds: float
     """The longest delay of a message, in seconds."""
 
     @classmethod
     def of(cls, options: FanOutOptions, facts: AppFacts, job: str) -> Self | None:
-        """Return the fenced run that *options* ask for; None if the option *fence* is False.
+        """Return the ``Fence`` of a Spark run; None if the option *fence* is False.
 
         Raises:
-            NoRecords: the app has no records.
+            NoRecords: the app has no records (state about tasks, in Redis or a database).
         """
         if not options.fence:
             return None
@@ -67,19 +67,19 @@ class Fence:
         return cls(facts.records, run, job, options.fence_timeout, facts.longest_seconds)
 
     def stamp(self, partition: int, attempt: int) -> Stamp:
-        """Return the stamp (a message header) of one attempt at a partition.
+        """Return the message header that identifies one attempt to send a partition.
 
-        The stamp has a random part, because Spark may reuse attempt numbers.
+        The header has a random part, because Spark may reuse attempt numbers.
         """
         return Stamp(self.run, partition, f"{attempt}-{token_hex(4)}")
 
     def open(self) -> Record:
-        """Record that the fenced run has begun, and restart the run's time-out.
+        """Store that the Spark run has begun, restart the run's time-out, and return the run.
 
-        If the returned record says that the run is committed, the caller must send nothing.
+        If the state of the run is COMMITTED, the caller must send nothing.
 
         Raises:
-            RecordsUnavailable: the records are unreachable; nothing may be sent.
+            RecordsUnavailable: Redis or the database is unreachable; nothing may be sent.
             FanOutFailed: a worker has aborted the run of this job.
         """
         now = time()
@@ -98,14 +98,14 @@ class Fence:
         return record
 
     def commit(self, receipts: Sequence[Receipt], *, rows: str = "") -> None:
-        """Record the winning attempt at each partition; only tasks that it sent will run.
+        """Store which Spark attempt counts for each partition; only tasks of these attempts run.
 
         Args:
-            receipts: the receipt of the winning attempt at each partition.
+            receipts: one receipt per partition, from the attempt that counts.
             rows: the count and checksum of all rows, which must be the same in each job of the run.
 
         Raises:
-            FanOutFailed: the winners could not be recorded, a worker had aborted the run, or the
+            FanOutFailed: the attempts could not be stored, a worker had aborted the run, or the
                 run was committed before with other rows.
         """
         stamps = [Stamp.parse(receipt.fence) for receipt in receipts if receipt.fence]
@@ -146,7 +146,7 @@ class Fence:
             )
 
     def abort(self) -> str:
-        """Record that no task of this job may run; return in words which tasks will run."""
+        """Store that no task of this job may run; return a text that says which tasks will run."""
         try:
             sealed = self._seal(Record(ABORTED, time(), by=_BY), self.longest_seconds)
         except RecordsUnavailable as exc:
@@ -187,6 +187,6 @@ def _patiently(ask: Callable[[], Record], patience_seconds: float) -> Record:
 
 
 def rows_of(receipts: Sequence[Receipt]) -> str:
-    """Return the count and checksum of all rows, the same for any order and any partitions."""
+    """Return the count and a checksum of all rows, independent of order and partitions."""
     count, ids = (sum(getattr(receipt, name) for receipt in receipts) for name in ("rows", "ids"))
     return f"{count:,} rows {ids:x}"

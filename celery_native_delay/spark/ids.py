@@ -1,7 +1,7 @@
-"""Compute task ids from rows, so that a row that is sent again has the same task id.
+"""Compute task ids from rows, so that a second send of a row has the same task id.
 
-An id is the UUID 5 of the run's name, the task's name and the row's key. Each part is written as
-``<characters>:<text>``, so that different keys never give the same text.
+A task id is the UUID 5 of the run's name, the task's name and the row's key. Each part is written
+as ``<length>:<text>``, so that different keys never give the same text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _OF_NAMESPACE = sha1(NAMESPACE.bytes, usedforsecurity=False)
 
 
 def task_id_of(run_id: str, task: str, *key: object) -> str:
-    """Return the task id of the row with this *key*, which is the values of its ``id_cols``.
+    """Return the task id of a row; the parameter *key*: the row's values of ``id_cols``.
 
     >>> task_id_of("reminders-2026-11-20", "shop.remind", 7)
     'ef7057f5-c7da-5c4e-9bff-be5cb56703eb'
@@ -24,7 +24,7 @@ def task_id_of(run_id: str, task: str, *key: object) -> str:
 
 
 def id_of(parts: str) -> str:
-    """Return the UUID 5 of *parts* (from :func:`counted`), four times as fast as ``uuid.uuid5``."""
+    """Return the UUID 5 of a text, four times as fast as ``uuid.uuid5``."""
     hash_ = _OF_NAMESPACE.copy()
     hash_.update(parts.encode())
     text = hash_.hexdigest()
@@ -33,17 +33,17 @@ def id_of(parts: str) -> str:
 
 
 def key_text(value: object) -> str:
-    """Return one value of a row's key as text, as a cast to string in Spark writes it."""
+    """Return a value as text, in the format of Spark's cast to string."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value)
 
 
 def counted(text: str) -> str:
-    """Return *text* after its number of characters: ``"3:abc"`` for ``"abc"``."""
+    """Return a text with its length in front: ``"3:abc"`` for ``"abc"``."""
     return f"{len(text)}:{text}"
 
 
 def smear_us_of(task_id: str, smear_us: int) -> int:
-    """Return the task's extra delay in microseconds; it depends only on the task id."""
+    """Return the task's extra delay in microseconds: a hash of the task id, below *smear_us*."""
     return int(task_id[:8] + task_id[9:13], 16) % smear_us if smear_us else 0

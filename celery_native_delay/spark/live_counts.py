@@ -4,7 +4,7 @@ If the job is interrupted, the driver logs these counts: Spark reports the resul
 when the task has ended. If a UDP datagram is lost, the logged counts are less exact.
 
 On Ctrl-C PySpark fails to cancel the Spark job: its signal handler calls the JVM on a connection
-that is in use, which py4j refuses. Executors would send on, so the driver cancels the job here.
+that is in use, which py4j refuses. The driver cancels the job here, so that executors stop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STOP = b"stop"
 
 @dataclass(frozen=True)
 class Report:
-    """The counts of one attempt at a partition so far."""
+    """The counts so far of one attempt to send a partition."""
 
     job: str
     partition: int
@@ -42,7 +42,7 @@ class Report:
 
 
 class LiveCounts:
-    """Receives, on the driver, the executors' reports of the Spark jobs in the ``with`` block."""
+    """Receives executors' counts on the driver, while a Spark job runs in the ``with`` block."""
 
     def __init__(self, spark: Any, job: str) -> None:
         self._job = job
@@ -81,7 +81,7 @@ class LiveCounts:
             self._socket.close()
 
     def stop(self) -> str:
-        """Cancel the Spark job, and return in words how many tasks the executors have sent."""
+        """Cancel the Spark job; return a text with the number of tasks that executors have sent."""
         with self._changed:
             self._is_stopped = True
             for sender in self._senders:
@@ -142,7 +142,7 @@ class LiveCounts:
 
 
 def context_of(spark: Any) -> Any:
-    """Return the SparkContext of a session; None with Spark Connect, which has no SparkContext."""
+    """Return the SparkContext of a session; None with Spark Connect."""
     try:
         return spark.sparkContext
     except Exception:  # the error differs between releases of Spark
@@ -150,7 +150,7 @@ def context_of(spark: Any) -> Any:
 
 
 class Reporter:
-    """Reports an attempt's counts to the driver; if *address* is None, reports nothing."""
+    """Reports the counts of one Spark task attempt to the driver, if *address* is not None."""
 
     def __init__(
         self, address: tuple[str, int] | None, job: str, partition: int, attempt: int
@@ -166,7 +166,7 @@ class Reporter:
                 self._socket.connect(at)
 
     def report(self, batch: Bulk, *, is_last: bool = False) -> bool:
-        """Report the counts of *batch* every 0.2 s at most; return True if sending must stop."""
+        """Report the batch's counts, every 0.2 s at most; return True if sending must stop."""
         if self._socket is None or (monotonic() < self._next and not is_last):
             return False
         self._next = monotonic() + _REPORT_SECONDS

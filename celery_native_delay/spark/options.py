@@ -23,7 +23,7 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FanOutOptions:
-    """The options of ``FanOut``: which rows are sent as tasks, when the tasks are due, and how.
+    """The options of ``FanOut``: the task, its due time and arguments, limits, and so on.
 
     A column is given by its name or as a ``Column``. For one value in all rows, use ``lit(value)``.
 
@@ -36,50 +36,50 @@ class FanOutOptions:
     task: str
     """The name of the task."""
     eta: Columnar | None = None
-    """The column of due times: timestamps. Texts and local timestamps need *eta_zone*."""
+    """The column of due times: timestamps. Texts and local timestamps also need *eta_zone*."""
     countdown: Columnar | None = None
-    """The column of delays in seconds, counted from *now*; use it instead of *eta*."""
+    """The column of delays in seconds, counted from the time *now*. Give *eta* or *countdown*."""
     eta_zone: Columnar | None = None
-    """The time zone of due times that have none: ``"Europe/Berlin"``, or a Column of time zones."""
+    """The time zone of due times without a zone: ``"Europe/Berlin"``, or a Column of zones."""
     args: Sequence[Columnar] = ()
     """The columns of the positional arguments."""
     kwargs: Sequence[str] | Mapping[str, Columnar] = ()
     """The columns of the keyword arguments, or a mapping from an argument's name to a column."""
     queue: Columnar | None = None
-    """The column of queue names; without a column or value, the app's routes choose."""
+    """The column of queue names. For a row without a queue name, the app's routes are used."""
     priority: Columnar | None = None
     """The column of message priorities, 0 to 255; null means no priority."""
     expires: Columnar | None = None
-    """The column of expiry times: timestamps, or seconds from *now*."""
+    """The column of expiry times: timestamps, or seconds from the time *now*."""
     id_cols: Sequence[Columnar] = ()
-    """The columns that identify a row; task ids are made from their values, *run_id* and *task*. By
-    default, all columns that a task is made from identify the row."""
+    """The columns that identify a row. The task id is computed from the values of these columns,
+    *run_id* and *task*. By default, arguments, due time and queue identify the row."""
     run_id: str = field(default_factory=lambda: uuid4().hex)
-    """The name of this run; the same rows sent again under this name have the same task ids."""
+    """The name of this run. The same row in a run of the same name has the same task id."""
     smear: float = 0.0
-    """The longest extra delay in seconds; extra delays spread tasks that are due at the same time.
-    The extra delay of a task depends only on the task id."""
+    """The longest extra delay in seconds. Extra delays spread tasks that are due at the same time.
+    The extra delay of a task is computed from the task id."""
     rate: Rate | str | bool | None = None
-    """The rate limit by which due times are spread: a Rate, ``"100/m"``, or True. True takes the
-    task's rate from ``native_delay_rates``, which workers enforce."""
+    """A rate limit that spreads the due times: a Rate, ``"100/m"``, or True. True takes the task's
+    rate from the setting ``native_delay_rates``, which workers enforce."""
     max_rate: float | None = None
     """The largest number of tasks sent per second, over all connections; None is no limit."""
     connections: int = 4
     """The largest number of broker connections at a time; two to four suffice for one queue."""
     past: str = "reject"
-    """"reject": reject rows whose due time is before *now*. "send": send them, due at once."""
+    """"reject": reject rows with a due time before *now*. "send": send such tasks, due at once."""
     max_body_bytes: int = 128 * 1024
     """The largest size of a task's arguments as JSON, in bytes; larger rows are rejected."""
     check_task: bool = True
-    """If True, the app must register the task. Use False for a task of another app."""
+    """If True, the task must be registered in the app. Use False for a task of another app."""
     check_queue: bool = True
     """If True, reject queues that the app's configuration does not name."""
     fence: bool = False
     """If True, each task runs once, even if Spark sends a partition twice. No task of a failed job
-    runs. A committed *run_id* is not sent again. The app needs ``native_delay_records``."""
+    runs. A *run_id* is not sent again after a success. The app needs ``native_delay_records``."""
     fence_timeout: float = 3600.0
-    """The longest time in seconds from the start of a partition to the end of the job. Then workers
-    assume that the driver died, and apply their setting ``native_delay_fence_policy``."""
+    """The longest time in seconds from the start of a partition to the end of the job. After this
+    time workers assume that the driver died, and apply ``native_delay_fence_policy``."""
     now: datetime = field(default_factory=lambda: datetime.now(UTC))
     """The time from which *countdown* counts: an aware datetime, the same on all executors."""
 

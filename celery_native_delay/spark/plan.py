@@ -1,4 +1,4 @@
-"""The plan of ``FanOut``: Spark counts what sending would do."""
+"""The plan of ``FanOut``: before a send, Spark counts the tasks and the rejected rows."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ FASTEST_PER_SECOND = 25_000
 
 @dataclass(frozen=True)
 class Plan:
-    """Counts and times of what :meth:`FanOut.send` would do."""
+    """Counts and due times of the tasks that :meth:`FanOut.send` would send."""
 
     rows: int
     accepted: int
     rejects: dict[str, int]
     """The number of rows that would be rejected, by reason, most frequent first."""
     duplicates: int
-    """Accepted rows with the task id of another row; the first row of each id is not counted."""
+    """The number of accepted rows, less the number of different task ids."""
     first_due: datetime | None
     last_due: datetime | None
     queues: dict[str, int]
     """The number of accepted tasks by queue."""
     send_seconds: float
-    """The shortest time of sending in seconds, limited by *max_rate* or *connections*."""
+    """The shortest time in seconds for sending all tasks, from *max_rate* and *connections*."""
     due_while_sending: int
-    """Tasks that fall due before sending can end, if sending starts now; some will run late."""
+    """The number of tasks that fall due before sending can end; some of these tasks run late."""
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -59,7 +59,7 @@ class Plan:
 
 
 def make_plan(encoded: Any, facts: AppFacts, options: FanOutOptions) -> Plan:
-    """Count *encoded*: the first Spark job encodes the rows, and later jobs read Spark's cache."""
+    """Count the encoded rows; Spark encodes the rows once, and caches the encoded rows."""
     kept = encoded.select("task_id", "due_us", "queue", "error").persist()
     try:
         return _counted(kept, facts, options)

@@ -21,7 +21,7 @@ class Failure:
 
 @dataclass
 class Receipt:
-    """The counts of one partition, reported to the driver by the Spark task of this partition."""
+    """The counts of one partition, which a Spark task reports to the driver."""
 
     partition: int
     attempt: int
@@ -37,8 +37,8 @@ class Receipt:
     broken: str = ""
     """The reason why sending stopped before the last row; "" if all rows were handled."""
     fence: str = ""
-    """The stamp (a message header) of this attempt in a fenced Spark run; "" without *fence*."""
+    """The message header that identifies this attempt; empty without the option *fence*."""
     last_eta: str = ""
     """The latest due time of the sent tasks, in ISO 8601."""
     sent_after_due: int = 0
-    """The number of tasks that were sent after they were due."""
+    """The number of tasks that were sent after their due time."""

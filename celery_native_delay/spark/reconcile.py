@@ -1,4 +1,4 @@
-"""Compare planned tasks with the telemetry that workers wrote: one verdict per task.
+"""Compare planned tasks with the workers' telemetry (starts and ends): one verdict per task.
 
 The table lists the verdicts in order; the first verdict that fits a task counts:
 
@@ -54,9 +54,9 @@ def read_events(spark: SparkSession, path: str | list[str]) -> DataFrame:
         path: the folder of the telemetry, or several folders. Subfolders are read, too.
 
     Returns:
-        One row per line (the start or the end of an attempt), with the columns of
-        ``celery_native_delay.worker.attempt.FIELDS``. Incomplete lines, which a full disk may
-        leave, are skipped.
+        One row per start or end of an attempt to run a task, with the columns of
+        ``celery_native_delay.worker.attempt.FIELDS``. Incomplete JSON lines (from a full disk) are
+        skipped.
     """
     schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
     lines = spark.read.schema(schema).option("recursiveFileLookup", "true").json(path)
@@ -71,19 +71,19 @@ def reconcile(
     grace_seconds: float = 60.0,
     early_seconds: float = ROUNDING_SECONDS,
 ) -> Reconciliation:
-    """Compare planned tasks with the telemetry of workers: one verdict per task.
+    """Compare planned tasks with the workers' telemetry (starts and ends): one verdict per task.
 
     Args:
         ledger: the planned tasks: ``task_id`` (string), ``due`` (timestamp), and any other columns.
             If a ``task_id`` has several rows, the earliest due time counts. A row without a due
             time is due at once.
-        events: the telemetry, from :func:`read_events`. Tasks of other runs get the verdict
-            ``unplanned``; filter their lines out first, for example by ``task``.
+        events: the telemetry, from :func:`read_events`. Filter out the events of other runs, for
+            example by ``task``: tasks of other runs get the verdict ``unplanned``.
         as_of: the time up to which *events* are complete, an aware datetime; now by default.
-        grace_seconds: seconds after its due time before a task is ``missing``, because telemetry is
-            written later than a task runs.
-        early_seconds: seconds before its due time at which a start is still on time, because clocks
-            differ.
+        grace_seconds: a task is ``missing`` only this long after its due time, because telemetry is
+            written after a delay.
+        early_seconds: a task that starts at most this long before its due time is not ``early``,
+            because clocks differ.
 
     Raises:
         ValueError: a column is missing, has the wrong type, or has the name of a column that this
@@ -142,9 +142,9 @@ def reconcile(
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """The verdict about each planned task, and the counts of each verdict.
+    """One verdict per task, such as ``ok`` or ``missing``, and the counts of the verdicts.
 
-    Every Spark action computes the verdicts again; :meth:`stored` stores them once.
+    Every Spark action computes the verdicts again, but reads the verdicts of :meth:`stored`.
     """
 
     verdicts: DataFrame
@@ -162,25 +162,25 @@ class Reconciliation:
         return Reconciliation(stored.select(*columns), self.ledger_columns)
 
     def counts(self) -> dict[str, int]:
-        """Return the number of tasks of each verdict."""
+        """Return the number of tasks by verdict."""
         rows = self.verdicts.groupBy("verdict").agg(F.count("*").alias("tasks")).collect()
         found = {row["verdict"]: int(row["tasks"]) for row in rows}
         return {verdict: found.get(verdict, 0) for verdict in VERDICTS}
 
     def missing(self) -> DataFrame:
-        """Return the ledger's rows of missing tasks, to be sent again with the same task ids."""
+        """Return the ledger's rows of missing tasks, for a second send with the same task ids."""
         return self.verdicts.where("verdict = 'missing'").select(*map(_quoted, self.ledger_columns))
 
     def summary(self, *by: str, due_seconds: float = 3600.0) -> DataFrame:
-        """Count the tasks of each verdict, with quantiles of the tasks' lateness in seconds.
+        """Count the tasks by verdict, and compute quantiles of the tasks' lateness in seconds.
 
         Tasks that were ``sent_after_due`` are counted, but are not in the quantiles: no broker can
         deliver these tasks on time.
 
         Args:
-            *by: what to group by: ``"queue"`` or ``"worker"`` of the first start (or the planned
+            *by: the groups' names: ``"queue"`` or ``"worker"`` of the first start (or the planned
                 queue), ``"due"``, or columns of the ledger. Without groups there is one row.
-            due_seconds: the length of a group of ``"due"`` in seconds; its name is its start time.
+            due_seconds: the length in seconds of each ``"due"`` group, named by its start.
         """
         known = {name: F.col(_quoted(name)) for name in self.ledger_columns}
         queues = [F.col("ran.queue"), *([known["queue"]] if "queue" in known else [])]

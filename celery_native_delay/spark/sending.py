@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SendJob:
-    """The facts that every Spark task needs to send its rows: app, task, rate, and so on."""
+    """The Celery app, task, rate and so on, with which every Spark task sends rows."""
 
     app: str
     task: str
@@ -46,22 +46,22 @@ class SendJob:
     """The largest number of Celery tasks per second on one connection; None is no limit."""
     fence: Fence | None = None
     id: str = ""
-    """A name shared by the Spark tasks of one job. Each batch of a stream is one job."""
+    """The id of the job that the Spark tasks belong to. Each batch of a stream is one job."""
     driver: tuple[str, int] | None = None
     """The host and port to which executors report counts; None if the driver does not listen."""
 
 
 def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -> Iterator[Failure]:
-    """Send *rows*, tuples of ``encode.SENT_COLUMNS``; count in *receipt*, and yield each Failure.
+    """Send encoded rows as Celery tasks, count the tasks in *receipt*, and yield each Failure.
 
     An outage of the broker does not fail the Spark task, because Spark would send all rows again.
-    After a minute the remaining rows, and rows of the job's later tasks, are "unsent".
+    After a minute of outage, the remaining rows, and rows of later Spark tasks, are "unsent".
 
-    Rows of a fenced run that is already committed are counted and not sent.
+    If an earlier send of the run succeeded (option *fence*), rows are counted and not sent.
 
     Raises:
-        RecordsUnavailable: the run is fenced, and the records are unreachable. Nothing was sent.
-        FanOutFailed: the run is fenced, and a worker has aborted the run. Nothing was sent.
+        RecordsUnavailable: Redis or the database, which *fence* needs, is unreachable.
+        FanOutFailed: with *fence*, a worker has aborted the run. Nothing was sent.
     """
     started = monotonic()
     headers = {}
@@ -163,10 +163,10 @@ def warn_of_late_sending(late: int, sent: int) -> None:
 
 
 class GivenUp:
-    """Tells later Spark tasks on this executor why an earlier task of the job gave up the broker.
+    """A file that tells later Spark tasks on this executor that the broker is unreachable.
 
-    The reason is in a file of Spark's folder for the executor, because Spark ends a Python process
-    with a failed task. Without this folder, each Spark task tries to reach the broker.
+    The file is in Spark's folder for the executor, because Spark ends a Python process with a
+    failed task.
     """
 
     def __init__(self, job_id: str) -> None:
@@ -174,7 +174,7 @@ class GivenUp:
         self._path = Path(SparkFiles.getRootDirectory(), name) if job_id else None
 
     def reason(self) -> str:
-        """Return the reason why an earlier Spark task gave up; "" if no task gave up."""
+        """Return the reason why an earlier Spark task stopped sending; empty without one."""
         if self._path is not None:
             with suppress(OSError):
                 return self._path.read_text()
@@ -189,7 +189,7 @@ class GivenUp:
 
 
 class Pace:
-    """Limits sending to *per_second* tasks a second; pauses are made up for within a second."""
+    """Limits the tasks sent per second; after a pause, one second's tasks may be sent at once."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0

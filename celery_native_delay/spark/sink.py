@@ -40,13 +40,13 @@ _OF_STREAMS = frozenset(("checkpointlocation", "queryname", "outputmode"))
 
 @dataclass
 class Sent(WriterCommitMessage):
-    """The result that a Spark task passes to :meth:`Writer.commit`: the counts of one partition."""
+    """The counts of one partition, which a Spark task passes to :meth:`Writer.commit`."""
 
     receipt: Receipt
 
 
 def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Parse the sink's options: those of :class:`FanOutOptions`, and ``on_reject``.
+    """Parse the sink's options: the options of :class:`FanOutOptions`, and ``on_reject``.
 
     Raises:
         InvalidFanOut: an option is unknown or missing, or has a wrong value.
@@ -90,15 +90,15 @@ class Writer(DataSourceArrowWriter):
         Raises:
             FanOutFailed: the broker has not confirmed some tasks. Spark sends the partition again.
             InvalidFanOut: a row is rejected, and the option *on_reject* is "fail".
-            RecordsUnavailable: the option *fence* is set, and the records are unreachable.
+            RecordsUnavailable: Redis or the database, which *fence* needs, is unreachable.
         """
         return self._send(iterator, self._options.run_id, self._fence, self._job_id)
 
     def commit(self, messages: list[Any]) -> None:
-        """Log the counts; with *fence*, first record the winning attempts: only their tasks run.
+        """Log the counts; with *fence*, first store which attempts count: only their tasks run.
 
         Raises:
-            FanOutFailed: the winning attempts could not be recorded.
+            FanOutFailed: the attempts that count could not be stored.
         """
         receipts = _receipts(messages)
         if self._fence is not None:
@@ -107,7 +107,7 @@ class Writer(DataSourceArrowWriter):
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any]) -> None:
-        """Log that the job failed. With *fence* no task of the job runs; else sent tasks run."""
+        """Log that the job failed. Without *fence* sent tasks run; with *fence* no task runs."""
         if self._fence is not None:
             logger.error("native delay: the job failed; %s", self._fence.abort())
             return
@@ -185,7 +185,7 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         self._set_up(schema, own)
 
     def write(self, iterator: Iterator[Any]) -> Sent:
-        """Send one partition of a micro batch; the query and the batch number name the run."""
+        """Send the rows of one partition of a micro batch as delayed tasks."""
         context = TaskContext.get()
         assert context is not None
         query, batch = map(context.getLocalProperty, _QUERY_AND_BATCH)
@@ -197,7 +197,7 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         return self._send(iterator, f"{run_id}-{batch}", fence, f"{self._job_id}-{batch}")
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Log the counts of the batch; with *fence*, first record the winning attempts."""
+        """Log the counts of the batch; with *fence*, first store which Spark attempts count."""
         receipts = _receipts(messages)
         if self._fence is not None and receipts:
             # Spark makes a new writer to commit, which learns the query's id from the receipts.
@@ -205,7 +205,7 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Log that the batch failed. With *fence* its tasks wait until Spark replays the batch."""
+        """Log that the batch failed. With *fence*, tasks wait until Spark replays the batch."""
         if self._fence is not None:
             logger.error("native delay: the batch failed; its tasks wait for the query's restart")
             return

@@ -1,4 +1,4 @@
-"""The columns that ``FanOut`` reads, and the Spark types that each column may have."""
+"""The columns that ``FanOut`` reads, and the Spark types that are allowed for each column."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _ROLES: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
 
 @dataclass(frozen=True)
 class Slot:
-    """A column that ``FanOut`` reads; *name* is the encoder's name, and *label* the user's option.
+    """A column that ``FanOut`` reads, and the option (*label*) that names the column.
 
-    *role* decides which types the column may have; it is "json" or a key of ``_ROLES``.
+    The field *role*, such as "due" or "json", decides which Spark types are allowed.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Slot:
 
 
 def slots(options: FanOutOptions) -> Iterator[Slot]:
-    """Yield the columns that the *options* of ``FanOut`` name: due times, arguments, and so on."""
+    """Yield the columns that ``FanOut`` reads: due times, arguments, queue, and so on."""
     if options.eta is not None:
         yield Slot("due_in", "eta", options.eta, "due")
         if options.eta_zone is not None and not isinstance(options.eta_zone, str):
@@ -64,10 +64,10 @@ def slots(options: FanOutOptions) -> Iterator[Slot]:
 
 
 def check_type(slot: Slot, kind: t.DataType, *, has_zone: bool) -> None:
-    """Check that a column's type *kind* is allowed for its use, such as due time or queue.
+    """Check that a column's Spark type is allowed for the column's role, such as due time.
 
     Raises:
-        InvalidFanOut: the type is not allowed. The message names the cast that helps.
+        InvalidFanOut: the type is not allowed. The message says which cast to use.
     """
     expected = _expected(slot.role, kind, has_zone=has_zone)
     if expected:
@@ -78,7 +78,7 @@ def check_type(slot: Slot, kind: t.DataType, *, has_zone: bool) -> None:
 
 
 def no_such_column(slot: Slot, columns: Sequence[str]) -> InvalidFanOut:
-    """Return the error for a column that is not in *columns*, or is ambiguous."""
+    """Return the error for a column name that is unknown or ambiguous."""
     name = slot.column
     alike = [one for one in columns if isinstance(name, str) and one.lower() == name.lower()]
     if len(alike) > 1:

@@ -25,9 +25,9 @@ _COLUMN = "\0"
 
 @dataclass(frozen=True)
 class Spread:
-    """The spacing of due times by a rate limit.
+    """The spacing of due times in microseconds by a rate limit, and the limit's burst.
 
-    *column* has each row's key; *column* is None if all tasks share the rate limit.
+    The field *column* names the column with the rate limit's key; None: all tasks share the limit.
     """
 
     spacing_us: int
@@ -40,10 +40,10 @@ class Spread:
         return cls(spacing_us, rate.burst, column)
 
     def over(self, frame: Any, now_us: int) -> Any:
-        """Return *frame* with later values of ``due_us``, so that due times obey the rate limit.
+        """Return a DataFrame with later due times (``due_us``), which obey the rate limit.
 
-        Rows with the same ``line`` (the key of the rate limit) share the limit, from *now_us* on.
-        Rejected rows are not counted.
+        Rows with the same key of the rate limit (the column ``line``) share the limit. Rejected
+        rows are not counted.
         """
         line = "partition by line, error is null order by due_us, task_id"
         ahead_us = (self.burst - 1) * self.spacing_us
@@ -64,10 +64,10 @@ class Spread:
 def spread_of(
     rate: Rate, task: str, run: Any, args_count: int, kwargs_names: Sequence[str]
 ) -> Spread:
-    """Return how *rate* spreads due times; *run* is the task's function, None if not registered.
+    """Return the spacing of due times by the rate limit of a task.
 
     Raises:
-        InvalidFanOut: the key of the rate limit is not among the columns.
+        InvalidFanOut: no column has the key of the rate limit.
     """
     if callable(rate.key):
         raise InvalidFanOut(

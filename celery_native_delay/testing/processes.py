@@ -18,22 +18,22 @@ class BrokerMissing(Exception):
 
 
 class BrokerFailed(Exception):
-    """Raised if the broker did not start or refused a request; the message has its log or reply."""
+    """Raised if the broker did not start or refused a request; the message says why."""
 
 
 _LOWEST = 20_000
 _COUNT = 12_768
-"""Ports up to 32767: Linux gives clients those from 32768 on, macOS from 49152.
+"""Ports up to 32767. Linux gives clients ports from 32768 on, macOS from 49152.
 
-Otherwise a client that reconnects to a dead server could get the server's port, and meet itself.
+Otherwise a client that reconnects to a dead server could get the server's port as its own.
 """
 
 
 def claim_ports(count: int) -> list[socket.socket]:
-    """Claim *count* free TCP ports, and return a socket for each; closing a socket frees its port.
+    """Reserve free TCP ports; return a UDP socket that is bound to the number of each port.
 
-    The socket is a UDP socket with the number of the port: other processes that claim ports see the
-    socket, and the server can bind the TCP port.
+    Other callers skip these ports, and a server can bind the TCP ports. Close a socket to free
+    the port.
     """
     claims: list[socket.socket] = []
     while len(claims) < count:
@@ -72,7 +72,7 @@ if [ -n "$folder" ]; then rm -rf -- "$folder"; fi
 
 
 class KeptServer:
-    """A server that can be started repeatedly, and that ends with the Python process that made it.
+    """A server that ends with the current Python process, and that can be started repeatedly.
 
     Args:
         name: the server's name in error messages, such as "RabbitMQ 3.10.8".
@@ -122,7 +122,7 @@ class KeptServer:
         """Start or resume the server, and wait until *serves* returns True.
 
         Raises:
-            BrokerFailed: the server ended or took too long; the message has the end of its log.
+            BrokerFailed: the server ended or took too long; the message has the end of the log.
         """
         if self.pid is not None:
             self.send(signal.SIGCONT)
@@ -155,13 +155,13 @@ class KeptServer:
             raise BrokerFailed(f"{self.name} {reason}; the end of its log:\n{log}")
 
     def send(self, which: signal.Signals) -> None:
-        """Send the signal *which* to the server and its child processes, if the server runs."""
+        """Send a signal to the server and its child processes, if the server runs."""
         if self._server is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._server.pid, which)
 
     def end(self, how: signal.Signals, *, within_seconds: float = 30) -> None:
-        """Send the signal *how*, and wait for the end; use SIGKILL after *within_seconds*."""
+        """Stop the server with a signal; after *within_seconds*, kill the server with SIGKILL."""
         if self._server is None:
             return
         self.send(how)

@@ -48,7 +48,7 @@ class RabbitMQInstallation:
 
 
 def find_rabbitmq(version: str | None = None) -> RabbitMQInstallation | None:
-    """Return the RabbitMQ of this *version* (None: the system's), or None if not installed."""
+    """Return the installed RabbitMQ of a *version* (default: the system's), or None."""
     for installation in _installations():
         if version is None and installation.root is None:
             return installation
@@ -86,7 +86,7 @@ def _rabbitmq_43_root() -> Path:
 
 
 def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
-    """Return the RabbitMQ of :func:`find_rabbitmq`; raise BrokerMissing if it is not installed."""
+    """Return the installed RabbitMQ of a *version*; raise BrokerMissing if not installed."""
     if installation := find_rabbitmq(version):
         return installation
     if version == "4.3":
@@ -163,11 +163,11 @@ class PrivateRabbitMQ:
 
     Args:
         installation: the RabbitMQ to run.
-        management: if False, run the node without the management API. The node then starts sooner,
-            and methods that need the API raise.
+        management: if False, run the node without the management API. Then the node starts sooner,
+            and methods that need the API raise BrokerFailed.
         config: further lines of rabbitmq.conf.
         advanced_config: the text of advanced.config.
-        erlang_arguments: further arguments of the Erlang runtime, which override our arguments.
+        erlang_arguments: further arguments of the Erlang runtime, which override the defaults.
     """
 
     version: str
@@ -264,7 +264,7 @@ class PrivateRabbitMQ:
         self._node.send(signal.SIGCONT)
 
     def close(self) -> None:
-        """Kill the node and remove its files. The same happens when the Python process ends."""
+        """Kill the node and remove its files; also done when the Python process ends."""
         self._node.close()
         for claim in self._claims:
             claim.close()
@@ -317,7 +317,7 @@ class PrivateRabbitMQ:
         definition: Mapping[str, object],
         apply_to: Literal["queues", "exchanges", "all"] = "queues",
     ) -> None:
-        """Create or replace a policy; existing queues get the policy a little later."""
+        """Create or replace a policy; RabbitMQ applies it to existing queues a little later."""
         body = {"pattern": pattern, "definition": dict(definition), "apply-to": apply_to}
         self.api("PUT", f"/policies/{quote(vhost, safe='')}/{quote(name, safe='')}", body)
 
@@ -330,7 +330,7 @@ class PrivateRabbitMQ:
         return queues
 
     def api(self, method: str, path: str, body: object = None) -> Any:
-        """Request *path*, such as "/overview", of the management API, and return the answer's JSON.
+        """Call the management API, such as GET "/overview"; return the decoded JSON answer.
 
         Raises:
             BrokerFailed: the node refused the request; the message has the node's answer.

