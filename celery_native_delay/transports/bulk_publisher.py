@@ -51,7 +51,7 @@ class TaskTemplate(ABC):
 
 
 class BulkPublisher:
-    """Publishes many messages through *outbox*, which keeps unconfirmed messages. Not thread-safe."""
+    """Publishes many messages through *outbox*, which keeps unconfirmed messages."""
 
     def __init__(self, outbox: Outbox[Any, Any], template: type[TaskTemplate]) -> None:
         self.outbox = outbox

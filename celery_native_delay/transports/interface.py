@@ -27,9 +27,8 @@ from ..settings import DelaySettings
 class Wait:
     """An early message that a worker puts back into the broker until the due time.
 
-    At the due time, kombu's *message* returns only to *queue*, where the worker received it. The
-    due time *due_us* is in microseconds since the epoch. Without *delivery_id*, the message gets a
-    new id.
+    At the due time, *message* returns only to *queue*, where the worker received it. *due_us* is in
+    microseconds since the epoch. Without *delivery_id*, the message gets a new id.
     """
 
     message: Any

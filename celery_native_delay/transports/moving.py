@@ -19,9 +19,8 @@ from ..message import Delayed
 class Moving:
     """A waiting message that ``delay migrate`` moves, with its properties and body as published.
 
-    AMQP's *properties* contain the headers as ``application_headers``. *again* is True if an
-    interrupted run may already have moved the message. *known* is True if the task records list the
-    message.
+    AMQP's *properties* contain the headers (``application_headers``). *again* is True if an earlier
+    run may already have moved the message. *known* is True if the task records list the message.
     """
 
     body: bytes
@@ -48,9 +47,7 @@ class Moving:
 
 @dataclass(frozen=True)
 class Stays:
-    """A message that ``delay migrate`` does not move, and the reason; *should* is True for a
-    failure.
-    """
+    """A message that ``delay migrate`` does not move; *should* is True if this is a failure."""
 
     why: str
     should: bool = True
@@ -89,9 +86,7 @@ class Source(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Delete the last message that :meth:`found` yielded; return False if the message has
-        changed.
-        """
+        """Delete the last message of :meth:`found`; return False if the message has changed."""
 
     def close(self) -> None:  # noqa: B027  nothing to do where nothing is held
         """Unlock the last message. If :meth:`done` was not called, the message stays."""
@@ -148,8 +143,7 @@ class MovingPart(ABC):
 class Remnant:
     """Queues and exchanges of former settings or of Celery's own delayed delivery.
 
-    *waiting* counts the messages in these queues. *bindings* are Celery's bindings on user
-    exchanges.
+    *waiting* counts the messages in these queues. *bindings* are Celery's own bindings.
     """
 
     name: str
