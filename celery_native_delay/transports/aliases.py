@@ -1,8 +1,8 @@
 """Register our transports under kombu's own aliases, such as ``amqp``.
 
-Our transports are subclasses of kombu's transports. They delay messages only on a connection with
-``transport_options["native_delay"]``. This option is kept by connection pools, clones, pickling and
-failover.
+Our transports are subclasses of kombu's transports. Each subclass delays messages only on a
+connection with ``transport_options["native_delay"]``. Connection pools, clones, pickling and
+failover keep this option.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def settings_from_option(option: Any) -> DelaySettings:
             :class:`DelaySettings`.
 
     Raises:
-        SettingsError: the option is none of these, or a setting is wrong.
+        SettingsError: *option* has another type, or a setting is wrong.
     """
     match option:
         case True:

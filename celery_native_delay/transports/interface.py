@@ -280,7 +280,7 @@ class AdminPart(Protocol):
         """Delete all waiting messages; return how many were deleted."""
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
-        """Return number and first *limit* of undeliverable messages; None during a retry."""
+        """Return number and first *limit* of undeliverable messages; None during retries."""
 
     def requeue(self) -> Rescue | None:
         """Publish undeliverable messages again; return None if a worker is already doing so."""

@@ -62,7 +62,7 @@ class Delays(recorded.Delays):
 
 
 class RecordedChannel(recorded.Channel, Channel):
-    """A pgmq channel that keeps records of waiting messages to direct exchanges."""
+    """A pgmq channel with records of waiting tasks, except tasks to topic or fanout exchanges."""
 
     delays_class = Delays
 
@@ -162,7 +162,7 @@ class PgmqAdminPart(NothingParked):
 
 
 class PgmqCollecting(Collecting):
-    """A pgmq channel that collects messages to direct exchanges for a bulk publisher."""
+    """A pgmq channel that collects messages for a bulk publisher."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> PlainMessage:
         due_us = self.due_of(message)

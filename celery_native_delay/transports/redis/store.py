@@ -102,7 +102,7 @@ class Store:
     # --- one message changed -------------------------------------------------------------
 
     def replace(self, member: str, old: bytes, due_us: int | None, new: bytes) -> int | None:
-        """Replace a waiting message and its due time; for *due_us* None, the message is due now.
+        """Replace a waiting message and its due time; without *due_us*, the message is due now.
 
         Returns the due time by the server's clock, or None if the message has changed.
         """
@@ -160,7 +160,7 @@ class Store:
     # --- throwing away -------------------------------------------------------------------
 
     def purge(self, *, parked: bool) -> int:
-        """Remove all waiting messages, or all rejected ones if *parked*; return their number."""
+        """Remove all waiting messages, or all rejected messages; return their number."""
         source = self.keys.parked if parked else self.keys.due
         return throw_away(self, [source, self.keys.messages, self.keys.ids], "-inf", "+inf")
 

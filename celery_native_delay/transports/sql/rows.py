@@ -1,4 +1,4 @@
-"""SQL statements on waiting messages: one by one for changes, in batches for the dispatcher."""
+"""The SQL statements that select, change and delete waiting messages."""
 
 from __future__ import annotations
 

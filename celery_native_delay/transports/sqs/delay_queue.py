@@ -34,7 +34,7 @@ ASKED = [*_COUNTS, _SIZE, *_FIFO_ONLY, "DelaySeconds", "MessageRetentionPeriod",
 
 
 def asked_of(name: str) -> list[str]:
-    """Return the names of the SQS attributes to read of a queue."""
+    """Return the names of the SQS attributes to read for the queue *name*."""
     return ASKED if name.endswith(FIFO) else [*_COUNTS, _SIZE]
 
 

@@ -142,7 +142,7 @@ def is_gone(exc: ClientError) -> bool:
 
 
 def is_about_a_message(exc: ClientError) -> bool:
-    """Return True if SQS refuses only one message, and the queue and connection are fine."""
+    """Return True if the error is about one message, not about the queue or the connection."""
     return exc.response.get("Error", {}).get("Code") in _MESSAGE_REFUSED
 
 

@@ -81,8 +81,8 @@ def set_up(
 ) -> tuple[list[str], list[str], dict[str, list[Finding]]]:
     """Create the delay queues of *queues*, for messages that wait over 15 minutes.
 
-    Returns the names of correct delay queues, the names of delay queues that cannot be created, and
-    the findings about wrong delay queues by queue.
+    Returns the names of correct delay queues, the names of delay queues that cannot be created,
+    and, by queue, the findings about wrong delay queues.
     """
     found, lacking, wrong = [], [], {}
     for queue in queues:

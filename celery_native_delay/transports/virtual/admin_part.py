@@ -11,7 +11,7 @@ from .wrapping import unwrapped
 
 
 class AdminPart:
-    """Answers the command line's questions from a *_store*, the place where messages wait."""
+    """The operations of the ``delay`` commands on Redis or a database."""
 
     name: str
     _store: Any

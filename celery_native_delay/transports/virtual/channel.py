@@ -38,7 +38,7 @@ class Message(virtual.Message):  # type: ignore[misc]
 
 
 class PublishingChannel:
-    """A channel that, when closed, raises an error that kombu retries."""
+    """A channel whose publish raises an error that kombu retries, if the channel is closed."""
 
     disconnected: ClassVar[type[Exception]] = RecoverableConnectionError
     """A closed channel raises this error, from which the transport's connection recovers."""
@@ -57,7 +57,7 @@ class PublishingChannel:
 
     @staticmethod
     def due_of(message: dict[str, Any]) -> int | None:
-        """Return the due time of *message* in µs; None if the message must not wait."""
+        """Return the due time of *message* in µs; None if the message does not wait."""
         if message.get("redelivered"):
             return None
         due_us = due_of(message.get("headers"))

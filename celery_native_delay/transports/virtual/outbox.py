@@ -64,7 +64,7 @@ class NotTaken(Exception):
 
 
 class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
-    """Keeps a bulk publisher's messages until the call that stores the messages returns."""
+    """Keeps a bulk publisher's messages until the call that sends the messages succeeds."""
 
     @abstractmethod
     def _deliver(self, batch: OutboxBatch[MessageT]) -> None:

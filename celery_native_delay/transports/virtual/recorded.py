@@ -53,8 +53,7 @@ class Delays(delays.Delays):
     ) -> Any:
         """Return kombu's *message* for *queue* in the form that is sent, with our header.
 
-        Without *delivery_id*, the message gets a new id. Raises an error if the message cannot
-        wait.
+        Without *delivery_id*, a new id is made. Raises an error if the message cannot wait.
         """
         self.check_settings()
         properties = message["properties"]
@@ -85,9 +84,9 @@ class Delays(delays.Delays):
         delivery_id: str | None = None,
         recorded: bool = True,
     ) -> None:
-        """Publish kombu's *message* to wait for *queue*; *recorded* adds it to the task records.
+        """Publish kombu's *message* to wait for *queue*.
 
-        The delay may exceed a producer's longest delay (:meth:`check_reach`). Raises the errors of
+        If *recorded* is True, the task records list the message. Raises the errors of
         :meth:`put_of` and :meth:`send`.
         """
         put = self.put_of(queue, message, due_us=due_us, delivery_id=delivery_id)

@@ -1,7 +1,7 @@
 """Encode kombu's message as JSON once, then fill in the values of each delayed task.
 
-Without this, kombu and this package take about 60 µs for a message. Tasks with the same options
-differ in a few values. A template is the JSON of one message, split at these values.
+kombu and this package need about 60 µs to make a message. Tasks with the same options differ in a
+few values. A template is the JSON of one message, split at these values.
 """
 
 from __future__ import annotations

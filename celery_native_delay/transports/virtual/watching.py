@@ -29,7 +29,7 @@ class Sign:
     """The heartbeat of one process that moves due messages."""
 
     def __init__(self, show: Callable[[], object], *errors: type[Exception]) -> None:
-        """The function *show* writes the heartbeat. *errors* of *show* are logged and ignored."""
+        """The function *show* writes the heartbeat. Expected *errors* are logged."""
         self._show = show
         self._errors = errors
         self._next_at = 0.0

@@ -48,7 +48,7 @@ def id_of(message: Mapping[str, Any]) -> str:
 
 
 def encoded(message: Mapping[str, Any]) -> str:
-    """Return *message* as JSON, a tenth shorter than kombu's JSON, because without blanks."""
+    """Return *message* as JSON without blanks, a tenth shorter than kombu's JSON."""
     text: str = dumps(message, separators=(",", ":"))
     return text
 
