@@ -1,6 +1,6 @@
-"""The transports: one module or folder per broker, without imports from each other.
+"""The transports: one module or folder per broker. Transports do not import each other.
 
-A file name means the same in each folder. ``transport`` is kombu's transport with our channels.
-``delays`` publishes, and ``outbox`` publishes in bulk. ``worker_part`` does a worker's duties,
-``admin_part`` carries out commands, ``waiting`` lists and cancels waiting tasks.
+A file name means the same in each folder. ``transport`` extends kombu's transport. ``delays``
+publishes single delayed messages, and ``outbox`` publishes in bulk. ``worker_part`` is for workers,
+``admin_part`` for commands. ``waiting`` lists and cancels waiting tasks.
 """

@@ -1,8 +1,8 @@
 """Register our transports under kombu's own aliases, such as ``amqp``.
 
-Our transports are subclasses of kombu's. They delay messages only on a connection with
-``transport_options["native_delay"]``. An option survives pools, clones, pickling and failover; a
-subclass of Connection would not.
+Our transports are subclasses of kombu's transports. Each subclass delays messages only on a
+connection with ``transport_options["native_delay"]``. Connection pools, clones, pickling and
+failover keep this option.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ originals: dict[str, Any] = {}
 
 
 def register_transports() -> None:
-    """Replace kombu's transports by ours in kombu's ``TRANSPORT_ALIASES``. Idempotent."""
+    """Replace kombu's transports with our subclasses in kombu's ``TRANSPORT_ALIASES``."""
     for alias, path in ALIASES.items():
         present = transport.TRANSPORT_ALIASES.get(alias)
         if present is not None and present != path:
@@ -85,15 +85,15 @@ def register_transports() -> None:
 
 
 def transport_for(url: str | Sequence[str], *, store: str | None = None) -> str | None:
-    """Return the name of our transport that serves a broker.
+    """Return the name of our transport for a broker URL.
 
     Args:
-        url: the broker's URL, as Celery takes it. Of a list of URLs, the first one decides.
-        store: ``native_delay_store``, the database in which messages wait. Most of kombu's
-            transports cannot delay without it.
+        url: the broker URL, or a list of URLs, of which the first URL decides.
+        store: ``native_delay_store``, the URL of the database for waiting messages. Most of kombu's
+            transports need this database to delay messages.
 
     Returns:
-        "rabbitmq", "redis", "sqs", "pgmq" or "sql"; None if no transport of ours serves the broker.
+        "rabbitmq", "redis", "sqs", "pgmq" or "sql"; None if we have no transport for the broker.
     """
     if not isinstance(url, str) and not (isinstance(url, Sequence) and url):
         raise TypeError(f"expected a broker's URL, or a list of them, got {url!r}")
@@ -103,7 +103,7 @@ def transport_for(url: str | Sequence[str], *, store: str | None = None) -> str 
 
 
 def transport_of(alias: object, *, store: str | None) -> str | None:
-    """Return our transport's name for kombu's *alias*; None if we cannot delay with *alias*."""
+    """Return the name of our transport for kombu's transport *alias*, or None."""
     path = ALIASES.get(alias) if isinstance(alias, str) else None
     if path is None or (needs_store(alias) and store is None):
         return None
@@ -112,7 +112,7 @@ def transport_of(alias: object, *, store: str | None) -> str | None:
 
 @contextmanager
 def url_errors_explained() -> Iterator[None]:
-    """Turn kombu's errors for an unknown URL scheme or a missing package into UnsupportedBroker."""
+    """Turn kombu's errors for a wrong URL scheme or a missing package into UnsupportedBroker."""
     try:
         yield
     except ModuleNotFoundError as exc:
@@ -150,11 +150,9 @@ _URLS = ("records", "store")
 
 
 def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
-    """Return the value of the transport option ``native_delay`` for *settings*.
+    """Return *settings* as the value of the transport option ``native_delay``.
 
-    The value is plain data, because ``celery inspect stats`` shows it as JSON. The keys have a
-    fixed order, because the repr is part of kombu's pool key. If *settings* is a SettingsError,
-    only delayed messages raise the error.
+    The value is plain JSON data in a fixed order, because its repr is part of kombu's pool key.
     """
     if isinstance(settings, SettingsError):
         return {"misconfigured": str(settings)}
@@ -178,7 +176,7 @@ _whole_urls: dict[str, str] = {}
 
 
 def asks_for_delays(option: Any) -> bool:
-    """Return True if this value of the option ``native_delay`` enables delays, as ``{}`` does."""
+    """Return True if this value of the option ``native_delay`` enables delays."""
     if option is None or option is False:
         return False
     enabled = option.get("enabled", True) if isinstance(option, Mapping) else True
@@ -193,7 +191,7 @@ def settings_from_option(option: Any) -> DelaySettings:
             :class:`DelaySettings`.
 
     Raises:
-        SettingsError: the option is none of these, or a setting is wrong.
+        SettingsError: *option* has another type, or a setting is wrong.
     """
     match option:
         case True:
@@ -221,7 +219,7 @@ def delay_headers(
     eta: datetime | str | None = None,
     now: datetime | None = None,
 ) -> dict[str, str]:
-    """Return headers that delay a message published by plain kombu.
+    """Return message headers that delay a message published by plain kombu.
 
     Args:
         countdown: seconds from *now*.
@@ -232,7 +230,7 @@ def delay_headers(
         ``{"eta": ISO 8601 text}``: merge this dict into the message's own headers.
 
     Raises:
-        InvalidDueTime: neither or both values were given, or the value is not a point in time.
+        InvalidDueTime: both or neither of *countdown* and *eta* are given, or the time is invalid.
     """
     if (countdown is None) == (eta is None):
         raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")

@@ -1,4 +1,4 @@
-"""Publish in bulk: on one connection, by templates, without a wait for each confirm."""
+"""Publish many messages on one connection, without waiting for each confirm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TaskValues = tuple[str, str, str, str, bytes]
 
 
 class TaskTemplate(ABC):
-    """A task message, encoded once, in which only id, due time and arguments change."""
+    """An encoded task message in which only the id, the due time and the arguments change."""
 
     def __init__(self, body: bytes) -> None:
         #: The body of the task whose message became the template.
@@ -34,7 +34,7 @@ class TaskTemplate(ABC):
     @classmethod
     @abstractmethod
     def of(cls, message: Any, channel: Any) -> Self | None:
-        """Return a template of *message*; None if it would not reproduce kombu's bytes."""
+        """Make a template from *message*; return None if the template cannot copy kombu's bytes."""
 
     @staticmethod
     @abstractmethod
@@ -43,15 +43,15 @@ class TaskTemplate(ABC):
 
     @abstractmethod
     def makes(self, message: Any, values: TaskValues) -> bool:
-        """Return True if the template, filled with *values*, has the same bytes as *message*."""
+        """Return True if this template with *values* produces the same bytes as *message*."""
 
     @abstractmethod
     def another(self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues) -> Any:
-        """Return a message with *values*; None if it is already due. May raise DelayTooLong."""
+        """Make a message with *values*; return None if the message is already due."""
 
 
 class BulkPublisher:
-    """Publishes many messages through *outbox*; a bulk publisher is for one thread."""
+    """Publishes many messages through *outbox*, which keeps unconfirmed messages."""
 
     def __init__(self, outbox: Outbox[Any, Any], template: type[TaskTemplate]) -> None:
         self.outbox = outbox
@@ -61,10 +61,9 @@ class BulkPublisher:
         self._last: list[Any] = []
 
     def publish(self, publish: Callable[[Any], object]) -> None:
-        """Publish one message by kombu: the function *publish* gets a kombu producer.
+        """Publish one message with kombu: call the function *publish* with a kombu producer.
 
-        Raises the errors of *publish* and of :meth:`Outbox.patiently`. After an error the message
-        was not sent.
+        After an error the message was not sent.
         """
 
         def collect(channel: Any) -> Any:
@@ -81,25 +80,25 @@ class BulkPublisher:
 
     @property
     def last_headers(self) -> Mapping[str, Any] | None:
-        """Return the headers of the last message; None if it was not a single message."""
+        """Return the headers of the last published message, or None."""
         last = self._one()
         return None if last is None else self._template.headers_of(last)
 
     def learn(self) -> TaskTemplate | None:
-        """Return a template of the last published message; None if it cannot become one."""
+        """Make a template (an encoded task message) of the last message, or return None."""
         last = self._one()
         return None if last is None else self._template.of(last, self.outbox.channel)
 
     def made_by(self, template: TaskTemplate, values: TaskValues) -> bool:
-        """Return True if *template*, filled with *values*, has the last message's bytes."""
+        """Return True if *template* with *values* produces the bytes of the last message."""
         last = self._one()
         return last is not None and template.makes(last, values)
 
     def send(self, template: TaskTemplate, due_us: int, values: TaskValues) -> bool:
-        """Publish a task by *template*, an encoded task message that is filled in with *values*.
+        """Publish a task with *template* (an encoded task message) and *values*.
 
-        Returns False if :meth:`publish` must publish the task instead. Raises DelayTooLong and the
-        errors of :meth:`publish`. After an error the task was not sent.
+        Returns False if the caller must call :meth:`publish` instead. After an error the task was
+        not sent.
         """
         now_us = time_ns() // 1000
         if due_us <= now_us or now_us > template.valid_until_us:
@@ -122,7 +121,7 @@ class BulkPublisher:
 
 
 class RandomIds:
-    """Makes random ids for one thread, 256 per request to the operating system."""
+    """Makes random ids, 256 per request to the operating system. Not thread-safe."""
 
     def __init__(self) -> None:
         self._left: list[str] = []

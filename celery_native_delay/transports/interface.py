@@ -1,7 +1,7 @@
-"""Define what every transport offers to workers, to the command line and to ``bulk(app)``.
+"""The interface of all transports for workers, the command line and ``bulk(app)``.
 
-A channel that can delay has ``worker_part(settings)`` and ``admin_part(settings)``. The channel's
-transport has ``bulk_publisher(window=…)``.
+A channel that can delay messages has the methods ``worker_part(settings)`` and
+``admin_part(settings)``. The channel's transport has the method ``bulk_publisher(window=…)``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..settings import DelaySettings
 
 @dataclass(frozen=True)
 class Wait:
-    """A received message that a worker puts back into the broker until *due_us*.
+    """An early message that a worker puts back into the broker until the due time.
 
-    When due, kombu's *message* returns only to *queue*, from which it came. *due_us* is in
-    microseconds since the epoch. A *delivery_id* of None makes a new delivery id.
+    At the due time, *message* returns only to *queue*, where the worker received it. *due_us* is in
+    microseconds since the epoch. Without *delivery_id*, the message gets a new id.
     """
 
     message: Any
@@ -45,13 +45,13 @@ class Wait:
 
     @cached_property
     def new_id(self) -> str:
-        """Return a new delivery id, the same at every attempt to put this message back."""
+        """Return a new delivery id for this message; repeated attempts use the same id."""
         return token_hex(16)
 
 
 @dataclass
 class Rescue:
-    """Numbers of parked messages delivered, put back to wait, dropped as expired, left parked."""
+    """Counts of parked (due, but undeliverable) messages after another delivery attempt."""
 
     delivered: int = 0
     waiting_again: int = 0
@@ -71,7 +71,7 @@ class Rescue:
 
 
 class WorkerPart(ABC):
-    """The duties of a worker for its broker besides consuming, on a separate channel."""
+    """A worker's operations on its broker besides consuming, on a separate channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         self.settings = settings
@@ -83,27 +83,27 @@ class WorkerPart(ABC):
 
     @abstractmethod
     def prepare(self, where: str) -> str:
-        """Make the broker ready for consuming; return the sentence that the worker logs.
+        """Prepare the broker for delayed messages; return a sentence for the worker's log.
 
-        *where* is the broker's URL without its password. Raises NativeDelayError, which says what
-        to do, if delayed messages cannot wait on this broker.
+        *where* is the broker URL without the password. Raises NativeDelayError if delayed messages
+        cannot wait on this broker.
         """
 
     @property
     def terms(self) -> str:
-        """Return the end of the worker's log line at boot: longest delay, adopting on or off."""
+        """Return the end of the worker's log line at startup, such as the longest delay."""
         longest = duration(self.settings.longest_delay_seconds)
         return f"longest delay {longest}; adopting {'on' if self.settings.adopt else 'off'}"
 
     def dangers(self) -> list[Finding]:
         """Return findings about broker settings that may lose messages or deliver early.
 
-        Raises ManagementUnavailable if the management API does not answer.
+        Raises ManagementUnavailable if RabbitMQ's management API does not answer.
         """
         return []
 
     def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
-        """Put messages back to wait; return one item per message: an error, or None."""
+        """Put early messages back to wait; return an error or None for each message."""
         refusals: list[NativeDelayError | None] = []
         for wait in waits:
             try:
@@ -115,34 +115,34 @@ class WorkerPart(ABC):
 
     @abstractmethod
     def put_one_back(self, wait: Wait) -> None:
-        """Put one message back to wait. Raises NativeDelayError if it cannot wait there."""
+        """Put one early message back to wait. Raises NativeDelayError if that is impossible."""
 
     def rescue(self) -> Rescue | None:
         """Publish parked messages (due, but undeliverable so far) again.
 
-        Returns None if another process does this now. Raises NotPermitted if the broker user lacks
-        a permission.
+        Returns None if another process is already doing so. Raises NotPermitted if the broker user
+        lacks a permission.
         """
         return Rescue()
 
     def promoter(self, connect: Callable[..., Any]) -> Promoter | None:
-        """Return a loop that moves due messages; None if the broker itself delivers them.
+        """Return a loop that moves due messages to their queues; None if the broker does so.
 
-        *connect* takes ``transport_options`` and returns a kombu connection.
+        The function *connect* takes ``transport_options`` and returns a kombu connection.
         """
         return None
 
     def receipts(self) -> Receipts | None:
-        """Return the object that tells if a message may run; None if the app keeps no records."""
+        """Return the check for cancelled tasks; None if the app keeps no task records."""
         return None
 
     def sweep(self) -> int:
-        """Delete the records of waiting messages lost long ago; return their number."""
+        """Delete old records of lost messages; return the number of deleted records."""
         return 0
 
 
 class Promoter(Protocol):
-    """A loop that moves due messages into their queues, and parks undeliverable messages."""
+    """A loop that moves due messages to their queues, and sets undeliverable messages aside."""
 
     promoted: int
     parked: int
@@ -150,19 +150,19 @@ class Promoter(Protocol):
     def run(self) -> None: ...
 
     def stop(self) -> None:
-        """Make :meth:`run` return soon. Any thread or signal handler may call this."""
+        """Make :meth:`run` return soon. Any thread or signal handler may call this method."""
 
 
 @runtime_checkable
 class ServesQueues(Protocol):
-    """A WorkerPart or AdminPart of a broker that needs the names of the app's queues."""
+    """A WorkerPart or AdminPart that needs the names of the app's queues."""
 
     def serve(self, queues: Sequence[str]) -> None:
-        """Create or watch what the broker needs to delay messages for the named queues."""
+        """Prepare the broker to delay messages for the named queues."""
 
 
 class Answer(Enum):
-    """The records' answer to a worker that asks whether a message may run."""
+    """The answer to a worker that asks whether a delayed message may run."""
 
     RUN = "run"
     DROP = "drop"
@@ -172,17 +172,17 @@ class Answer(Enum):
 
 
 class Receipts(Protocol):
-    """Tells a worker, from the records of waiting tasks, whether a message that waited may run."""
+    """Decides, from the records of waiting tasks, whether a delayed message may run."""
 
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
-        """Answer whether the message with these *headers* may run; *delayed* describes its wait."""
+        """Decide whether the message with these *headers* may run."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class ParkedTask:
-    """A parked (due, but undeliverable) task: name, id, destination, due time; None if unknown."""
+    """A parked task: due, but undeliverable. Unknown attributes are None."""
 
     task: str | None
     id: str | None
@@ -192,7 +192,7 @@ class ParkedTask:
 
     @classmethod
     def of(cls, headers: Mapping[str, Any], delayed: Delayed | None) -> ParkedTask:
-        """Return the parked task with these *headers*; *delayed* describes its wait, if known."""
+        """Return the parked (due, but undeliverable) task of a message with these *headers*."""
         task, task_id = headers.get("task"), headers.get("id")
         if delayed is None:
             return cls(task, task_id, None, None, None)
@@ -209,12 +209,12 @@ class Report(Protocol):
         """Return the report as data for ``--json``."""
 
     def lines(self, table: Callable[[tuple[str, ...], list[tuple[Any, ...]]], str]) -> list[str]:
-        """Return the lines of the report for people; *table* aligns columns under headings."""
+        """Return the report's lines for people; the function *table* formats rows as a table."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """A report made of *facts* for ``--json`` and *sentences* for people."""
+    """A report with *facts* for ``--json`` and *sentences* for people."""
 
     facts: Mapping[str, Any]
     sentences: Sequence[str]
@@ -228,7 +228,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Level:
-    """One delay level (a queue with a TTL) of RabbitMQ: its name, TTL, and number of messages."""
+    """One delay queue of RabbitMQ (a queue with a TTL): name, TTL and number of messages."""
 
     name: str
     ttl_seconds: float
@@ -239,10 +239,10 @@ class Level:
 class Backlog:
     """The numbers of waiting and parked (due, but undeliverable) messages on a broker.
 
-    *records_answer* is False if the records of waiting tasks are unreachable, and None if the app
-    keeps none. *until_first_us* is the time in microseconds until the first message is due,
-    negative if it is overdue. *in_records* counts the waiting messages in the records. Unknown
-    numbers are None.
+    Unknown numbers are None. *in_records* counts the waiting messages in the task records.
+    *records_answer* is False if the records are unreachable, and None if the app keeps no records.
+    *until_first_us* is the time in microseconds until the first message is due; negative means
+    overdue.
     """
 
     waiting: int
@@ -254,7 +254,7 @@ class Backlog:
 
 
 class AdminPart(Protocol):
-    """A broker's answers to the command line."""
+    """The operations of the ``delay`` commands on one broker."""
 
     name: str
     """The name of the place where messages wait, such as ``celery_delay.v1.31x125ms.quorum``."""
@@ -262,39 +262,39 @@ class AdminPart(Protocol):
     """The name of the place that holds parked (due, but undeliverable) messages."""
 
     def declare(self, queues: Sequence[Any]) -> Report:
-        """Declare what delayed messages need; *queues* are the app's queues."""
+        """Create everything that delays need on the broker; *queues* are the app's queues."""
 
     def verify(self) -> list[Finding]:
         """Compare declarations and policies of the broker with the needs of delays."""
 
     def examine(self) -> list[Finding]:
-        """Look for problems: overdue or parked messages, wrong clocks, lost records."""
+        """Look for problems, such as overdue messages, wrong clocks and lost task records."""
 
     def status(self) -> Report:
-        """Count waiting and parked messages; may take as long as the records' timeout."""
+        """Count waiting and parked (due, but undeliverable) messages, as a report."""
 
     def backlog(self) -> Backlog:
-        """Count waiting and parked messages, quickly enough for a call every few seconds."""
+        """Count waiting and parked (due, but undeliverable) messages quickly, for monitoring."""
 
     def purge(self) -> int:
         """Delete all waiting messages; return how many were deleted."""
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
-        """Return number and first *limit* of parked messages; None while a worker retries them."""
+        """Return number and first *limit* of undeliverable messages; None during retries."""
 
     def requeue(self) -> Rescue | None:
-        """Publish parked messages again; return None while a worker already does so."""
+        """Publish undeliverable messages again; return None if a worker is already doing so."""
 
     def purge_parked(self) -> int:
-        """Delete all parked messages; return how many were deleted."""
+        """Delete all due but undeliverable messages; return how many were deleted."""
 
 
 @runtime_checkable
 class ExpectsQueues(Protocol):
-    """An AdminPart that also checks what the app's queues need."""
+    """An AdminPart that also checks the app's queues."""
 
     def expect(self, queues: Sequence[Any]) -> None:
-        """Tell :meth:`AdminPart.verify` which queues the app has."""
+        """Set the app's queues, which :meth:`AdminPart.verify` checks."""
 
 
 def lines_of(channel: Any, settings: DelaySettings) -> Lines:
@@ -317,6 +317,6 @@ WHERE_KEYS_ARE_KEPT = (
 
 
 def without_records(channel: Any) -> UnsupportedBroker:
-    """Return the error for a broker that has no place for debounce, throttle and unique keys."""
+    """Return the error for a broker that cannot store debounce, throttle and unique keys."""
     where = channel.connection.client.as_uri()
     return UnsupportedBroker(f"{where} has no place for the records of keys: {WHERE_KEYS_ARE_KEPT}")

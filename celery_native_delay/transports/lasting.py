@@ -1,7 +1,7 @@
-"""Recognise lasting errors of a connection: another attempt would fail too, so there is none.
+"""Recognise lasting connection errors: another attempt would fail too.
 
-Examples are a wrong password, a missing database, and an untrusted certificate. A host that does
-not answer is an outage, which may end.
+Examples are a wrong password, a missing database and an untrusted certificate. An unreachable host
+is no lasting error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SQLITE = frozenset((3, 8, 14, 23, 26))
 
 
 def with_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield *error* and its causes, outermost first. A TLS error's context is also a cause."""
+    """Yield *error*, then each exception that caused this error."""
     while error is not None:
         yield error
         context = error.__context__
@@ -42,7 +42,7 @@ def with_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_lasting_tls(error: BaseException) -> bool:
-    """Return True if client or server rejects the other's TLS, or does not speak TLS."""
+    """Return True if client or server rejects the peer's TLS, or does not speak TLS."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return True
     reason = (isinstance(error, ssl.SSLError) and error.reason) or ""
@@ -51,7 +51,7 @@ def is_lasting_tls(error: BaseException) -> bool:
 
 
 def is_lasting_sql(error: BaseException) -> bool:
-    """Return True if a database driver's error, or SQLAlchemy's wrapper of it, is lasting."""
+    """Return True if another attempt would end with the same database error."""
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     if isinstance(state, str) and state.startswith(_SQL_STATES):
         return True

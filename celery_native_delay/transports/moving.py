@@ -1,4 +1,4 @@
-"""Define a transport's part in ``delay migrate`` and ``delay prune``."""
+"""The interface of transports for ``delay migrate`` and ``delay prune``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ..message import Delayed
 
 @dataclass(frozen=True)
 class Moving:
-    """A waiting message that ``delay migrate`` moves, with the properties and body as published.
+    """A waiting message that ``delay migrate`` moves, with its properties and body as published.
 
-    AMQP's *properties* have the headers under ``application_headers``. *again* is True if an
-    interrupted run may already have moved the message. *known* is True if the records list it.
+    AMQP's *properties* contain the headers (``application_headers``). *again* is True if an earlier
+    run may already have moved the message. *known* is True if the task records list the message.
     """
 
     body: bytes
@@ -47,7 +47,7 @@ class Moving:
 
 @dataclass(frozen=True)
 class Stays:
-    """A message that ``delay migrate`` leaves, and why; *should* is True if that is a failure."""
+    """A message that ``delay migrate`` does not move; *should* is True if this is a failure."""
 
     why: str
     should: bool = True
@@ -62,7 +62,7 @@ Found = Moving | Stays | Void
 
 
 class Source(ABC):
-    """A place from which ``delay migrate`` takes waiting messages."""
+    """A queue or database from which ``delay migrate`` takes waiting messages."""
 
     name: str
 
@@ -70,30 +70,30 @@ class Source(ABC):
     """True if moved messages keep their debounce, throttle or unique key."""
 
     def key_records(self) -> KeyRecords | None:
-        """Return the records of debounce, throttle and unique keys; None if unknown."""
+        """Return the stored debounce, throttle and unique keys; None if they are unknown."""
         return None
 
     @abstractmethod
     def count(self) -> int:
-        """Return roughly how many messages wait in this place, without taking any message."""
+        """Return the approximate number of waiting messages in this source."""
 
     @abstractmethod
     def found(self) -> Iterator[Found]:
-        """Yield each waiting message, locked until the caller asks for the next one.
+        """Yield each waiting message, locked until the caller asks for the next message.
 
-        The message stays in this place unless the caller calls :meth:`done` first.
+        Only :meth:`done` deletes a message from this source.
         """
 
     @abstractmethod
     def done(self) -> bool:
-        """Delete the message that :meth:`found` yielded last; return False if it changed."""
+        """Delete the last message of :meth:`found`; return False if the message has changed."""
 
     def close(self) -> None:  # noqa: B027  nothing to do where nothing is held
-        """Unlock the last message, if it was not deleted, so that it stays in this place."""
+        """Unlock the last message. If :meth:`done` was not called, the message stays."""
 
 
 class Reach(NamedTuple):
-    """A binding of one of the app's queues, or a queue's own name in the default exchange."""
+    """A binding of one of the app's queues; in the default exchange, the queue's name."""
 
     exchange: str
     kind: str
@@ -102,7 +102,7 @@ class Reach(NamedTuple):
 
 
 class MovingPart(ABC):
-    """A transport's part in moving waiting messages, on one channel."""
+    """Moves waiting messages from and to one broker, on one channel."""
 
     name: str
     """The name of the place into which ``delay migrate`` moves messages."""
@@ -111,19 +111,19 @@ class MovingPart(ABC):
         self._channel = channel
 
     def prepare(self, queues: Sequence[Any]) -> None:
-        """Declare what delayed messages need, and declare the app's *queues*."""
+        """Create everything that delays need on the broker, and declare the app's *queues*."""
         for queue in queues:
             queue(self._channel).declare()
 
     @abstractmethod
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """Return the places that ``--from`` *what* names; the default places for None.
+        """Return the sources that the option ``--from`` names; for None, the default sources.
 
-        Raises UnsupportedBroker if this broker has no such place.
+        Raises UnsupportedBroker if this broker has no such source.
         """
 
     def key_records(self) -> KeyRecords | None:
-        """Return the records of debounce, throttle and unique keys; None if there are none."""
+        """Return the stored debounce, throttle and unique keys; None if there are none."""
         try:
             return KeyRecords(self._channel.records(self._channel.delays.settings))
         except UnsupportedBroker:
@@ -131,11 +131,11 @@ class MovingPart(ABC):
 
     @abstractmethod
     def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
-        """Publish a message to wait here, confirmed; return False if a copy may be here too.
+        """Publish a moved message to wait on this broker; return False if a copy may exist too.
 
         Raises:
-            NativeDelayError: the message cannot wait here, and was not sent.
-            AnotherStands: another task already has the message's key, and it was not sent.
+            NativeDelayError: the message cannot wait on this broker, and was not sent.
+            AnotherStands: another task already has the message's key; the message was not sent.
         """
 
 
@@ -143,7 +143,7 @@ class MovingPart(ABC):
 class Remnant:
     """Queues and exchanges of former settings or of Celery's own delayed delivery.
 
-    *waiting* counts the messages still there. Celery added *bindings* to the user's exchanges.
+    *waiting* counts the messages in these queues. *bindings* are Celery's own bindings.
     """
 
     name: str
@@ -154,7 +154,7 @@ class Remnant:
 
 
 def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str | None:
-    """Return the task id of a Celery task, or else the message's correlation id."""
+    """Return a message's task id; without a task, the message's correlation id."""
     if "task" in headers:
         return headers.get("id")
     return properties.get("correlation_id")
@@ -163,9 +163,9 @@ def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str
 def derived_id(
     headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes, *where: object
 ) -> str | None:
-    """Return a delivery id that is the same at each reading of the message from *where*.
+    """Compute a message's delivery id from the message and its place, equal at each reading.
 
-    Returns None without a task id: two such messages may be equal, and both are wanted.
+    Returns None if the message has no task id.
     """
     task_id = task_id_of(headers, properties)
     if not task_id:
@@ -175,7 +175,7 @@ def derived_id(
 
 
 def expires_ms_of(properties: Mapping[str, Any], *, now_us: int) -> int | None:
-    """Return when a message's ``expiration`` ends, in ms since the epoch, or None."""
+    """Return the time at which a message expires, in ms since the epoch, or None."""
     expiration = properties.get("expiration")
     if expiration is None or not str(expiration).isdecimal():
         return None

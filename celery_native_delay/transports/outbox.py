@@ -1,6 +1,6 @@
 """Keep the unconfirmed messages of a bulk publisher, and send them again after a reconnect.
 
-``outbox.py`` of each broker says what a batch is and how it is sent.
+The module ``outbox`` of each broker defines and sends the batches.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 
 class OutboxMessage(Protocol):
-    """A message in an outbox, which keeps messages until the broker confirms them."""
+    """A message that a bulk publisher keeps until the broker confirms the message."""
 
     @property
     def size_bytes(self) -> int:
-        """Return roughly how many bytes the message adds to a batch."""
+        """Return the message's approximate size in bytes."""
 
 
 MessageT = TypeVar("MessageT", bound=OutboxMessage)
@@ -67,8 +67,8 @@ BatchT = TypeVar("BatchT", bound=OutboxBatch[Any])
 class Outbox(ABC, Generic[MessageT, BatchT]):
     """Keeps a bulk publisher's messages until the broker confirms them, or sends them again.
 
-    An outbox is for one thread. The outbox's own second thread sends a batch that does not fill up
-    in time.
+    An outbox is not thread-safe. A second thread of the outbox sends batches that do not fill up in
+    time.
     """
 
     lost: tuple[type[Exception], ...] = (OSError, OperationalError, RecoverableConnectionError)
@@ -78,7 +78,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
     """Transport options that a bulk publisher adds for its own connection."""
 
     def __init__(self, client: Any, window: int) -> None:
-        """*client* is a kombu connection to the broker; a clone of *client* is opened."""
+        """Open a clone of *client*, a kombu connection to the broker."""
         options = {**(client.transport_options or {}), **self.connection_options}
         # The connection has no heartbeats, because no thread would send heartbeats.
         self._clone = partial(client.clone, heartbeat=0, transport_options=options)
@@ -108,7 +108,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         self._thread = Thread(target=self._send_in_time, name="native-delay-bulk", daemon=True)
 
     def take(self, put: MessageT) -> None:
-        """Add a message to the next batch, which is sent soon. Call :meth:`make_room` before."""
+        """Add a message to the next batch. Call :meth:`make_room` before."""
         if not self._held:
             self._held_since = monotonic()
             self._want()
@@ -116,12 +116,12 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         self._held_bytes += put.size_bytes
 
     def refuse_returned(self, returned: list[Any]) -> None:
-        """Report messages as refused: no queue is bound to receive the messages."""
+        """Report messages as refused, because no queue is bound for the messages."""
 
     def make_room(self) -> None:
         """Send a full batch, and wait while too many messages are unconfirmed.
 
-        Callers call this before :meth:`take`. After an error the message was not taken.
+        Call this method before :meth:`take`.
         """
         if len(self._held) >= self._batch_size or self._held_bytes >= _BATCH_BYTES:
             self._close_batch()
@@ -133,8 +133,8 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
     def patiently(self, attempt: Callable[[Any], T]) -> T:
         """Call *attempt* with a channel, and return its result; try again after a lost connection.
 
-        Raises the errors of *attempt*. Raises one of :attr:`lost` if the error is lasting, or if
-        there has been no connection for :data:`PATIENCE_SECONDS`, counted over all calls.
+        Raises the errors of *attempt*. Raises a connection error if another attempt would fail too,
+        or after :data:`PATIENCE_SECONDS` without a connection.
         """
         while True:
             try:
@@ -156,7 +156,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
                 return done
 
     def is_lasting(self, error: BaseException) -> bool:
-        """Return True if waiting cannot end this error, such as a wrong password."""
+        """Return True if another attempt would fail too, as with a wrong password."""
         return is_lasting_tls(error)
 
     @property
@@ -165,10 +165,10 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         return len(self._held) + self._unanswered
 
     def settle(self, *, timeout_seconds: float | None) -> None:
-        """Return when the broker has confirmed or refused every message.
+        """Wait until the broker has confirmed or refused every message.
 
-        Raises TimeoutError after *timeout_seconds*, or after one attempt in a long or lasting
-        outage.
+        Raises TimeoutError after *timeout_seconds*. In a long outage, the method makes one attempt
+        only.
         """
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         with self.lock:
@@ -196,7 +196,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
             return refused
 
     def give_up(self) -> list[RefusedMessage]:
-        """Forget the unconfirmed messages, and return them as refused messages."""
+        """Remove the unconfirmed messages, and return them as refused messages."""
         with self.lock:
             self._close_batch()
             puts = [put for batch in self._batches for put in batch.puts]
@@ -205,7 +205,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
             return self._reports(IN_DOUBT, puts)
 
     def close(self) -> None:
-        """Close the connection, and forget the unconfirmed messages."""
+        """Close the connection, and drop the unconfirmed messages."""
         with self.lock:
             self._closed.set()
             self._wanted.set()

@@ -1,7 +1,7 @@
-"""Delay messages in pgmq, which supports delays itself, by a subclass of kombu's transport (5.7).
+"""Delay messages in pgmq, with a subclass of kombu's pgmq transport (kombu 5.7).
 
-pgmq delays by whole seconds, rounded up, so no message is early. With ``native_delay_records`` the
-messages have our header, so that tasks can be listed, cancelled and moved.
+pgmq delays by whole seconds. The delay is rounded up, so no message is early. With
+``native_delay_records``, waiting tasks can be listed, cancelled and moved.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
 
 
 class Delays(recorded.Delays):
-    """Publishes delayed messages on one pgmq channel, and lists each message in the records."""
+    """Publishes delayed messages on one pgmq channel, and adds each to the task records."""
 
     def _put(self, queue: str, message: dict[str, Any], due_us: int) -> PlainMessage:
         return PlainMessage(queue, message, due_us)
@@ -62,7 +62,7 @@ class Delays(recorded.Delays):
 
 
 class RecordedChannel(recorded.Channel, Channel):
-    """A pgmq channel that lists waiting messages, except to topic and fanout exchanges."""
+    """A pgmq channel with records of waiting tasks, except tasks to topic or fanout exchanges."""
 
     delays_class = Delays
 
@@ -86,7 +86,7 @@ class RecordedChannel(recorded.Channel, Channel):
 
 
 class PgmqWorkerPart(RecordedWorkerPart):
-    """The :class:`~celery_native_delay.transports.interface.WorkerPart` of pgmq."""
+    """A worker's operations on pgmq besides consuming."""
 
     comes_back_late_seconds = 2.0
     """Longest lateness of a message put back: delays are rounded up, and kombu pauses a second."""
@@ -114,7 +114,7 @@ class PgmqWorkerPart(RecordedWorkerPart):
 
 
 class PgmqAdminPart(NothingParked):
-    """The :class:`~celery_native_delay.transports.interface.AdminPart` of pgmq."""
+    """The operations of the ``delay`` commands on pgmq."""
 
     name = "the queues of this app"
     parking = "none: nothing is parked"
@@ -162,7 +162,7 @@ class PgmqAdminPart(NothingParked):
 
 
 class PgmqCollecting(Collecting):
-    """A pgmq channel that collects messages, except those to topic and fanout exchanges."""
+    """A pgmq channel that collects messages for a bulk publisher."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> PlainMessage:
         due_us = self.due_of(message)
@@ -226,7 +226,7 @@ class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
         return Channel
 
     def waits_in(self, settings: DelaySettings) -> str:
-        """Return a text that says where delayed messages wait. The call needs no connection."""
+        """Return the place where delayed messages wait, as text."""
         return "their queue of pgmq, invisible"
 
     def bulk_publisher(self, *, window: int) -> BulkPublisher:

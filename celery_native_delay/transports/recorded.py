@@ -1,4 +1,4 @@
-"""Give transports whose broker cannot list waiting messages access to the records."""
+"""Shared code for brokers that cannot list waiting messages: separate records list them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .interface import (
 
 
 def records_beside(settings: DelaySettings, place: str) -> Any:
-    """Return the records of one *place*, such as a virtual host, or None."""
+    """Return the records of waiting tasks in one *place*, such as a virtual host, or None."""
     if settings.records is None:
         return None
     return records_of_process(settings.records, f"{settings.namespace}.{place}")
@@ -52,7 +52,7 @@ def lines_beside(records: Any) -> Lines:
 
 
 def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
-    """Return the name of a waiting task in the records, ``task id:delivery id``.
+    """Return the name of a waiting task in the records: ``task id:delivery id``.
 
     Returns None if the message is not a Celery task of protocol 2.
     """
@@ -63,7 +63,7 @@ def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
 
 
 def with_records(backlog: Backlog, channel: Any, settings: DelaySettings) -> Backlog:
-    """Return a copy of *backlog*, the broker's numbers, with the numbers of the records added."""
+    """Return a copy of the broker's numbers (*backlog*) with the numbers of the task records."""
     if channel.delays.records is None:
         return backlog
     try:
@@ -85,14 +85,14 @@ class RecordedChannel:
     """The class that reads a message from the records and publishes it again."""
 
     def records(self, settings: DelaySettings) -> Records:
-        """Return the records. Raises UnsupportedBroker if the app keeps no records."""
+        """Return the records of waiting tasks. Raises UnsupportedBroker if there are none."""
         records: Records | None = self.delays.records
         if records is None:
             raise without_records(self)
         return records
 
     def waiting_tasks(self, settings: DelaySettings) -> WaitingTasks:
-        """Return the waiting tasks that the records list. May raise NoRecords."""
+        """Return the waiting tasks in the records. May raise NoRecords."""
         if self.delays.records is None:
             raise NoRecords(
                 f"{self.connection.client.as_uri()} cannot list its waiting messages: to list, "
@@ -103,7 +103,7 @@ class RecordedChannel:
         return tasks
 
     def lines(self, settings: DelaySettings) -> Lines:
-        """Return the queues of rate-limited tasks, from the records. May raise NoRecords."""
+        """Return the queues of rate-limited tasks. May raise NoRecords."""
         return lines_beside(self.delays.records)
 
 
@@ -120,11 +120,11 @@ class IndexReceipts:
         return {True: Answer.RUN, False: Answer.DROP, None: Answer.AWAY}[may_run]
 
     def close(self) -> None:
-        """Do nothing: the whole process shares the connection to Redis or the database."""
+        """Do nothing, because the whole process shares the connection."""
 
 
 class RecordedWorkerPart(WorkerPart):
-    """The duties of a worker for a broker that cannot list its waiting messages."""
+    """A worker's operations on a broker that cannot list waiting messages."""
 
     @property
     def terms(self) -> str:
@@ -142,7 +142,7 @@ class RecordedWorkerPart(WorkerPart):
 
 
 class NothingParked:
-    """The methods for parked messages on a broker that never parks any."""
+    """Methods for parked (due, but undeliverable) messages, for brokers that never have any."""
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
         return 0, []

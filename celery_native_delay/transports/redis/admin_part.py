@@ -1,4 +1,4 @@
-"""The command line's requests to a Redis broker."""
+"""The operations of the ``delay`` commands on Redis."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RedisAdminPart(AdminPart):
         self.parking = self._delays.keys.parked
 
     def declare(self, queues: Sequence[Any]) -> Told:
-        """Check the server, because on Redis there is nothing to declare."""
+        """Check the Redis server; there is nothing to create."""
         server = str(self._delays.prepare())
         sentence = f"{self.name}: nothing to declare, {server} can hold delayed messages"
         return Told({"name": self.name, "server": server}, [sentence])

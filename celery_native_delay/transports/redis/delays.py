@@ -1,4 +1,4 @@
-"""Publish delayed messages on one Redis channel, by one atomic script per message."""
+"""Publish delayed messages on one Redis channel, with one atomic script per message."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Delays(delays.Delays):
 
     @property
     def version(self) -> tuple[int, ...]:
-        """Return the server's version; () if the server does not tell its version."""
+        """Return the server's version, or () if the version is unknown."""
         return self.prepare().version
 
     def prepare(self) -> Server:
-        """Check, once per channel, that the Redis server can hold delayed messages."""
+        """Check, once per channel, that the Redis server can store delayed messages."""
         self.check_settings()
         if self._server is None:
             server = server_of(self.store.client)
@@ -56,17 +56,16 @@ class Delays(delays.Delays):
         return self._server
 
     def dangers(self) -> list[Finding]:
-        """Return findings about settings with which the Redis server may lose waiting messages."""
+        """Return findings about Redis settings that may lose waiting messages."""
         server = server_of(self.store.client, thoroughly=True)
         return list(keeping(server, check="server", kept="delayed messages"))
 
     def publish(
         self, message: dict[str, Any], destination: Destination, *, due_us: int, batch: Any = None
     ) -> None:
-        """Store kombu's *message* in Redis until *due_us*, to go to *destination* then.
+        """Store kombu's *message* for *destination* in Redis until the due time.
 
-        A *batch* is of ``Producer.batch()``. Raises DelayTooLong, UnsupportedBroker, SettingsError,
-        BrokerFull or NotPermitted. After an error nothing was stored.
+        *batch* comes from ``Producer.batch()``. After an error nothing was stored.
         """
         member, entry = self.stored(message, destination, due_us=due_us)
         if batch is None:
@@ -78,13 +77,13 @@ class Delays(delays.Delays):
 
     @property
     def records(self) -> BrokerRecords:
-        """Return the records (state about waiting tasks), which are in the Redis broker itself."""
+        """Return the records of waiting tasks, which are in the Redis broker."""
         return BrokerRecords(self.store)
 
     def publish_keyed(
         self, keyed: KeyedPublish, message: dict[str, Any], destination: Destination
     ) -> None:
-        """Store *message* by its debounce, throttle or unique key. May raise AnotherStands."""
+        """Store a message that has a debounce, throttle or unique key."""
 
         def put(due_us: int, *_: object) -> IndexEntry:
             member, entry = self.stored(due_then(message, due_us), destination, due_us=due_us)
@@ -94,7 +93,7 @@ class Delays(delays.Delays):
         self.watch()
 
     def watch(self) -> None:
-        """Warn, once a minute, if messages are overdue and no worker moves them to queues."""
+        """Log a warning, at most once a minute, if no worker moves overdue messages."""
         warn_if_nothing_promotes(
             self._place, lambda: Status.of(self.keys.space, self.store.census())
         )
@@ -102,17 +101,16 @@ class Delays(delays.Delays):
     def stored(
         self, message: dict[str, Any], destination: Destination, *, due_us: int
     ) -> tuple[str, bytes]:
-        """Return the name and stored form of *message*. Raises the errors of :meth:`publish`."""
+        """Return the name and the encoded form of *message* in Redis."""
         self.prepare()
         self.check_reach(due_us)
         return member_of(message, destination.keys[0]), self._entry(message, destination, due_us)
 
     def put_back(self, message: dict[str, Any], destination: Destination, *, due_us: int) -> None:
-        """Store a message that a worker has received too early, for the queue from which it came.
+        """Store an early message again, for the queue from which a worker received the message.
 
-        The message gets a new delivery tag, because the worker is about to acknowledge the present
-        one. The name in Redis contains the present tag, so that a second attempt changes nothing.
-        The rest of the delay counts from the server's time, because clocks may differ.
+        The message gets a new delivery tag, because the worker acknowledges the old tag. A second
+        attempt changes nothing. The remaining delay counts from the server's clock.
         """
         member = member_of(message, destination.keys[0])
         properties = {**message["properties"], "delivery_tag": str(uuid4())}

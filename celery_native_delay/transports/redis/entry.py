@@ -1,4 +1,4 @@
-"""Encode a waiting message in Redis: its destination, and the message itself. No I/O."""
+"""Encode a waiting message for Redis: its destination and kombu's JSON. No I/O."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Destination:
-    """The destination of a due message: the Redis list whose name is the first of *keys*.
+    """The destination of a due message: the Redis list named by the first of *keys*.
 
-    If *ttl_ms* is given, all *keys* get that TTL, as kombu does for a queue with ``x-expires``. If
-    *broadcast* is True, *keys* are pub/sub channels on which the message is published.
+    If *ttl_ms* is given, all keys get that TTL, as in kombu for queues with ``x-expires``. If
+    *broadcast* is True, the keys are pub/sub channels.
     """
 
     keys: tuple[str, ...]
@@ -19,16 +19,16 @@ class Destination:
 
 
 def entry_of(destination: Destination, envelope: str) -> bytes:
-    """Return destination and envelope (kombu's message as JSON) as one value of the Redis hash."""
+    """Return *destination* and *envelope* (kombu's JSON) as one value for a Redis hash."""
     return front_of(destination) + envelope.encode()
 
 
 def front_of(destination: Destination) -> bytes:
-    """Return the first part of a stored message, equal for all messages to *destination*.
+    """Return the encoded *destination*, the first part of a stored message.
 
-    The part is ``<kind> <ttl ms> <bytes of each key>``, a newline, and the keys. Lengths are given
-    because a key may contain any byte. Lua cuts the entry without parsing kombu's message, because
-    cjson would change empty lists and long numbers.
+    The form is ``<kind> <ttl ms> <bytes of each key>``, a newline, and the keys. A key may contain
+    any byte, so its length is given. The Lua scripts do not parse kombu's JSON, because cjson
+    changes empty lists and long numbers.
     """
     keys = [key.encode() for key in destination.keys]
     kind = "publish" if destination.broadcast else "push"
@@ -37,7 +37,7 @@ def front_of(destination: Destination) -> bytes:
 
 
 def opened_entry(entry: bytes) -> tuple[Destination, bytes]:
-    """Split an entry that :func:`entry_of` made into destination and kombu's message."""
+    """Decode a stored message into its destination and kombu's message."""
     head, _, rest = entry.partition(b"\n")
     kind, ttl_ms, *lengths = head.decode().split(" ")
     keys = []

@@ -1,6 +1,6 @@
-"""The names of all Redis keys of this package, and of messages in the sorted sets. No I/O.
+"""The names of this package's Redis keys, and of messages in sorted sets. No I/O.
 
-A change in the keys' contents needs a new VERSION, because messages wait under the old names.
+A new format of the values needs a new VERSION, because old messages wait under the old names.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _DIGEST_BYTES = 9
 
 @dataclass(frozen=True)
 class Keys(IndexKeys):
-    """The Redis keys of one namespace, with kombu's ``global_keyprefix`` as *prefix*.
+    """The Redis keys of one namespace; *prefix* is kombu's ``global_keyprefix``.
 
-    A hash tag in *prefix* (``{queue}:``) puts these keys into the queues' cluster slot.
+    A hash tag in the prefix (``{queue}:``) puts all keys into the cluster slot of the queues.
     """
 
     prefix: str
@@ -34,44 +34,44 @@ class Keys(IndexKeys):
 
     @property
     def space(self) -> str:
-        """Return the common prefix of all keys of this package, without the last dot."""
+        """Return the common prefix of all keys, without the last dot."""
         return f"{self.prefix}{self.namespace}.v{VERSION}"
 
     @property
     def wake(self) -> str:
-        """Return the sorted set that wakes a promoter if a message is stored that is due first."""
+        """Return the sorted set that wakes a waiting worker when an earlier message is stored."""
         return f"{self.space}.wake"
 
     @property
     def promoting(self) -> str:
-        """Return the key, with a TTL, that exists while a promoter runs."""
+        """Return the key, with a TTL, that exists while a process moves due messages."""
         return f"{self.space}.promoting"
 
     @property
     def parked(self) -> str:
-        """Return the sorted set of messages that their queue rejected, by time in µs."""
+        """Return the sorted set of messages that their queue rejected, sorted by time."""
         return f"{self.space}.parked"
 
     @property
     def moving(self) -> str:
-        """Return the key that names the message that ``delay migrate`` is moving at present."""
+        """Return the key with the name of the message that ``delay migrate`` is moving."""
         return f"{self.space}.moving"
 
     def taken(self, outbox: str) -> str:
-        """Return the set of batch numbers that the server has stored for one bulk publisher."""
+        """Return the set of batch numbers that Redis has stored for one bulk publisher."""
         return f"{self.space}.taken.{outbox}"
 
 
 def member_of(message: Mapping[str, Any], destination: str) -> str:
-    """Return the name of *message* in the sorted sets: ``<task id>:<digest of 12 characters>``.
+    """Return the name of *message* in the sorted sets: ``<task id>:<digest>``.
 
-    The digest is of delivery tag, which differs between retries, and destination, which differs
-    between copies for several queues.
+    The digest (12 characters) is of the delivery tag and the destination. So retries, and copies in
+    several queues, have different names.
     """
     return member(id_of(message), str(message["properties"]["delivery_tag"]), destination)
 
 
 def member(name: str, delivery_tag: str, destination: str) -> str:
-    """Return a message's name in the sorted sets, as :func:`member_of`, by task id *name*."""
+    """Return a message's name in the sorted sets: ``<task id>:<digest>``."""
     digest = blake2b(f"{delivery_tag}\n{destination}".encode(), digest_size=_DIGEST_BYTES).digest()
     return f"{name}:{urlsafe_b64encode(digest).decode()}"

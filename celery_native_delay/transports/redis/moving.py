@@ -1,4 +1,4 @@
-"""Move waiting messages to and from a Redis broker, for ``delay migrate``."""
+"""Move waiting messages from and to a Redis broker, for ``delay migrate``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KNOWN_SECONDS = 30 * 86_400
 
 
 class RedisMovingPart(moving.MovingPart):
-    """Redis' :class:`~celery_native_delay.transports.moving.MovingPart`."""
+    """Moves waiting messages from and to one Redis broker."""
 
     def __init__(self, channel: Any) -> None:
         super().__init__(channel)
@@ -37,7 +37,7 @@ class RedisMovingPart(moving.MovingPart):
         super().prepare(queues)
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """Return the waiting messages, and the app's queues that contain future tasks.
+        """Return the sources: waiting messages, and app queues that contain future tasks.
 
         Raises UnsupportedBroker if *what* names another source.
         """
@@ -108,7 +108,7 @@ class RedisSource(Source):
 
 
 class PlainSource(Source):
-    """Tasks with a future ETA in an ordinary queue, or held by a worker. They stay there."""
+    """Tasks with a future ETA in an ordinary queue or a worker. The tasks are not moved."""
 
     def __init__(self, name: str, count: int, why: str) -> None:
         self.name = name
@@ -119,7 +119,7 @@ class PlainSource(Source):
         return self._count
 
     def found(self) -> Iterator[Found]:
-        """Yield for each task the reason why the task stays where it is."""
+        """Yield the reason why each task is not moved."""
         for _ in range(self._count):
             yield Stays(self._why)
 

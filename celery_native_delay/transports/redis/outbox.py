@@ -1,7 +1,7 @@
-"""Publish in bulk to Redis: 100 messages per script, and no message twice.
+"""Publish in bulk to Redis: 100 messages per script, without duplicates.
 
 Each script has a number, which the server stores with the messages. If the connection is lost
-before the answer, the script is sent again. The server ignores a number that it has stored.
+before the answer, the script is sent again. The server ignores a repeated number.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _NOT_LET_IN = (
 
 
 class RedisMessage(NamedTuple):
-    """A message of a bulk publisher, for the Redis list *destination*.
+    """A message of a bulk publisher for the Redis list *destination*.
 
-    If *due_us* is 0, the message is immediate, and has no *member* (name in the sorted set).
+    If *due_us* is 0, the message does not wait, and has no *member* (name in the sorted set).
     """
 
     destination: Destination
@@ -79,7 +79,7 @@ class RedisCollecting(Collecting):
 
 
 class ScriptBatch(outbox.OutboxBatch[RedisMessage]):
-    """A batch of messages that one script stores. A lost batch is sent again as a whole."""
+    """A batch of messages that one Redis script stores."""
 
     def __init__(
         self, script: str, keys: tuple[str, ...], arguments: list[Any], puts: list[RedisMessage]
@@ -88,7 +88,7 @@ class ScriptBatch(outbox.OutboxBatch[RedisMessage]):
         self.script, self.keys, self.arguments = script, keys, arguments
 
     def packed(self, connection: Any, *, whole: bool = False) -> Any:
-        """Return the bytes of the Redis command; if *whole*, with the script itself."""
+        """Return the bytes of the Redis command; *whole* includes the script itself."""
         name = ("EVAL", self.script) if whole else ("EVALSHA", digest_of(self.script))
         return connection.pack_command(*name, len(self.keys), *self.keys, *self.arguments)
 

@@ -1,11 +1,10 @@
-"""Promote (move due messages into their queues), in every worker or in ``delay promote``.
+"""Move due messages to their queues, in every worker or in ``delay promote``.
 
-There is no leader. The promoter sleeps until the next due time by its own timer, because Redis
-checks the timeouts of blocked clients only every 100 ms. The sleep counts from the last request's
-start, so that the next request arrives when the message is due.
+Such a process is a promoter; there is no leader. A promoter sleeps until the next due time. The
+promoter uses its own timer, because Redis checks the timeouts of blocked clients only every 100 ms.
 
-If a message is stored meanwhile that is due sooner, one promoter wakes up from its BZPOPMIN. If
-that promoter dies, others look: none sleeps longer than :data:`LONGEST_SLEEP_SECONDS`.
+If a message with an earlier due time is stored, Redis wakes one promoter from BZPOPMIN. That
+promoter may die, so no promoter sleeps longer than :data:`LONGEST_SLEEP_SECONDS`.
 """
 
 from __future__ import annotations
@@ -59,10 +58,10 @@ _SELECTABLE = 1024
 
 
 class Promoter:
-    """A loop that moves due messages, and parks messages that their queue rejects."""
+    """A loop that moves due messages to their queues, and sets rejected messages aside."""
 
     def __init__(self, connect: Callable[..., Any]) -> None:
-        """*connect* opens a kombu connection with the given ``transport_options``."""
+        """The function *connect* opens a kombu connection with the given ``transport_options``."""
         self.promoted = 0
         self.parked = 0
         self._connect = connect
@@ -73,7 +72,7 @@ class Promoter:
         self._sign = Sign(lambda: None)
 
     def run(self) -> None:
-        """Move due messages until :meth:`stop`, and reconnect after a lost connection."""
+        """Move due messages until :meth:`stop` is called. Reconnects after a lost connection."""
         while not self._stopping.is_set():
             try:
                 with self._connected() as (rounds, alarm):

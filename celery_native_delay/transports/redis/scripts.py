@@ -1,9 +1,9 @@
-"""The Lua scripts of a Redis broker. Times are in microseconds by the server's clock.
+"""The Lua scripts for a Redis broker. Times are in microseconds of the server's clock.
 
-An entry is a message with its destination, as stored in a Redis hash. An entry has the form
-``<kind> <ttl ms> <bytes of each key>\\n<keys><envelope>``; see :func:`~.entry.entry_of`. The
-envelope is kombu's message as JSON. The keys of destinations come from entries, so KEYS does not
-declare these keys. So a server in cluster mode needs all keys in one slot.
+An entry is a stored message with its destination, as :func:`~.entry.entry_of` encodes it:
+``<kind> <ttl ms> <bytes of each key>\\n<keys><envelope>``. The envelope is kombu's message as JSON.
+The scripts read destination keys from the entries, so KEYS does not declare these keys. In a
+cluster, all keys must be in one slot.
 """
 
 from __future__ import annotations

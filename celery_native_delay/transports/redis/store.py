@@ -1,7 +1,7 @@
-"""Keep the waiting messages in one Redis database.
+"""Store the waiting messages in one Redis database.
 
-The scripts run on a plain redis-py client. kombu's client adds ``global_keyprefix`` to some
-commands, but only to the first key of a script.
+The scripts need a plain redis-py client, because kombu's client adds ``global_keyprefix`` only to
+the first key of a script.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _FLAGS_SINCE = (7,)
 
 @dataclass(frozen=True)
 class HandedOver:
-    """The result of one run of the script that moves due messages into their queues.
+    """The result of the script that moves due messages to their queues.
 
-    *taken* messages left the sorted set. Of these, *delivered* went to their queues, and *parked*
-    were rejected, with *refusal* as the last error. *now_us* is the server's time, and *next_us*
-    the next due time or None, in microseconds since the epoch.
+    *taken* messages left the sorted set: *delivered* messages went to their queues, and *parked*
+    messages were rejected. *refusal* is the last error. *now_us* is the server's time, and
+    *next_us* the next due time or None, in microseconds since the epoch.
     """
 
     taken: int
@@ -58,7 +58,7 @@ class HandedOver:
 
 @dataclass(frozen=True)
 class Census(status.Census):
-    """Counts of messages in a Redis broker; *entries* counts waiting and parked messages."""
+    """Numbers of messages in Redis; *entries* is the number of all stored messages."""
 
     entries: int
 
@@ -67,13 +67,13 @@ class Store:
     """The waiting messages of one namespace in a Redis broker."""
 
     def __init__(self, client: Any, keys: Keys) -> None:
-        """*client* is a plain ``redis.Redis`` that returns bytes."""
+        """The *client* is a plain ``redis.Redis`` that returns bytes."""
         self.client = client
         self.keys = keys
         self._scripts: dict[str, Any] = {}
 
     def run(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
-        """Run a Lua *script*, and return its answer. The server gets a script that it lacks.
+        """Run a Lua *script* on the server, and return the script's answer.
 
         Raises BrokerFull or NotPermitted. After an error nothing was changed.
         """
@@ -85,13 +85,13 @@ class Store:
     # --- one message in ------------------------------------------------------------------
 
     def add(self, member: str, due_us: int, entry: bytes) -> None:
-        """Store a message until *due_us*. Storing a message twice is the same as once."""
+        """Store a message until *due_us*. Storing the same message again changes nothing."""
         self.run(ADD, self._add_keys, member, due_us, entry)
 
     def add_command(self, member: str, due_us: int, entry: bytes) -> tuple[str, list[Any]]:
-        """Return the redis-py method and its arguments that store a message in a pipeline.
+        """Return a redis-py method and its arguments that store a message in a pipeline.
 
-        The method is ``eval``, because a pipeline cannot load a script that the server lacks.
+        The method is ``eval``, because a pipeline cannot load a missing script.
         """
         return "eval", [ADD, len(self._add_keys), *self._add_keys, member, due_us, entry]
 
@@ -102,9 +102,9 @@ class Store:
     # --- one message changed -------------------------------------------------------------
 
     def replace(self, member: str, old: bytes, due_us: int | None, new: bytes) -> int | None:
-        """Give a waiting message a new stored form and due time; *due_us* None means now.
+        """Replace a waiting message and its due time; without *due_us*, the message is due now.
 
-        Returns the due time by the server's clock; None if the message is no longer *old*.
+        Returns the due time by the server's clock, or None if the message has changed.
         """
         keys = [self.keys.due, self.keys.messages, self.keys.wake, self.keys.parked]
         due = int(self.run(REPLACE, keys, member, old, "" if due_us is None else due_us, new))
@@ -118,13 +118,13 @@ class Store:
     # --- many out ------------------------------------------------------------------------
 
     def promote(self, *, version: tuple[int, ...]) -> HandedOver:
-        """Move due messages (by the server's clock) into their queues, at most :data:`BATCH`."""
+        """Move at most :data:`BATCH` due messages (by the server's clock) to their queues."""
         return self._hand_over(self.keys.due, "", version)
 
     def rescue(self, *, version: tuple[int, ...], before_us: int) -> HandedOver:
-        """Try messages that were parked before *before_us* again, at most :data:`BATCH`.
+        """Try again to deliver messages that were rejected before *before_us*.
 
-        A rejected message is parked with the present time, and so tried only once.
+        A call tries at most :data:`BATCH` messages, each of them once.
         """
         return self._hand_over(self.keys.parked, f"({before_us}", version)
 
@@ -135,7 +135,7 @@ class Store:
     # --- the sign of a promoter --------------------------------------------------------
 
     def show_promoting(self) -> None:
-        """Record for :data:`SHOWN_SECONDS` that a promoter runs, even if memory is full."""
+        """Record in Redis for :data:`SHOWN_SECONDS` that a process moves due messages."""
         key = self.keys.promoting
         if not self.client.expire(key, SHOWN_SECONDS):
             self.client.set(key, "", ex=SHOWN_SECONDS)
@@ -152,7 +152,7 @@ class Store:
         return Census(waiting, parked, overdue, until_first_us, bool(promoting), entries)
 
     def peek_parked(self, *, limit: int) -> list[bytes]:
-        """Return the first *limit* parked (due, but rejected) messages, which stay parked."""
+        """Return the first *limit* parked (due, but rejected) messages without removing them."""
         members = self.client.zrange(self.keys.parked, 0, limit - 1)
         entries = self.client.hmget(self.keys.messages, members) if members else []
         return [entry for entry in entries if entry is not None]
@@ -160,16 +160,15 @@ class Store:
     # --- throwing away -------------------------------------------------------------------
 
     def purge(self, *, parked: bool) -> int:
-        """Remove all waiting messages, or all parked messages; return their number."""
+        """Remove all waiting messages, or all rejected messages; return their number."""
         source = self.keys.parked if parked else self.keys.due
         return throw_away(self, [source, self.keys.messages, self.keys.ids], "-inf", "+inf")
 
 
 class BrokerRecords(RedisRecords):
-    """The records (state about waiting tasks) in a Redis broker.
+    """The records of waiting tasks in a Redis broker.
 
-    A record and a waiting message change in one step. Methods raise redis-py's errors, BrokerFull
-    and NotPermitted.
+    A record and its waiting message change in one atomic step.
     """
 
     needs_connection = True
@@ -184,11 +183,11 @@ class BrokerRecords(RedisRecords):
 class Rounds:
     """Runs the script that moves due messages, on a separate connection.
 
-    Runs are sent before earlier answers are read. A connection pool would cost twice as much.
+    Several runs may be sent before the first answer is read.
     """
 
     def __init__(self, connection: Any, keys: Keys, *, version: tuple[int, ...]) -> None:
-        """*connection* is a redis-py connection. *version* is the server's version."""
+        """The *connection* is a redis-py connection to a server of *version*."""
         self._connection = connection
         self._keys = keys
         script = _hand_over_on(version)
@@ -201,7 +200,7 @@ class Rounds:
         """The monotonic time at which the last answered run was sent."""
 
     def connect(self) -> None:
-        """Connect to Redis. With Sentinel this asks for the present master."""
+        """Connect to Redis; with Sentinel, to the present master."""
         self._connection.connect()
 
     @property
@@ -213,7 +212,7 @@ class Rounds:
         self._connection.send_packed_command(self._evalsha, check_health=False)
 
     def answer(self) -> HandedOver:
-        """Read the result of the oldest run. If the server lacks the script, send the script."""
+        """Read the result of the oldest run; if the server lacks the script, send it again."""
         while True:
             try:
                 with refusals_explained(self._keys):

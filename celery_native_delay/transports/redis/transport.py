@@ -1,6 +1,6 @@
 """Extend kombu's Redis transports, so that delayed messages wait in the broker.
 
-Without ``transport_options["native_delay"]`` these transports behave exactly as kombu's.
+Without ``transport_options["native_delay"]`` these transports behave exactly like kombu's.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 class QoS(redis.QoS):  # type: ignore[misc]
-    """kombu's account of unacknowledged messages, which outlives the connection."""
+    """kombu's QoS class for unacknowledged messages, with a safer :meth:`restore_unacked`."""
 
     def restore_unacked(self, client: Any = None) -> None:
-        """Return unacknowledged messages to their queues.
+        """Return unacknowledged messages to their queues, without an error after an outage.
 
-        After an outage Celery may have removed the connection's parameters before it closes the
-        channel. kombu's AttributeError would end the worker. Here the messages stay in Redis until
-        other consumers restore them after the visibility timeout.
+        After an outage, Celery may have removed the connection's parameters before it closes the
+        channel. Then the messages stay in Redis, and other consumers restore them after the
+        visibility timeout.
         """
         transport = self.channel.connection
         if transport is not None and transport.client is not None:
@@ -54,7 +54,7 @@ class QoS(redis.QoS):  # type: ignore[misc]
 
 
 class RedisDelayingChannel(DelayingChannel):
-    """A mixin, placed before kombu's Redis channel, that makes delayed messages wait in Redis."""
+    """A mixin for kombu's Redis channel: delayed messages wait in Redis."""
 
     QoS = QoS
     delays_class = Delays
@@ -116,7 +116,7 @@ class RedisDelayingChannel(DelayingChannel):
         )
 
     def destination(self: Any, queue: str, message: dict[str, Any]) -> Destination:
-        """Return the Redis list to which kombu would push, and keys that get a TTL."""
+        """Return the Redis list of *queue*, and the keys that get a TTL."""
         prefix = self.delays.keys.prefix
         priority = self._get_message_priority(message, reverse=False)
         key = f"{prefix}{self._q_for_pri(queue, priority)}"
@@ -127,7 +127,7 @@ class RedisDelayingChannel(DelayingChannel):
         return Destination((key, *(other for other in every if other != key)), ttl_ms)
 
     def broadcast(self: Any, exchange: str, routing_key: str) -> Destination:
-        """Return the pub/sub channels on which kombu would publish to a fanout *exchange*."""
+        """Return the pub/sub channels to which kombu would publish for a fanout *exchange*."""
         if hasattr(self, "_get_publish_topics"):
             topics = self._get_publish_topics(exchange, routing_key)
         else:  # before kombu 5.7
@@ -156,12 +156,12 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         return established
 
     def waits_in(self, settings: DelaySettings) -> str:
-        """Return a text with the Redis key of delayed messages. The call needs no connection."""
+        """Return the name of the Redis key in which delayed messages wait."""
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         return Keys(prefix, settings.namespace).due
 
     def own_records(self, settings: DelaySettings) -> Place | None:
-        """Return the records in the Redis broker itself; None if no URL leads to it."""
+        """Return the place of the task records, which is this Redis broker, or None."""
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         url = self.client.as_uri(include_password=True)
         if isinstance(self.client.ssl, dict):
@@ -206,4 +206,4 @@ class SentinelTransport(Transport, redis.SentinelTransport):  # type: ignore[mis
     delaying_channel = SentinelChannel
 
     def own_records(self, settings: DelaySettings) -> None:
-        """Return None: Sentinel may name another master, so no URL leads to the records."""
+        """Return None, because no fixed URL leads to the records behind Sentinel."""

@@ -1,6 +1,6 @@
 """List, cancel and reschedule the waiting tasks of a Redis broker.
 
-A change replaces a message only if the message has not changed since it was read.
+A change is made only if the message has not changed since it was read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .store import Store
 
 
 class RedisWaitingTasks(RedisListing):
-    """The :class:`~celery_native_delay.records.waiting.WaitingTasks` of a Redis broker."""
+    """The waiting tasks of a Redis broker."""
 
     def __init__(self, channel: Any) -> None:
         self._delays = channel.delays
@@ -59,7 +59,7 @@ class RedisWaitingTasks(RedisListing):
         return waiting_of(envelope, queue=self.queue_of(destination), due_us=due_us)
 
     def queue_of(self, destination: Destination) -> str:
-        """Return the name of the queue of *destination*; "" if *destination* is a fanout."""
+        """Return the name of the queue of *destination*; "" for a fanout exchange."""
         if destination.broadcast:
             return ""
         key = destination.keys[0].removeprefix(self._prefix)

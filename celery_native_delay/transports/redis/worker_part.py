@@ -1,4 +1,4 @@
-"""A worker's duties on Redis: move due messages, store early ones again, retry rejected ones."""
+"""A worker's duties on Redis: move due messages, put early ones back, retry rejected ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RedisWorkerPart(WorkerPart):
         )
 
     def dangers(self) -> list[Finding]:
-        """Find an eviction policy that drops keys, a missing append-only file, a wrong clock."""
+        """Return findings about eviction, a missing append-only file, and a wrong clock."""
         return [*self._delays.dangers(), *clocks(self._delays.clock_ahead_seconds())]
 
     def put_one_back(self, wait: Wait) -> None:
@@ -35,7 +35,7 @@ class RedisWorkerPart(WorkerPart):
         self._delays.put_back(message, destination, due_us=wait.due_us)
 
     def rescue(self) -> Rescue:
-        """Try again to deliver parked messages; several processes may do so at once."""
+        """Try again to deliver rejected messages; several processes may do so at once."""
         return rescue(self._delays)
 
     def promoter(self, connect: Callable[..., Any]) -> Promoter:
@@ -43,7 +43,7 @@ class RedisWorkerPart(WorkerPart):
 
 
 def rescue(delays: Any) -> Rescue:
-    """Try to deliver all parked messages (due, but their queue rejected them)."""
+    """Try to deliver all parked messages (due, but rejected by their queue)."""
     store, version = delays.store, delays.version
     outcome = Rescue()
     before_us = store.now_us()

@@ -1,6 +1,6 @@
-"""The store: a database in which messages wait if their broker cannot delay messages.
+"""The store: a database for delayed messages of brokers that cannot delay messages.
 
-The attributes of this module are kombu's aliases of such brokers. For ``filesystem://`` kombu
+The attributes of this module are kombu's aliases of such brokers. For ``filesystem://``, kombu
 imports the transport ``celery_native_delay.transports.sql:filesystem``.
 """
 

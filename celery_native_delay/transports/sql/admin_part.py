@@ -1,4 +1,4 @@
-"""The command line's requests to a store (the database in which messages wait)."""
+"""The operations of the ``delay`` commands on a store (the database of waiting messages)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .worker_part import rescue
 
 
 class StoreAdminPart(AdminPart):
-    """The :class:`~celery_native_delay.transports.interface.AdminPart` of a store."""
+    """The operations of the ``delay`` commands on a store (a database)."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel

@@ -21,7 +21,7 @@ BROADCAST = ""
 
 
 class StoreMessage(NamedTuple):
-    """A message to be inserted into the store, the database in which messages wait."""
+    """A message to insert into the store (the database of waiting messages)."""
 
     queue: str
     due_us: int
@@ -46,25 +46,24 @@ class Delays(delays.Delays):
 
     @property
     def store(self) -> Store:
-        """Return this process's store, a database. Raises UnsupportedBroker if none is set."""
+        """Return the store (the database of waiting messages), or raise UnsupportedBroker."""
         self.check_settings()
         return Store.of(self._url, self.settings.namespace)
 
     @property
     def records(self) -> StoreRecords:
-        """Return the records (state about waiting tasks), which are in the store's database."""
+        """Return the records of waiting tasks, which are in the same database."""
         return self.store.records
 
     def publish(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
-        """Insert kombu's *message* for *queue* into the store, a database, until *due_us*.
+        """Insert kombu's *message* for *queue* into the database until *due_us*.
 
-        *queue* is :data:`BROADCAST` for a fanout exchange. Raises DelayTooLong, SettingsError,
-        StoreUnavailable or UnsupportedBroker. After an error nothing was stored.
+        The queue is :data:`BROADCAST` for a fanout exchange. After an error nothing was stored.
         """
         self._add(self.stored(message, queue, due_us=due_us))
 
     def publish_keyed(self, keyed: KeyedPublish, message: dict[str, Any], queue: str) -> None:
-        """Store *message* by its debounce, throttle or unique key. May raise AnotherStands."""
+        """Store a message that has a debounce, throttle or unique key."""
         keyed.settle(
             self.records,
             lambda due_us, *_: self.stored(due_then(message, due_us), queue, due_us=due_us),
@@ -72,21 +71,20 @@ class Delays(delays.Delays):
         self.watch()
 
     def watch(self) -> None:
-        """Warn, once a minute, if messages are overdue and no worker moves them to the broker."""
+        """Log a warning, at most once a minute, if no worker moves overdue messages."""
         warn_if_nothing_promotes(
             self._place, lambda: Status.of(self._place, self.store.look_for_dispatcher())
         )
 
     def stored(self, message: dict[str, Any], queue: str, *, due_us: int) -> StoreMessage:
-        """Return *message* as the store keeps it. Raises the errors of :meth:`publish`."""
+        """Return *message* in the form that the database stores."""
         self.check_reach(due_us)
         return self._put(message, queue, due_us)
 
     def put_back(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
-        """Store a message that a worker has received from *queue* too early, for *queue* again.
+        """Store an early message again, for the queue from which a worker received the message.
 
-        The message gets a new delivery tag, because the worker is about to acknowledge the present
-        tag. The longest delay does not apply.
+        The message gets a new delivery tag, because the worker acknowledges the old tag.
         """
         properties = {**message["properties"], "delivery_tag": str(uuid4())}
         self._add(self._put({**message, "properties": properties}, queue, due_us))

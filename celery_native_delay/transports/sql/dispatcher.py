@@ -1,8 +1,8 @@
-"""Dispatch due messages: move due messages from the store (a database) to the broker's queues.
+"""Move due messages from the database to the broker's queues.
 
-Every worker does so, or ``delay promote``; there is no leader. The dispatcher sleeps until the next
-due time, or until this process stores a message that is due sooner. Other processes' messages are
-seen after 0.05 s (file) or 0.25 s (server): only a shorter delay can be late.
+Every worker or ``delay promote`` runs a dispatcher; there is no leader. The dispatcher sleeps until
+the next due time, or until its own process stores an earlier message. Messages of other processes
+are seen after 0.05 s (file) or 0.25 s (server), so shorter delays can be late.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Dispatcher:
     """A loop that moves due messages from the database to their queues in the broker."""
 
     def __init__(self, store: Store, connect: Callable[..., Any]) -> None:
-        """*connect* opens a kombu connection with the given ``transport_options``."""
+        """The function *connect* opens a kombu connection with the given ``transport_options``."""
         self.promoted = 0
         self.parked = 0
         self._store = store
@@ -64,7 +64,7 @@ class Dispatcher:
         self._failing = ""
 
     def run(self) -> None:
-        """Move due messages until :meth:`stop`, and retry while database or broker are away."""
+        """Move due messages until :meth:`stop` is called; retry in an outage."""
         self._store.on_add = self._note_added
         try:
             while not self._stopping.is_set():

@@ -1,4 +1,4 @@
-"""The dispatcher's last step: deliver each due message to its queue in the broker."""
+"""Deliver each due message from the database to its queue in the broker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ HandOver: TypeAlias = Callable[..., Exception | None]
 
 
 def hand_over_on(channel: Any, store: Store) -> HandOver:
-    """Return the function that delivers messages of *store* on kombu's own *channel*."""
+    """Return a function that delivers messages of *store* through kombu's *channel*."""
     client = channel.connection.client
     if hasattr(channel, "message_cls") and same_database(client.hostname, store.url):
         return IntoTheSameDatabase(channel)
@@ -46,7 +46,7 @@ def hand_over_on(channel: Any, store: Store) -> HandOver:
 
 @contextmanager
 def handing_over(channel: Any, store: Store) -> Iterator[HandOver]:
-    """Give the function that delivers messages of *store*, on a connection like *channel*'s."""
+    """Yield a function that delivers messages of *store*, on a connection like the channel's."""
     # clone() is not used, because kombu 5.7 cannot clone a connection of a pool.
     information = dict(channel.connection.client._info(resolve=False))
     # This is kombu's own channel, because our channel would delay the messages once more.
@@ -56,10 +56,10 @@ def handing_over(channel: Any, store: Store) -> Iterator[HandOver]:
 
 
 class ThroughKombu:
-    """Delivers through kombu's own channel, then removes the message from the store.
+    """Delivers a message through kombu's channel, then removes the message from the database.
 
-    So each message is delivered at least once. If a full disk keeps the store from removing a
-    message, this process still delivers the message only once.
+    Each message is delivered at least once. If a full disk prevents the removal, this process still
+    delivers the message only once.
     """
 
     def __init__(self, channel: Any, store: Store) -> None:
@@ -111,7 +111,7 @@ class ThroughKombu:
 
 
 class IntoTheSameDatabase:
-    """Delivers into kombu's tables in the same database, in one transaction: exactly once."""
+    """Delivers messages into kombu's tables in the same database, exactly once."""
 
     def __init__(self, channel: Any) -> None:
         channel.session  # noqa: B018  makes kombu create its tables
@@ -162,7 +162,7 @@ class IntoTheSameDatabase:
 
 
 def refuse(batch: DispatchBatch, message: Any, error: Exception, *, park: bool) -> None:
-    """Note that a queue rejected a message: try it again later, or park it after 8 rejections."""
+    """Record that a queue rejected a message. After 8 rejections, the message is set aside."""
     tries = message.attempts + 1
     parked = park or tries >= TRIES
     due_us = None if parked else time_ns() // 1000 + (1_000_000 << (tries - 1))

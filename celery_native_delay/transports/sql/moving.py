@@ -1,4 +1,4 @@
-"""Move waiting messages to and from a store (a database), for ``delay migrate``."""
+"""Move waiting messages from and to a store (a database), for ``delay migrate``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .store import Store
 
 
 class StoreMovingPart(moving.MovingPart):
-    """A store's :class:`~celery_native_delay.transports.moving.MovingPart`."""
+    """Moves waiting messages from and to one store (a database)."""
 
     def __init__(self, channel: Any) -> None:
         super().__init__(channel)
@@ -27,7 +27,7 @@ class StoreMovingPart(moving.MovingPart):
         self.name = f"{self._store.namespace} of {self._store.where}"
 
     def prepare(self, queues: Any) -> None:
-        """Create the store's missing tables, and declare *queues*."""
+        """Create the database's missing tables, and declare *queues*."""
         self._store.prepare()
         super().prepare(queues)
 
@@ -45,7 +45,7 @@ class StoreMovingPart(moving.MovingPart):
 
 
 class StoreSource(Source):
-    """Takes all waiting messages from a store (a database), earliest due time first."""
+    """Takes all waiting messages from a database, earliest due time first."""
 
     keeps_keys = False
 

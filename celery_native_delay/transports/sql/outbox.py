@@ -1,7 +1,7 @@
-"""Publish in bulk into a store (a database): 100 messages per transaction, and none twice.
+"""Publish in bulk into a database: 100 messages per transaction, without duplicates.
 
-Each batch has a number, which its transaction writes into a record. If the answer to a commit is
-lost, the batch is stored again. A transaction stores nothing if the record has the number.
+Each transaction also writes the number of its batch. If the answer to a commit is lost, the batch
+is sent again. A transaction with a known number stores nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KEPT_US = 86_400_000_000
 
 
 class StoreCollecting(Collecting):
-    """A channel that collects messages for a bulk publisher, as the database keeps them."""
+    """A channel that collects messages for a bulk publisher in the form of database rows."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> StoreMessage | PlainMessage:
         due_us = self.due_of(message)
@@ -97,17 +97,16 @@ class Outbox(CallingOutbox[StoreMessage | PlainMessage]):
 
 
 class NumberedBatches:
-    """Stores the numbered batches of one bulk publisher. May raise RecordsUnavailable."""
+    """Stores the numbered batches of one bulk publisher in the database."""
 
     def __init__(self, store: Store) -> None:
         self._name = RecordName("outbox", uuid4().hex)
         self._store = store
 
     def store(self, number: int, puts: Sequence[StoreMessage]) -> None:
-        """Store all *puts* as batch *number*. After an error none is stored.
+        """Store all messages as batch *number*. After an error no message is stored.
 
-        If the transaction of an earlier attempt is still running, this transaction waits for it,
-        because both write the same record.
+        The transaction waits for an earlier attempt's transaction, because both write the same row.
         """
         records = self._store.records
         rows = [self._store.row(put.queue, put.envelope, put.due_us, put.task_id) for put in puts]
@@ -123,5 +122,5 @@ class NumberedBatches:
         self._store.on_add(min(put.due_us for put in puts))
 
     def close(self) -> None:
-        """Remove the record of this bulk publisher after the last batch."""
+        """Delete this bulk publisher's row after the last batch."""
         self._store.records.change(self._name, lambda _: Change(None, 0, None))

@@ -1,4 +1,4 @@
-"""The records in a store: one transaction changes a record and a waiting message."""
+"""The records of waiting tasks in a database: a record and its message change together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TAKE_OUT = delete(MESSAGES).where(_ROW.id == bindparam("one"))
 
 
 class StoreRecords(SqlRecords):
-    """The records (state about waiting tasks) in the database of one *store*."""
+    """The records of waiting tasks in the database of one *store*."""
 
     has_marks = False
 

@@ -1,4 +1,4 @@
-"""SQL statements on waiting messages: one by one for changes, in batches for the dispatcher."""
+"""The SQL statements that select, change and delete waiting messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHOWN = (_ROW.id, _ROW.queue, _ROW.envelope, _ROW.due_us, _ROW.reason)
 
 
 def behind(namespace: str, due_us: int, row_id: int) -> Select[Any]:
-    """Return a statement that selects the next waiting messages after a due time and an id."""
+    """Return a SELECT of the next waiting messages after a due time and an id."""
     later = or_(_ROW.due_us > due_us, and_(_ROW.due_us == due_us, _ROW.id > row_id))
     waiting = select(*SHOWN).where(_ROW.namespace == namespace, _ROW.due_us.is_not(None), later)
     return waiting.order_by(_ROW.due_us, _ROW.id).limit(_CHUNK)
@@ -66,7 +66,7 @@ _REFUSED = (
 
 @dataclass
 class DispatchBatch:
-    """A batch of messages that one transaction has locked, and the outcome of each.
+    """A batch of due messages that one transaction has locked, with the result of each message.
 
     Messages that are neither :attr:`delivered` nor :attr:`refused` stay unchanged.
     """

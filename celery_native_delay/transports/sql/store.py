@@ -1,8 +1,7 @@
 """The store: a database table of waiting messages, sorted by due time.
 
-Threads may share a store. After a fork the child process opens a new store. Several processes may
-move due messages out of one store. PostgreSQL and MySQL lock the rows of a batch, and other
-processes skip these rows. SQLite locks the whole file while a batch is delivered.
+A store is thread-safe. After a fork, the child process opens a new store. Several processes may
+move due messages at once: PostgreSQL and MySQL skip locked rows, and SQLite locks the whole file.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Store(Database):
 
     @classmethod
     def of(cls, url: str, namespace: str) -> Store:
-        """Return the store (the database in which messages wait) at *url*, one per process."""
+        """Return this process's store (the database of waiting messages) for *url*."""
         return _stores.get((url, namespace), lambda: cls._made(url, namespace))
 
     @classmethod
@@ -85,7 +84,7 @@ class Store(Database):
 
     @cached_property
     def records(self) -> StoreRecords:
-        """Return the records (state about waiting tasks), which are in the same database."""
+        """Return the records of waiting tasks, which are in the same database."""
         return StoreRecords(self)
 
     # --- the tables ----------------------------------------------------------------------
@@ -109,7 +108,7 @@ class Store(Database):
     # --- in ------------------------------------------------------------------------------
 
     def add(self, queue: str, envelope: str, *, due_us: int, task_id: str) -> None:
-        """Store the message *envelope* (kombu's JSON) for *queue*, and commit."""
+        """Insert a message (*envelope*, kombu's JSON) for *queue*, and commit."""
         values = self.row(queue, envelope, due_us, task_id)
         self.do(lambda connection: connection.execute(ADD, values))
         self.on_add(due_us)
@@ -132,15 +131,15 @@ class Store(Database):
         return None if due_us is None else int(due_us)
 
     def taking(self, *, until_us: int) -> AbstractContextManager[DispatchBatch]:
-        """Open a block with a locked batch of due messages, earliest first.
+        """Lock a batch of due messages, earliest first, for a ``with`` block.
 
-        The block deletes delivered messages and updates rejected messages at its end. If the block
-        raises an error, or the process dies, nothing changes.
+        The end of the block deletes delivered messages and updates rejected messages. After an
+        error nothing changes.
         """
         return self._batch(DUE, {"mine": self.namespace, "until": until_us})
 
     def taking_parked(self, *, after_id: int) -> AbstractContextManager[DispatchBatch]:
-        """Open a block as in :meth:`taking`, with a batch of parked (rejected) messages."""
+        """Lock a batch of parked (rejected) messages for a ``with`` block, as :meth:`taking`."""
         return self._batch(PARKED, {"mine": self.namespace, "after": after_id})
 
     @contextmanager
@@ -155,7 +154,7 @@ class Store(Database):
     # --- the sign of a dispatcher --------------------------------------------------------
 
     def show_dispatching(self) -> None:
-        """Record for :data:`SHOWN_SECONDS` that a dispatcher moves due messages."""
+        """Record for :data:`SHOWN_SECONDS` that a process moves due messages."""
 
         def renewed(seen: Snapshot) -> Change[None]:
             return Change(str(seen.now_us), seen.now_us + SHOWN_SECONDS * 1_000_000, None)
@@ -184,7 +183,7 @@ class Store(Database):
         return Census(int(waiting), parked, int(overdue or 0), until_first_us, self._is_shown())
 
     def look_for_dispatcher(self) -> Census:
-        """Return quick numbers without counting: *waiting* and *overdue* are 0 or 1."""
+        """Look quickly: *waiting* and *overdue* are 1 if there is such a message, else 0."""
         due_us = self.next_due_us()
         until_us = None if due_us is None else due_us - time_ns() // 1000
         overdue = until_us is not None and until_us <= 0
@@ -198,7 +197,7 @@ class Store(Database):
         )
 
     def parked(self, *, limit: int) -> list[str]:
-        """Return kombu's JSON of the first *limit* parked (due, but rejected) messages."""
+        """Return the first *limit* parked (due, but rejected) messages as kombu's JSON."""
         statement = (
             select(_ROW.envelope).where(_MINE, _ROW.due_us.is_(None)).order_by(_ROW.id).limit(limit)
         )
@@ -206,7 +205,7 @@ class Store(Database):
         return self.look_up(lambda connection: list(connection.execute(statement, mine).scalars()))
 
     def purge(self, *, parked: bool) -> int:
-        """Delete all waiting messages, or all parked messages; return their number."""
+        """Delete all waiting messages, or all rejected messages; return their number."""
         which = _ROW.due_us.is_(None) if parked else _ROW.due_us.is_not(None)
         statement = delete(MESSAGES).where(_MINE, which)
         return self.do(
@@ -215,5 +214,5 @@ class Store(Database):
 
 
 def is_about_a_row(error: Exception) -> bool:
-    """Return True if the database rejects the values of one row, and would accept others."""
+    """Return True if the database rejects only the values of one row."""
     return isinstance(error.__cause__, exc.DataError | exc.IntegrityError)

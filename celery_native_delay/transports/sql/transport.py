@@ -1,7 +1,7 @@
-"""Extend kombu's transports whose brokers cannot delay messages: messages wait in a database.
+"""Extend kombu's transports that cannot delay messages: messages wait in a database.
 
-Each subclass is made when it is first asked for. Without ``transport_options["native_delay"]`` the
-subclass behaves exactly as kombu's transport.
+Each subclass is created at its first use. Without ``transport_options["native_delay"]`` the
+subclass behaves exactly like kombu's transport.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .whole_files import is_folder, put_file
 
 
 class StoreDelayingChannel(DelayingChannel):
-    """A mixin before kombu's channel, that makes delayed messages wait in a database."""
+    """A mixin for kombu's channels: delayed messages wait in a database."""
 
     own_store: str | None = None
     """The URL of the broker itself, if the broker is a database."""
@@ -128,7 +128,7 @@ class _Refusing:
 
 
 class StoreDelayingTransport(DelayingTransport):
-    """A mixin before kombu's transport, that makes delayed messages wait in a database."""
+    """A mixin for kombu's transports: delayed messages wait in a database."""
 
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)  # type: ignore[call-arg]
@@ -138,10 +138,7 @@ class StoreDelayingTransport(DelayingTransport):
                 _require_sqlalchemy()  # the import takes up to a second
 
     def waker(self) -> Callable[[], None]:
-        """Return a function that ends the pause between two polls, from any thread.
-
-        During this pause Celery's loop for brokers without sockets does no other work.
-        """
+        """Return a thread-safe function that ends the pause between two polls."""
         if self._woken is None:
             self._woken = Event()
         return self._woken.set
@@ -160,7 +157,7 @@ class StoreDelayingTransport(DelayingTransport):
         return f"{settings.namespace} of {without_password(self._store_url(settings))}"
 
     def own_records(self: Any, settings: DelaySettings) -> Place | None:
-        """Return the records of waiting tasks in the store; None if no store is set."""
+        """Return the place of the task records, which is the store (a database), or None."""
         url = self._store_url(settings)
         return Place(url, settings.namespace) if is_store_url(url) else None
 
@@ -188,7 +185,7 @@ class FolderChannel(StoreDelayingChannel):
 
 
 class DatabaseChannel(StoreDelayingChannel):
-    """kombu's sqlalchemy channel; messages wait in its database, or the store if one is set."""
+    """kombu's sqlalchemy channel; delayed messages wait in the same database or the store."""
 
     @property
     def own_store(self: Any) -> str:  # type: ignore[override]
@@ -223,7 +220,7 @@ def _for_engines(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def delaying(kombus: type[virtual.Transport]) -> type[virtual.Transport]:
-    """Make a subclass of kombu's transport *kombus* whose delayed messages wait in a database."""
+    """Make a subclass of kombu's transport class: delayed messages wait in a database."""
     plain = kombus.Channel
     is_database = hasattr(plain, "_engine_from_config")
     mixin: type = StoreDelayingChannel
@@ -244,7 +241,7 @@ def delaying(kombus: type[virtual.Transport]) -> type[virtual.Transport]:
 
 
 def disconnected_of(kombus: type[virtual.Transport]) -> type[Exception]:
-    """Return an error class for a closed channel, from which transport *kombus* recovers."""
+    """Return the error class that kombu's transport treats as a lost connection."""
     found: type[Exception] = RecoverableConnectionError
     recoverable = getattr(kombus, "recoverable_connection_errors", kombus.connection_errors)
     if not issubclass(found, recoverable):
@@ -256,7 +253,7 @@ _transports: dict[str, type[virtual.Transport]] = {}
 
 
 def transport_of(alias: str) -> type[virtual.Transport]:
-    """Import kombu's transport for an alias such as "filesystem"; return our subclass."""
+    """Return our subclass of kombu's transport for *alias*, such as "filesystem"."""
     if alias not in _transports:
         original = originals[alias]
         found = original() if callable(original) else symbol_by_name(original)

@@ -1,7 +1,7 @@
-"""List, cancel and reschedule the waiting tasks of a store (the database in which messages wait).
+"""List, cancel and reschedule the waiting tasks of a store (a database).
 
-A change locks the row of a message, and so does the dispatcher, which moves due messages to their
-queues. The later of the two finds the row deleted, or with another due time.
+Each change locks the row of a message, and so does each delivery of a due message. The second of
+two transactions finds the row deleted, or with another due time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .store import Store
 
 
 class StoreWaitingTasks(SqlListing):
-    """The :class:`~celery_native_delay.records.waiting.WaitingTasks` of a store."""
+    """The waiting tasks of a store (a database)."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel

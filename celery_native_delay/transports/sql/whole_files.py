@@ -26,10 +26,10 @@ def is_folder(channel: Any) -> bool:
 
 
 def put_file(channel: Any, queue: str, envelope: str) -> None:
-    """Write a message, as JSON, into the folder of *channel*, under a name as kombu would choose.
+    """Write a message as a JSON file into the folder of *channel*, under a name like kombu's.
 
-    Raises ChannelError if no file can have this name. Raises OSError if the folder does not exist,
-    is full, or is not writable.
+    Raises ChannelError for an impossible file name. Raises OSError if the folder is missing, full
+    or not writable.
     """
     folder = Path(channel.data_folder_out)
     name = f"{round(monotonic() * 1000)}_{uuid4()}"

@@ -1,4 +1,4 @@
-"""A worker's duties for a store: move due messages, store early ones again, retry rejected ones."""
+"""A worker's duties on a database: move due messages, put early ones back, retry rejected ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 class StoreWorkerPart(WorkerPart):
     def prepare(self, where: str) -> str:
-        """Create the database's missing tables, or leave them to the dispatcher in an outage."""
+        """Create the database's missing tables; in an outage, the dispatcher creates them later."""
         store: Store = self._delays.store
         try:
             store.prepare()
@@ -35,7 +35,7 @@ class StoreWorkerPart(WorkerPart):
         )
 
     def dangers(self) -> list[Finding]:
-        """Find different folders ``data_folder_out`` and ``data_folder_in``: messages get lost."""
+        """Return a finding if ``data_folder_out`` and ``data_folder_in`` differ."""
         if not is_folder(self._channel):
             return []
         out, into = self._channel.data_folder_out, self._channel.data_folder_in
@@ -55,11 +55,11 @@ class StoreWorkerPart(WorkerPart):
         self._delays.put_back(wait.on(wait.message._raw), wait.queue, due_us=wait.due_us)
 
     def rescue(self) -> Rescue:
-        """Try again to deliver parked messages; several processes may do so at once."""
+        """Try again to deliver rejected messages; several processes may do so at once."""
         return rescue(self._channel, self._delays.store)
 
     def sweep(self) -> int:
-        """Remove expired records (state about waiting tasks); return how many were removed."""
+        """Delete expired records of waiting tasks; return the number of deleted records."""
         return int(self._delays.records.sweep())
 
     def promoter(self, connect: Callable[..., Any]) -> Dispatcher:
@@ -67,7 +67,7 @@ class StoreWorkerPart(WorkerPart):
 
 
 def rescue(channel: Any, store: Store) -> Rescue:
-    """Try to deliver all parked messages (due, but their queue rejected them)."""
+    """Try to deliver all parked messages (due, but rejected by their queue)."""
     outcome = Rescue()
     if not store.count_parked():
         return outcome

@@ -1,4 +1,4 @@
-"""The command line's requests to SQS."""
+"""The operations of the ``delay`` commands on SQS."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ _DELAYED = "ApproximateNumberOfMessagesDelayed"
 
 
 class Status:
-    """Approximate numbers of waiting messages in SQS, which does not tell due times.
+    """Approximate numbers of waiting messages in SQS, which does not report due times.
 
-    For each queue, *here* is the number of messages in the queue itself, and *on_the_way* the
-    number in its delay queue, or None. *overdue* messages have finished their wait in the delay
-    queue, but no relay receives them.
+    For each queue, *here* counts the messages in the queue, and *on_the_way* the messages in its
+    delay queue. *overdue* messages are due in the delay queue, but no worker receives them.
     """
 
     def __init__(self, name: str, queues: list[dict[str, Any]]) -> None:
@@ -67,7 +66,7 @@ class Status:
 
 
 class SqsAdminPart(NothingParked):
-    """The :class:`~celery_native_delay.transports.interface.AdminPart` of SQS."""
+    """The operations of the ``delay`` commands on SQS."""
 
     parking = "none: a message that cannot be delivered is tried again from its delay queue"
 
@@ -126,7 +125,7 @@ class SqsAdminPart(NothingParked):
         return [*found, *(() if records is None else records.findings())]
 
     def status(self) -> Status:
-        """Count waiting messages. SQS' numbers are approximate and some seconds old."""
+        """Count waiting messages. The numbers from SQS are approximate and some seconds old."""
         return Status(self.name, [self._status(queue) for queue in self._queues])
 
     def backlog(self) -> Backlog:
@@ -134,10 +133,10 @@ class SqsAdminPart(NothingParked):
         return with_records(backlog, self._channel, self._delays.settings)
 
     def purge(self) -> int:
-        """Empty the delay queues and the records; return how many messages were deleted.
+        """Empty the delay queues and the task records; return how many messages were deleted.
 
-        Messages that wait in their own queue stay, because SQS cannot purge them separately. They
-        are no longer listed.
+        Messages with short delays stay in their own queues, because SQS cannot purge them
+        separately. Such messages are no longer listed.
         """
         if self._delays.records is not None:
             self._delays.records.purge()

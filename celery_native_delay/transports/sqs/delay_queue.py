@@ -34,22 +34,22 @@ ASKED = [*_COUNTS, _SIZE, *_FIFO_ONLY, "DelaySeconds", "MessageRetentionPeriod",
 
 
 def asked_of(name: str) -> list[str]:
-    """Return the attributes to read of a queue; SQS refuses FIFO attributes of other queues."""
+    """Return the names of the SQS attributes to read for the queue *name*."""
     return ASKED if name.endswith(FIFO) else [*_COUNTS, _SIZE]
 
 
 def delay_queue_of(queue: str) -> str:
-    """Return kombu's name of the delay queue of *queue*, for messages that wait over 15 minutes."""
+    """Return kombu's name of the delay queue (for waits over 15 minutes) of *queue*."""
     return f"{queue}{_SUFFIX}"
 
 
 def can_delay(queue: str) -> bool:
-    """Return True if messages for *queue* can wait in SQS, so *queue* is no FIFO queue."""
+    """Return True if SQS can delay messages in *queue*; SQS cannot do so in FIFO queues."""
     return not queue.endswith(FIFO)
 
 
 def why_not_made(name: str) -> str:
-    """Return the reason why the delay queue *name* is not created, and what to do."""
+    """Return why the delay queue *name* cannot be created, and what the user can do."""
     if len(name) > LONGEST_NAME:
         return (
             f"has {len(name)} characters and SQS takes {LONGEST_NAME}: shorten the name of its "
@@ -59,7 +59,7 @@ def why_not_made(name: str) -> str:
 
 
 def attributes_of(user: Mapping[str, Any]) -> dict[str, str]:
-    """Return a delay queue's attributes; *user* are kombu's ``sqs-creation-attributes``."""
+    """Return a delay queue's SQS attributes; *user* are kombu's ``sqs-creation-attributes``."""
     others = {name: value for name, value in user.items() if name != "RedrivePolicy"}
     return others | {
         "FifoQueue": "true",
@@ -93,7 +93,7 @@ def mismatches(name: str, attributes: Mapping[str, str]) -> list[Finding]:
 
 
 def advice(name: str, attributes: Mapping[str, str]) -> list[Finding]:
-    """Return a finding for each attribute of a delay queue that could be better."""
+    """Return a finding for each attribute of a delay queue that should be improved."""
     if attributes.get("FifoThroughputLimit") == "perMessageGroupId":
         return []
     way = "DeduplicationScope=messageGroup,FifoThroughputLimit=perMessageGroupId"
@@ -101,19 +101,19 @@ def advice(name: str, attributes: Mapping[str, str]) -> list[Finding]:
 
 
 def most_bytes_of(attributes: Mapping[str, str]) -> int:
-    """Return the size in bytes of the largest message that an SQS queue accepts."""
+    """Return the largest message size, in bytes, that an SQS queue accepts."""
     return int(attributes.get(_SIZE) or MOST_BYTES)
 
 
 def waiting_in(attributes: Mapping[str, str]) -> int:
-    """Return the approximate number of messages in a delay queue (for waits over 15 minutes)."""
+    """Return the approximate number of messages in a delay queue."""
     return sum(int(attributes.get(name) or 0) for name in _COUNTS)
 
 
 def overdue_in(attributes: Mapping[str, str]) -> int:
-    """Return how many messages in a delay queue are overdue; 0 if a relay seems to run.
+    """Return how many messages in a delay queue are overdue, from the queue's attributes.
 
-    A running relay leaves no messages in the queue, and has some in flight.
+    The number is 0 if messages are in flight, because then a worker is receiving messages.
     """
     lying = int(attributes.get("ApproximateNumberOfMessages") or 0)
     in_flight = int(attributes.get("ApproximateNumberOfMessagesNotVisible") or 0)

@@ -34,10 +34,10 @@ LOOK_FOR_SECONDS = 60.0
 
 
 class KnownDelayQueue(NamedTuple):
-    """The attributes of a delay queue that a producer remembers, read *at* a monotonic time.
+    """The attributes of a delay queue that a producer remembers, read at the monotonic time *at*.
 
-    *url* is None if the delay queue does not exist. *most_bytes* is the size of the largest message
-    that the destination accepts.
+    *url* is None if the delay queue does not exist. *most_bytes* is the largest message size that
+    the destination accepts.
     """
 
     at: float
@@ -56,9 +56,8 @@ class Delays(recorded.Delays):
     def send(self, put: SqsMessage, *, now_us: int) -> None:
         """Send a message to its queue, or to its delay queue if the wait exceeds 15 minutes.
 
-        The delay queue recognises a second attempt by the delivery tag. Raises CannotDelay (the
-        message is too large), TopologyMismatch or NotPermitted. After these errors nothing was
-        sent.
+        If the message is sent again, SQS recognises the delivery tag in the delay queue. Raises
+        CannotDelay (message too large), TopologyMismatch or NotPermitted; then nothing was sent.
         """
         queue = put.queue
         self.check_size(put, now_us=now_us)
@@ -80,7 +79,7 @@ class Delays(recorded.Delays):
         )
 
     def check_size(self, put: SqsMessage, *, now_us: int) -> None:
-        """Raise CannotDelay if a message is too large for SQS, or for its destination queue."""
+        """Raise CannotDelay if a message is too large for SQS or for its destination queue."""
         if not put.is_far(now_us=now_us):
             check_size(put.payload.size_bytes, queue=put.queue)
             return
@@ -123,10 +122,10 @@ class Delays(recorded.Delays):
             self.queues.client(queue).send_message(QueueUrl=url, **arguments)
 
     def known_delay_queue(self, queue: str) -> KnownDelayQueue:
-        """Return the attributes of the delay queue of *queue*, read again after some minutes.
+        """Return the attributes of the delay queue of *queue*, at most some minutes old.
 
-        Logs a warning if the delay queue does not exist, or if nothing seems to receive from it.
-        Raises TopologyMismatch if its attributes are wrong.
+        Logs a warning if the delay queue does not exist, or if no worker seems to receive its
+        messages. Raises TopologyMismatch if its attributes are wrong.
         """
         known = self._known.get(queue)
         if known is None or monotonic() - known.at > (
@@ -185,7 +184,7 @@ def _say_once(sentence: str) -> None:
 
 
 def leave_to_celery(queue: str) -> None:
-    """Warn, once per queue, that tasks for a user's FIFO queue do not wait in SQS."""
+    """Log a warning, once per FIFO queue, that delayed tasks do not wait in SQS."""
     _say_once(
         f"{queue!r} is a FIFO queue, where SQS takes no delay for a single message: its tasks with "
         f"an ETA stay with Celery, in the memory of its workers"

@@ -1,7 +1,7 @@
-"""Encode messages for SQS: as kombu sends them, and as entries of a delay queue. No I/O.
+"""Encode messages for SQS: as kombu sends them, and for a delay queue. No I/O.
 
-Only relays (worker threads that send these messages on) read a delay queue. An entry is a line of
-JSON with the remaining delay, a newline, and the body for the destination, which never changes.
+In a delay queue, a message is an entry: a line of JSON with the remaining delay, a newline, and the
+body for the destination. Only relays (worker threads) read the entries.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ATTRIBUTES = "message_attributes"
 
 @dataclass(frozen=True)
 class Payload:
-    """Body and attributes of a message; *group_id* is the message group for fair queues."""
+    """Body and attributes of an SQS message; *group_id* is the message group of a fair queue."""
 
     body: str
     attributes: Mapping[str, Any] = field(default_factory=dict)
@@ -42,19 +42,19 @@ class Payload:
 
     @classmethod
     def of(cls, message: Mapping[str, Any], *, base64: bool) -> Self:
-        """Return kombu's *message* for SQS; *base64* is kombu's ``sqs_base64_encoding``."""
+        """Encode kombu's *message* for SQS; *base64* is kombu's ``sqs_base64_encoding``."""
         properties = dict(message["properties"])
         attributes = properties.pop(_ATTRIBUTES, None) or {}
         text = encoded({**message, "properties": properties})
         return cls("", attributes, properties.get("MessageGroupId")).holding(text, base64=base64)
 
     def holding(self, text: str, *, base64: bool) -> Self:
-        """Return a copy of this payload with the JSON *text* of another message as body."""
+        """Return a copy of this payload with *text*, another message's JSON, as the body."""
         return replace(self, body=b64encode(text.encode()).decode() if base64 else text)
 
     @property
     def size_bytes(self) -> int:
-        """Return the size in bytes, as SQS counts it."""
+        """Return the message size in bytes, as SQS counts the size."""
         return len(self.body.encode()) + sum(
             len(name.encode()) + sum(len(_bytes(part)) for part in value.values())
             for name, value in self.attributes.items()
@@ -74,9 +74,8 @@ class Payload:
 class Entry:
     """A message in a delay queue, where messages wait over 15 minutes.
 
-    *hop* counts the message's waits there, from 0. *left_ms* is the rest of the delay in
-    milliseconds at the beginning of this wait. *due_ms*, in milliseconds since the epoch, is for
-    people.
+    *hop* counts the message's earlier waits in the delay queue. *left_ms* is the remaining delay in
+    milliseconds when the present wait begins. *due_ms* is only for people to read.
     """
 
     id: str
@@ -86,11 +85,11 @@ class Entry:
     hop: int = 0
 
     def again(self, left_ms: int) -> Entry:
-        """Return the entry for the next wait of up to 15 minutes."""
+        """Return the message for its next wait of up to 15 minutes in the delay queue."""
         return replace(self, left_ms=left_ms, hop=self.hop + 1)
 
     def text(self) -> str:
-        """Return the body of the message in the delay queue."""
+        """Return the message body for the delay queue."""
         payload = asdict(self.payload)
         body = payload.pop("body")
         head = {"v": VERSION, "id": self.id, "left": self.left_ms, "due": self.due_ms}
@@ -99,14 +98,14 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Return the message's largest size in bytes, in the delay queue or at the destination."""
+        """Return the larger of two sizes: in the delay queue, and at the destination."""
         return max(len(self.text().encode()) + _GROWTH_BYTES, self.payload.size_bytes)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of boto's ``send_message`` to the delay queue.
 
         Each message has its own message group, so no message blocks another. The deduplication id
-        contains the number of waits, so SQS ignores a relay's repetition within five minutes.
+        contains the number of waits, so SQS ignores a repeated send within five minutes.
         """
         return {
             "MessageBody": self.text(),
@@ -116,7 +115,7 @@ class Entry:
 
 
 class SqsMessage(NamedTuple):
-    """A delayed message for *queue*; *id* is its id in a delay queue, *base64* kombu's setting."""
+    """A delayed message for *queue*. *base64* is kombu's ``sqs_base64_encoding``."""
 
     queue: str
     due_us: int
@@ -154,7 +153,7 @@ class SqsMessage(NamedTuple):
         return hops.seconds_up(self.wait_ms(now_us=now_us)) > hops.HOP_SECONDS
 
     def seconds_here(self, *, now_us: int) -> int:
-        """Return the ``DelaySeconds`` with which the message waits in its own queue."""
+        """Return the ``DelaySeconds`` for a message that waits in its own queue."""
         return min(hops.seconds_up(self.wait_ms(now_us=now_us)), hops.HOP_SECONDS)
 
     def entry(self, *, now_us: int) -> Entry:
@@ -163,7 +162,7 @@ class SqsMessage(NamedTuple):
 
 
 def opened(text: str) -> Entry:
-    """Return the entry that :meth:`Entry.text` encoded. Raises ValueError for any other text."""
+    """Decode the text of a message from a delay queue. Raises ValueError for another text."""
     head, newline, body = text.partition("\n")
     found = loads(head) if newline else None
     if not isinstance(found, dict) or found.get("v") != VERSION:
@@ -176,7 +175,7 @@ def opened(text: str) -> Entry:
 
 
 def check_size(size_bytes: int, *, queue: str, most_bytes: int = MOST_BYTES) -> None:
-    """Raise CannotDelay, with size and limit, if SQS would refuse a message of this size."""
+    """Raise CannotDelay if SQS would refuse a message of this size."""
     if size_bytes > most_bytes:
         raise CannotDelay(
             f"expected a message of at most {most_bytes:,} bytes, all that SQS takes there, "
@@ -185,7 +184,7 @@ def check_size(size_bytes: int, *, queue: str, most_bytes: int = MOST_BYTES) -> 
 
 
 def in_requests(items: Iterable[T], size_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Split *items* into requests of up to ten. A request may be no larger than one message."""
+    """Split *items* into requests of up to ten items, within the size limit of SQS."""
     batch: list[T] = []
     batch_bytes = 0
     for each in items:

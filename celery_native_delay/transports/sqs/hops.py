@@ -1,7 +1,7 @@
-"""Split long delays into waits of up to 15 minutes, the longest that SQS delays a message.
+"""Split long delays into waits of up to 15 minutes, the longest delay in SQS. No I/O.
 
 During each wait the message is in the delay queue. After each wait a relay (a worker thread) sends
-the message back there, or to its destination if the rest of the delay is short enough. No I/O.
+the message back to the delay queue, or to the destination for the last part of the delay.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REQUESTS_PER_HOP = 3
 
 
 def seconds_up(milliseconds: int) -> int:
-    """Return *milliseconds* as whole seconds, rounded up: SQS delays by whole seconds."""
+    """Return *milliseconds* as seconds, rounded up, because SQS delays by whole seconds."""
     return max(0, -(-milliseconds // 1000))
 
 
@@ -40,8 +40,8 @@ def remainders(delay_ms: int) -> list[int]:
 class Reception:
     """The times at which SQS delivered a message from a delay queue, by the clock of SQS.
 
-    All times are in milliseconds since the epoch. *now_ms* is the date of SQS' answer, in whole
-    seconds. *now_ms* matters if another relay received the message before, and died.
+    All times are in milliseconds since the epoch. *now_ms* is the date of the answer from SQS, in
+    whole seconds. *now_ms* is needed if another worker received the message before, and died.
     """
 
     sent_ms: int
@@ -50,14 +50,14 @@ class Reception:
     now_ms: int
 
     def left_ms(self, delay_ms: int) -> int:
-        """Return the remaining milliseconds of a delay; negative if the delay is over."""
+        """Return the rest of a delay in milliseconds; negative if the delay is over."""
         return delay_ms - max(0, self._received_ms - self.sent_ms)
 
     def is_last_hop(self, delay_ms: int) -> bool:
-        """Return True if the relay (a worker thread) sends the message to its destination now.
+        """Return True if the message now goes to its destination, not back to the delay queue.
 
-        While SQS recognises a repeated send, the answer is what the first relay decided. Otherwise
-        one relay could send to the destination, and another back to the delay queue.
+        While SQS recognises a repeated send, a second worker must decide as the first worker did.
+        So the message is never sent to both queues.
         """
         if self._received_ms - self.first_received_ms < RECOGNISED_SECONDS * 1000:
             left = delay_ms - max(0, self.first_received_ms - self.sent_ms)
@@ -72,5 +72,5 @@ class Reception:
 
 
 def retry_seconds(receive_count: int) -> int:
-    """Return the wait before another send; SQS has delivered the message *receive_count* times."""
+    """Return the pause before a failed send is repeated; the pause grows with *receive_count*."""
     return min(1 << min(receive_count, 20), 900)

@@ -1,7 +1,7 @@
 """Publish in bulk to SQS: ten messages per request. Refused messages are reported.
 
-A request whose answer was lost is sent again. SQS ignores the repetition in a delay queue (a FIFO
-queue) within five minutes. In a standard queue the messages may arrive twice.
+A request without an answer is sent again. A delay queue is a FIFO queue, so SQS ignores the
+repetition within five minutes. In a standard queue the messages may arrive twice.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError, NoRegionError)
 
 
 class NotYet(Exception):
-    """An error: SQS did not accept some messages now, and they are sent again."""
+    """An error: SQS did not accept some messages. The messages are sent again."""
 
 
 class SqsCollecting(Collecting):
-    """A channel that collects messages for a bulk publisher, in the form that SQS accepts."""
+    """A channel that collects messages for a bulk publisher, encoded for SQS."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> SqsMessage | PlainMessage:
         due_us = self.due_of(message)
@@ -56,7 +56,7 @@ class SqsCollecting(Collecting):
             super().put_plainly(put)
 
     def check(self: Any, put: SqsMessage) -> None:
-        """Raise an error if SQS cannot accept a message, before the message is added to a batch."""
+        """Raise an error if SQS cannot accept a message, before the message joins a batch."""
         delays: Delays = self.delays
         now_us = time_ns() // 1000
         delays.check_size(put, now_us=now_us)
@@ -65,7 +65,7 @@ class SqsCollecting(Collecting):
 
 
 class Outbox(RecordedOutbox[SqsMessage | PlainMessage]):
-    """Sends delayed messages to SQS, ten per request. Immediate messages are sent one by one."""
+    """Sends delayed messages to SQS, ten per request, and other messages one by one."""
 
     lost = (*RecordedOutbox.lost, BotoCoreError, ClientError, NotYet)
     collecting = SqsCollecting

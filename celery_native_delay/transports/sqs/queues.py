@@ -1,4 +1,4 @@
-"""Find, create and read SQS queues through a channel of kombu."""
+"""Find, create and read SQS queues through a kombu channel."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _DENIED = ("AccessDenied", "AccessDeniedException")
 
 
 class Failure(NamedTuple):
-    """The reason why SQS did not accept a message; if *is_final*, another attempt would fail."""
+    """The reason why SQS did not accept a message; if *is_final*, a retry would fail too."""
 
     reason: str
     is_final: bool
 
 
 class Queues:
-    """The SQS queues of one channel, by their names in kombu."""
+    """The SQS queues of one kombu channel, by kombu's names."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -44,15 +44,15 @@ class Queues:
         return str(self._channel.canonical_queue_name(queue))
 
     def url(self, queue: str) -> str:
-        """Return the URL of *queue*. If *queue* is missing, create it, as kombu does."""
+        """Return the URL of *queue*. Like kombu, create the queue if it is missing."""
         return str(self._channel._new_queue(queue))
 
     def forget(self, queue: str) -> None:
-        """Forget the URL of *queue*, because *queue* was deleted."""
+        """Forget the URL of *queue*, because the queue was deleted."""
         self._channel._queue_cache.pop(self.name(queue), None)
 
     def find(self, queue: str) -> str | None:
-        """Return the URL of *queue*; None if *queue* does not exist, or its name is too long."""
+        """Return the URL of *queue*; None if the queue does not exist or its name is too long."""
         if len(self.name(queue)) > LONGEST_NAME:
             return None
         try:
@@ -63,7 +63,7 @@ class Queues:
     def make_delay_queue(self, queue: str) -> str | None:
         """Return the URL of the delay queue of *queue*; create the delay queue if it is missing.
 
-        Returns None if the delay queue would have to be predefined, or its name is too long. Raises
+        Returns None if the delay queue must be predefined, or its name is too long. Raises
         NotPermitted or UnsupportedBroker if SQS refuses.
         """
         name = self.name(delay_queue_of(queue))
@@ -84,10 +84,10 @@ class Queues:
     def send_many(
         self, queue: str, messages: Sequence[Mapping[str, Any]], *, url: Callable[[], str]
     ) -> dict[int, Failure]:
-        """Send up to ten messages; return the failures by index in *messages*.
+        """Send up to ten messages; return the failures, each with its message's index.
 
-        A message is given as the arguments of boto's ``send_message`` without the queue's URL. The
-        function *url* returns that URL.
+        *messages* are arguments of boto's ``send_message`` without the queue's URL. The function
+        *url* returns the URL.
         """
         entries = [{"Id": str(at), **message} for at, message in enumerate(messages)]
 
@@ -118,7 +118,7 @@ class Queues:
         }
 
     def attributes(self, queue: str, url: str) -> dict[str, str] | None:
-        """Return the attributes of *queue*; None if *queue* was deleted.
+        """Return the SQS attributes of *queue*; None if the queue was deleted.
 
         Raises NotPermitted or UnsupportedBroker if SQS refuses.
         """
@@ -137,24 +137,24 @@ class Queues:
 
 
 def is_gone(exc: ClientError) -> bool:
-    """Return True if the error says that the queue does not exist."""
+    """Return True if the error from SQS says that the queue does not exist."""
     return exc.response.get("Error", {}).get("Code") in _GONE
 
 
 def is_about_a_message(exc: ClientError) -> bool:
-    """Return True if the error is about one message, and not about the queue or the connection."""
+    """Return True if the error is about one message, not about the queue or the connection."""
     return exc.response.get("Error", {}).get("Code") in _MESSAGE_REFUSED
 
 
 def dated_ms(answer: dict[str, Any]) -> int:
-    """Return the date of SQS' *answer*, in milliseconds since the epoch, exact to a second."""
+    """Return the date of an answer from SQS, in milliseconds since the epoch."""
     dated = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
     return int(parsedate_to_datetime(dated).timestamp()) * 1000 if dated else 0
 
 
 @contextmanager
 def explained(name: str, action: str) -> Iterator[None]:
-    """Turn errors of SQS about permissions and sizes into NotPermitted and CannotDelay."""
+    """Turn permission and size errors from SQS into NotPermitted and CannotDelay."""
     try:
         yield
     except ClientError as exc:
@@ -169,7 +169,7 @@ def explained(name: str, action: str) -> Iterator[None]:
 
 @contextmanager
 def administered(name: str, action: str) -> Iterator[None]:
-    """Turn all errors of SQS into NotPermitted, CannotDelay or UnsupportedBroker."""
+    """Turn all errors from SQS into NotPermitted, CannotDelay or UnsupportedBroker."""
     try:
         with explained(name, action):
             yield

@@ -1,8 +1,8 @@
 """The relay: sends SQS messages on after each wait of up to 15 minutes in a delay queue.
 
-Every worker has a relay, or ``delay relay`` runs one, with a thread for each queue, because a long
-poll takes up to 20 s. The relay first sends a message on, and then deletes the received message. If
-a relay dies, another one sends the message again; SQS ignores a repetition to the delay queue.
+Every worker, or ``delay relay``, runs a relay with one thread for each queue. A thread first sends
+a message on, and then deletes the received message. If a worker dies between these steps, another
+worker sends the message again; SQS ignores a repetition in the delay queue.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ class _Received:
 class Relay:
     """Sends SQS messages on after each wait of up to 15 minutes, with a thread for each queue.
 
-    *promoted* counts messages sent to their destination, *relayed* messages sent back to a delay
-    queue, *failed* sends that SQS refused.
+    *promoted* counts messages sent to their destination. *relayed* counts messages sent back to a
+    delay queue. *failed* counts sends that SQS refused.
     """
 
     parked = 0
     """Always 0: a message that SQS refuses stays in its delay queue and is tried again."""
 
     def __init__(self, connect: Callable[..., Any], queues: Sequence[str]) -> None:
-        """*connect* opens a kombu connection. *queues* are the destination queues."""
+        """The function *connect* opens a kombu connection. *queues* are the destination queues."""
         self.promoted = 0
         self.relayed = 0
         self.failed = 0
@@ -87,7 +87,7 @@ class Relay:
         self._counting = Lock()
 
     def run(self) -> None:
-        """Send messages on until :meth:`stop` is called. While SQS is unreachable, keep trying."""
+        """Send messages on until :meth:`stop` is called. Retries while SQS is unreachable."""
         backoff = Backoff(*PAUSE_SECONDS)
         while not self._stopping.is_set():
             try:
@@ -99,17 +99,16 @@ class Relay:
                 self._stopping.wait(backoff.failed())
 
     def count(self, *, promoted: int = 0, relayed: int = 0, failed: int = 0) -> None:
-        """Add to the counters. Any thread may call this."""
+        """Add the given numbers to the counters. Thread-safe."""
         with self._counting:
             self.promoted += promoted
             self.relayed += relayed
             self.failed += failed
 
     def stop(self) -> None:
-        """Make :meth:`run` return soon.
+        """Make :meth:`run` return soon; a long poll that has begun is not interrupted.
 
-        A long poll cannot be interrupted. Messages that it still receives are sent on if the
-        process lives long enough, or else another relay receives them after
+        If the process ends during a long poll, another worker receives the polled messages after
         :data:`VISIBILITY_SECONDS`.
         """
         self._stopping.set()
@@ -152,7 +151,7 @@ class _NoDelayQueue(NativeDelayError):
 
 
 class QueueRelay:
-    """One thread of a relay: sends messages from one delay queue on to the destination queue."""
+    """A thread that sends messages from one delay queue on to the destination queue."""
 
     def __init__(self, relay: Relay, channel: Any, queue: str) -> None:
         self._relay = relay

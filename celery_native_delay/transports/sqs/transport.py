@@ -1,6 +1,6 @@
 """Extend kombu's SQS transport, so that delayed messages wait in SQS.
 
-Without ``transport_options["native_delay"]`` the transport behaves exactly as kombu's.
+Without ``transport_options["native_delay"]`` the transport behaves exactly like kombu's transport.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class SqsWorkerPart(RecordedWorkerPart):
-    """The :class:`~celery_native_delay.transports.interface.WorkerPart` of SQS."""
+    """A worker's operations on SQS besides consuming."""
 
     comes_back_late_seconds = 2.0
     """Longest lateness of a message put back: delays are rounded up, and kombu pauses a second."""
@@ -37,7 +37,7 @@ class SqsWorkerPart(RecordedWorkerPart):
         self._queues = [queue for queue in queues if can_delay(queue)]
 
     def prepare(self, where: str) -> str:
-        """Create the worker's delay queues; a wrong delay queue does not stop the others."""
+        """Create the worker's delay queues, even if one delay queue has wrong attributes."""
         self._delays.check_settings()
         found, lacking, wrong = set_up(self._delays, self._queues)
         if not found:
@@ -81,8 +81,8 @@ def set_up(
 ) -> tuple[list[str], list[str], dict[str, list[Finding]]]:
     """Create the delay queues of *queues*, for messages that wait over 15 minutes.
 
-    Returns the names of the right delay queues, the names of those that cannot be created, and the
-    findings for each queue whose delay queue is wrong.
+    Returns the names of correct delay queues, the names of delay queues that cannot be created,
+    and, by queue, the findings about wrong delay queues.
     """
     found, lacking, wrong = [], [], {}
     for queue in queues:
@@ -101,7 +101,7 @@ def set_up(
 
 
 def refuse(wrong: Mapping[str, Sequence[Finding]]) -> None:
-    """Raise TopologyMismatch if there are findings in *wrong*."""
+    """Raise TopologyMismatch if any delay queue has findings in *wrong*."""
     if wrong:
         raise TopologyMismatch(
             "; ".join(str(finding) for each in wrong.values() for finding in each)

@@ -1,1 +1,1 @@
-"""Code shared by the transports that extend kombu's virtual transports."""
+"""Code shared by our transports that extend kombu's virtual transports."""

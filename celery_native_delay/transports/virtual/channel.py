@@ -1,4 +1,4 @@
-"""Mixins, placed before kombu's classes, that make messages wait on its virtual transports."""
+"""Mixins for kombu's virtual transports: delayed messages wait in the broker or a database."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .wrapping import due_then, unwrapped
 class Message(virtual.Message):  # type: ignore[misc]
     """A received message, without the header of this package.
 
-    *native_delay* describes the message's wait, None if there was none. *consumed_from* is the
-    queue from which the message came, "" for a broadcast.
+    *native_delay* describes the message's delay, or is None. *consumed_from* is the queue from
+    which the message came; "" for a broadcast.
     """
 
     headers: dict[str, Any]
@@ -38,7 +38,7 @@ class Message(virtual.Message):  # type: ignore[misc]
 
 
 class PublishingChannel:
-    """A channel whose delayed publish raises an error that kombu retries, if it is closed."""
+    """A channel whose publish raises an error that kombu retries, if the channel is closed."""
 
     disconnected: ClassVar[type[Exception]] = RecoverableConnectionError
     """A closed channel raises this error, from which the transport's connection recovers."""
@@ -51,13 +51,13 @@ class PublishingChannel:
         return super().basic_publish(message, exchange, routing_key, **kwargs)  # type: ignore[misc]
 
     def check_connected(self: Any) -> None:
-        """Raise :attr:`disconnected` if the channel is closed."""
+        """Raise the error :attr:`disconnected` if the channel is closed."""
         if self.connection is None:
             raise self.disconnected("the connection of this channel was closed")
 
     @staticmethod
     def due_of(message: dict[str, Any]) -> int | None:
-        """Return when *message* is due, in µs; None if it does not wait or is redelivered."""
+        """Return the due time of *message* in µs; None if the message does not wait."""
         if message.get("redelivered"):
             return None
         due_us = due_of(message.get("headers"))
@@ -65,7 +65,7 @@ class PublishingChannel:
 
 
 class DelayingChannel(PublishingChannel):
-    """A channel of one of kombu's virtual transports whose messages can wait."""
+    """A channel of a kombu virtual transport on which messages can be delayed."""
 
     Message = Message
 
@@ -73,27 +73,27 @@ class DelayingChannel(PublishingChannel):
     """The broker's own :class:`~.delays.Delays`, which takes a channel and its settings."""
 
     def make_delays(self, settings: DelaySettings) -> Any:
-        """Return a new object that publishes delayed messages on this channel (:attr:`delays`)."""
+        """Return a new publisher of delayed messages on this channel."""
         return type(self).delays_class(self, settings)
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
-        """Keep kombu's *message* for *queue* until it is due; *kwargs* are kombu's own arguments.
+        """Publish kombu's *message* to wait for *queue*; *kwargs* are kombu's own arguments.
 
-        Raises NativeDelayError if *message* cannot wait. Then *message* was not sent.
+        Raises NativeDelayError if the message cannot wait. Then the message was not sent.
         """
         raise NotImplementedError
 
     def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> Any:
-        """Publish by a debounce, throttle or unique key. May raise AnotherStands."""
+        """Publish a message that has a debounce, throttle or unique key."""
         raise without_records(self)
 
     def records(self, settings: DelaySettings) -> Records:
-        """Return this broker's records. Raises UnsupportedBroker if there are none."""
+        """Return the records of waiting tasks, or raise UnsupportedBroker."""
         raise without_records(self)
 
     @property
     def delays(self) -> Any:
-        """Return the publisher of delayed messages. May raise :attr:`disconnected`."""
+        """Return the publisher of delayed messages on this channel."""
         self.check_connected()
         return self._delays
 
@@ -128,7 +128,7 @@ class DelayingChannel(PublishingChannel):
         return self.let_wait(queue, due_then(message, due_us), due_us=due_us, **kwargs)
 
     def check_unkeyed(self, message: dict[str, Any], exchange: str) -> None:
-        """Raise CannotDelay if *message* is a broadcast with a debounce, throttle or unique key."""
+        """Raise CannotDelay if a broadcast has a debounce, throttle or unique key."""
         if keyed_publish(message.get("headers")) is not None:
             raise CannotDelay(
                 f"expected a task with a key to go to a queue, got the exchange {exchange!r}, "

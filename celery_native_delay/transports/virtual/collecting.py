@@ -1,4 +1,4 @@
-"""Define channels that collect kombu's messages for a bulk publisher, routed and encoded."""
+"""Channels that collect kombu's routed and encoded messages for a bulk publisher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kombu.utils.json import dumps
 
 
 class CollectedMessage(Protocol):
-    """A message for one queue, which a bulk publisher has yet to send."""
+    """A message for one queue that a bulk publisher has not sent yet."""
 
     @property
     def due_us(self) -> int:
@@ -16,18 +16,18 @@ class CollectedMessage(Protocol):
 
     @property
     def envelope(self) -> str | bytes:
-        """Return kombu's message as JSON, with our header."""
+        """Return kombu's message as JSON, with this package's header."""
 
     @property
     def size_bytes(self) -> int:
-        """Return roughly how many bytes the message adds to a batch."""
+        """Return the message's approximate size in bytes."""
 
     def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
-        """Return another message that waits for the same destination."""
+        """Return another task's message for the same destination."""
 
 
 class PlainMessage(NamedTuple):
-    """A message that kombu sends to *queue*."""
+    """A message without delay that kombu sends to *queue*."""
 
     queue: str
     message: dict[str, Any]
@@ -46,10 +46,10 @@ class PlainMessage(NamedTuple):
 
 
 class Collecting:
-    """A mixin, placed before our channel, that collects messages instead of sending.
+    """A mixin for our channels that collects messages instead of sending them.
 
     *collected* are messages for a queue. *returned* are messages, as JSON, for which no queue is
-    bound: kombu would drop them.
+    bound; kombu would drop such messages.
     """
 
     collected: list[Any]
@@ -57,17 +57,17 @@ class Collecting:
     _is_routed = False
 
     def put_for(self, queue: str, message: dict[str, Any]) -> CollectedMessage:
-        """Return *message* as the bulk publisher sends it. May raise NativeDelayError."""
+        """Return *message* in the form that the bulk publisher sends to *queue*."""
         raise NotImplementedError
 
     def put_for_all(
         self, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
     ) -> CollectedMessage:
-        """Return *message* for the consumers of a fanout *exchange* at the due time."""
+        """Return *message* in the form that waits for all consumers of a fanout *exchange*."""
         raise NotImplementedError
 
     def put_plainly(self, put: PlainMessage) -> None:
-        """Send a message that does not wait by kombu; it may be sent again after an error."""
+        """Send a message without delay through kombu."""
         message = put.message
         # Some of kombu's transports remove properties that they send elsewhere.
         message = {**message, "properties": dict(message["properties"])}

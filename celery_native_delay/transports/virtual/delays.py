@@ -1,4 +1,4 @@
-"""The base of delayed publishing on a channel of kombu's virtual transports."""
+"""Shared code to publish delayed messages on kombu's virtual transports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...settings import DelaySettings
 
 
 class Delays:
-    """Publishes delayed messages on one channel; each broker's ``delays.py`` extends it."""
+    """Publishes delayed messages on one channel; each broker has a subclass."""
 
     refusal: NativeDelayError | None = None
     """The error that every delayed publish raises; None if there is no such error."""
@@ -19,12 +19,12 @@ class Delays:
         self.settings = settings
 
     def check_settings(self) -> None:
-        """Raise :attr:`refusal`, if it is not None."""
+        """Raise the error :attr:`refusal`, if there is one."""
         if self.refusal is not None:
             raise self.refusal
 
     def check_reach(self, due_us: int) -> None:
-        """Raise DelayTooLong if the delay until *due_us* is longer than the settings allow."""
+        """Raise DelayTooLong if the delay is longer than the settings allow."""
         check_due(
             due_us,
             now_us=time_ns() // 1000,

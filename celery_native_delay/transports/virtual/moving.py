@@ -1,4 +1,4 @@
-"""The base of moving waiting messages to and from kombu's virtual transports."""
+"""Shared code to move waiting messages from and to kombu's virtual transports."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _KOMBUS = ("body_encoding", "delivery_info", "delivery_tag")
 
 
 class MovingPart(moving.MovingPart):
-    """Moves waiting messages from and to a broker of one of kombu's virtual transports."""
+    """Moves waiting messages from and to a broker of a kombu virtual transport."""
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """Return the only place of this broker where messages wait.
+        """Return the only source of waiting messages on this broker.
 
-        Raises UnsupportedBroker if *what* names another place.
+        Raises UnsupportedBroker if *what* names another source.
         """
         if what is not None:
             raise UnsupportedBroker(
@@ -42,7 +42,7 @@ class MovingPart(moving.MovingPart):
         return [self._source()]
 
     def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
-        """Publish *moving* to wait for each queue to which its exchange routes the message."""
+        """Publish a moved message to wait for each queue to which the message is routed."""
         delayed, channel = moving.delayed, self._channel
         message = self._message(moving)
         exchange, routing_key = delayed.exchange, delayed.routing_key
@@ -109,7 +109,7 @@ class MovingPart(moving.MovingPart):
 
 
 def moving_of(envelope: str | bytes, *, queue: str, due_us: int) -> Moving:
-    """Return the message in *envelope* that waits for *queue*, which is "" for a broadcast."""
+    """Decode a waiting message for *queue* from *envelope*; the queue "" means a broadcast."""
     message = json.loads(envelope)
     headers, properties = message.get("headers") or {}, message["properties"]
     opened, known = unwrapped(headers, properties)

@@ -1,4 +1,4 @@
-"""The base of bulk publishing on kombu's virtual transports, whose channels collect messages."""
+"""Shared code for bulk publishing on kombu's virtual transports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Outbox(outbox.Outbox[MessageT, BatchT]):
         self._already_named: set[tuple[str | None, str | None]] = set()
 
     def refuse_returned(self, envelopes: list[bytes]) -> None:
-        """Report messages as refused: no queue is bound to receive the messages."""
+        """Report messages as refused, because no queue is bound for the messages."""
         self._refused += [replace(each, returned=True) for each in self._named(NOWHERE, envelopes)]
 
     def _prepare(self, channel: Any) -> None:
@@ -60,11 +60,11 @@ class Outbox(outbox.Outbox[MessageT, BatchT]):
 
 
 class NotTaken(Exception):
-    """An error: the broker rejected a whole batch, perhaps because of one message in it."""
+    """An error: the broker rejected a whole batch, perhaps because of one message."""
 
 
 class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
-    """Keeps messages for a broker whose call returns only when the broker has the messages."""
+    """Keeps a bulk publisher's messages until the call that sends the messages succeeds."""
 
     @abstractmethod
     def _deliver(self, batch: OutboxBatch[MessageT]) -> None:

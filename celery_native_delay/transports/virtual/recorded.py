@@ -1,4 +1,4 @@
-"""The base for SQS and pgmq, which cannot list waiting messages: the records list them."""
+"""Shared code for SQS and pgmq: separate records list the waiting messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MessageT = TypeVar("MessageT", bound=CollectedMessage)
 
 
 class Delays(delays.Delays):
-    """Publishes delayed messages on one channel, and lists them in the records, if any are kept."""
+    """Publishes delayed messages on one channel, and adds each to the task records, if any."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(settings)
@@ -38,7 +38,7 @@ class Delays(delays.Delays):
 
     @cached_property
     def records(self) -> Any:
-        """Return the records of the queues with this name prefix; None if none are kept."""
+        """Return the records of waiting tasks; None if the app keeps no records."""
         client, prefix = self._channel.connection.client, self._channel.queue_name_prefix
         return records_beside(self.settings, f"{client.virtual_host}.{prefix}")
 
@@ -51,9 +51,9 @@ class Delays(delays.Delays):
         delivery_id: str | None = None,
         cancelled: bool = False,
     ) -> Any:
-        """Return kombu's *message* for *queue*, with our header, in the form that is sent.
+        """Return kombu's *message* for *queue* in the form that is sent, with our header.
 
-        *delivery_id* None makes a new id. Raises an error if *message* cannot wait.
+        Without *delivery_id*, a new id is made. Raises an error if the message cannot wait.
         """
         self.check_settings()
         properties = message["properties"]
@@ -73,7 +73,7 @@ class Delays(delays.Delays):
 
     @abstractmethod
     def send(self, put: Any, *, now_us: int) -> None:
-        """Send a message that :meth:`put_of` made."""
+        """Send a message that :meth:`put_of` returned."""
 
     def publish(
         self,
@@ -84,10 +84,10 @@ class Delays(delays.Delays):
         delivery_id: str | None = None,
         recorded: bool = True,
     ) -> None:
-        """Publish kombu's *message* to wait for *queue*, listed in the records if *recorded*.
+        """Publish kombu's *message* to wait for *queue*.
 
-        The delay may be longer than a producer may ask for (:meth:`check_reach`). Raises the errors
-        of :meth:`put_of` and :meth:`send`.
+        If *recorded* is True, the task records list the message. Raises the errors of
+        :meth:`put_of` and :meth:`send`.
         """
         put = self.put_of(queue, message, due_us=due_us, delivery_id=delivery_id)
         if recorded:
@@ -100,7 +100,7 @@ class Delays(delays.Delays):
             raise
 
     def publish_keyed(self, keyed: KeyedPublish, queue: str, message: dict[str, Any]) -> None:
-        """Publish *message* by its debounce, throttle or unique key. May raise AnotherStands."""
+        """Publish a message that has a debounce, throttle or unique key."""
 
         def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> IndexEntry:
             now_us = time_ns() // 1000 - clock_ahead_us
@@ -121,7 +121,7 @@ class Delays(delays.Delays):
         now_us: int,
         cancelled: bool = False,
     ) -> str:
-        """Send a message before the records decide whether it may run; return their entry."""
+        """Send a message before the task records accept it; return the message's record."""
         # With the old delivery tag SQS would drop the message as a duplicate.
         properties = {**message["properties"], "delivery_tag": delivery_id}
         own = due_then({**message, "properties": properties}, due_us)
@@ -130,14 +130,14 @@ class Delays(delays.Delays):
         return _entry_of(put)
 
     def note(self, put: Any) -> None:
-        """List a message in the records, if the app keeps any, before the message is sent."""
+        """Add a message to the task records, if there are any, before the message is sent."""
         member = self._member_of(put)
         if member is not None:
             due_us = put.message["headers"][HEADER]["due"] * 1000
             self.records.note(IndexEntry(member, due_us, _entry_of(put)))
 
     def forget(self, put: Any) -> None:
-        """Delete the records' entry of a message that the broker refused."""
+        """Delete a message that the broker refused from the task records."""
         member = self._member_of(put)
         if member is not None:
             self.records.forget(member)
@@ -155,7 +155,7 @@ def _entry_of(put: Any) -> str:
 
 
 class Republisher:
-    """Reads entries of the records of waiting tasks, and publishes their messages again."""
+    """Publishes messages from the records of waiting tasks again."""
 
     def __init__(self, delays: Delays) -> None:
         self._delays = delays
@@ -174,7 +174,7 @@ class Republisher:
 
 
 class Channel(RecordedChannel, DelayingChannel):
-    """A channel to SQS or pgmq, beside which the app may keep records of waiting tasks."""
+    """A channel to SQS or pgmq, for apps with or without records of waiting tasks."""
 
     republisher = Republisher
 
@@ -184,7 +184,7 @@ class Channel(RecordedChannel, DelayingChannel):
 
 
 class Outbox(CallingOutbox[MessageT]):
-    """Keeps messages until the broker confirms them, and lists delayed ones in the records."""
+    """Keeps messages until the broker confirms them, and adds delayed ones to the records."""
 
     def take(self, put: MessageT) -> None:
         if hasattr(self.channel, "delays"):

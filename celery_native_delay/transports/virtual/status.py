@@ -1,4 +1,4 @@
-"""Count waiting messages on Redis and in databases, and find problems in the numbers. No I/O."""
+"""Count waiting messages on Redis and in databases, and find problems. No I/O."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WAY_OUT = (
 
 @dataclass(frozen=True)
 class Census:
-    """The numbers of messages at one moment, in Redis or in a store (a database)."""
+    """The numbers of messages in Redis or a database at one moment."""
 
     waiting: int
     parked: int
@@ -75,7 +75,7 @@ class Status:
         ]
 
     def findings(self) -> list[Finding]:
-        """Return findings: overdue messages, parked (rejected) messages, no promoter."""
+        """Return findings, such as overdue or rejected messages."""
         found = []
         late = (
             f"{self.overdue} message(s) overdue, the first for {duration(self.overdue_seconds)}"
@@ -95,7 +95,7 @@ class Status:
 
 
 def parked_finding(number: int, why: str) -> Finding:
-    """Return the finding that *number* messages are parked: due, but not delivered."""
+    """Return the finding that *number* messages are parked: due, but undeliverable."""
     return Finding(
         "parked",
         WRONG,

@@ -1,7 +1,7 @@
-"""Encode envelopes (kombu's messages as JSON) once, then fill in each delayed task.
+"""Encode kombu's message as JSON once, then fill in the values of each delayed task.
 
-Making an envelope takes kombu and this package about 60 µs. Tasks with the same options differ in a
-few values. A template is the envelope with marked values, split at the marks.
+kombu and this package need about 60 µs to make a message. Tasks with the same options differ in a
+few values. A template is the JSON of one message, split at these values.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class TaskFields(NamedTuple):
 
 
 class Template:
-    """Makes messages like *envelope*, the wrapped message of one task with the same options.
+    """Makes messages that differ from *envelope* (kombu's message as JSON) in a few values.
 
-    Raises ValueError if *envelope* is not of a delayed Celery task.
+    Raises ValueError if the envelope is not a delayed Celery task.
     """
 
     def __init__(self, envelope: Mapping[str, Any]) -> None:
@@ -75,7 +75,7 @@ class Template:
         self._in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*order)
 
     def envelope(self, fields: TaskFields) -> str:
-        """Return the JSON of a task's message with *fields*, as :func:`encoded` makes it."""
+        """Return the JSON of a task's message with the values in *fields*."""
         task_id, eta, argsrepr, kwargsrepr, body, due_ms, delivery_tag = fields
         values = (
             as_json(task_id),
@@ -90,7 +90,7 @@ class Template:
 
 
 def fields_of(envelope: Mapping[str, Any]) -> TaskFields:
-    """Return the values in which messages of tasks differ. Raises ValueError if one is missing."""
+    """Return the values in which task messages differ. Raises ValueError if a value is missing."""
     headers, properties = envelope["headers"], envelope["properties"]
     try:
         return TaskFields(
@@ -124,7 +124,7 @@ def refused_of(reason: str, text: str | bytes) -> RefusedMessage:
 
 
 class TaskTemplate(bulk_publisher.TaskTemplate):
-    """Makes task messages with the destination and options of *put*, one task's message."""
+    """Makes messages with the destination and options of the task message *put*."""
 
     def __init__(self, template: Template, put: CollectedMessage, body: bytes) -> None:
         super().__init__(body)
@@ -174,5 +174,5 @@ def publisher(outbox: Any) -> BulkPublisher:
 
 
 def text_of(put: CollectedMessage) -> str:
-    """Return kombu's message in *put*, as JSON."""
+    """Return kombu's message as JSON."""
     return put.envelope if isinstance(put.envelope, str) else put.envelope.decode()

@@ -1,7 +1,7 @@
-"""Read and change waiting messages on Redis and in stores (databases). No I/O.
+"""Read and change waiting messages on Redis and in databases. No I/O.
 
-A cancelled task becomes due at once, with a mark. The worker that receives the message does not run
-the task, but tells the result backend, the chord and the monitors that the task is revoked.
+A cancelled task becomes due at once. The worker that receives the message does not run the task,
+but tells the result backend, the chord and the monitors that the task is revoked.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .wrapping import delivery_id_of, encoded, unwrapped, wrapped
 
 
 def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Waiting | None:
-    """Return a message's task, waiting for *queue*; None for a cancelled task.
+    """Decode the task in *envelope*, which waits for *queue*; None for a cancelled task.
 
-    *due_us* is None if the message is parked (due, but its queue rejected it).
+    *due_us* is None if the message is due, but its queue rejected it.
     """
     message = json.loads(envelope)
     headers, properties = message.get("headers") or {}, message["properties"]
@@ -43,7 +43,7 @@ def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Wait
 
 
 def changed(envelope: str | bytes, due_us: int, *, cancelled: bool) -> str | None:
-    """Return the message that replaces *envelope*, due at *due_us*; None to delete it.
+    """Return the message that replaces *envelope* at the new due time; None to delete it.
 
     Raises CannotDelay if the message is not a task that can be rescheduled.
     """

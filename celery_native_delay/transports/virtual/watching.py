@@ -1,7 +1,7 @@
-"""Heartbeats of promoters, and the warning of a producer that finds no heartbeat.
+"""Heartbeats of promoters (which move due messages to queues), and the check by producers.
 
-A promoter (for a store: a dispatcher) moves due messages into their queues, and writes a heartbeat
-with an end time every ten seconds.
+A promoter writes a heartbeat with an end time every ten seconds. A producer that finds no heartbeat
+logs a warning.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LOOK_SECONDS = 60.0
 
 
 class Sign:
-    """The heartbeat of one promoter, which the function *show* writes."""
+    """The heartbeat of one process that moves due messages."""
 
     def __init__(self, show: Callable[[], object], *errors: type[Exception]) -> None:
-        """*errors* are errors of *show* (writes the heartbeat), which are logged and ignored."""
+        """The function *show* writes the heartbeat. Expected *errors* are logged."""
         self._show = show
         self._errors = errors
         self._next_at = 0.0
@@ -51,10 +51,10 @@ _next_looks: dict[str, float] = {}
 
 
 def warn_if_nothing_promotes(place: str, look: Callable[[], Status]) -> None:
-    """Log a warning if messages in *place* are overdue and no promoter moves them.
+    """Log a warning if messages in *place* are overdue and no worker moves them to queues.
 
-    Every delayed publish calls this function. It checks once a minute, and warns once per process
-    and place. All errors are ignored, because the message is already published.
+    Every delayed publish calls this function. The function checks once a minute, and warns once per
+    process and place. All errors are ignored, because the message is already published.
     """
     now = monotonic()
     if now < _next_looks.get(place, 0.0):

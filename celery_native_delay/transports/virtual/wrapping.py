@@ -1,4 +1,4 @@
-"""Add our header to kombu's messages before they wait, and remove the header after. No I/O."""
+"""Add our header to kombu's messages before the delay, and remove the header after. No I/O."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def wrapped(
     cancelled: bool = False,
     delivery_id: str | None = None,
 ) -> dict[str, Any]:
-    """Return a copy of kombu's *message* with our header, which describes the wait.
+    """Return a copy of kombu's *message* with a header that describes the delay.
 
-    The header replaces an earlier one. A worker does not run a *cancelled* message. *delivery_id*
-    is needed if the broker may change the delivery tag.
+    The new header replaces an earlier header. A worker does not run a *cancelled* message.
+    *delivery_id* is needed if the broker may change the delivery tag.
     """
     headers = dict(message.get("headers") or {})
     header: dict[str, Any] = {"v": VERSION, "due": due_ms}
@@ -36,35 +36,35 @@ def wrapped(
 
 
 def due_then(message: Mapping[str, Any], due_us: int) -> dict[str, Any]:
-    """Return a copy of kombu's *message* whose ETA is *due_us*."""
+    """Return a copy of kombu's *message* with *due_us* as ETA."""
     return {**message, "headers": {**(message.get("headers") or {}), "eta": eta_of(due_us)}}
 
 
 def id_of(message: Mapping[str, Any]) -> str:
-    """Return the id by which people search for *message*: the task id, if *message* is a task."""
+    """Return the id by which users search for *message*: the task id, if there is one."""
     headers, properties = message.get("headers") or {}, message["properties"]
     found = headers.get("id") or properties.get("correlation_id") or properties["delivery_tag"]
     return str(found)
 
 
 def encoded(message: Mapping[str, Any]) -> str:
-    """Return *message* as JSON, like kombu's JSON but without blanks, a tenth shorter."""
+    """Return *message* as JSON without blanks, a tenth shorter than kombu's JSON."""
     text: str = dumps(message, separators=(",", ":"))
     return text
 
 
 def delivery_id_of(header: Mapping[str, Any], properties: Mapping[str, Any]) -> str:
-    """Return the delivery id of a message: the id in our *header*, or else the delivery tag."""
+    """Return a message's delivery id: the id in our *header*, or else the delivery tag."""
     return str(header.get("id") or properties.get("delivery_tag"))
 
 
 def unwrapped(
     headers: Mapping[str, Any] | None, properties: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Delayed | None]:
-    """Return the headers without our header, and the wait of the message.
+    """Return the message's headers without our header, and the data of our header.
 
-    The wait is None for a retry by a worker without this package. Such a worker copies our header,
-    but the retry's ETA differs, and the retry did not wait.
+    The data are None for a retry by a worker without this package. Such a worker copies our header,
+    but the retry did not wait.
     """
     opened = dict(headers or {})
     header = opened.pop(HEADER, None)
