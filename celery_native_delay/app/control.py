@@ -33,7 +33,7 @@ class RevokesWaiting:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Broadcast *command*. Before a revoke on all workers, cancel the waiting tasks."""
+        """Broadcast *command*. A ``revoke`` to all workers first cancels the waiting task."""
         everywhere = destination is None and kwargs.get("pattern") is None
         if command in ("revoke", "terminate") and everywhere:
             self._cancel_waiting((arguments or {}).get("task_id"))

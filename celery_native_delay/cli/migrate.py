@@ -60,7 +60,7 @@ def migrate(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Move waiting messages from elsewhere to this app's broker.
+    """Move waiting messages of another broker or of earlier settings to this app's broker.
 
     Due times stay the same. Each message is deleted at its source after this broker has confirmed
     the message. Ctrl-C stops after the current message; run the command again for the rest. A
@@ -123,9 +123,9 @@ def prune(
 ) -> None:
     """Delete empty delay queues of earlier settings.
 
-    Also deletes the empty delay queues of Celery's own delayed delivery, and its bindings on your
-    topic exchanges. Lists everything first, and asks. Delay queues with messages stay: use `delay
-    migrate`, or wait. First stop all producers on this virtual host that use Celery's own way.
+    Also deletes empty delay queues of Celery's own delayed delivery, and the bindings on your topic
+    exchanges. First stop all producers that use Celery's own delayed delivery on this virtual host.
+    The command lists everything and asks. Delay queues with messages stay: run `delay migrate`.
     """
     from ..app.moving import reaches_of
 
