@@ -74,8 +74,8 @@ class Installation:
     def keeps_celerys_off(self) -> bool:
         """True if Celery's own delayed delivery is off for this app.
 
-        Every delayed publish reads this property. So the value is the one that the setting had when
-        the app last connected.
+        Every delayed publish reads this property. To be fast, the property returns the value that
+        the setting had when the app last connected.
         """
         return self.enabled if self._connected_enabled is None else self._connected_enabled
 

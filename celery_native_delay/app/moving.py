@@ -1,6 +1,6 @@
 """Move waiting messages from one broker or database to another, one message at a time.
 
-If the process dies, the current message may be in both. The steps for each message:
+If the process dies, the current message may be in both places. Steps for each message:
 
 1. The message and the state of its key are written to the destination, in one step.
 2. The task is removed from the key's state at the source.
@@ -222,7 +222,7 @@ def moving(
     """Open the destination (the broker of *connection*) and the sources with these *names*.
 
     Args:
-        records: URL of the other broker's state of tasks. None: the app's own URL.
+        records: URL of the stored state of the other broker's tasks. None: the app's URL.
 
     Raises:
         UnsupportedBroker: messages cannot be moved to this broker, or a source does not exist.

@@ -55,8 +55,8 @@ def verify(ctx: click.Context, as_json: bool) -> None:
 def doctor(ctx: click.Context, as_json: bool) -> None:
     """Check that delays work, and say what to do if not. Exit 1 on any problem.
 
-    After `delay verify`, checks installed workers, overdue, parked (due, but without a queue) and
-    stuck messages, records, rates, telemetry and clocks.
+    Checks all that `delay verify` checks, and installed workers, overdue, parked (due, but without
+    a queue) and stuck messages, records, rates, telemetry and clocks.
     """
     from ..app.doctor import examine
     from ..errors import SettingsError
@@ -71,8 +71,8 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 def status(ctx: click.Context, as_json: bool) -> None:
     """Count waiting, overdue, parked (due, but without a queue) and stuck messages.
 
-    On RabbitMQ with records, "waiting" counts the tasks that `ls` lists. The delay queues hold more
-    messages: messages of cancelled and rescheduled tasks stay until their old due time.
+    On RabbitMQ with native_delay_records, "waiting" counts the tasks that `ls` lists. The delay
+    queues also hold messages of cancelled and rescheduled tasks, until the old due time.
     """
     with broker(ctx) as part:
         found = part.status()
@@ -85,7 +85,7 @@ def status(ctx: click.Context, as_json: bool) -> None:
 def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
     """Delete all waiting messages of this app. Cannot be undone.
 
-    Due messages stay: parked messages (without a queue) and messages in landing queues.
+    Due messages stay, such as parked messages (without a queue).
     """
     with broker(ctx) as part:
         if not force:

@@ -1,4 +1,4 @@
-"""The commands ``delay migrate`` (move waiting messages here) and ``prune`` (delete old queues)."""
+"""The commands ``delay migrate`` (move waiting messages) and ``prune`` (delete old queues)."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def prune(
 
     Also deletes empty delay queues of Celery's own delayed delivery, and the bindings on your topic
     exchanges. First stop all producers that use Celery's own delayed delivery on this virtual host.
-    The command lists everything and asks. Delay queues with messages stay: run `delay migrate`.
+    The command lists everything and asks first. Delay queues with messages stay.
     """
     from ..app.moving import reaches_of
 

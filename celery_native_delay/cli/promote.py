@@ -14,7 +14,7 @@ def promote(ctx: click.Context, loglevel: int, as_json: bool) -> None:
     """Deliver due tasks from Redis or from a store (a database), until Ctrl-C.
 
     Workers with this package deliver due tasks themselves. Run this command if no worker has the
-    package, or if workers stop at night. Several may run at once. On SQS use `relay`.
+    package, or if workers stop at night. Several processes may run at once. On SQS use `relay`.
     """
     _run(ctx, loglevel, "", as_json, done="promoted")
 

@@ -61,7 +61,7 @@ class Counts:
 
 
 class Listener(Thread):
-    """Thread that receives the workers' counts of delayed messages from their events."""
+    """Thread that receives the workers' counts of delayed messages in ``delay-tally`` events."""
 
     def __init__(self, app: Celery, counts: Counts) -> None:
         super().__init__(name="native-delay-listener", daemon=True)

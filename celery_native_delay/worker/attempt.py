@@ -1,4 +1,4 @@
-"""The fields of telemetry: workers write a line when a task starts, and a line when it ends.
+"""The fields of a telemetry line. Workers write a line when a task starts, and when a task ends.
 
 The process that runs a task writes two lines per attempt: at the start, with ``finished`` and
 ``outcome`` null, and at the end. The main process writes a line with ``started`` null for a task

@@ -90,7 +90,7 @@ class Attendant(Thread):
         return True
 
     def look_for_parked(self) -> None:
-        """Look now for due messages without a queue, because a queue may have been bound."""
+        """Publish due messages without a queue again now, because a queue may have been bound."""
         self._next_look = monotonic()
         self._tasks.put(None)
 

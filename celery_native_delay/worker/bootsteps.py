@@ -176,5 +176,5 @@ def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> No
 
 @signals.worker_process_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
 def flush_at_the_end_of_a_child(**_: Any) -> None:
-    """Write unsaved index rows when a pool process ends, because atexit handlers do not run."""
+    """Write unsaved state of waiting tasks when a pool process ends; atexit would not run."""
     flush()

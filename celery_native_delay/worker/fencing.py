@@ -1,4 +1,4 @@
-"""A check before a task runs: only tasks of the winning Spark attempts may run.
+"""A check: of the tasks that a fenced Spark run sent, only the winning attempts' tasks may run.
 
 Until the Spark driver has recorded the winning attempts, the tasks wait in the broker.
 """
@@ -42,7 +42,7 @@ _WARN_SECONDS = 30.0
 
 
 class Fence:
-    """A check before a task runs: only tasks that the winning Spark attempts sent may run."""
+    """A check: of a fenced Spark run's tasks, only the winning attempts' tasks may run."""
 
     def __init__(self, settings: DelaySettings, worker: str, place: Place | None) -> None:
         self._policy = settings.fence_policy

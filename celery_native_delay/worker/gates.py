@@ -49,9 +49,9 @@ def cancelled(arrival: Arrival) -> Ruling | None:
 
 
 def expired(arrival: Arrival) -> Ruling | None:
-    """A check before a task runs: drop a message whose AMQP ``expiration`` passed as it waited.
+    """A check before a task runs: drop a message whose ``expiration`` passed during the wait.
 
-    RabbitMQ removes ``expiration`` when it dead-letters a message, so our header has a copy. Celery
+    RabbitMQ removes the property ``expiration`` at dead-lettering, so our header has a copy. Celery
     itself handles a task's option ``expires``.
     """
     delayed = arrival.delayed
@@ -64,7 +64,7 @@ def expired(arrival: Arrival) -> Ruling | None:
 def early(arrival: Arrival) -> Ruling | None:
     """A check before a task runs: put the task back into the broker if its ETA is not reached.
 
-    Such a task has a producer without this package, or a longer delay than the broker supports.
+    The producer lacks this package, or the delay is longer than the broker supports.
     """
     if not arrival.is_early:
         return None

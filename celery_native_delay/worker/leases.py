@@ -76,7 +76,7 @@ class Leases:
         return token, step
 
     def hold(self, held: Held) -> None:
-        """Renew a lease (a lock on a unique key) until the task has left this process."""
+        """Renew a lease (a lock on a unique key) until the key's task has left this process."""
         with self._changed:
             self._held.append(held)
             self._work()

@@ -283,7 +283,7 @@ def signatures(rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> dict[str,
 def teach_retry_after(app: Any, rates: Mapping[str, Rate], known: Mapping[str, Signature]) -> None:
     """Wrap the functions of rate-limited tasks, so that these functions may raise RetryAfter.
 
-    The worker calls this function before the pool forks. *known* are the tasks' :func:`signatures`.
+    The worker calls this function before the pool forks. *known* has the tasks' :func:`signatures`.
     """
     for name, rate in rates.items():
         task = app.tasks.get(name)

@@ -1,4 +1,4 @@
-"""Telemetry: workers write a line of JSON when a task starts, and one when the task ends.
+"""Telemetry: workers write a line of JSON when a task starts, and a line when the task ends.
 
 Each process of a worker appends to its own file of the day (UTC), ``<day>_<worker>_<pid>.jsonl``.
 Each line is one unbuffered write, so a SIGKILL loses no written line. A failing write never stops a
@@ -213,7 +213,7 @@ class LineFiles:
         self._warned = False
 
     def append(self, at_us: int, line: str) -> None:
-        """Append *line* to the file for the day of *at_us*. Only the first error is logged."""
+        """Append *line* to the file for the day of *at_us*. Logs only the process's first error."""
         data = line.encode() + b"\n"
         try:
             if self._file(at_us // DAY_US).write(data) < len(data):

@@ -85,7 +85,7 @@ def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
 
 @signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
 def start(sender: Any = None, **_: Any) -> None:
-    """When a unique task starts, free its key (until="start"), or renew its lock on the key."""
+    """Free the key of a starting unique task (until="start"), or renew the lock on the key."""
     found = _marked(sender, sender.request)
     if found is None or (token := found[1].token) is None:
         return
