@@ -22,7 +22,7 @@ _WAY_TO_STORE = (
 
 
 def check_fits(connection: Any, settings: DelaySettings) -> None:
-    """Raise UnsupportedBroker if tasks cannot wait in this broker or in a database."""
+    """Raise UnsupportedBroker if tasks can wait neither in this broker nor in a database."""
     if transport_of(connection.transport_cls, store=settings.store) is None:
         raise UnsupportedBroker(why_nothing_waits(connection.transport_cls))
 

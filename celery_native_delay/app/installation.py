@@ -309,7 +309,7 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Set the names of the queues that *part* serves (None: all of the app), and return *part*."""
+    """Set the names of the queues that *part* serves (None: all queues), and return *part*."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

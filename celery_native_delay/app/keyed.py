@@ -99,8 +99,8 @@ class KeyedCalls:
 
         Args:
             edge: "leading": the first call's task runs at once, and later calls get its result;
-                "trailing": the last call's task runs after *seconds*; "both": the first call's
-                task runs at once, and the last call's task (if calls follow) after *seconds*.
+                "trailing": the last call's task runs when *seconds* are over; "both": the first
+                call's task runs at once, the last call's task when *seconds* are over.
             signature, announce: as in :meth:`debounce`, which raises the same errors.
 
         Returns:
@@ -229,7 +229,7 @@ class KeyedCalls:
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:
-    """Return the store of the state of keys. Raises UnsupportedBroker if there is none."""
+    """Return the object that stores keys' state. Raises UnsupportedBroker if there is none."""
     try:
         channel, settings = delaying_channel(app, connection)
     except UnsupportedBroker as exc:

@@ -41,7 +41,7 @@ _PROBE_US = 60_000_000
 
 
 class MovingKeys:
-    """Moves the messages of *source*, with the state of the messages' keys, to another broker."""
+    """Moves the messages of *source*, and the state of the messages' keys, to another broker."""
 
     def __init__(self, source: Source, into: MovingPart) -> None:
         self._into = into
@@ -126,7 +126,7 @@ _REASONS = 20
 class Account:
     """Counts of one source's messages: *count* before the move, then a count per outcome.
 
-    *stays*: not to be moved. *refused*: failed to move, by reason. *void*: cancelled or replaced.
+    *stays*: not moved. *refused*: failed to move, by reason. *void*: cancelled or replaced.
     *doubtful* lists the ids of tasks that may run twice.
     """
 

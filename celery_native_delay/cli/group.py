@@ -164,7 +164,7 @@ def reachable(ctx: click.Context) -> Iterator[Any]:
 
 
 def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
-    """Return an unopened connection to the app's broker. Raises if tasks cannot wait in it."""
+    """Return an unopened connection to the app's broker. Raises if the broker cannot delay."""
     from ..app.broker import check_fits
 
     connection = ctx.obj.app.connection_for_write()

@@ -82,7 +82,7 @@ class Attendant(Thread):
     def put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
         """Let the thread put a message back. Returns False if the thread is stopping.
 
-        *done* is called if the broker confirms the message, *instead* if the broker refuses.
+        *done* is called if the broker confirms the message, *instead* if the broker refuses it.
         """
         if self._stopping.is_set():
             return False

@@ -95,7 +95,7 @@ class Rated:
         return self._ask_line(arrival, rate, entry, wait)
 
     def begin(self, lines: Lines) -> None:
-        """Forget the waiting tasks of the last connection, and use *lines*, the queues of rates."""
+        """Forget the lost connection's tasks. From now on, ask *lines* when a task may start."""
         self.close()
         self.lines = lines
         self._for_process.clear()
