@@ -1,1 +1,1 @@
-"""The parts of this package that live in a Celery app: ``install()`` and ``Delay(app)``."""
+"""Functions for a Celery app, such as ``install(app)``, and the class ``Delay``."""

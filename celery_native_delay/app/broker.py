@@ -1,4 +1,4 @@
-"""Helpers for the broker of an app: ask the broker, name it in errors, check its support."""
+"""Functions that check an app's broker, call the broker, and add the broker's URL to errors."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _WAY_TO_STORE = (
 
 
 def check_fits(connection: Any, settings: DelaySettings) -> None:
-    """Raise UnsupportedBroker if delayed tasks can wait neither in this broker nor a database."""
+    """Raise UnsupportedBroker if tasks can wait neither in this broker nor in a database."""
     if transport_of(connection.transport_cls, store=settings.store) is None:
         raise UnsupportedBroker(why_nothing_waits(connection.transport_cls))
 
 
 def why_nothing_waits(transport: Any) -> str:
-    """Return the reason why delayed tasks cannot wait with kombu's *transport*, and a remedy."""
+    """Return an error text: why kombu's *transport* cannot delay tasks, and what to do instead."""
     shown = transport if transport in TRANSPORT_ALIASES else repr(transport)
     if needs_store(transport):
         return f"native delay has no store for {shown}: {_WAY_TO_STORE}"
@@ -37,7 +37,7 @@ def why_nothing_waits(transport: Any) -> str:
 
 @contextmanager
 def without_traceback() -> Iterator[None]:
-    """Make Celery's commands print an UnsupportedBroker of this block without a traceback."""
+    """Context manager: Celery's commands print an UnsupportedBroker without a traceback."""
     try:
         yield
     except UnsupportedBroker as exc:
@@ -50,7 +50,7 @@ def without_traceback() -> Iterator[None]:
 
 
 def name_broker(error: OperationalError, app: Any) -> None:
-    """Add the URL of the app's broker to kombu's *error* as a note: its text may lack the URL."""
+    """Add the URL of the app's broker to *error*, because kombu's text may lack the URL."""
     if not hasattr(error, "__notes__"):
         error.add_note(f"the broker is {shown_broker(app)}")
 
@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 def ask_on_a_connection(app: Any, question: Callable[[Any], T]) -> T:
-    """Call *question* with a connection of the app's pool, once more if the connection breaks.
+    """Call *question* with a connection of the app's pool. Retries once if the connection breaks.
 
     Raises kombu's OperationalError if the broker cannot be reached.
     """

@@ -1,4 +1,4 @@
-"""Celery's own ``revoke`` also cancels waiting tasks, by a subclass of the app's ``Control``.
+"""Make Celery's ``revoke`` cancel waiting tasks, too, by a subclass of the app's ``Control``.
 
 ``app.control.revoke``, ``AsyncResult.revoke``, ``celery control revoke`` and Flower's button all
 call ``Control.broadcast``.
@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 
 
 class RevokesWaiting:
-    """A mixin for the app's ``Control`` class, whose ``revoke`` also cancels waiting tasks."""
+    """A mixin for the app's ``Control`` class: ``revoke`` also cancels waiting tasks."""
 
     app: Any
 
@@ -33,7 +33,7 @@ class RevokesWaiting:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Broadcast *command*. Before a revoke on all workers, cancel the waiting tasks."""
+        """Broadcast *command*. A ``revoke`` to all workers first cancels the waiting task."""
         everywhere = destination is None and kwargs.get("pattern") is None
         if command in ("revoke", "terminate") and everywhere:
             self._cancel_waiting((arguments or {}).get("task_id"))

@@ -43,11 +43,11 @@ _MOST_LINES = 10_000
 
 
 class Delay(KeyedCalls):
-    """List, search, cancel and reschedule the waiting tasks of one app, or send one task per key.
+    """List, search, cancel and reschedule an app's waiting tasks; send unique or debounced tasks.
 
-    On Redis, ``Delay`` asks the broker. On RabbitMQ, SQS and pgmq, ``Delay`` asks the Redis or
-    database of ``native_delay_records``. On other brokers, ``Delay`` asks the database in which
-    messages wait.
+    The waiting tasks are read from the broker if the broker is Redis. On RabbitMQ, SQS and pgmq,
+    the tasks are read from the Redis or database of ``native_delay_records``. On other brokers,
+    the tasks are read from the database in which messages wait.
 
     Every method raises :class:`~celery_native_delay.RecordsUnavailable` if this Redis or database
     is unreachable, and kombu's errors if the broker is unreachable. Methods that change a task
@@ -74,7 +74,7 @@ class Delay(KeyedCalls):
             all matching tasks, or None if the tasks were not counted.
 
         Raises:
-            InvalidQuery: *search* cannot be parsed, or *limit* or *offset* is not a number from 0.
+            InvalidQuery: *search* is malformed, or *limit* or *offset* is negative or no integer.
         """
         _check_count("limit", limit, least=0)
         _check_count("offset", offset, least=0)
@@ -83,7 +83,7 @@ class Delay(KeyedCalls):
         return Page(tuple(self._with_holds(page.tasks)), page.total)
 
     def show(self, task_id: TaskId) -> list[Waiting]:
-        """Return messages with this task id: usually one, none if the task is not waiting."""
+        """Return the waiting messages of a task: usually one, none if the task is not waiting."""
         one = _id_of(task_id)
         return self._with_holds(self._ask(lambda found: found.get(one)))
 
@@ -110,10 +110,10 @@ class Delay(KeyedCalls):
         return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
 
     def rates(self, *, limit: int = 50) -> list[RateLine]:
-        """Return the state of each rate limit, most waiting tasks first, at most *limit* of them.
+        """Return the queues of rate-limited tasks (one per task name and key), longest queue first.
 
         Raises:
-            NoRecords: this broker needs ``native_delay_records`` for rates.
+            NoRecords: rate limits on this broker need ``native_delay_records``.
         """
         _check_count("limit", limit, least=0)
 
@@ -154,8 +154,8 @@ class Delay(KeyedCalls):
     ) -> Outcome:
         """Cancel a waiting task, by its id or by its debounce, throttle or unique key.
 
-        The task never runs. Its result becomes REVOKED at once. The next worker announces the task
-        to monitors and to its chord, like every revoked task.
+        The task never runs, and the task's result becomes REVOKED at once. Later, a worker informs
+        monitors and the task's chord, as for every revoked task.
 
         Args:
             task_id: an id, an ``AsyncResult``, or a :class:`Waiting` that :meth:`ls` returned.
@@ -181,14 +181,14 @@ class Delay(KeyedCalls):
         return self._cancel_key(key, name, kind)
 
     def cancel_all(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
-        """Cancel many waiting tasks over one connection, each as :meth:`cancel` does."""
+        """Cancel many waiting tasks over one connection, as :meth:`cancel` cancels one task."""
         self._sets_results = True
         return self._change(task_ids, self._cancel)
 
     def reschedule(
         self, task_id: TaskId, *, countdown: float | None = None, eta: datetime | str | None = None
     ) -> Outcome:
-        """Give a waiting task another due time. The task's ``eta`` becomes the new due time.
+        """Change the due time (``eta``) of a waiting task.
 
         Args:
             countdown: seconds from now. A negative countdown means now.
@@ -208,7 +208,7 @@ class Delay(KeyedCalls):
         countdown: float | None = None,
         eta: datetime | str | None = None,
     ) -> list[Outcome]:
-        """Reschedule many waiting tasks over one connection, each as :meth:`reschedule` does."""
+        """Give many waiting tasks the same new due time, over one connection."""
         if isinstance(countdown, int | float):
             countdown = max(countdown, 0)
         at_us = due_us(delay_headers(countdown=countdown, eta=eta)["eta"])
@@ -309,7 +309,7 @@ class Delay(KeyedCalls):
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:
-    """Return a page of waiting tasks that match *query*, and True if the page's total is exact."""
+    """Return waiting tasks that match *query*, and True if their total number is exact."""
     searched = not query.is_by_time_only
     page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
     total = page.total

@@ -1,4 +1,4 @@
-"""The checks of the command ``delay doctor``: broker, records, rates and telemetry."""
+"""The checks of ``delay doctor``: the broker, the stored state of tasks, rate limits, telemetry."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _START_THEM = (
 
 
 def examine(app: Any) -> list[Finding]:
-    """Return the problems with delayed tasks, and the checks that could not be made; [] if none."""
+    """Check the app's delays. Returns the problems found, and the checks that could not run."""
     installation = installed(app)
     try:
         settings = installation.settings()

@@ -20,9 +20,9 @@ BOOTSTEP = "celery_native_delay.worker.bootsteps:NativeDelay"
 
 
 def install(app: App, **settings: Any) -> App:
-    """Let the delayed tasks of *app* wait in the broker instead of in its workers.
+    """Make the delayed tasks of *app* wait in the broker instead of in the workers.
 
-    Call ``install`` once, before or after the app is configured. Another call only adds settings.
+    Call ``install`` once, before or after the app is configured. A second call only adds settings.
     Other apps in the process are not changed.
 
     Args:
@@ -65,7 +65,7 @@ def install(app: App, **settings: Any) -> App:
 
 @dataclass(frozen=True)
 class ControlOf:
-    """A factory of the app's ``Control``, from its *original* class. The factory can be pickled."""
+    """Makes the app's ``Control``, whose ``revoke`` also cancels waiting tasks. Can be pickled."""
 
     original: Any
 
@@ -77,7 +77,7 @@ class ControlOf:
 
 
 def reinstall(app: Celery) -> None:
-    """Install this package in an app that was unpickled. Celery calls this function as a fixup."""
+    """Install this package in an app after unpickling. Celery calls this function as a fixup."""
     install(app)
 
 

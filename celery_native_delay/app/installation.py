@@ -38,7 +38,7 @@ EXPECTED_URLS = {
 
 
 class Installation:
-    """The settings that ``install`` gave one app, and the replaced methods of the app."""
+    """One app's settings from ``install(app)``, and the methods that replace methods of the app."""
 
     def __init__(self, app: Celery, keywords: dict[str, Any]) -> None:
         self.app = app
@@ -66,23 +66,23 @@ class Installation:
 
     @property
     def enabled(self) -> bool:
-        """The setting ``native_delay_enabled``. :meth:`settings` raises for an invalid value."""
+        """False if the setting ``native_delay_enabled`` is False."""
         value = self.keywords.get("enabled", self.app.conf.get(f"{PREFIX}enabled", True))
         return value is not False
 
     @property
     def keeps_celerys_off(self) -> bool:
-        """True if Celery must not use its own delayed delivery for this app.
+        """True if Celery's own delayed delivery is off for this app.
 
-        Every delayed publish reads this property. So the property does not look up the setting, but
-        takes the value with which the app's last connection was made.
+        Every delayed publish reads this property. To be fast, the property returns the value that
+        the setting had when the app last connected.
         """
         return self.enabled if self._connected_enabled is None else self._connected_enabled
 
     # --- what replaces the app's own ----------------------------------------------------
 
     def connection(self, *args: Any, **kwargs: Any) -> Connection:
-        """Make a broker connection that can delay, in place of ``app._connection``."""
+        """Make a broker connection that can delay messages, in place of ``app._connection``."""
         # The method is looked up each time: other code, such as an APM, may replace it later.
         connect = self._earlier_connection or partial(type(self.app)._connection, self.app)
         self._connected_enabled = self.enabled
@@ -107,7 +107,7 @@ class Installation:
         *more: Any,
         **options: Any,
     ) -> Any:
-        """Send a task. Raises InvalidDueTime or DelayTooLong if *countdown* gives no ETA."""
+        """Send a task. Raises InvalidDueTime or DelayTooLong for a wrong *countdown*."""
         # The channel checks all other countdowns when it publishes. NaN is caught here, too.
         if isinstance(countdown, int | float) and not countdown < LONGEST_CELERY_SECONDS:
             settings = self._settings_or_error()
@@ -160,7 +160,7 @@ class Installation:
 
 
 def checked_app(app: Any) -> Any:
-    """Return the app behind a proxy, or *app*. Raises TypeError if *app* is not a Celery app."""
+    """Return *app*, without its proxy if any. Raises TypeError if *app* is not a Celery app."""
     real = app._get_current_object() if isinstance(app, Proxy) else app
     if not isinstance(real, Celery):
         raise TypeError(f"expected a Celery app, got {real!r}")
@@ -186,7 +186,7 @@ def installed(app: Any) -> Installation:
 
 
 def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
-    """Return the channel of *connection*, which must be one of *app*, and the app's settings.
+    """Return the channel of *connection*, which can delay messages, and the settings of *app*.
 
     :mod:`~celery_native_delay.transports.interface` describes the channel's methods.
 
@@ -242,7 +242,7 @@ def _give_eta_header(amqp: Any) -> None:
 
 
 def keep_celerys_own_off(module: ModuleType) -> None:
-    """Replace *module*'s ``detect_quorum_queues``, by which Celery decides to delay by itself.
+    """Switch off Celery's own delayed delivery: replace ``detect_quorum_queues`` in *module*.
 
     Raises UnsupportedBroker if *module* has no such function.
     """
@@ -284,16 +284,16 @@ _BOUNDED = {
 
 
 def bounded_connection(app: Any) -> Any:
-    """Make a connection of *app* that waits at most 5 s for each answer of the broker."""
+    """Make a broker connection for *app* that waits at most 5 s for each answer of the broker."""
     return app.connection_for_write(
         connect_timeout=TIMEOUT_SECONDS, transport_options=dict(_BOUNDED)
     )
 
 
 def records_place(app: Any, settings: DelaySettings) -> Place | None:
-    """Return URL and owner of the records (state about waiting tasks) of *app*, or None.
+    """Return the URL and owner of the stored state of the app's waiting tasks, or None.
 
-    The answer is the same in every process and on every virtual host. The broker is not asked.
+    Every process and every virtual host gets the same answer, without asking the broker.
     """
     if settings.records is not None:
         return Place(settings.records, settings.namespace)
@@ -302,14 +302,14 @@ def records_place(app: Any, settings: DelaySettings) -> Place | None:
 
 
 def admin_part(app: Any, connection: Any) -> AdminPart:
-    """Return :class:`AdminPart` of *connection* (one of *app*), which ``delay`` commands use."""
+    """Return the :class:`AdminPart` of *connection*, which ``delay`` commands use."""
     channel, settings = delaying_channel(app, connection)
     part: AdminPart = channel.admin_part(settings)
     return serving(part, app)
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Tell *part* the names of the queues to serve (None: all of the app), and return *part*."""
+    """Set the names of the queues that *part* serves (None: all queues), and return *part*."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

@@ -1,7 +1,7 @@
 """Debounce, throttle and unique: calls with the same key send one task instead of many.
 
-A call reads the record (stored state) of its key, and publishes unless another task has the key.
-Then our channel decides again, and changes message and record in one step.
+A call reads the stored state of its key. If no other task has the key, the call publishes. The
+channel then checks the state again, and stores message and state in one step.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class KeyedCalls:
             signature: the signature of a single task, such as ``reindex.s(7)``. Tasks with
                 different names do not share a key.
             max_wait_seconds: the task runs at most this long after the first call.
-            announce: the results of the replaced calls become REVOKED, with the reason. By default
+            announce: set the results of replaced calls to REVOKED, with the reason. By default
                 these results stay pending.
 
         Returns:
@@ -71,7 +71,7 @@ class KeyedCalls:
             is the id of the waiting task that this call replaced, or None.
 
         Raises:
-            UnsupportedBroker: this broker needs ``native_delay_records``, and nothing was sent.
+            UnsupportedBroker: keys on this broker need ``native_delay_records``. Nothing was sent.
         """
         mark = _mark_of("debounce", signature, key)
         quiet_us = _microseconds("seconds", seconds)
@@ -100,7 +100,7 @@ class KeyedCalls:
         Args:
             edge: "leading": the first call's task runs at once, and later calls get its result;
                 "trailing": the last call's task runs when *seconds* are over; "both": the first
-                call's task runs at once and, if there are more calls, the last one's at the end.
+                call's task runs at once, the last call's task when *seconds* are over.
             signature, announce: as in :meth:`debounce`, which raises the same errors.
 
         Returns:
@@ -140,7 +140,7 @@ class KeyedCalls:
             signature: as in :meth:`debounce`, which raises the same errors.
 
         Returns:
-            the result of the task with the key. Its *created* is true if this call sent the task.
+            the result of the task with the key. *created* is true if this call sent the task.
         """
         mark = _mark_of("unique", signature, key, until)
         _check_word("until", until, Until)
@@ -229,7 +229,7 @@ class KeyedCalls:
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:
-    """Return the stored state of keys, or raise UnsupportedBroker if *connection* has none."""
+    """Return the object that stores keys' state. Raises UnsupportedBroker if there is none."""
     try:
         channel, settings = delaying_channel(app, connection)
     except UnsupportedBroker as exc:
@@ -333,8 +333,8 @@ def keyed_result(
 ) -> KeyedResult:
     """Turn Celery's *result* into a :class:`KeyedResult`, without making a new object.
 
-    A new object would cost a round trip with results in Redis: when *result* is freed, Celery ends
-    the subscription to the task's id.
+    With results in Redis, a new object would cost a round trip: Celery unsubscribes from the task's
+    id when the old object is freed.
     """
     result.__class__ = EagerKeyedResult if isinstance(result, EagerResult) else KeyedResult
     keyed: KeyedResult = result
@@ -345,7 +345,7 @@ def keyed_result(
 def revoke_result(app: Any, task_id: str, name: str, *, reason: str) -> bool:
     """Set the result of the task *task_id* to REVOKED. If the backend fails, log, and return False.
 
-    A worker later tells the task's chord and monitors.
+    A worker later informs the task's chord and the monitors.
     """
     registered = app.tasks.get(name)
     try:

@@ -1,10 +1,9 @@
 """Move waiting messages from one broker or database to another, one message at a time.
 
-A message is deleted at its source after the destination has it. If the process dies in between,
-both have it. The record (stored state) of a message's key moves with the message:
+If the process dies, the current message may be in both places. Steps for each message:
 
-1. The message and its key's record are written to the destination, in one step.
-2. The record at the source forgets the task.
+1. The message and the state of its key are written to the destination, in one step.
+2. The task is removed from the key's state at the source.
 3. The message is deleted at the source.
 """
 
@@ -42,7 +41,7 @@ _PROBE_US = 60_000_000
 
 
 class MovingKeys:
-    """Moves the messages of *source*, with the state of their keys, to another broker."""
+    """Moves the messages of *source*, and the state of the messages' keys, to another broker."""
 
     def __init__(self, source: Source, into: MovingPart) -> None:
         self._into = into
@@ -53,7 +52,7 @@ class MovingKeys:
 
     @property
     def warning(self) -> str | None:
-        """A warning about tasks with a key, before the move. None if their keys move, too."""
+        """A warning that tasks with a key stay or lose the key, or None if keys move."""
         if self._is_kept:
             return None
         if self._from is None:
@@ -63,10 +62,10 @@ class MovingKeys:
         return None
 
     def take_in(self, moving: Moving) -> bool:
-        """Write a message and its key's record. Returns False if the task may run twice.
+        """Store a message and its key's state. Returns False if the task may run twice.
 
         Raises:
-            NativeDelayError: the message cannot wait there, or its key prevents the move.
+            NativeDelayError: the destination cannot delay the message, or its key prevents that.
         """
         mark = Mark.of(moving.headers)
         if mark is not None and not self._is_kept and not self._is_probed:
@@ -125,10 +124,10 @@ _REASONS = 20
 
 @dataclass
 class Account:
-    """The numbers of messages of one source: *count* before the move, and what became of them.
+    """Counts of one source's messages: *count* before the move, then a count per outcome.
 
-    *stays* were not to be moved. *refused* could not be moved, by reason. *void* had been cancelled
-    or replaced. *doubtful* lists the ids of tasks that may run twice.
+    *stays*: not moved. *refused*: failed to move, by reason. *void*: cancelled or replaced.
+    *doubtful* lists the ids of tasks that may run twice.
     """
 
     source: str
@@ -220,10 +219,10 @@ def reaches_of(app: Any) -> list[Reach]:
 def moving(
     app: Any, connection: Any, names: Sequence[str], *, records: str | None
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
-    """Open the destination, *connection*'s broker, and the sources with these *names*.
+    """Open the destination (the broker of *connection*) and the sources with these *names*.
 
     Args:
-        records: URL of the stored state of another broker. None means the app's own.
+        records: URL of the stored state of the other broker's tasks. None: the app's URL.
 
     Raises:
         UnsupportedBroker: messages cannot be moved to this broker, or a source does not exist.

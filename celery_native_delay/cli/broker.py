@@ -41,9 +41,9 @@ def declare(ctx: click.Context, as_json: bool) -> None:
 @command(name="verify")
 @as_json_option
 def verify(ctx: click.Context, as_json: bool) -> None:
-    """Check that the broker has all that delays need. Exit 1 if not.
+    """Check that the broker is prepared for delays. Exit 1 if not.
 
-    The check needs no running worker. `delay doctor` checks workers, records and clocks, too.
+    The check needs no running worker. `delay doctor` also checks workers, records and clocks.
     """
     with broker(ctx) as part:
         name, found = part.name, part.verify()
@@ -55,8 +55,8 @@ def verify(ctx: click.Context, as_json: bool) -> None:
 def doctor(ctx: click.Context, as_json: bool) -> None:
     """Check that delays work, and say what to do if not. Exit 1 on any problem.
 
-    Checks all that `delay verify` checks, and: installed workers, overdue, parked and stuck
-    messages, records, rates, telemetry and clocks.
+    Checks all that `delay verify` checks, and installed workers, overdue, parked (due, but without
+    a queue) and stuck messages, records, rates, telemetry and clocks.
     """
     from ..app.doctor import examine
     from ..errors import SettingsError
@@ -71,8 +71,8 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 def status(ctx: click.Context, as_json: bool) -> None:
     """Count waiting, overdue, parked (due, but without a queue) and stuck messages.
 
-    On RabbitMQ with records, "waiting" counts the tasks that `ls` lists. The delay queues hold more
-    messages: those of cancelled and moved tasks stay until they were due.
+    On RabbitMQ with native_delay_records, "waiting" counts the tasks that `ls` lists. The delay
+    queues also hold messages of cancelled and rescheduled tasks, until the old due time.
     """
     with broker(ctx) as part:
         found = part.status()
@@ -85,7 +85,7 @@ def status(ctx: click.Context, as_json: bool) -> None:
 def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
     """Delete all waiting messages of this app. Cannot be undone.
 
-    Parked messages (due, but without a queue) and messages in landing queues stay.
+    Due messages stay, such as parked messages (without a queue).
     """
     with broker(ctx) as part:
         if not force:
@@ -149,7 +149,7 @@ def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
 @command(group=parked, name="requeue")
 @as_json_option
 def requeue(ctx: click.Context, as_json: bool) -> None:
-    """Publish parked messages again. A message whose queue still does not exist stays parked."""
+    """Publish parked (due) messages again. A message that still has no queue stays parked."""
     with broker(ctx) as part:
         outcome = part.requeue()
     if outcome is None:

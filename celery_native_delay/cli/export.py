@@ -1,4 +1,4 @@
-"""The command ``delay export``: print RabbitMQ definitions of all that delays need."""
+"""The command ``delay export``: print RabbitMQ definitions of queues and exchanges for delays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 )
 @as_json_option
 def export(ctx: click.Context, vhost: str | None, without_queues: bool, as_json: bool) -> None:
-    """Print RabbitMQ definitions of all that delays need.
+    """Print RabbitMQ definitions of the queues and exchanges for delays.
 
     The definitions include the app's queues. The command needs no broker. Import the definitions
     with rabbitmqctl or the management API, and set native_delay_declare = False. Then neither

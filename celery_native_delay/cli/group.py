@@ -66,7 +66,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
 
 
 class Moment(click.ParamType):  # type: ignore[type-arg]
-    """Parameter type for a time: a duration from now (negative: past), or ISO 8601 (UTC)."""
+    """Parameter type for a time: a duration from now such as 1h30m, or an ISO 8601 time (UTC)."""
 
     name = "duration|time"
 
@@ -101,7 +101,7 @@ def delay(ctx: click.Context) -> None:
 
 
 def command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """Decorate a subcommand of ``delay``; an expected error is one sentence, and exit status 1."""
+    """Decorate a subcommand of ``delay``, so that an expected error is shown in one sentence."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @wraps(function)
@@ -142,7 +142,7 @@ def _errors_explained(ctx: click.Context) -> Iterator[None]:
 
 @contextmanager
 def broker(ctx: click.Context) -> Iterator[AdminPart]:
-    """Yield the :class:`AdminPart` (counts, checks, upkeep) of the app's broker."""
+    """Yield the object that counts, checks and declares on the app's broker."""
     from ..app.installation import admin_part
 
     with reachable(ctx) as connection:
@@ -151,7 +151,7 @@ def broker(ctx: click.Context) -> Iterator[AdminPart]:
 
 @contextmanager
 def reachable(ctx: click.Context) -> Iterator[Any]:
-    """Yield a new connection to the app's broker; raise if ``install(app)`` was not called."""
+    """Yield a new connection to the app's broker. Raises if ``install(app)`` was not called."""
     from kombu.exceptions import OperationalError
 
     installed_settings(ctx)
@@ -164,7 +164,7 @@ def reachable(ctx: click.Context) -> Iterator[Any]:
 
 
 def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
-    """Return a connection that is not open yet; raise if tasks cannot wait in this broker."""
+    """Return an unopened connection to the app's broker. Raises if the broker cannot delay."""
     from ..app.broker import check_fits
 
     connection = ctx.obj.app.connection_for_write()

@@ -1,4 +1,4 @@
-"""The commands ``delay migrate`` (move waiting messages here) and ``prune`` (delete old queues)."""
+"""The commands ``delay migrate`` (move waiting messages) and ``prune`` (delete old queues)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def migrate(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Move waiting messages from elsewhere to this app's broker.
+    """Move waiting messages of plain Celery, earlier settings or another broker to this broker.
 
     Due times stay the same. Each message is deleted at its source after this broker has confirmed
     the message. Ctrl-C stops after the current message; run the command again for the rest. A
@@ -123,9 +123,9 @@ def prune(
 ) -> None:
     """Delete empty delay queues of earlier settings.
 
-    Also deletes the empty delay queues of Celery's own delayed delivery, and its bindings on your
-    topic exchanges. Lists everything first, and asks. Delay queues with messages stay: use `delay
-    migrate`, or wait. First stop all producers on this virtual host that use Celery's own way.
+    Also deletes plain Celery's empty delay queues, and plain Celery's delay bindings on your topic
+    exchanges. First stop all producers that delay with plain Celery on this virtual host. The
+    command lists everything and asks. Delay queues with messages stay: run `delay migrate`.
     """
     from ..app.moving import reaches_of
 

@@ -1,4 +1,4 @@
-"""The command ``delay plan``: show the path of a delayed message, or the load of many."""
+"""The command ``delay plan``: show a delayed message's path, or the load of many messages."""
 
 from __future__ import annotations
 

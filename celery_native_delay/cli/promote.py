@@ -1,4 +1,4 @@
-"""The commands ``delay promote`` and ``relay``: deliver due tasks if no worker does."""
+"""The commands ``delay promote`` and ``relay``: deliver due tasks if no worker has this package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def promote(ctx: click.Context, loglevel: int, as_json: bool) -> None:
     """Deliver due tasks from Redis or from a store (a database), until Ctrl-C.
 
     Workers with this package deliver due tasks themselves. Run this command if no worker has the
-    package, or if workers stop at night. Several may run at once. On SQS use `relay`.
+    package, or if workers stop at night. Several processes may run at once. On SQS use `relay`.
     """
     _run(ctx, loglevel, "", as_json, done="promoted")
 
@@ -29,7 +29,7 @@ def promote(ctx: click.Context, loglevel: int, as_json: bool) -> None:
 )
 @as_json_option
 def relay(ctx: click.Context, loglevel: int, queues: str, as_json: bool) -> None:
-    """Relay tasks with long delays through SQS, until Ctrl-C.
+    """Send SQS tasks with long delays again every 15 minutes, until Ctrl-C.
 
     A task with more than 15 minutes left goes back to its delay queue. Other tasks go to their own
     queue. Workers with this package relay the tasks of their queues themselves. Run this command if

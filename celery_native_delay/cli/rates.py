@@ -1,4 +1,4 @@
-"""The command ``delay rates``: show rate-limited tasks that wait, by task and key."""
+"""The command ``delay rates``: show waiting rate-limited tasks, by task name and key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held
 @limit_option
 @as_json_option
 def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
-    """Show rate-limited tasks that wait, by task and key.
+    """Show waiting rate-limited tasks, by task name and key.
 
     The key with most waiting tasks comes first. "next slot" is the time until the next task of the
     key may start. "utilisation" is the part of the rate used in the last period. "held" is the time
@@ -44,7 +44,7 @@ def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
 
 
 def shown(lines: Sequence[RateLine], more: bool, now: datetime) -> str:
-    """Return a table of *lines*, the queues of rate-limited tasks; *more* says if others exist."""
+    """Return a text table of *lines*, the queues of rate-limited tasks."""
     rows = [
         (
             line.task,

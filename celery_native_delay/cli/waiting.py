@@ -135,7 +135,7 @@ def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
 def cancel(ctx: click.Context, **chosen: Any) -> None:
     """Cancel waiting tasks, by IDs or by a search.
 
-    Their results become REVOKED at once. A worker informs monitors and chords later.
+    Results of cancelled tasks become REVOKED at once. A worker later informs monitors and chords.
     """
     _change(ctx, "cancel", "cancelled", lambda delay, ids: delay.cancel_all(ids), **chosen)
 

@@ -1,6 +1,6 @@
 """Flower with the pages *Delays* and *Rates*, and with a REST API of waiting tasks.
 
-Start it with ``celery -A proj delay flower``, or add one line to the ``flowerconfig.py`` of
+Start Flower with ``celery -A proj delay flower``, or add one line to the ``flowerconfig.py`` of
 ``celery flower``::
 
     from celery_native_delay.flower import install; install()

@@ -1,4 +1,4 @@
-"""The REST API of waiting tasks. Flower checks the caller, as in its own API."""
+"""The REST API of waiting tasks, with the authentication of Flower's own API."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _CHANGES: dict[str, Callable[..., list[Outcome]]] = {
 
 
 class ApiHandler(Errors, BaseApiHandler):
-    """Base class of the handlers: checks the caller as Flower does, and answers errors as JSON."""
+    """Base class of the REST API's handlers: Flower's authentication, and errors as JSON."""
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Answer with an error. With status 401, ask the browser for its user's password."""
+        """Answer with an error. With status 401, the browser asks its user for a password."""
         if status_code == 401 and self.application.options.basic_auth:
             self.set_header("WWW-Authenticate", 'Basic realm="flower"')
         super().write_error(status_code, **kwargs)
@@ -52,7 +52,7 @@ class ApiHandler(Errors, BaseApiHandler):
             raise web.HTTPError(403, "Read only mode is enabled")
 
     def moment(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return ``countdown`` (text such as 1h30m) in seconds, or ``eta`` (ISO 8601) as a time."""
+        """Return the due time in *body*: ``countdown`` in seconds, or ``eta`` as a time."""
         given = {
             name: body.get(name, self.get_argument(name, None)) for name in ("countdown", "eta")
         }
@@ -79,7 +79,7 @@ class ApiHandler(Errors, BaseApiHandler):
         return found
 
     async def change(self, verb: str, ids: list[str], body: dict[str, Any]) -> list[Outcome]:
-        """Change the tasks with these *ids*: *verb* is "cancel", "reschedule" or "run-now"."""
+        """Cancel, reschedule or run the tasks with these *ids*, as *verb* says."""
         moment = self.moment(body) if verb == "reschedule" else {}
         outcomes = await self.asking.delay(
             lambda delay: _CHANGES[verb](delay, ids, **moment), within_seconds=_CHANGE_SECONDS
@@ -91,7 +91,7 @@ class ApiHandler(Errors, BaseApiHandler):
 class ListDelays(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with waiting tasks: ``limit``, ``offset``, ``search``, ``from_us``, ``until_us``.
+        """Answer with the waiting tasks that match ``search`` and are due in a given period.
 
         ``total`` is null if a search has too many matches to count.
         """
@@ -127,10 +127,10 @@ class ListParked(ApiHandler, Parked):
 class ChangeParked(ApiHandler):
     @web.authenticated
     async def post(self, verb: str) -> None:
-        """``requeue`` or ``purge`` parked messages; answer 409 while a worker handles them.
+        """Requeue or purge due messages without a queue; answer 409 while a worker handles them.
 
-        If the body is ``{"parked": n}`` and the number of parked messages is not n, ``purge``
-        deletes nothing and answers 409.
+        A purge with the body ``{"parked": n}`` deletes nothing and answers 409 if the number of
+        these messages is not n.
         """
         self.changes()
         seen = self.body().get("parked")
@@ -176,7 +176,7 @@ class ShowDelay(ApiHandler):
 class ChangeOne(ApiHandler):
     @web.authenticated
     async def post(self, verb: str, task_id: str) -> None:
-        """Change one task; answer 404 if it is not waiting, 409 if a worker has received it."""
+        """Change one waiting task; answer 404 if it is not waiting, 409 if a worker received it."""
         self.changes()
         (outcome,) = await self.change(verb, [task_id], self.body())
         if not outcome:
@@ -187,7 +187,7 @@ class ChangeOne(ApiHandler):
 class ChangeMany(ApiHandler):
     @web.authenticated
     async def post(self, verb: str) -> None:
-        """Change the tasks in ``{"ids": […]}``; to reschedule, add ``countdown`` or ``eta``."""
+        """Change the tasks in ``{"ids": […]}``; a reschedule needs ``countdown`` or ``eta``."""
         self.changes()
         body = self.body()
         ids = body.get("ids")

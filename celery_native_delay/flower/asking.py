@@ -1,4 +1,4 @@
-"""Call the broker and the records in threads with a time limit, so that Flower never blocks."""
+"""Call the broker in threads with a time limit, so that Flower's event loop never blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANSWER_SECONDS = 10.0
 
 
 class Asking:
-    """Calls the broker and the records (state of tasks) in threads, for Flower's IO loop."""
+    """Runs blocking calls of the broker in threads, for Flower's event loop."""
 
     def __init__(self, app: Celery) -> None:
         self.app = app
@@ -37,10 +37,10 @@ class Asking:
     async def delay(
         self, question: Callable[[Delay], T], *, within_seconds: float = ANSWER_SECONDS
     ) -> T:
-        """Call *question* with ``Delay(app)`` in a thread; *question* may block.
+        """Call the function *question* with ``Delay(app)`` in a thread, and return the answer.
 
         Raises:
-            RecordsUnavailable: the records or the broker are unreachable, or did not answer soon.
+            RecordsUnavailable: the broker or the state of tasks is unreachable, or too slow.
             NativeDelayError: *question* raised this error.
         """
         return await self._ask(lambda: question(Delay(self.app)), self._records, within_seconds)
@@ -48,7 +48,7 @@ class Asking:
     async def admin(
         self, question: Callable[[AdminPart], T], *, within_seconds: float = ANSWER_SECONDS
     ) -> T:
-        """Call *question* in a thread with the broker's :class:`AdminPart`, on a new connection.
+        """Call the function *question* with an :class:`AdminPart` in a thread; return the answer.
 
         Raises:
             RecordsUnavailable: the broker is unreachable, or did not answer in time.
@@ -64,7 +64,7 @@ class Asking:
         return await self._ask(asked, self._broker, within_seconds)
 
     def stop(self) -> None:
-        """Drop the calls that no thread has started yet."""
+        """Cancel the calls that no thread has started yet."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _ask(

@@ -1,4 +1,4 @@
-"""Handlers of Flower's pages *Delays* and *Rates*, and of the requests of their scripts."""
+"""Handlers of Flower's pages *Delays* and *Rates*, and of the requests of these pages' scripts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _BROKERS_OWN = (
 
 
 class Errors(BaseHandler):
-    """Base class of our request handlers: answers our errors as one sentence, not a traceback."""
+    """Base class of request handlers: answers an error of this package with one sentence."""
 
     @property
     def asking(self) -> Asking:
@@ -59,7 +59,7 @@ class Errors(BaseHandler):
             super().log_exception(typ, value, tb)
 
     def send_error(self, status_code: int = 500, **kwargs: Any) -> None:
-        """Answer with an error; for an error of this package, answer with the message as JSON."""
+        """Answer with an error, as JSON if this package raised the error."""
         error = (kwargs.get("exc_info") or (None, None))[1]
         if isinstance(error, NativeDelayError) and not self._finished:
             self.clear()
@@ -73,7 +73,7 @@ class Errors(BaseHandler):
         self.write(made)
 
     def query(self, search: str) -> Query:
-        """Return the search of the request: *search*, ``from_us`` and ``until_us``."""
+        """Return the request's search: the words *search*, due from ``from_us`` to ``until_us``."""
         edges = (self.get_argument(name, None, type=int) for name in ("from_us", "until_us"))
         return Query.parse(search).due_within(*edges)
 
@@ -96,7 +96,6 @@ class PageHandler(Errors):
 class DelaysPage(PageHandler):
     @web.authenticated
     def get(self) -> None:
-        """Answer with the page *Delays*."""
         options = self.application.options
         closed = not (options.basic_auth or options.auth or self.unauthenticated_api)
         self.render_page("delays", read_only=options.read_only, api_closed=closed)
@@ -105,12 +104,11 @@ class DelaysPage(PageHandler):
 class RatesPage(PageHandler):
     @web.authenticated
     def get(self) -> None:
-        """Answer with the page *Rates*."""
         self.render_page("rates", is_rated=self.application.is_rated)
 
 
 class Shared(Errors):
-    """Base class of handlers whose answer is computed once for all open pages."""
+    """Base class of handlers that cache one answer for all open pages."""
 
     kept_as: str
     """The name of the application's attribute that caches the answer."""
@@ -130,7 +128,7 @@ class Shared(Errors):
 
 
 class Summary(Shared):
-    """Answers with the numbers of the page *Delays*: cards, delay levels and histogram."""
+    """Answers with the numbers and the histogram of the page *Delays*."""
 
     kept_as = "delays_summary"
 
@@ -139,7 +137,7 @@ class Summary(Shared):
 
 
 class Lines(Shared):
-    """Answers with the queues of rate-limited tasks, longest first; ``now_us`` is Flower's time."""
+    """Answers with the queues of rate-limited tasks, longest queue first."""
 
     kept_as = "delays_lines"
     kept_seconds = 1.0
@@ -156,8 +154,8 @@ class Lines(Shared):
 async def summary(asking: Asking) -> dict[str, Any]:
     """Return the numbers of waiting tasks for the page *Delays*.
 
-    If the records (state about waiting tasks) are missing or unreachable, ``error`` says why. Then
-    the numbers come from the broker.
+    If the stored state of tasks is missing or unreachable, ``error`` says why, and the numbers come
+    from the broker.
     """
     status = await asking.admin(lambda part: part.status().as_json())
     found: dict[str, Any] = {
@@ -196,9 +194,9 @@ def _numbers(delay: Delay) -> dict[str, Any]:
 class Parked(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with the number of parked messages (due, but without a queue), and the first ones.
+        """Answer with the number of due messages without a queue, and the first such messages.
 
-        Both values are null while a worker handles parked messages.
+        Number and messages are null while a worker handles such messages.
         """
         found = await self.asking.admin(lambda part: part.parked(limit=_PARKED))
         if found is None:
@@ -211,7 +209,7 @@ class Parked(Errors):
 class DataTable(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Answer a request of the script DataTables for one page of the table of waiting tasks."""
+        """Answer with one page of the table of waiting tasks, for the script DataTables."""
         draw = self.get_argument("draw", type=int, required=True)
         offset = max(self.get_argument("start", 0, type=int), 0)
         limit = min(max(self.get_argument("length", 15, type=int), 1), 500)
@@ -233,7 +231,7 @@ class DataTable(Errors):
 
 
 def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
-    """Return JSON of *answer* with *items* under *name*; for a thread, because it may take long."""
+    """Return *answer* as JSON, with *items* added under *name*. Call in a thread: may take long."""
     text = f'{json.dumps(answer)[:-1]}, "{name}": [{", ".join(map(json.dumps, items))}]}}'
     return text.encode()
 
@@ -241,7 +239,7 @@ def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
 class MatchingIds(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with the ids of all tasks that match the search; the page then changes them."""
+        """Answer with the ids of all waiting tasks that match the request's search."""
         query = self.query(self.get_argument("search", "", escape=False))
 
         def found(delay: Delay) -> bytes:

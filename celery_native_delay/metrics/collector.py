@@ -27,10 +27,10 @@ _COUNTERS = {
 
 
 class DelayCollector(Collector):
-    """Prometheus collector of the broker's last reading and the workers' counts.
+    """Prometheus collector of the numbers that threads got from the broker and the workers.
 
-    Threads have read *poll* and *counts* before, so collecting does no I/O. *rated* has the names
-    of tasks with a rate limit. A metric with an unknown value is left out; it is never 0 instead.
+    Collecting does no I/O. *rated* has the names of tasks with a rate limit. A metric with an
+    unknown value is left out.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ POLL_SECONDS = 5.0
 
 
 class Exposed:
-    """The metrics that :func:`expose` has registered; :meth:`close` removes the metrics."""
+    """The metrics that :func:`expose` has registered. Use :meth:`close` to remove the metrics."""
 
     def __init__(self, app: Celery, registry: CollectorRegistry, *, poll_seconds: float) -> None:
         rated = installed(app).settings().rate_by_task

@@ -1,6 +1,6 @@
 """A thread that receives the workers' ``delay-tally`` events, and adds up the counts in the events.
 
-The routing key is ``delay.#``, so on RabbitMQ the thread gets no other events.
+The binding key is ``delay.#``, so on RabbitMQ the thread gets no other events.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class Counts:
             return deepcopy(self._by_queue)
 
     def starts(self) -> dict[str, int]:
-        """Return how many rate-limited tasks the workers have started, by task name."""
+        """Return the number of started tasks with a rate limit, by task name."""
         with self._lock:
             return dict(self._starts)
 
 
 class Listener(Thread):
-    """Thread that receives the workers' counts; *is_connected* says whether it is connected."""
+    """Thread that receives the workers' counts of delayed messages in ``delay-tally`` events."""
 
     def __init__(self, app: Celery, counts: Counts) -> None:
         super().__init__(name="native-delay-listener", daemon=True)

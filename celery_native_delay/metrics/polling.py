@@ -1,4 +1,4 @@
-"""A thread that regularly reads the broker and the records, so that no scrape waits for them."""
+"""A thread that regularly reads metrics from the broker, so that no scrape waits for the broker."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Reading:
 
 
 class Poll(Thread):
-    """Thread that regularly reads the broker of *app*, over one connection."""
+    """Thread that regularly counts the waiting messages on the broker of *app*."""
 
     def __init__(self, app: Celery, *, every_seconds: float) -> None:
         super().__init__(name="native-delay-poll", daemon=True)
@@ -53,7 +53,7 @@ class Poll(Thread):
         self._warned = False
 
     def reading(self) -> Reading | None:
-        """Return the last reading, without its *backlog* if too old; None before the first one."""
+        """Return the last reading, without an old *backlog*, or None before the first reading."""
         last = self._last
         if last is None or monotonic() - last.read_at < self._every_seconds + PATIENCE_SECONDS:
             return last

@@ -1,1 +1,1 @@
-"""The parts of this package that run in a Celery worker: a bootstep and checks of tasks."""
+"""Code that runs in a Celery worker: a bootstep, and checks of each task before the task runs."""

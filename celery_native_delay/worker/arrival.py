@@ -1,7 +1,4 @@
-"""An arriving task message, and the possible decisions of a gate (a check before a task runs).
-
-The classes use no socket and no thread.
-"""
+"""A task message that a worker has received, and the possible decisions about the message."""
 
 from __future__ import annotations
 
@@ -29,9 +26,9 @@ AWAY_US = 5_000_000
 
 @dataclass(eq=False)
 class Arrival:
-    """A task message in a worker. Gates (checks before a task runs) decide about it at *now_us*.
+    """A task message that a worker received, at *now_us* (microseconds since the epoch).
 
-    *fields* are the headers, or in task protocol 1 the payload. *now_us* counts from the epoch.
+    *fields* are the message's headers, or the payload in task protocol 1.
     """
 
     message: Any
@@ -51,7 +48,7 @@ class Arrival:
 
     @property
     def queue(self) -> str:
-        """The queue from which the message came, or "" for a broadcast, which has none."""
+        """The queue that delivered the message, or "" for a broadcast message."""
         return queue_of(self.consumer, self.message)
 
     @cached_property
@@ -66,7 +63,7 @@ class Arrival:
 
     @property
     def has_headers(self) -> bool:
-        """True if the message is of task protocol 2, which has the task's id and ETA in headers."""
+        """True if the message uses task protocol 2, with the task's id and ETA in headers."""
         return self.fields is self.message.headers
 
     @property
@@ -76,9 +73,9 @@ class Arrival:
 
     @cached_property
     def is_early(self) -> bool:
-        """True if the ETA is far enough ahead for the message to go back to the broker.
+        """True if the message must go back to the broker, because the task's ETA is far ahead.
 
-        False for a revoked or expired task, and for a wrong ETA: Celery handles these.
+        False for a revoked or expired task, or an invalid ETA: Celery handles these tasks.
         """
         eta_us = due_us_or_none(self.fields.get("eta"))
         if eta_us is None or self.is_cancelled:
@@ -91,20 +88,20 @@ class Arrival:
         )
 
     def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
-        """Let the message wait in the broker for five seconds: the records are unreachable."""
+        """Put the message back for five seconds, because the state of tasks is unreachable."""
         return WaitUntil(self.now_us + AWAY_US, delivery_id, AskAgain(AWAY_US / 1e6))
 
 
 @dataclass(frozen=True)
 class Announce:
-    """Decision: Celery gets the task and announces it as revoked. No later check is made."""
+    """Decision: give the task to Celery, which announces the task as revoked. No check follows."""
 
 
 @dataclass(frozen=True)
 class Drop:
-    """The decision to acknowledge the message without running the task. The worker logs *why*.
+    """Decision: acknowledge the message without running the task, and log the reason *why*.
 
-    Monitors get an *event* with *fields*. If *expired* is true, the message counts as expired.
+    Monitors receive *event* with *fields*. *expired* counts the message as expired.
     """
 
     why: str
@@ -115,10 +112,10 @@ class Drop:
 
 @dataclass(frozen=True)
 class AskAgain:
-    """Decision: ask all gates (checks) again after *after_seconds*. The message stays unacked.
+    """Decision: keep the message unacknowledged, and check the task again after *after_seconds*.
 
-    If *from_here* is true, earlier gates are not asked. If *beside_prefetch* is true, the prefetch
-    count is one higher meanwhile. *once* is called with a function that starts the wait.
+    With *from_here*, earlier checks are not repeated. With *beside_prefetch*, the prefetch count is
+    one higher during the wait. *once* is called with a function that starts the wait.
     """
 
     after_seconds: float
@@ -129,10 +126,10 @@ class AskAgain:
 
 @dataclass(frozen=True)
 class WaitUntil:
-    """The decision to put the message back into the broker until *due_us*, with more *headers*.
+    """Decision: put the message back into the broker until *due_us*, with more *headers*.
 
-    The message keeps *delivery_id*, or gets a new id if that is None. If the broker refuses the
-    message, *otherwise* is carried out; None means that the next gate (check) decides.
+    The message keeps *delivery_id*; None means a new id. If the broker refuses the message, the
+    decision *otherwise* is carried out; None means that the next check decides.
     """
 
     due_us: int
@@ -148,7 +145,7 @@ Gate: TypeAlias = Callable[[Arrival], Ruling | None]
 
 
 def queue_of(consumer: Any, message: Any) -> str:
-    """Return the queue from which *message* came, or "" if it has no queue to go back to."""
+    """Return the queue that delivered *message*, or "" if the message cannot return to a queue."""
     known: str | None = getattr(message, "consumed_from", None)
     if known is not None:
         return known

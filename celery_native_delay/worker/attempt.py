@@ -1,12 +1,13 @@
-"""The fields and outcomes of a telemetry line, which workers write and ``spark.reconcile`` reads.
+"""The fields of a telemetry line. Workers write a line when a task starts, and when a task ends.
 
 The process that runs a task writes two lines per attempt: at the start, with ``finished`` and
 ``outcome`` null, and at the end. The main process writes a line with ``started`` null for a task
 that never started (revoked, expired), or whose process was killed or timed out.
 
 ``waited`` is true if the message waited in the broker until its due time, and false if a producer
-with this package sent it later. It is null if unknown: the task had no due time, was put back,
-waited in a worker, or the broker does not say. Before Celery 5.7 other fields may be null, too.
+with this package sent the message after its due time. ``waited`` is null if unknown: the task had
+no due time, was put back, waited in a worker, or the broker does not say. Before Celery 5.7 other
+fields may be null, too.
 """
 
 from __future__ import annotations

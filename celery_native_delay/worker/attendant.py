@@ -1,6 +1,6 @@
-"""A worker's thread that puts early tasks back, and rescues parked messages (due, without a queue).
+"""A worker's thread that puts early tasks back, and republishes due messages without a queue.
 
-The thread has its own connection: waiting for a confirm runs every callback of a connection.
+The thread has its own connection, because waiting for a confirm runs other callbacks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ERRORS = (AMQPError, OSError, AttributeError)
 
 @dataclass(frozen=True)
 class Task:
-    """An early task. *done* is called when the broker has it again, *instead* if it was refused."""
+    """An early task. The thread calls *done* if the broker confirms the message, else *instead*."""
 
     wait: Wait
     done: Callable[[], Any]
@@ -60,7 +60,7 @@ class Task:
 
 
 class Attendant(Thread):
-    """A thread that puts early tasks back into the broker, and rescues messages without a queue.
+    """A thread that puts early tasks back, and republishes due messages without a queue.
 
     The consumer's thread calls the public methods.
     """
@@ -80,9 +80,9 @@ class Attendant(Thread):
     # --- called from the consumer's thread ----------------------------------------------
 
     def put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Queue a message to be put back into the broker. Return False if the thread is stopping.
+        """Let the thread put a message back. Returns False if the thread is stopping.
 
-        *done* is called when the broker has the message, *instead* if the broker refused it.
+        *done* is called if the broker confirms the message, *instead* if the broker refuses it.
         """
         if self._stopping.is_set():
             return False
@@ -90,7 +90,7 @@ class Attendant(Thread):
         return True
 
     def look_for_parked(self) -> None:
-        """Look now for due messages without a queue. New bindings may have given them one."""
+        """Publish due messages without a queue again now, because a queue may have been bound."""
         self._next_look = monotonic()
         self._tasks.put(None)
 

@@ -83,7 +83,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         return hasattr(self, "_installation")
 
     def start(self, c: Any) -> None:
-        """Prepare the broker for delays. If that fails, log, and run immediate tasks only."""
+        """Prepare the broker for delays. If that fails, log, and run only tasks without a delay."""
         self._tallying.start()
         channel = c.connection.default_channel
         if hasattr(c.connection.transport, "waker"):
@@ -126,7 +126,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._promoting.start()
 
     def register_with_event_loop(self, c: Any, hub: Any) -> None:
-        """Register a new waker: after a new connection the event loop has lost the last one."""
+        """Register a new waker, because the event loop drops the waker at each new connection."""
         if self._waker is not None:
             self._waker.close()
         self._waker = Waker(hub)
@@ -169,12 +169,12 @@ def _check_lines(app: Any, settings: DelaySettings) -> None:
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]
 def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Keep a due task out of the worker's ETA timer, which would cost prefetch and throughput."""
+    """Keep a due task out of the worker's ETA timer, because the timer costs throughput."""
     if installation_of(sender.app) is not None:
         forget_eta(request, datetime.now(UTC))
 
 
 @signals.worker_process_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
 def flush_at_the_end_of_a_child(**_: Any) -> None:
-    """Write pending index entries: a pool process ends without Python's atexit handlers."""
+    """Write unsaved state of waiting tasks when a pool process ends; atexit would not run."""
     flush()

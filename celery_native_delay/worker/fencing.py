@@ -1,6 +1,6 @@
-"""The gate (check before a task runs) that runs only the tasks of a fenced Spark run's winners.
+"""A check: of the tasks that a fenced Spark run sent, only the winning attempts' tasks may run.
 
-While the winning attempts are not recorded, a task waits in the broker.
+Until the Spark driver has recorded the winning attempts, the tasks wait in the broker.
 """
 
 from __future__ import annotations
@@ -42,10 +42,9 @@ _WARN_SECONDS = 30.0
 
 
 class Fence:
-    """The gate (check before a task runs) that lets only the winning Spark attempt's tasks run."""
+    """A check: of a fenced Spark run's tasks, only the winning attempts' tasks may run."""
 
     def __init__(self, settings: DelaySettings, worker: str, place: Place | None) -> None:
-        """*worker* is the name of this worker. *place* is where the runs' records are."""
         self._policy = settings.fence_policy
         self._keep_seconds = settings.longest_delay_seconds + fence.MARGIN_SECONDS
         self._worker = worker

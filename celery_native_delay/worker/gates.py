@@ -1,8 +1,8 @@
-"""The gates: functions that decide, one after another, if an arriving task runs in the worker.
+"""The gates: functions that check a received task, one after another, before the task runs.
 
-A gate takes an :class:`~celery_native_delay.worker.arrival.Arrival`. A gate with a memory is a
-callable object. The module :mod:`~celery_native_delay.worker.strategies` carries out the decisions.
-To add a gate, write the gate and add the gate to :func:`gates`.
+Each gate takes an :class:`~celery_native_delay.worker.arrival.Arrival` and returns a decision. The
+module :mod:`~celery_native_delay.worker.strategies` carries out the decisions. To add a gate, write
+the gate and list the gate in :func:`gates`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from .arrival import Announce, Arrival, Drop, Gate, Ruling, WaitUntil
 
 
 def gates(settings: DelaySettings, moved: Moved, *more: Gate | None) -> tuple[Gate, ...]:
-    """Return the gates (checks before a task runs) of a worker, in their order, *more* last."""
+    """Return a worker's gates (checks before a task runs), in the order of the calls."""
     # Early tasks go back first, so that the records are asked once per task, when it is due.
     ordered = (early if settings.adopt else None, moved, cancelled, expired, *more)
     return tuple(gate for gate in ordered if gate is not None)
 
 
 class Moved:
-    """The gate (check before a task runs) that drops messages of cancelled or moved tasks.
+    """A check before a task runs: drop the message of a cancelled or rescheduled task.
 
-    *receipts* asks the records (state about waiting tasks). If *receipts* is None, all tasks pass.
-    While the records are unreachable, ``native_delay_records_away`` decides if tasks run or wait. A
-    cancelled task never waits, because the task would lose the mark of its cancellation.
+    *receipts* reads the stored state of tasks; if *receipts* is None, all tasks pass. While this
+    state is unreachable, ``native_delay_records_away`` decides if tasks run or wait.
     """
 
     def __init__(self, settings: DelaySettings) -> None:
@@ -45,15 +44,15 @@ class Moved:
 
 
 def cancelled(arrival: Arrival) -> Ruling | None:
-    """The gate (check) that lets Celery announce a task as revoked if it was cancelled."""
+    """A check before a task runs: let Celery announce a cancelled task as revoked."""
     return Announce() if arrival.is_cancelled else None
 
 
 def expired(arrival: Arrival) -> Ruling | None:
-    """The gate (check) that drops a message whose AMQP ``expiration`` ran out during its wait.
+    """A check before a task runs: drop a message whose ``expiration`` passed during the wait.
 
-    RabbitMQ removes this property when it dead-letters, so our header keeps it. A task's own
-    ``expires`` is left to Celery, which tells the result backend.
+    RabbitMQ removes the property ``expiration`` at dead-lettering, so our header has a copy. Celery
+    itself handles a task's option ``expires``.
     """
     delayed = arrival.delayed
     if delayed is None or delayed.expires_ms is None or arrival.fields.get("expires"):
@@ -63,10 +62,9 @@ def expired(arrival: Arrival) -> Ruling | None:
 
 
 def early(arrival: Arrival) -> Ruling | None:
-    """The gate (check) that puts a task which arrives before its ETA back into the broker.
+    """A check before a task runs: put the task back into the broker if its ETA is not reached.
 
-    The task comes from a producer without this package, or has waited for as long as its broker can
-    keep a message. In the second case the message keeps its delivery id.
+    The producer lacks this package, or the delay is longer than the broker supports.
     """
     if not arrival.is_early:
         return None

@@ -1,4 +1,4 @@
-"""The leases of unique tasks in one process. A lease is a lock on a key, with an expiry.
+"""Leases (locks with an expiry) on the keys of unique tasks, for one process.
 
 A worker's main process renews the leases of all tasks that the worker has received. The process
 that runs a task renews the task's lease, too, in case the main process dies.
@@ -32,7 +32,7 @@ RETRY_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Held:
-    """The lease (a lock with an expiry) that a unique task in this process has on its key.
+    """A unique task's lease (a lock with an expiry) on its key, in this process.
 
     *is_here* returns False when the task has left this process. *token* is the attempt's id. *runs*
     is true in the process that runs the task.
@@ -46,7 +46,7 @@ class Held:
 
 
 class Leases:
-    """The leases (locks on unique keys) of one app in this process, for use by any thread."""
+    """One app's leases (locks on unique keys) in this process. Can be used from any thread."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -66,8 +66,8 @@ class Leases:
     ) -> tuple[str, Step]:
         """Try to take the lease (a lock with an expiry) of the key *name* for a unique task.
 
-        Returns the lease's token and the decision of *rule*. If another task has the key, the
-        decision says when to try again. Raises an error if the state of the key cannot be read.
+        Returns the lease's token and the decision. If another task has the key, the decision says
+        when to try again. Raises an error if the state of the key cannot be read.
         """
         token = token_hex(8)
         step = self._change(name, partial(rule, task_id=task_id, token=token))
@@ -76,15 +76,15 @@ class Leases:
         return token, step
 
     def hold(self, held: Held) -> None:
-        """Renew a lease (a lock on a unique key) until the task has left this process."""
+        """Renew a lease (a lock on a unique key) until the key's task has left this process."""
         with self._changed:
             self._held.append(held)
             self._work()
 
     def settle(self, name: str, rule: Rule, *, token: str | None = None) -> None:
-        """Change the state of the key *name* as *rule* decides, and stop renewing *token*.
+        """Change the state of the key *name* by the function *rule*, and stop renewing the lease.
 
-        If the change cannot be written now, the change is tried again every two seconds.
+        If the state cannot be written now, the write is tried again every two seconds.
         """
         with self._changed:
             self._held = [held for held in self._held if token is None or held.token != token]
@@ -101,7 +101,7 @@ class Leases:
                 self._work()
 
     def lost(self, task_id: str, *, retry_us: int | None = None) -> None:
-        """End the leases (locks on keys) of a task whose process died. A retry keeps the key."""
+        """End the key locks of a task whose process died. A retried task keeps its key."""
         with self._changed:
             gone = [held for held in self._held if held.task_id == task_id]
         retry = None if retry_us is None else (task_id, retry_us)

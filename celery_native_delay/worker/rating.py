@@ -1,11 +1,11 @@
-"""The gate (check before a task runs) for rate-limited tasks, which start or wait.
+"""A check before a task runs: a rate-limited task starts if the rate permits, or else waits.
 
-A *line* is the queue of the tasks of one name and key. Their *places* say when they may start. The
-gate asks the line in the consumer's thread, in one round trip.
+The tasks of one name and key form a queue, the *line*, in Redis or a database. The line gives each
+task a *place*, its start time. The consumer's thread asks the line in one round trip.
 
 - A task whose start is near waits in the worker, beside the prefetch limit. Other tasks go back to
   the broker, and return a little early: a broker is less exact than a worker's timer.
-- Of one line's tasks in a worker only the first asks. The others wait until the first has started.
+- In each worker only the first task of a line asks. The other tasks wait until it has started.
 - A task starts only when the pool has a free process, so that earlier tasks do not make it late.
   Until then all later tasks of the worker wait, too.
 """
@@ -65,7 +65,7 @@ class _InLine:
 
 
 class Rated:
-    """The gate (check) for rate-limited tasks. Without *lines* they wait in the broker."""
+    """A check before a task runs: a rate-limited task starts if the rate permits, or else waits."""
 
     def __init__(self, settings: DelaySettings, tasks: Mapping[str, Any]) -> None:
         self.lines: Lines | None = None
@@ -95,7 +95,7 @@ class Rated:
         return self._ask_line(arrival, rate, entry, wait)
 
     def begin(self, lines: Lines) -> None:
-        """Ask *lines* from now on. The broker redelivers the tasks that waited here."""
+        """Forget the lost connection's tasks. From now on, ask *lines* when a task may start."""
         self.close()
         self.lines = lines
         self._for_process.clear()
@@ -263,7 +263,7 @@ def _place(headers: Mapping[str, Any], key: str | None, now_us: int) -> int | No
 
 
 def signatures(rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> dict[str, Signature]:
-    """Return the signatures of the functions of rate-limited tasks, by task name.
+    """Return the Python signatures of the functions of rate-limited tasks, by task name.
 
     Raises SettingsError if the key of a rate is not an argument of its task.
     """
@@ -283,7 +283,7 @@ def signatures(rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> dict[str,
 def teach_retry_after(app: Any, rates: Mapping[str, Rate], known: Mapping[str, Signature]) -> None:
     """Wrap the functions of rate-limited tasks, so that these functions may raise RetryAfter.
 
-    The worker calls this function before the pool forks. *known* are the tasks' :func:`signatures`.
+    The worker calls this function before the pool forks. *known* has the tasks' :func:`signatures`.
     """
     for name, rate in rates.items():
         task = app.tasks.get(name)

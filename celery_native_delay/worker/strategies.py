@@ -1,4 +1,4 @@
-"""A consumer's strategies, which ask the gates (checks before a task runs) about each task.
+"""Wrappers of Celery's task strategies, which check each received task before the task runs.
 
 Only this module acknowledges messages, puts messages back, and gives messages to Celery.
 """
@@ -305,7 +305,7 @@ class Waker:
             self._writer.send(b"\0")
 
     def close(self) -> None:
-        """Close the sockets of the waker. A reset event loop forgets closed sockets."""
+        """Close the sockets of the waker."""
         self._reader.close()
         self._writer.close()
 
@@ -317,7 +317,7 @@ class Waker:
 def forget_eta(request: Any, now: datetime) -> None:
     """Keep a request out of the worker's ETA timer if the request is due, or waited in the broker.
 
-    ``task.request.eta`` still has the original ETA.
+    ``task.request.eta`` keeps the original ETA.
     """
     kept: str | None = getattr(request.message, "kept_eta", None)
     if kept is not None:

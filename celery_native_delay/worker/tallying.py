@@ -22,7 +22,7 @@ INTERVAL_SECONDS = 1.0
 
 
 class Tallying:
-    """Counts a consumer's delayed messages, and the starts of *rated* tasks (with a rate limit)."""
+    """Counts a worker's delayed messages, and the starts of *rated* tasks (with a rate limit)."""
 
     def __init__(self, consumer: Any, rated: Container[str] = ()) -> None:
         self._consumer = consumer

@@ -1,4 +1,4 @@
-"""Telemetry: workers write a line of JSON when a task starts, and one when the task ends.
+"""Telemetry: workers write a line of JSON when a task starts, and a line when the task ends.
 
 Each process of a worker appends to its own file of the day (UTC), ``<day>_<worker>_<pid>.jsonl``.
 Each line is one unbuffered write, so a SIGKILL loses no written line. A failing write never stops a
@@ -213,7 +213,7 @@ class LineFiles:
         self._warned = False
 
     def append(self, at_us: int, line: str) -> None:
-        """Append *line* to the file of the day *at_us*. The first error of a process is logged."""
+        """Append *line* to the file for the day of *at_us*. Logs only the process's first error."""
         data = line.encode() + b"\n"
         try:
             if self._file(at_us // DAY_US).write(data) < len(data):
@@ -229,7 +229,7 @@ class LineFiles:
                 )
 
     def close(self) -> None:
-        """Forget the open file. The next line opens the file again."""
+        """Drop the open file. The next write opens the file again."""
         self._open = None
 
     def _file(self, day: int) -> LineFile:
@@ -244,7 +244,7 @@ class LineFiles:
 
 
 class LineFile:
-    """A file open for appending. The last reference closes it, so never during a write."""
+    """A file open for appending, closed when the last thread no longer uses the file."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = -1
@@ -263,7 +263,7 @@ class LineFile:
 def waited(message: Any, *, now_ms: int) -> bool | None:
     """Return True if a received message waited in the broker until its due time.
 
-    False means that a producer with this package sent it later. None means unknown.
+    False means that a producer with this package sent the message too late; None means unknown.
     """
     headers = getattr(message, "headers", None) or {}
     # The strategy takes the ETA out of the headers while Celery makes its request.

@@ -1,6 +1,6 @@
-"""The gate (check before a task runs) for unique tasks, and signal receivers that free keys.
+"""A check that lets unique tasks wait for their key, and signal receivers that free keys.
 
-Debounced and throttled tasks free their key only if they will never run.
+A debounced or throttled task frees its key only if the task will never run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAUSE_SECONDS = 1.0
 
 
 class Unique:
-    """The gate (check) that lets a unique task wait while another task has its key."""
+    """A check before a task runs: a unique task waits while another task has its key."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -85,7 +85,7 @@ def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
 
 @signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
 def start(sender: Any = None, **_: Any) -> None:
-    """Free the key of a starting unique task (until="start"), or renew its lease here."""
+    """Free the key of a starting unique task (until="start"), or renew the lock on the key."""
     found = _marked(sender, sender.request)
     if found is None or (token := found[1].token) is None:
         return
@@ -114,7 +114,7 @@ def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> 
 
 
 def never_runs(sender: Any, headers: Any, task_id: str) -> None:
-    """Free the key of a message that will never run. *sender* has the attribute ``app``."""
+    """Free the key of a message whose task will never run. *sender* has the attribute ``app``."""
     mark = Mark.of(headers)
     if mark is not None and installation_of(sender.app) is not None:
         rule = partial(rules.release, task_id=task_id, token=mark.token)
@@ -156,10 +156,7 @@ def retried(sender: Any = None, request: Any = None, reason: Any = None, **_: An
 
 
 def rejected(app: Any, task_id: str, *, requeue: bool) -> None:
-    """Free the key of a task whose message is rejected, unless the message is requeued.
-
-    If a killed task's message is requeued, Celery sends no other signal than this one.
-    """
+    """Free the key of a task whose message is rejected, unless the message is requeued."""
     leases_of(app).lost(task_id, retry_us=0 if requeue else None)
 
 
