@@ -55,7 +55,14 @@ class Place:
     faults: dict[FaultKind, Strike] = field(default_factory=dict)
 
 
-BROKERS = ("rabbitmq-3.10", "rabbitmq-4.3", "redis", "postgresql")
+BROKERS = (
+    "rabbitmq-3.10",
+    "rabbitmq-4.3",
+    "rabbitmq-3.10-postgresql",
+    "rabbitmq-4.3-postgresql",
+    "redis",
+    "postgresql",
+)
 
 
 @contextmanager
@@ -66,10 +73,16 @@ def place(broker: str, folder: Path) -> Iterator[Place]:
     """
     with ExitStack() as stack:
         match broker.split("-"):
-            case ["rabbitmq", version]:
-                records = stack.enter_context(private_redis())
+            case ["rabbitmq", version, *kind]:
+                records: PrivateRedis | PrivatePostgreSQL
+                if kind:
+                    records = stack.enter_context(private_postgresql())
+                    records_url = records.new_database()
+                else:
+                    records = stack.enter_context(private_redis())
+                    records_url = records.url
                 cluster, can_be_cut = _cluster(stack, version)
-                yield _on_rabbitmq(cluster, records, can_be_cut=can_be_cut)
+                yield _on_rabbitmq(cluster, records, records_url, can_be_cut=can_be_cut)
             case ["redis"]:
                 yield _on_redis(stack.enter_context(private_sentinel(replicas=2)))
             case ["postgresql"]:
@@ -91,16 +104,20 @@ def _cluster(stack: ExitStack, version: str) -> tuple[PrivateRabbitMQCluster, bo
 
 
 def _on_rabbitmq(
-    cluster: PrivateRabbitMQCluster, records: PrivateRedis, *, can_be_cut: bool
+    cluster: PrivateRabbitMQCluster,
+    records: PrivateRedis | PrivatePostgreSQL,
+    records_url: str,
+    *,
+    can_be_cut: bool,
 ) -> Place:
-    """RabbitMQ with records in Redis.
+    """RabbitMQ with records in Redis or PostgreSQL.
 
     Due tasks wait for unreachable records: cancelled ones must not run.
     """
     url = cluster.new_vhost()
     conf = {
         "queue_type": "quorum",
-        "native_delay_records": records.url,
+        "native_delay_records": records_url,
         "native_delay_records_away": "wait",
         "native_delay_levels": 13,
     }
@@ -123,7 +140,8 @@ def _on_rabbitmq(
     }
     if can_be_cut:
         faults[FaultKind("partition", 8, 20, nodes)] = on_node(cluster.partition)
-    return Place(f"RabbitMQ {cluster.version}, 3 nodes", url, conf, faults=faults)
+    kept = "" if isinstance(records, PrivateRedis) else ", records in PostgreSQL"
+    return Place(f"RabbitMQ {cluster.version}, 3 nodes{kept}", url, conf, faults=faults)
 
 
 @contextmanager
