@@ -11,9 +11,6 @@ from .durations import duration
 #: Seconds by which clocks may differ: workers accept a delayed message up to a second early.
 MAY_DIFFER_SECONDS = 1.0
 
-#: Seconds by which a clock that is only known in whole seconds may differ.
-MAY_DIFFER_IN_WHOLE_SECONDS = 2.5
-
 #: Level of a finding: delays do not work, or lose messages.
 WRONG = "wrong"
 #: Level: the check could not be made.
@@ -50,11 +47,10 @@ def clock_finding(
     ahead_seconds: float,
     effect: str,
     *,
-    may_differ_seconds: float = MAY_DIFFER_SECONDS,
     check: str = "clocks",
 ) -> Iterator[Finding]:
     """Yield a finding if a server's clock differs too much from this machine's clock."""
-    if abs(ahead_seconds) > may_differ_seconds:
+    if abs(ahead_seconds) > MAY_DIFFER_SECONDS:
         side = "ahead of" if ahead_seconds > 0 else "behind"
         yield Finding(
             check,

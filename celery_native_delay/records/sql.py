@@ -206,11 +206,12 @@ class SqlRecords(Database, ComparedRecords):
 
     def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
         def read(connection: Connection) -> Snapshot:
-            if undecided:
-                kept_us = now_us(connection) + mark_ms * 1000
-                self._set_mark(connection, undecided, UNDECIDED, kept_us)
             row = None if name is None else self.read_row(connection, name)
-            return self._snapshot(connection, row)
+            snapshot = self._snapshot(connection, row)
+            if undecided:
+                kept_us = snapshot.now_us + mark_ms * 1000
+                self._set_mark(connection, undecided, UNDECIDED, kept_us)
+            return snapshot
 
         return self.do(read) if undecided else self.look_up(read)
 

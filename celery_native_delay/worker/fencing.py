@@ -5,7 +5,6 @@ Until the Spark driver has recorded the winning attempts, the tasks wait in the 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import MutableMapping
 from math import inf
 from time import monotonic, time
@@ -136,8 +135,7 @@ class Fence:
         if monotonic() < self._next_warning:
             return
         self._next_warning = monotonic() + _WARN_SECONDS
-        logger.log(
-            logging.WARNING,
+        logger.warning(
             "native delay: tasks of fenced runs wait, as their records cannot be read: %s",
             described(exc),
             exc_info=not isinstance(exc, RecordsUnavailable),

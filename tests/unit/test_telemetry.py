@@ -58,8 +58,7 @@ def app_with_task(name: str, **settings: Any) -> Celery:
 
 
 def running(app: Celery) -> Any:
-    """A worker in this process that does not change its logging."""
-    app.log.setup = lambda **_: None
+    """A worker in this process; tests/conftest.py keeps Celery from configuring its logging."""
     return start_worker(app, pool="solo", perform_ping_check=False)
 
 
