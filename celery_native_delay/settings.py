@@ -130,6 +130,9 @@ class DelaySettings:
     """Rate limits by task name, such as ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
     ``{"shop.call_api": "100/m"}``. Tasks beyond their rate limit wait in the broker. Defaults to
     none."""
+    retry_after_limit: float = 86_400.0
+    """Seconds after a task's first ``RetryAfter`` in which the task is retried again. Later, a
+    ``RetryAfter`` is the task's failure. Defaults to 86,400 (one day)."""
 
     def __post_init__(self) -> None:
         for name in ("landing_exchanges", "rates"):
@@ -278,6 +281,8 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
                 for pair in value
             )
             return fits, 'a dict of rates by task, such as {"shop.call_api": "100/m"}'
+        case "retry_after_limit":
+            return _is_number(value) and value > 0, "seconds above 0"
         case "management_url":
             return value is None or (is_text and value.startswith("http")), "None or an http(s) URL"
     raise AssertionError(f"{name} has no check")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -41,8 +42,10 @@ _START_IT = (
 
 _START_THEM = (
     "start the server of the rates (the broker's Redis, native_delay_records or the store), or "
-    "correct its URL and the rights of its user, in workers and producers"
+    "correct its URL and the rights of its user"
 )
+
+_WHOSE = "rates are a matter of workers alone"
 
 
 def examine(app: Any) -> list[Finding]:
@@ -58,7 +61,12 @@ def examine(app: Any) -> list[Finding]:
         *_of_rated_names(app, settings),
         *_of_telemetry(settings),
     ]
-    return list(dict.fromkeys(found))
+    return [
+        replace(each, remedy=f"{each.remedy}; {_WHOSE}")
+        if each.check == "rates" and _WHOSE not in each.remedy
+        else each
+        for each in dict.fromkeys(found)
+    ]
 
 
 def _of_broker(app: Any, settings: DelaySettings) -> Iterator[Finding]:
@@ -101,7 +109,7 @@ def _delays_by_itself(connection: Any) -> bool:
 
 def _failed(check: str, exc: NativeDelayError) -> Finding:
     if isinstance(exc, SettingsError) and str(exc).startswith("native_delay_rates"):
-        return Finding(check, WRONG, str(exc), "correct the rate; only workers need it")
+        return Finding(check, WRONG, str(exc), f"correct the rate; {_WHOSE}")
     fitting = (way_out for kind, way_out in _WAYS_OUT if isinstance(exc, kind))
     return Finding(check, WRONG, str(exc), next(fitting, "do what it says, and check again"))
 

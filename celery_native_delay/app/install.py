@@ -54,6 +54,10 @@ def install(app: App, **settings: Any) -> App:
     real._native_delay = installation
     real._connection = installation.connection
     real.send_task = installation.send_task
+    real._task_from_fun = installation.task_from_fun
+    installation.teach_tasks()
+    if real.on_after_finalize is not None:  # None while an app is unpickled
+        real.on_after_finalize.connect(installation.teach_tasks, weak=False)
     if not isinstance(real.control_cls, ControlOf):
         real.control_cls = ControlOf(real.control_cls)
         vars(real).pop("control", None)

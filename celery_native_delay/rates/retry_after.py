@@ -1,4 +1,4 @@
-"""``RetryAfter``: the exception that a rate-limited task raises when a server refuses a request."""
+"""``RetryAfter``: the exception that a task raises when a server refuses a request."""
 
 from __future__ import annotations
 
@@ -12,26 +12,30 @@ LONGEST_SECONDS = 30 * 86_400.0
 
 
 class RetryAfter(Exception):
-    """Retry a rate-limited task later, and let all tasks with the same key wait until then.
+    """Retry a task later, and let all tasks with the same rate and key wait until then.
 
     >>> raise RetryAfter(30)
     Traceback (most recent call last):
     celery_native_delay.rates.retry_after.RetryAfter: 30
 
-    Raise this exception in a task with a rate. In a task without a rate, with ``task_always_eager``
-    and in ``.apply()``, the exception is an ordinary failure.
+    If the task has no rate, only this task waits. In eager mode Celery retries the task at once,
+    and counts the retry.
 
     Args:
         when: seconds, or the value of an HTTP server's header ``Retry-After``: seconds as text, or
             a date.
+        counts: count this retry for the task's ``max_retries``. By default it is not counted, and
+            the task fails with this exception one day after its first RetryAfter. The setting
+            ``native_delay_retry_after_limit`` changes that day.
 
     Raises:
         InvalidDueTime: *when* is neither seconds nor a date.
     """
 
-    def __init__(self, when: float | str) -> None:
+    def __init__(self, when: float | str, *, counts: bool = False) -> None:
         super().__init__(when)
         self.when = when
+        self.counts = counts
         self._parsed = _parsed(when)
 
     def seconds(self, now: datetime) -> float:

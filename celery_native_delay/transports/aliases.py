@@ -143,6 +143,7 @@ _NOT_FOR_PUBLISHING = (
     "records_away",
     "strict",
     "rates",
+    "retry_after_limit",
 )
 
 #: Settings whose URLs may hold a password. The option must not show the password.

@@ -26,7 +26,7 @@ from ..transports.interface import (
 from .attendant import Attendant
 from .fencing import Fence
 from .gates import Moved, gates
-from .rating import Rated, teach_retry_after
+from .rating import Rated
 from .strategies import GatedStrategies, Waker, forget_eta
 from .tallying import Tallying
 from .telemetry import Telemetry
@@ -62,12 +62,12 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             settings = installation.settings()
         except SettingsError:
             settings = DelaySettings()  # start() logs the error
+        installation.teach_tasks()  # before the pool forks
         self._moved = Moved(settings)
         self._tallying = Tallying(c, settings.rate_by_task)
         self._rated: Rated | None = None
         if settings.rates:
             self._rated = Rated(settings, c.app.tasks)
-            teach_retry_after(c.app, settings.rate_by_task, self._rated.signatures)
         # Unique comes last: this gate takes the key's lease, after which the task must not wait.
         fence = Fence(settings, str(c.hostname), records_place(c.app, settings))
         passed = gates(settings, self._moved, fence, self._rated, Unique(c.app))

@@ -15,10 +15,8 @@ from __future__ import annotations
 import re
 from bisect import insort
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from functools import partial, wraps
+from functools import partial
 from inspect import Signature
 from itertools import islice, takewhile
 from typing import Any
@@ -26,11 +24,10 @@ from typing import Any
 from celery.utils.log import get_logger
 from celery.worker import state
 
-from ..app.installation import delaying_channel
-from ..errors import RecordsUnavailable, described
+from ..app.retrying import key_of, place_header
+from ..errors import RecordsUnavailable
 from ..rates.line import Lines
 from ..rates.rate import Rate
-from ..rates.retry_after import RetryAfter
 from ..records.waiting import PLACE
 from ..settings import DelaySettings
 from .arrival import SHORTEST_WAIT_US, Arrival, AskAgain, Ruling, WaitUntil
@@ -112,7 +109,7 @@ class Rated:
     def _task_of(self, arrival: Arrival, rate: Rate) -> _InLine:
         signature, message = self.signatures.get(arrival.name), arrival.message
         call = partial(_arguments, arrival)
-        key = _key_of(arrival.name, arrival.id, rate, signature, call, arrival.fields)
+        key = key_of(arrival.name, arrival.id, rate, signature, call, arrival.fields)
         place = _place(message.headers, key, arrival.now_us)
         entry = _InLine(message.delivery_tag, (arrival.name, key), place)
         if entry.place is not None:
@@ -193,7 +190,7 @@ class Rated:
                 arrival.message.waited_in_line = True
             self._remove(entry)
             return None
-        kept = {PLACE: _header(turn.place, key)}
+        kept = {PLACE: place_header(turn.place, key)}
         headers.update(kept)
         again = AskAgain(turn.wait_us / 1e6, beside_prefetch=True, from_here=True)
         ahead_us = self.come_back_late_us
@@ -212,30 +209,6 @@ class Rated:
         return again
 
 
-def _key_of(
-    task: str,
-    task_id: str,
-    rate: Rate,
-    signature: Signature | None,
-    call: Callable[[], tuple[Any, Any]],
-    headers: Mapping[str, Any],
-) -> str | None:
-    """Return the key of a call, or None if the rate has no key, or it cannot be computed."""
-    if rate.key is None:
-        return None
-    try:
-        return rate.key_of(*call(), headers, signature)
-    except Exception as exc:  # the user's callable or a malformed message may raise anything
-        logger.error(
-            "native delay: cannot compute the rate key of %s[%s], it shares the rate of tasks "
-            "without a key: %s",
-            task,
-            task_id,
-            described(exc),
-        )
-        return None
-
-
 def _free_processes(consumer: Any) -> int:
     return max(consumer.pool.num_processes or 1, 1) - len(state.reserved_requests)
 
@@ -247,10 +220,6 @@ def _arguments(arrival: Arrival) -> tuple[list[Any], dict[str, Any]]:
     if isinstance(payload, dict):  # from another language, with the headers of protocol 2
         return list(payload.get("args") or ()), dict(payload.get("kwargs") or {})
     return payload[0], payload[1]
-
-
-def _header(place: int | None, key: str | None) -> str:
-    return str(place) if key is None else f"{place} {key}"
 
 
 def _place(headers: Mapping[str, Any], key: str | None, now_us: int) -> int | None:
@@ -275,58 +244,3 @@ def signatures(rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> dict[str,
         elif (known := rate.signature_of(name, task.run)) is not None:
             found[name] = known
     return found
-
-
-# ---- RetryAfter --------------------------------------------------------------------------------
-
-
-def teach_retry_after(app: Any, rates: Mapping[str, Rate], known: Mapping[str, Signature]) -> None:
-    """Wrap the functions of rate-limited tasks, so that these functions may raise RetryAfter.
-
-    The worker calls this function before the pool forks. *known* has the tasks' :func:`signatures`.
-    """
-    for name, rate in rates.items():
-        task = app.tasks.get(name)
-        if task is None:
-            continue
-        # Inside Celery's autoretry, which would handle it like any other error.
-        attribute = "_orig_run" if hasattr(task, "_orig_run") else "run"
-        run = getattr(task, attribute)
-        if not hasattr(run, "native_delay_original"):
-            setattr(task, attribute, _retrying(app, task, run, rate, known.get(name)))
-
-
-def _retrying(
-    app: Any, task: Any, run: Callable[..., Any], rate: Rate, known: Signature | None
-) -> Callable[..., Any]:
-    @wraps(run)
-    def until_retry_after(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return run(*args, **kwargs)
-        except RetryAfter as exc:
-            if task.request.called_directly or task.request.is_eager:
-                raise
-            seconds = exc.seconds(datetime.now(UTC))
-            headers = dict(task.request.as_execution_options().get("headers") or {})
-            headers.pop(PLACE, None)
-            key = _key_of(task.name, task.request.id, rate, known, lambda: (args, kwargs), headers)
-            try:
-                headers[PLACE] = _header(_hold(app, task.name, key, rate, seconds), key)
-            except Exception as problem:  # the task is retried all the same
-                logger.error(
-                    "native delay: RetryAfter holds only this task, not others of %s: %s",
-                    task.name,
-                    described(problem),
-                )
-            raise task.retry(countdown=seconds, exc=exc, headers=headers) from exc
-
-    until_retry_after.native_delay_original = run  # type: ignore[attr-defined]
-    return until_retry_after
-
-
-def _hold(app: Any, task: str, key: str | None, rate: Rate, seconds: float) -> int:
-    with app.connection_or_acquire() as connection:
-        channel, settings = delaying_channel(app, connection)
-        with closing(channel.lines(settings)) as lines:
-            place: int = lines.hold(task, key, rate, seconds)
-    return place

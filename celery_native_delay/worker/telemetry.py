@@ -24,6 +24,7 @@ from ..app.installation import Installation, installation_of
 from ..due_time import due_us_or_none
 from ..fence.run import HEADER
 from ..message import due_ms_of
+from ..rates.retry_after import RetryAfter
 from . import attempt
 from .arrival import queue_of
 
@@ -280,6 +281,9 @@ def waited(message: Any, *, now_ms: int) -> bool | None:
 def outcome_of(state: str | None, retval: Any) -> str:
     """Return the outcome of an attempt with this *state* and return value or exception."""
     if state == states.REJECTED and getattr(retval, "requeue", False):
+        return attempt.REQUEUED
+    refused = getattr(retval, "exc", None)
+    if state == states.RETRY and isinstance(refused, RetryAfter) and not refused.counts:
         return attempt.REQUEUED
     # A task that raised a BaseException has no state, and Celery takes its process for lost.
     return _OUTCOMES.get(state, attempt.LOST)

@@ -489,9 +489,10 @@ def test_a_rate_for_an_unknown_task_or_argument_is_found(
     assert found.level == WRONG
     assert "has shop.cal_api, but this app has no such task" in found.problem
     assert "such as shop.call_api" in found.remedy
+    assert found.remedy.endswith("; rates are a matter of workers alone")
     (found,) = of_rates(on({"shop.call_api": {"limit": "10/s", "key": "tenent"}}))
     assert "one of its arguments, tenant; got 'tenent'" in found.problem
-    assert found.remedy == "correct the rate; only workers need it"
+    assert found.remedy == "correct the rate; rates are a matter of workers alone"
     project.write(APP, empty_redis.url, rates={"shop.call_api": "10/s"})
     told = project.told("doctor", status=1)
     assert "rates" in [each["check"] for each in told["findings"]]

@@ -8,21 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery import Celery
-from celery.exceptions import Retry
 from celery.worker import state
 
-from celery_native_delay import DelaySettings, Rate, RecordsUnavailable, RetryAfter, SettingsError
+from celery_native_delay import DelaySettings, Rate, RecordsUnavailable, SettingsError
 from celery_native_delay.rates.line import Turn
-from celery_native_delay.worker import rating
 from celery_native_delay.worker.arrival import AWAY_US, Arrival, AskAgain, Ruling, WaitUntil
-from celery_native_delay.worker.rating import (
-    LOOK_SECONDS,
-    PLACE,
-    Rated,
-    signatures,
-    teach_retry_after,
-)
+from celery_native_delay.worker.rating import LOOK_SECONDS, PLACE, Rated
 
 NOW_US = 1_795_176_000_000_000
 
@@ -307,62 +298,3 @@ def test_a_task_whose_key_cannot_be_computed_is_limited_without_a_key() -> None:
     gate.lines = lines = Lines(Turn())
     assert gate(arrival()) is None
     assert lines.asked == [("shop.call_api", None, None)]
-
-
-@pytest.mark.parametrize(
-    ("tenant", "key", "place"), [("ada", "ada", "77 ada"), ("\ud800", None, "77")]
-)
-@pytest.mark.parametrize("retries_itself", [False, True])
-def test_a_task_that_raises_retry_after_is_retried_first_in_its_queue(
-    monkeypatch: pytest.MonkeyPatch,
-    retries_itself: bool,
-    tenant: str,
-    key: str | None,
-    place: str,
-) -> None:
-    """If its key cannot be computed, it is in the queue of tasks without a key."""
-    app = Celery("shop", broker="memory://", set_as_current=False)
-    options = {"autoretry_for": (Exception,)} if retries_itself else {}
-
-    @app.task(bind=True, name="shop.call_api", shared=False, **options)
-    def turned_away(self: Any, tenant: str) -> None:
-        raise RetryAfter(30)
-
-    held: list[tuple[Any, ...]] = []
-
-    def hold(app: Celery, task: str, key: str | None, rate: Rate, seconds: float) -> int:
-        held.append((task, key, seconds))
-        return 77
-
-    monkeypatch.setattr(rating, "_hold", hold)
-    sent: list[dict[str, Any]] = []
-
-    def apply_async(signature: Any, **more: Any) -> None:
-        sent.append(dict(signature.options) | more)
-
-    monkeypatch.setattr("celery.canvas.Signature.apply_async", apply_async)
-    teach_retry_after(app, RATES, signatures(RATES, app.tasks))
-    teach_retry_after(
-        app, RATES, signatures(RATES, app.tasks)
-    )  # of a worker that starts in a process that had one
-    turned_away.push_request(
-        id="1",
-        args=(tenant,),
-        kwargs={},
-        called_directly=False,
-        headers={"mine": 1},
-        is_eager=False,
-    )
-    try:
-        with pytest.raises(Retry) as raised:
-            turned_away.run(tenant)
-    finally:
-        turned_away.pop_request()
-    assert raised.value.when == 30
-    assert held == [("shop.call_api", key, 30.0)]
-    assert [each["headers"] for each in sent] == [{"mine": 1, PLACE: place}]
-    with pytest.raises(RetryAfter):
-        turned_away("ada")
-    if not retries_itself:
-        assert isinstance(turned_away.apply(("ada",)).result, RetryAfter)
-        assert len(held) == 1

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +129,15 @@ def define_tasks(app: Celery) -> None:
     def call_api(tenant: str, number: int = 0) -> None:
         """A task whose rate per tenant is limited."""
 
+    refused: Counter[str] = Counter()
+
     @app.task(name="turned_away", shared=False, bind=True)
     def turned_away(self: Task, seconds: float, times: int = 1) -> None:
-        """Raise RetryAfter *times* times."""
+        """Raise RetryAfter *times* times, in a worker of one process."""
         from celery_native_delay import RetryAfter
 
-        if self.request.retries < times:
+        refused[self.request.id] += 1
+        if refused[self.request.id] <= times:
             raise RetryAfter(seconds)
 
     @app.task(name="hold", shared=False)

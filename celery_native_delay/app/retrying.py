@@ -1,0 +1,121 @@
+"""Retries a task that raises ``RetryAfter``, and stops other tasks of its rate until then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from datetime import UTC, datetime
+from functools import wraps
+from inspect import Signature
+from time import time
+from typing import Any
+
+from celery.utils.log import get_logger
+
+from ..errors import described
+from ..rates.rate import Rate
+from ..rates.retry_after import RetryAfter
+from ..records.waiting import PLACE
+from .installation import Installation, delaying_channel
+
+logger = get_logger(__name__)
+
+#: The header with the time of the task's first RetryAfter, in seconds since the epoch.
+SINCE = "native_delay_retry_after"
+
+
+def teach_retry_after(installation: Installation, task: Any) -> Any:
+    """Wrap the function of *task*, so that the function may raise RetryAfter. Returns the task."""
+    # Inside Celery's autoretry, which would handle it like any other error.
+    attribute = "_orig_run" if hasattr(task, "_orig_run") else "run"
+    run = getattr(task, attribute)
+    if not hasattr(run, "native_delay_original") and not task.name.startswith("celery."):
+        setattr(task, attribute, _retrying(installation, task, run))
+    return task
+
+
+def _retrying(installation: Installation, task: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(run)
+    def until_retry_after(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except RetryAfter as exc:
+            request = task.request
+            if request.called_directly or not installation.enabled:
+                raise
+            settings, seconds = installation.settings(), exc.seconds(datetime.now(UTC))
+            headers = dict(request.as_execution_options().get("headers") or {})
+            headers.pop(PLACE, None)
+            since = headers.setdefault(SINCE, time())
+            rate = settings.rate_by_task.get(task.name)
+            if rate is not None and not request.is_eager:
+                known = rate.signature_of(task.name, run)
+                key = key_of(task.name, request.id, rate, known, lambda: (args, kwargs), headers)
+                _hold(installation.app, task.name, key, rate, seconds, headers)
+            if not isinstance(since, int | float) or time() - since > settings.retry_after_limit:
+                raise
+            # In eager mode every retry counts: Celery retries at once, and would never end.
+            uncounted = not (exc.counts or request.is_eager)
+            most = request.retries if uncounted else None
+            request.retries -= uncounted
+            try:
+                raise task.retry(
+                    countdown=seconds, exc=exc, headers=headers, max_retries=most
+                ) from exc
+            finally:
+                request.retries += uncounted
+                if uncounted:  # Celery keeps a max_retries for the task's next retry
+                    vars(task).pop("override_max_retries", None)
+
+    until_retry_after.native_delay_original = run  # type: ignore[attr-defined]
+    return until_retry_after
+
+
+def _hold(
+    app: Any,
+    task: str,
+    key: str | None,
+    rate: Rate,
+    seconds: float,
+    headers: dict[str, Any],
+) -> None:
+    """Stop the starts of a rate for some *seconds*, and put the first place into *headers*."""
+    try:
+        with app.connection_or_acquire() as connection:
+            channel, settings = delaying_channel(app, connection)
+            with closing(channel.lines(settings)) as lines:
+                headers[PLACE] = place_header(lines.hold(task, key, rate, seconds), key)
+    except Exception as problem:  # the task is retried all the same
+        logger.error(
+            "native delay: RetryAfter holds only this task, not others of %s: %s",
+            task,
+            described(problem),
+        )
+
+
+def place_header(place: int | None, key: str | None) -> str:
+    return str(place) if key is None else f"{place} {key}"
+
+
+def key_of(
+    task: str,
+    task_id: str,
+    rate: Rate,
+    signature: Signature | None,
+    call: Callable[[], tuple[Any, Any]],
+    headers: Mapping[str, Any],
+) -> str | None:
+    """Return the key of a call, or None if the rate has no key, or it cannot be computed."""
+    if rate.key is None:
+        return None
+    try:
+        return rate.key_of(*call(), headers, signature)
+    except Exception as exc:  # the user's callable or a malformed message may raise anything
+        logger.error(
+            "native delay: cannot compute the rate key of %s[%s], it shares the rate of tasks "
+            "without a key: %s",
+            task,
+            task_id,
+            described(exc),
+        )
+        return None
