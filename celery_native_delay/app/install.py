@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import celery.app.base
@@ -12,6 +13,7 @@ from celery.utils.imports import symbol_by_name
 from ..settings import check_settings
 from ..transports.aliases import register_transports
 from .installation import PREFIX, Installation, checked_app, installation_of, keep_celerys_own_off
+from .retrying import task_from_fun, teach_tasks
 
 App = TypeVar("App", bound=Celery)
 
@@ -54,10 +56,10 @@ def install(app: App, **settings: Any) -> App:
     real._native_delay = installation
     real._connection = installation.connection
     real.send_task = installation.send_task
-    real._task_from_fun = installation.task_from_fun
-    installation.teach_tasks()
+    real._task_from_fun = partial(task_from_fun, installation)
+    teach_tasks(installation)
     if real.on_after_finalize is not None:  # None while an app is unpickled
-        real.on_after_finalize.connect(installation.teach_tasks, weak=False)
+        real.on_after_finalize.connect(partial(teach_tasks, installation), weak=False)
     if not isinstance(real.control_cls, ControlOf):
         real.control_cls = ControlOf(real.control_cls)
         vars(real).pop("control", None)

@@ -125,19 +125,6 @@ class Installation:
                 name_broker(exc, self.app)
             raise
 
-    def task_from_fun(self, *args: Any, **options: Any) -> Any:
-        """Make a task of a function. The function may raise RetryAfter, in every process."""
-        from .retrying import teach_retry_after
-
-        return teach_retry_after(self, type(self.app)._task_from_fun(self.app, *args, **options))
-
-    def teach_tasks(self, **_: Any) -> None:
-        """Let the app's tasks raise RetryAfter, even tasks that are older than ``install``."""
-        from .retrying import teach_retry_after
-
-        for task in list(self.app._tasks.values()):  # app.tasks would finalize the app
-            teach_retry_after(self, task)
-
     def _settings_or_error(self) -> DelaySettings | SettingsError:
         try:
             return self.settings()

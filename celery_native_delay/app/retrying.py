@@ -24,14 +24,26 @@ logger = get_logger(__name__)
 SINCE = "native_delay_retry_after"
 
 
-def teach_retry_after(installation: Installation, task: Any) -> Any:
-    """Wrap the function of *task*, so that the function may raise RetryAfter. Returns the task."""
+def task_from_fun(installation: Installation, *args: Any, **options: Any) -> Any:
+    """Make a task of a function, in place of Celery's method. The task may raise RetryAfter."""
+    app = installation.app
+    task = type(app)._task_from_fun(app, *args, **options)
+    _teach(installation, task)
+    return task
+
+
+def teach_tasks(installation: Installation, **_: Any) -> None:
+    """Let the app's tasks raise RetryAfter, even tasks that are older than ``install``."""
+    for task in list(installation.app._tasks.values()):  # app.tasks would finalize the app
+        _teach(installation, task)
+
+
+def _teach(installation: Installation, task: Any) -> None:
     # Inside Celery's autoretry, which would handle it like any other error.
     attribute = "_orig_run" if hasattr(task, "_orig_run") else "run"
     run = getattr(task, attribute)
     if not hasattr(run, "native_delay_original") and not task.name.startswith("celery."):
         setattr(task, attribute, _retrying(installation, task, run))
-    return task
 
 
 def _retrying(installation: Installation, task: Any, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from celery import bootsteps, signals
 from celery.worker.consumer.tasks import Tasks
 
 from ..app.installation import installation_of, keep_celerys_own_off, records_place
+from ..app.retrying import teach_tasks
 from ..errors import NativeDelayError, SettingsError
 from ..records.opened import flush
 from ..settings import DelaySettings
@@ -62,7 +63,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             settings = installation.settings()
         except SettingsError:
             settings = DelaySettings()  # start() logs the error
-        installation.teach_tasks()  # before the pool forks
+        teach_tasks(installation)  # before the pool forks
         self._moved = Moved(settings)
         self._tallying = Tallying(c, settings.rate_by_task)
         self._rated: Rated | None = None
