@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 from urllib.parse import urlsplit
@@ -139,6 +139,14 @@ class DelaySettings:
             object.__setattr__(self, name, _normal(name, getattr(self, name)))
         for name in _names():
             _check(name, getattr(self, name))
+        shared: dict[str | None, tuple[str, Rate]] = {}
+        for task, rate in self.rate_by_task.items():
+            other, first = shared.setdefault(rate.name, (task, rate))
+            if replace(first, key=rate.key) != rate:
+                raise SettingsError(
+                    f"native_delay_rates: expected the rates named {rate.name!r} of {other} and "
+                    f"{task} to be equal except for key, got {first!r} and {rate!r}"
+                )
         if not self._fits_ttl(self.levels):
             ttl_ms = self.resolution_ms * self._largest_step(self.levels)
             most = next((n for n in range(self.levels, 0, -1) if self._fits_ttl(n)), 0)
@@ -157,8 +165,9 @@ class DelaySettings:
 
     @property
     def rate_by_task(self) -> dict[str, Rate]:
-        """The rate limits, by task name."""
-        return {name: Rate.of(rate) for name, rate in dict(self.rates).items()}
+        """The rate limits, by task name. The name of a rate is the task's name by default."""
+        found = {task: Rate.of(rate) for task, rate in dict(self.rates).items()}
+        return {task: replace(rate, name=rate.name or task) for task, rate in found.items()}
 
     @property
     def while_records_are_away(self) -> str:

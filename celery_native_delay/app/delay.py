@@ -27,7 +27,7 @@ from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, Waiti
 from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
 from .broker import ask_on_a_connection
-from .installation import checked_app, delaying_channel
+from .installation import checked_app, delaying_channel, installed
 from .keyed import KeyedCalls, KeyKind, revoke_result
 
 T = TypeVar("T")
@@ -126,14 +126,16 @@ class Delay(KeyedCalls):
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
         """Correct the due times of *tasks* that a RetryAfter holds to the end of the hold."""
         until_us: dict[tuple[str, str], int] = {}
+        rates = installed(self._app).settings().rate_by_task
         if any(task.place for task in tasks):
             with suppress(NativeDelayError):  # then show the due times of the messages
                 for line in self.rates(limit=_MOST_LINES):
                     until_us[line.task, line.key or ""] = line.held_until_us or 0
         return [
-            replace(task, due_us=max(task.due_us, until_us.get((task.name, key), 0)))
+            replace(task, due_us=max(task.due_us, until_us.get(line, 0)))
             for task in tasks
-            for key in [task.place.partition(" ")[2]]
+            for rate in [rates.get(task.name)]
+            for line in [((rate and rate.name) or task.name, task.place.partition(" ")[2])]
         ]
 
     # --- changing ------------------------------------------------------------------------

@@ -96,7 +96,8 @@ def _hold(
         with app.connection_or_acquire() as connection:
             channel, settings = delaying_channel(app, connection)
             with closing(channel.lines(settings)) as lines:
-                headers[PLACE] = place_header(lines.hold(task, key, rate, seconds), key)
+                place = lines.hold(rate.name or task, key, rate, seconds)
+        headers[PLACE] = place_header(place, key)
     except Exception as problem:  # the task is retried all the same
         logger.error(
             "native delay: RetryAfter holds only this task, not others of %s: %s",

@@ -43,11 +43,12 @@ _SEPARATOR = "\n"
 class RateLine:
     """The state of a rate limit: how many tasks with this *task* name and *key* wait and start.
 
-    *key* is None if the rate has no key. *rate* is the limit as text. *waiting* is the number of
-    waiting tasks, including cancelled tasks. *next_slot_us* is the time at which the next task may
-    start, or None if no task waits. *held_until_us* is the end of a pause after ``RetryAfter``, or
-    None. Both times are in microseconds since the epoch. *starts_last_period* is about the number
-    of tasks started in the last period. *utilisation* is that number divided by the limit.
+    *task* is the name of the rate, if the rate has a name. *key* is None if the rate has no key.
+    *rate* is the limit as text. *waiting* is the number of waiting tasks, including cancelled
+    tasks. *next_slot_us* is the time at which the next task may start, or None if no task waits.
+    *held_until_us* is the end of a pause after ``RetryAfter``, or None. Both times are in
+    microseconds since the epoch. *starts_last_period* is about the number of tasks started in the
+    last period. *utilisation* is that number divided by the limit.
     """
 
     task: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from inspect import Parameter, Signature, signature
 from typing import Any
@@ -56,6 +56,8 @@ class Rate:
             int, bool or None. Without a key all calls of the task share the limit.
         burst: tasks that may start at once after a pause. At most limit + *burst* - 1 tasks start
             in any window of one period.
+        name: tasks whose rates have the same name share the limit, per key. The rates must be equal
+            except for *key*. By default each task has a limit of its own.
 
     Raises:
         SettingsError: an argument has an impossible value.
@@ -64,6 +66,7 @@ class Rate:
     limit: str
     key: str | KeyFunction | None = None
     burst: int = 1
+    name: str | None = None
 
     def __post_init__(self) -> None:
         found = _RATE.fullmatch(self.limit) if isinstance(self.limit, str) else None
@@ -85,11 +88,18 @@ class Rate:
                 f"expected the burst of a rate to be a whole number from 1 to {MOST_BURST}, got "
                 f"{self.burst!r}"
             )
+        is_text_name = isinstance(self.name, str) and is_text(self.name) and "\n" not in self.name
+        if not (self.name is None or (is_text_name and 0 < len(self.name) <= LONGEST_KEY)):
+            raise SettingsError(
+                f"expected the name of a rate to be a text of 1 to {LONGEST_KEY} characters in one "
+                f"line, or None, got {self.name!r}"
+            )
 
     def __repr__(self) -> str:
-        key = "" if self.key is None else f", key={self.key!r}"
-        burst = "" if self.burst == 1 else f", burst={self.burst}"
-        return f"Rate({self.limit!r}{key}{burst})"
+        """Return the call that makes this rate, without default values."""
+        given = [(each.name, getattr(self, each.name), each.default) for each in fields(self)[1:]]
+        more = "".join(f", {name}={value!r}" for name, value, usual in given if value != usual)
+        return f"Rate({self.limit!r}{more})"
 
     @classmethod
     def of(cls, value: Any) -> Rate:
@@ -98,10 +108,9 @@ class Rate:
             return value
         if not isinstance(value, Mapping):
             return cls(value)
-        if not {"limit"} <= value.keys() <= {"limit", "key", "burst"}:
-            raise SettingsError(
-                f"expected a rate as a dict of limit, key and burst, got {dict(value)!r}"
-            )
+        names = [each.name for each in fields(cls)]
+        if not {"limit"} <= value.keys() <= set(names):
+            raise SettingsError(f"expected a rate as a dict of {names}, got {dict(value)!r}")
         return cls(**value)
 
     # --- as numbers ----------------------------------------------------------------------

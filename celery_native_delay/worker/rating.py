@@ -50,7 +50,7 @@ _FORGOTTEN_US = 1_000_000
 
 @dataclass(eq=False)
 class _InLine:
-    """A rate-limited task in this worker. *line* is its name and key; a new task has no *place*.
+    """A rate-limited task in this worker. *line* has its rate's name and key; *place* may be None.
 
     *again* lets the task ask again, if the task waits for another task of its line.
     """
@@ -111,7 +111,7 @@ class Rated:
         call = partial(_arguments, arrival)
         key = key_of(arrival.name, arrival.id, rate, signature, call, arrival.fields)
         place = _place(message.headers, key, arrival.now_us)
-        entry = _InLine(message.delivery_tag, (arrival.name, key), place)
+        entry = _InLine(message.delivery_tag, (rate.name or arrival.name, key), place)
         if entry.place is not None:
             self._enter(entry)
         return entry
@@ -170,12 +170,12 @@ class Rated:
         self, arrival: Arrival, rate: Rate, entry: _InLine, wait: AskAgain | None
     ) -> Ruling | None:
         """Decide by the line's answer. A new task waits if other tasks of its line wait here."""
-        headers, (task, key) = arrival.message.headers, entry.line
+        headers, (name, key) = arrival.message.headers, entry.line
         may_start = wait is None and (entry.place is not None or entry.line not in self._by_line)
         try:
             if self.lines is None:
                 raise RecordsUnavailable("native delay is off in this worker")
-            turn = self.lines.ask(task, key, rate, entry.place, may_start=may_start)
+            turn = self.lines.ask(name, key, rate, entry.place, may_start=may_start)
         except RecordsUnavailable as exc:
             if not self._warned:
                 self._warned = True

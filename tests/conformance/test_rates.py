@@ -125,6 +125,22 @@ def test_the_rate_holds_in_every_window_although_a_worker_is_killed(fleet: Fleet
     assert span >= LOOKED_AT * (len(starts["ada"]) - 1) * RATE.spacing_us / 1_000_000
 
 
+def test_tasks_of_different_names_share_a_rate_by_its_name(fleet: Fleet) -> None:
+    """Their tasks wait in one queue, and a RetryAfter of one task stops the others."""
+    shared = rated("40/4s") | {"name": "stripe"}
+    rates = {"native_delay_rates": {"call_api": shared, "turned_away": shared}}
+    app = fleet.app(**rates)
+    ids = [app.send_task("call_api", ("ada", number)).id for number in range(15)]
+    ids += [app.send_task("turned_away", (0.1, 0)).id for _ in range(15)]
+    fleet.worker(concurrency=1, **rates)
+    runs = fleet.record.wait_for_ids(ids)
+    starts = [run.started for each in runs.values() for run in each]
+    assert most_in_a_window(starts, LOOKED_AT * RATE.period_us / 1_000_000) <= RATE.count
+    assert max(starts) - min(starts) >= LOOKED_AT * 29 * RATE.spacing_us / 1_000_000
+    (line,) = Delay(app).rates()
+    assert (line.task, line.key) == ("stripe", None)
+
+
 def test_other_tasks_run_while_rate_limited_ones_wait(fleet: Fleet) -> None:
     """On one worker process with a prefetch of 1."""
     rates = {"native_delay_rates": {"call_api": "10/h"}, "worker_prefetch_multiplier": 1}
