@@ -19,8 +19,10 @@ from ..errors import (
     InvalidQuery,
     NativeDelayError,
     RecordsUnavailable,
+    SettingsError,
 )
-from ..rates.line import RateLine
+from ..rates.line import Line, RateLine
+from ..rates.rate import LONGEST_KEY
 from ..records import waiting
 from ..records.interface import TRIES
 from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
@@ -40,6 +42,9 @@ TaskId: TypeAlias = str | AsyncResult | Waiting
 
 #: Rate lines that are read to find those that RetryAfter holds.
 _MOST_LINES = 10_000
+
+#: Waiting tasks of one name that move when the limit of a key changes.
+_MOST_MOVED = 100_000
 
 
 class Delay(KeyedCalls):
@@ -119,9 +124,78 @@ class Delay(KeyedCalls):
 
         def looked(channel: Any, settings: DelaySettings) -> list[RateLine]:
             with closing(channel.lines(settings)) as lines:
-                return list(lines.look(limit))
+                found, rates = lines.look(limit), settings.rate_by_task.values()
+            usual = {rate.name: rate.shown for rate in rates}
+            return [
+                replace(line, overridden=line.rate != usual.get(line.task, line.rate))
+                if not line.overridden
+                else line
+                for line in found
+            ]
 
         return self._ask_broker(looked)
+
+    def set_rate(self, name: str, key: str | None, limit: str) -> int:
+        """Change the limit of one key, such as ``set_rate("shop.call_api", "gold-corp", "500/m")``.
+
+        Every worker uses the new limit at once, until :meth:`unset_rate`. Waiting tasks of the key
+        keep their order. If the limit is higher, their due times move.
+
+        Args:
+            name: the name of the task, or the name of the rate.
+            key: the key, or None for a rate without a key, and for tasks without a key.
+            limit: the new limit. The burst of the rate stays.
+
+        Returns:
+            the number of waiting tasks that got an earlier due time.
+
+        Raises:
+            SettingsError: *limit* is malformed, or ``native_delay_rates`` has no such name.
+        """
+        return self._change_rate(name, key, limit)
+
+    def unset_rate(self, name: str, key: str | None) -> int:
+        """Give one key the limit from the settings again, after :meth:`set_rate`."""
+        return self._change_rate(name, key, None)
+
+    def _change_rate(self, name: str, key: str | None, limit: str | None) -> int:
+        rates = installed(self._app).settings().rate_by_task
+        known = [rate for task, rate in rates.items() if name in (task, rate.name)]
+        if not known:
+            names = sorted({*rates, *(str(rate.name) for rate in rates.values())})
+            raise SettingsError(
+                f"expected the name of a rate in native_delay_rates ({', '.join(names)}), got "
+                f"{name!r}"
+            )
+        key = key and key[:LONGEST_KEY]
+        usual = known[0]
+        rate = usual.for_key(key) if limit is None else replace(usual, limit=limit, overrides=())
+
+        def change(channel: Any, settings: DelaySettings) -> Line:
+            with closing(channel.lines(settings)) as lines:
+                changed: Line = lines.change_rate(
+                    str(usual.name), key, rate, is_set=limit is not None
+                )
+                return changed
+
+        line = self._ask_broker(change)
+        due: dict[str, int] = {}
+        for task in (task for task, other in rates.items() if other.name == usual.name):
+            query = Query(name=task)
+            for each in self._ask(lambda found, query=query: found.page(query, limit=_MOST_MOVED)):  # type: ignore[misc]
+                place, _, its_key = each.place.partition(" ")
+                slot_us = line.slot_us(rate, int(place)) if place.isdecimal() else each.due_us
+                if (
+                    its_key == (key or "")
+                    and (at_us := max(slot_us, line.held_until)) < each.due_us
+                ):
+                    due[each.id] = at_us
+
+        def move(found: WaitingTasks, task_id: str) -> Outcome:
+            at_us = due[task_id]
+            return found.move(task_id, at_us if at_us > time_ns() // 1000 else None)
+
+        return sum(map(bool, self._change(due, move))) if due else 0
 
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
         """Correct the due times of *tasks* that a RetryAfter holds to the end of the hold."""

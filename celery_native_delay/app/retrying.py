@@ -63,7 +63,7 @@ def _retrying(installation: Installation, task: Any, run: Callable[..., Any]) ->
             if rate is not None and not request.is_eager:
                 known = rate.signature_of(task.name, run)
                 key = key_of(task.name, request.id, rate, known, lambda: (args, kwargs), headers)
-                _hold(installation.app, task.name, key, rate, seconds, headers)
+                _hold(installation.app, task.name, key, limit_of(rate, key), seconds, headers)
             if not isinstance(since, int | float) or time() - since > settings.retry_after_limit:
                 raise
             # In eager mode every retry counts: Celery retries at once, and would never end.
@@ -132,3 +132,17 @@ def key_of(
             described(exc),
         )
         return None
+
+
+def limit_of(rate: Rate, key: str | None) -> Rate:
+    """Return the rate of one *key*, or *rate* itself if its overrides fail."""
+    try:
+        return rate.for_key(key)
+    except Exception as exc:  # the user's callable may raise anything
+        logger.error(
+            "native delay: cannot compute the limit of key %s of %s, its usual limit counts: %s",
+            key,
+            rate.name,
+            described(exc),
+        )
+        return rate

@@ -110,7 +110,7 @@ def command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
                 function(ctx, *args, **kwargs)
 
         group = options.pop("group", delay)
-        command: click.Command = group.command(cls=CeleryCommand, **options)(
+        command: click.Command = group.command(**{"cls": CeleryCommand, **options})(
             click.pass_context(explained)
         )
         return command

@@ -1,4 +1,4 @@
-"""The command ``delay rates``: show waiting rate-limited tasks, by task name and key."""
+"""The commands ``delay rates``: show waiting rate-limited tasks, and change the limit of a key."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ _LOOKED_AT = 500
 _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held")
 
 
-@command(name="rates")
+@command(name="rates", cls=click.Group, invoke_without_command=True)
 @limit_option
 @as_json_option
 def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
     """Show waiting rate-limited tasks, by task name and key.
 
     The key with most waiting tasks comes first. "next slot" is the time until the next task of the
-    key may start. "utilisation" is the part of the rate used in the last period. "held" is the time
-    for which RetryAfter still stops the tasks of the key.
+    key may start. A limit with "*" differs from the rate of the other keys. "utilisation" is the
+    part of the rate used in the last period. "held" is the time for which RetryAfter still stops
+    the tasks of the key.
     """
+    if ctx.invoked_subcommand is not None:
+        return
     from ..app.delay import Delay
 
     chosen = installed_settings(ctx)
@@ -43,13 +46,39 @@ def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
     say(as_json, {"lines": [line.as_json() for line in lines], "more": more}, text)
 
 
+@command(group=rates, name="set")
+@click.argument("name")
+@click.argument("limit")
+@click.option("--key", help="The key. Leave it out for tasks without a key.")
+def set_(ctx: click.Context, name: str, limit: str, key: str | None) -> None:
+    """Change the limit of a key of the task or rate NAME to LIMIT, such as 500/m.
+
+    All workers use the new limit at once, until `delay rates unset`.
+    """
+    from ..app.delay import Delay
+
+    moved = Delay(ctx.obj.app).set_rate(name, key, limit)
+    click.echo(f"set to {limit}; {moved:,} waiting task(s) moved")
+
+
+@command(group=rates)
+@click.argument("name")
+@click.option("--key", help="The key. Leave it out for tasks without a key.")
+def unset(ctx: click.Context, name: str, key: str | None) -> None:
+    """Give a key of the task or rate NAME the limit from the settings again."""
+    from ..app.delay import Delay
+
+    moved = Delay(ctx.obj.app).unset_rate(name, key)
+    click.echo(f"the limit of the settings counts again; {moved:,} waiting task(s) moved")
+
+
 def shown(lines: Sequence[RateLine], more: bool, now: datetime) -> str:
     """Return a text table of *lines*, the queues of rate-limited tasks."""
     rows = [
         (
             line.task,
             line.key,
-            line.rate,
+            f"{line.rate} *" if line.overridden else line.rate,
             line.waiting,
             _until(line.next_slot_us, now),
             f"{line.utilisation:.0%}".replace("%", " %"),

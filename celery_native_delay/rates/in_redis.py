@@ -9,8 +9,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..records.interface import tried_again
 from ..records.redis_link import RedisLink, latest
-from .line import KEPT_US, VERSION, RateLine, Turn, name_of, seen_longest_first
+from .line import (
+    KEPT_US,
+    SET_KEPT_US,
+    VERSION,
+    Line,
+    RateLine,
+    Turn,
+    at_rate,
+    name_of,
+    seen_longest_first,
+)
 from .rate import Rate
 
 #: Seconds that the server may take to connect, and for an answer.
@@ -20,8 +31,9 @@ PATIENCE_SECONDS = 1.0
 LEFT_ALONE_SECONDS = (0.5, 5.0)
 
 #: KEYS the line, the sorted set of names, the list of start times. ARGV 1-8: name of the line and,
-#: of its rate, spacing_us, ahead_us, period_us, window_us, catch_up_us, noted_each and noted; 9:
-#: limit and burst as text; 10: the time in µs, or '' for the server's time.
+#: of its rate, spacing_us, ahead_us, period_us, window_us, catch_up_us, noted_each and noted; 9: 1
+#: if the rate was set, limit and burst, as the line's text ends; 10: the time in µs, or '' for the
+#: server's time. If the text ends with another rate, the answer is -2.
 _HEAD = f"""
 local spacing, ahead, period = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local window, catch_up, each = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
@@ -30,23 +42,36 @@ if not now then
     local time = redis.call('TIME')
     now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 end
-local last, shift, start_at, held, from, starts, before, total, front
+local last, shift, start_at, held, from, starts, before, total, front, pivot, unit, rate
 local text = redis.call('GET', KEYS[1])
 if text then
-    last, shift, start_at, held, from, starts, before, total, front = string.match(
-        text, '^{VERSION} (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) ')
+    last, shift, start_at, held, from, starts, before, total, front, pivot, unit, rate =
+        string.match(text, '^{VERSION} (-?%d+) (-?%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)'
+            .. ' (-?%d+) (-?%d+) (%d+) (.*)$')
+    if rate and rate ~= ARGV[9] then return {{-2, 0}} end
 end
 last, shift, start_at = tonumber(last or 0), tonumber(shift or 0), tonumber(start_at or 0)
 held, from = tonumber(held or 0), tonumber(from or 0)
 starts, before, total = tonumber(starts or 0), tonumber(before or 0), tonumber(total or 0)
 if not text then redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now) end
 
-front = tonumber(front or 0)
+front, pivot, unit = tonumber(front or 0), tonumber(pivot or 0), tonumber(unit or 0)
+local step = unit == 0 and spacing or unit
+
+local function time_of(place)
+    return shift + pivot + math.floor((place - pivot) * (spacing / step))
+end
+
+local function place_at(time)
+    return pivot + math.ceil((time - shift - pivot) * (step / spacing))
+end
 
 local function keep()
-    local ends = math.max(last + shift, start_at, held) + window + catch_up + {KEPT_US}
-    local record = string.format('{VERSION} %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %s',
-        last, shift, start_at, held, from, starts, before, total, front, ARGV[9])
+    local ends = math.max(time_of(last), start_at, held) + window + catch_up + {KEPT_US}
+    if string.sub(ARGV[9], 1, 1) == '1' then ends = ends + {SET_KEPT_US} end
+    local record = string.format(
+        '{VERSION} %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %s', last, shift,
+        start_at, held, from, starts, before, total, front, pivot, unit, ARGV[9])
     local ttl = string.format('%.0f', (ends - now) / 1000 + 1)
     redis.call('SET', KEYS[1], record, 'PX', ttl)
     redis.call('ZADD', KEYS[2], string.format('%.0f', ends), ARGV[1])
@@ -65,9 +90,9 @@ local oldest = redis.call('LINDEX', KEYS[3], -noted)
 if oldest then room = tonumber(oldest) + window end
 local wait, starting = 0, false
 if place then
-    last = math.max(last, place + spacing)
+    last = math.max(last, place + step)
     if front == 0 then front = place end
-    local slot = place + shift - ahead
+    local slot = time_of(place) - ahead
     local due, paced = math.max(slot, held), start_at - ahead
     if due > now then
         wait = due - now
@@ -82,12 +107,15 @@ if place then
         starting = true
     end
 else
-    place = math.max(last, now - shift)
+    if unit ~= 0 and last <= front then
+        shift, pivot, unit, step = time_of(last) - last, 0, 0, spacing
+    end
+    place = math.max(last, place_at(now))
     local earliest = math.max(held, start_at - ahead, room)
-    if earliest > now then place = math.max(place, earliest - shift + ahead) end
+    if earliest > now then place = math.max(place, place_at(earliest + ahead)) end
     if last <= front then front = place end
-    last = place + spacing
-    wait = math.max(place + shift - ahead - now, 0)
+    last = place + step
+    wait = math.max(time_of(place) - ahead - now, earliest - now, 0)
     starting = wait == 0 and ARGV[12] == '1'
 end
 if starting then
@@ -101,7 +129,7 @@ if starting then
         redis.call('RPUSH', KEYS[3], string.format('%.0f', now))
         redis.call('LTRIM', KEYS[3], -noted, -1)
     end
-    starts, total, front = starts + 1, total + 1, math.max(front, place + spacing)
+    starts, total, front = starts + 1, total + 1, math.max(front, place + step)
     start_at = math.max(now - catch_up, start_at) + spacing
     redis.call('PEXPIRE', KEYS[3], keep())
     return {0, -1}
@@ -117,16 +145,36 @@ HOLD = (
     + """
 local until_ = math.max(held, now + tonumber(ARGV[11]))
 local next = math.max(now, held, start_at - ahead)
-if last > front then next = math.max(next, front + shift - ahead) end
+if last > front then next = math.max(next, time_of(front) - ahead) end
 shift = shift + math.max(until_ - next, 0) + spacing
 held = until_
-local place = held + ahead - shift
+local place = place_at(held + ahead)
 if front == 0 or place < front then front = place end
-last = math.max(last, place + spacing)
+last = math.max(last, place + step)
 keep()
-return place
+return {0, place}
 """
 )
+
+
+#: KEYS as above. Returns the time in µs, the line's text or '', and the times of the last starts.
+READ = """
+local time, said = redis.call('TIME'), redis.call('GET', KEYS[1])
+local now = string.format('%.0f', time[1] * 1000000 + time[2])
+return {now, said or '', unpack(redis.call('LRANGE', KEYS[3], 0, -1))}
+"""
+
+#: KEYS as above; ARGV 1: name of the line; 2: the text that was read; 3: the new text; 4: its end
+#: in µs; 5: its TTL in ms; 6 and more: the times of the last starts. Returns 0 if the text is new.
+SWAP = """
+if (redis.call('GET', KEYS[1]) or '') ~= ARGV[2] then return 0 end
+redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[5])
+redis.call('ZADD', KEYS[2], ARGV[4], ARGV[1])
+redis.call('DEL', KEYS[3])
+for each = 6, #ARGV do redis.call('RPUSH', KEYS[3], ARGV[each]) end
+redis.call('PEXPIRE', KEYS[3], ARGV[5])
+return 1
+"""
 
 
 class RedisLines:
@@ -144,6 +192,8 @@ class RedisLines:
         self._prefix = f"{space}.rate."
         self._names = f"{space}.rates"
         self._starts = f"{space}.starts."
+        #: The rates that were set by ``Delay.set_rate``, by line.
+        self._set: dict[str, Rate] = {}
 
     def ask(
         self,
@@ -164,7 +214,17 @@ class RedisLines:
         self, task: str, key: str | None, rate: Rate, seconds: float, *, now_us: int | None = None
     ) -> int:
         wait_us = round(seconds * 1_000_000)
-        return int(self._run(HOLD, name_of(task, key), rate, now_us, wait_us))
+        return int(self._run(HOLD, name_of(task, key), rate, now_us, wait_us)[1])
+
+    def change_rate(
+        self, task: str, key: str | None, rate: Rate, *, is_set: bool, now_us: int | None = None
+    ) -> Line:
+        name = name_of(task, key)
+
+        def changed() -> Line | None:
+            return self._swapped(name, rate, now_us, int(is_set))
+
+        return tried_again(name, changed)
 
     def look(self, limit: int) -> list[RateLine]:
         now_us, found = latest(self._link, self._names, self._prefix, limit)
@@ -174,18 +234,53 @@ class RedisLines:
         self._link.close()
 
     def _run(self, script: str, name: str, rate: Rate, now_us: int | None, *more: int | str) -> Any:
-        return self._link.run(
-            script,
-            [self._prefix + name, self._names, self._starts + name],
-            name,
-            rate.spacing_us,
-            rate.ahead_us,
-            rate.period_us,
-            rate.window_us,
-            rate.catch_up_us,
-            rate.noted_each,
-            rate.noted,
-            f"{rate.limit} {rate.burst}",
-            "" if now_us is None else now_us,
-            *more,
-        )
+        def ran() -> Any:
+            counts = self._set.get(name, rate)
+            answer = self._link.run(
+                script,
+                self._keys_of(name),
+                name,
+                counts.spacing_us,
+                counts.ahead_us,
+                counts.period_us,
+                counts.window_us,
+                counts.catch_up_us,
+                counts.noted_each,
+                counts.noted,
+                f"{int(name in self._set)} {counts.limit} {counts.burst}",
+                "" if now_us is None else now_us,
+                *more,
+            )
+            if answer[0] != -2:
+                return answer
+            self._swapped(name, rate, now_us)
+            return None
+
+        return tried_again(name, ran)
+
+    def _swapped(
+        self, name: str, rate: Rate, now_us: int | None, is_set: int | None = None
+    ) -> Line | None:
+        """Give a line the *rate*, except if its rate was set. Returns None if it changed meanwhile.
+
+        If *is_set* is not None, the line gets the rate in any case.
+        """
+        keys = self._keys_of(name)
+        read_us, text, *log = self._link.run(READ, keys)
+        at_us = int(read_us) if now_us is None else now_us
+        stored = (text.decode() or None, b" ".join(log).decode())
+        line, counts = at_rate(stored, rate, at_us, sets=is_set is not None)
+        if is_set is not None:
+            line = line._replace(is_set=is_set)
+        self._set.pop(name, None)
+        if line.is_set:
+            self._set[name] = counts
+        new, ends_us = line.encoded(counts), max(line.ends_us(counts), at_us + KEPT_US)
+        if new == stored[0]:
+            return line
+        ttl_ms = (ends_us - at_us) // 1000 + 1
+        swapped = self._link.run(SWAP, keys, name, text, new, ends_us, ttl_ms, *line.log)
+        return line if swapped else None
+
+    def _keys_of(self, name: str) -> list[str]:
+        return [self._prefix + name, self._names, self._starts + name]

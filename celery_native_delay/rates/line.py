@@ -6,7 +6,8 @@ of one line have the same name and the same key. All times are in microseconds.
 Each waiting task has a *place* in the line, stored in the task's message. The place is a point on
 the line's own clock, one *spacing* after the place before. A task may start at its *slot*, the time
 ``place + shift - ahead``. After an outage or a ``RetryAfter``, the line changes *shift*, which
-moves the slots of all waiting tasks.
+moves the slots of all waiting tasks. After a change of the rate, *pivot* and *unit* bring the slots
+closer together or further apart.
 
 Before each start two conditions are checked:
 
@@ -25,15 +26,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
+from math import ceil, floor
 from typing import Any, NamedTuple, Protocol, Self
 
-from .rate import Rate
+from .rate import MOST_KEPT_STARTS, Rate
 
 #: The version at the beginning of every record. A change in the record needs a new one.
-VERSION = 1
+VERSION = 2
 
 #: The record of a line is kept for a minute longer than its last place and one period.
 KEPT_US = 60_000_000
+
+#: A rate that was set by ``Delay.set_rate`` is kept for a hundred years.
+SET_KEPT_US = 100 * 365 * 86_400_000_000
 
 #: The separator between task and key in the name of a line.
 _SEPARATOR = "\n"
@@ -48,7 +53,8 @@ class RateLine:
     tasks. *next_slot_us* is the time at which the next task may start, or None if no task waits.
     *held_until_us* is the end of a pause after ``RetryAfter``, or None. Both times are in
     microseconds since the epoch. *starts_last_period* is about the number of tasks started in the
-    last period. *utilisation* is that number divided by the limit.
+    last period. *utilisation* is that number divided by the limit. *overridden* is true if this
+    key has another limit than its rate in the settings.
     """
 
     task: str
@@ -59,6 +65,7 @@ class RateLine:
     starts_last_period: int
     utilisation: float
     held_until_us: int | None
+    overridden: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """Return the state as a dict, for the option ``--json`` and for Flower's REST API."""
@@ -71,6 +78,7 @@ class RateLine:
             "starts_last_period": self.starts_last_period,
             "utilisation": round(self.utilisation, 4),
             "held_until": _iso(self.held_until_us),
+            "overridden": self.overridden,
         }
 
 
@@ -108,6 +116,12 @@ class Lines(Protocol):
     def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
         """Stop all starts of tasks with this name and key for some *seconds*."""
 
+    def change_rate(self, task: str, key: str | None, rate: Rate, *, is_set: bool) -> Line:
+        """Change the rate of one key. If *is_set* is False, a worker may change the rate again.
+
+        Returns the queue after the change.
+        """
+
     def look(self, limit: int) -> Sequence[RateLine]:
         """Return the states of at most *limit* rate limits, longest queue first."""
 
@@ -122,6 +136,8 @@ class Line(NamedTuple):
     which the next start would be exactly on pace. No task starts before *held_until*. *starts*
     counts the starts since *counted_from*, *starts_before* counts the starts in the period before,
     and *total* counts all starts. *log* holds the times of the last starts, or of every n-th start.
+    After a change of the rate, *unit* is the distance of two places, and *pivot* is a place whose
+    time is ``pivot + shift``. *is_set* is 1 if the stored rate replaces the rate in the settings.
     """
 
     end: int = 0
@@ -133,6 +149,9 @@ class Line(NamedTuple):
     starts_before: int = 0
     total: int = 0
     front: int = 0
+    pivot: int = 0
+    unit: int = 0
+    is_set: int = 0
     log: tuple[int, ...] = ()
 
     def ask(
@@ -146,9 +165,9 @@ class Line(NamedTuple):
         if place is None:
             return self._join(rate, now_us, may_start)
         # The record may have been lost, so its end may be before this place.
-        end, front = max(self.end, place + rate.spacing_us), self.front or place
+        end, front = max(self.end, place + self._step(rate)), self.front or place
         line = self._replace(end=end, front=front)
-        slot_us = place + line.shift - rate.ahead_us
+        slot_us = line.slot_us(rate, place)
         due_us = max(slot_us, line.held_until)
         if due_us > now_us:
             return line, Turn(due_us - now_us, place)
@@ -166,17 +185,34 @@ class Line(NamedTuple):
 
     def _room_us(self, rate: Rate) -> int:
         """The earliest time at which one more start fits into the window of one period."""
-        return self.log[0] + rate.window_us if len(self.log) >= rate.noted else 0
+        return self.log[-rate.noted] + rate.window_us if len(self.log) >= rate.noted else 0
+
+    def _step(self, rate: Rate) -> int:
+        """The distance of two places."""
+        return self.unit or rate.spacing_us
+
+    def slot_us(self, rate: Rate, place: int) -> int:
+        """The time at which the task at *place* may start."""
+        scale = rate.spacing_us / self._step(rate)
+        return self.shift + self.pivot + floor((place - self.pivot) * scale) - rate.ahead_us
+
+    def _place_at(self, rate: Rate, time_us: int) -> int:
+        scale = self._step(rate) / rate.spacing_us
+        return self.pivot + ceil((time_us - self.shift - self.pivot) * scale)
 
     def _join(self, rate: Rate, now_us: int, may_start: bool) -> tuple[Self, Turn]:
         ahead_us = rate.ahead_us
-        place = max(self.end, now_us - self.shift)
-        earliest_us = max(self.held_until, self.start_at - ahead_us, self._room_us(rate))
+        line = self
+        if self.unit and self.end <= self.front:  # no task has a place of the earlier rate
+            shift = self.slot_us(rate, self.end) + ahead_us - self.end
+            line = self._replace(pivot=0, unit=0, shift=shift)
+        place = max(line.end, line._place_at(rate, now_us))
+        earliest_us = max(line.held_until, line.start_at - ahead_us, line._room_us(rate))
         if earliest_us > now_us:
-            place = max(place, earliest_us - self.shift + ahead_us)
-        front = place if self.end <= self.front else self.front  # else other tasks are in front
-        line = self._replace(end=place + rate.spacing_us, front=front)
-        wait_us = place + self.shift - ahead_us - now_us
+            place = max(place, line._place_at(rate, earliest_us + ahead_us))
+        front = place if line.end <= line.front else line.front  # else other tasks are in front
+        wait_us = max(line.slot_us(rate, place), earliest_us) - now_us
+        line = line._replace(end=place + line._step(rate), front=front)
         if wait_us > 0 or not may_start:
             return line, Turn(max(wait_us, 0), place)
         return line._start(rate, now_us, place), Turn()
@@ -190,7 +226,7 @@ class Line(NamedTuple):
             start_at=max(now_us - rate.catch_up_us, line.start_at) + rate.spacing_us,
             starts=line.starts + 1,
             total=line.total + 1,
-            front=max(line.front, place + rate.spacing_us),
+            front=max(line.front, place + line._step(rate)),
             log=log,
         )
 
@@ -199,12 +235,38 @@ class Line(NamedTuple):
         held_until = max(self.held_until, now_us + wait_us)
         next_us = max(now_us, self.held_until, self.start_at - rate.ahead_us)
         if self.end > self.front:
-            next_us = max(next_us, self.front + self.shift - rate.ahead_us)
+            next_us = max(next_us, self.slot_us(rate, self.front))
         shift = self.shift + max(held_until - next_us, 0) + rate.spacing_us
-        place = held_until + rate.ahead_us - shift
-        end = max(self.end, place + rate.spacing_us)
-        front = min(self.front or place, place)
-        return self._replace(end=end, shift=shift, held_until=held_until, front=front), place
+        line = self._replace(shift=shift, held_until=held_until)
+        place = line._place_at(rate, held_until + rate.ahead_us)
+        end = max(self.end, place + self._step(rate))
+        return line._replace(end=end, front=min(self.front or place, place)), place
+
+    def changed(self, old: Rate, new: Rate, now_us: int) -> Self:
+        """Return the queue at a *new* rate. Waiting tasks keep their order.
+
+        The starts at the *old* rate still count in the window of one period.
+        """
+        from_us = max(now_us, self.held_until)
+        pivot, start_at = self._place_at(old, from_us), self.start_at
+        if start_at > now_us:
+            start_at = now_us + (start_at - now_us) * new.spacing_us // old.spacing_us
+        line = self if old.period_us == new.period_us else self._replace(starts=0, starts_before=0)
+        return line._replace(
+            pivot=pivot,
+            shift=from_us - pivot,
+            unit=self._step(old),
+            start_at=start_at,
+            log=self._log_for(old, new, now_us),
+        )
+
+    def _log_for(self, old: Rate, new: Rate, now_us: int) -> tuple[int, ...]:
+        """Return the times of every n-th start, if n changes with the rate. Never too early."""
+        each, log = old.noted_each, self.log
+        first = (self.total - 1) // each * each - (len(log) - 1) * each
+        marks = range(-(-first // new.noted_each) * new.noted_each, self.total, new.noted_each)
+        later = [-(-(mark - first) // each) for mark in marks[-MOST_KEPT_STARTS:]]
+        return tuple(log[at] if at < len(log) else now_us for at in later)
 
     def _counted_until(self, now_us: int, period_us: int) -> Self:
         elapsed_us = now_us - self.counted_from
@@ -218,13 +280,15 @@ class Line(NamedTuple):
 
     def ends_us(self, rate: Rate) -> int:
         """The time at which the stored state of this queue expires."""
-        last_us = max(self.end + self.shift, self.start_at, self.held_until)
+        last_us = max(self.slot_us(rate, self.end) + rate.ahead_us, self.start_at, self.held_until)
+        if self.is_set:
+            last_us += SET_KEPT_US
         return last_us + rate.window_us + rate.catch_up_us + KEPT_US
 
     def seen(self, name: str, rate: Rate, now_us: int) -> RateLine:
         task, _, key = name.partition(_SEPARATOR)
-        next_us = max(self.held_until, self.front + self.shift - rate.ahead_us)
-        waiting = max(self.end - self.front, 0) // rate.spacing_us
+        next_us = max(self.held_until, self.slot_us(rate, self.front))
+        waiting = max(self.end - self.front, 0) // self._step(rate)
         counted = self._counted_until(now_us, rate.period_us)
         ago_us = max(now_us - counted.counted_from, 0)
         starts = counted.starts + round(
@@ -233,12 +297,13 @@ class Line(NamedTuple):
         return RateLine(
             task,
             key if _SEPARATOR in name else None,
-            rate.limit if rate.burst == 1 else f"{rate.limit}, burst {rate.burst}",
+            rate.shown,
             waiting,
             max(next_us, now_us) if waiting else None,
             starts,
             starts / rate.count,
             self.held_until if self.held_until > now_us else None,
+            bool(self.is_set),
         )
 
     # --- as text ---------------------------------------------------------------------------
@@ -256,6 +321,21 @@ class Line(NamedTuple):
         numbers = zip(cls._fields, map(int, words[1:-2]), strict=False)
         line = cls()._replace(**dict(numbers), log=tuple(map(int, log.split())))
         return line, _rate(words[-2], int(words[-1]))
+
+
+def at_rate(
+    stored: Sequence[str | None], rate: Rate, now_us: int, *, sets: bool = False
+) -> tuple[Line, Rate]:
+    """Parse a *stored* queue, and return the queue at the rate that counts for it.
+
+    A rate that was set by ``Delay.set_rate`` counts instead of *rate*, unless *sets* is true.
+    """
+    line, known = Line.decoded(*stored)  # type: ignore[arg-type]
+    if known is None or known.shown == rate.shown:
+        return line, rate
+    if line.is_set and not sets:
+        return line, known
+    return line.changed(known, rate, now_us), rate
 
 
 def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[RateLine]:

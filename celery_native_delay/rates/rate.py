@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from inspect import Parameter, Signature, signature
 from typing import Any
@@ -14,6 +14,9 @@ from ..texts import is_text
 
 #: Computes the key of a task from its arguments, keyword arguments and headers.
 KeyFunction = Callable[[Sequence[Any], Mapping[str, Any], Mapping[str, Any]], object]
+
+#: Limits of some keys: by key, or a function that returns the limit of a key, or None.
+Overrides = Mapping[str, str] | Callable[[str], str | None]
 
 #: Slots are further apart than the rate asks for, by so many thousandths of a period: so much time
 #: may pass between the worker's decision and the start of the task.
@@ -25,7 +28,7 @@ _CATCH_UP_US = 1_000_000
 
 #: Start times that are kept of each line. If more tasks start in a period, the time of every
 #: second, third, … start is kept.
-_KEPT_STARTS = 256
+MOST_KEPT_STARTS = 256
 
 _SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _RATE = re.compile(r"([1-9]\d{0,8})/([1-9]\d{0,5})?([smhd])")
@@ -58,6 +61,8 @@ class Rate:
             in any window of one period.
         name: tasks whose rates have the same name share the limit, per key. The rates must be equal
             except for *key*. By default each task has a limit of its own.
+        overrides: other limits for some keys, such as ``{"gold-corp": "1000/m"}``, or a callable
+            that gets a key and returns its limit, or None for the usual limit.
 
     Raises:
         SettingsError: an argument has an impossible value.
@@ -67,6 +72,7 @@ class Rate:
     key: str | KeyFunction | None = None
     burst: int = 1
     name: str | None = None
+    overrides: Overrides | tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         found = _RATE.fullmatch(self.limit) if isinstance(self.limit, str) else None
@@ -95,6 +101,20 @@ class Rate:
                 f"line, or None, got {self.name!r}"
             )
 
+        if not callable(self.overrides):
+            try:
+                pairs = tuple(sorted(dict(self.overrides).items()))
+            except (TypeError, ValueError):
+                pairs = ((None, self.overrides),)  # type: ignore[assignment]
+            if not all(isinstance(key, str) for key, _ in pairs):
+                raise SettingsError(
+                    f"expected the overrides of a rate to be a dict of limits by key, such as "
+                    f'{{"gold-corp": "1000/m"}}, or a callable of the key, got {self.overrides!r}'
+                )
+            object.__setattr__(self, "overrides", pairs)  # hashable, as settings must be
+            for _, limit in pairs:
+                self._at(limit)
+
     def __repr__(self) -> str:
         """Return the call that makes this rate, without default values."""
         given = [(each.name, getattr(self, each.name), each.default) for each in fields(self)[1:]]
@@ -112,6 +132,11 @@ class Rate:
         if not {"limit"} <= value.keys() <= set(names):
             raise SettingsError(f"expected a rate as a dict of {names}, got {dict(value)!r}")
         return cls(**value)
+
+    @property
+    def shown(self) -> str:
+        """The limit and the burst, as tables show them."""
+        return self.limit if self.burst == 1 else f"{self.limit}, burst {self.burst}"
 
     # --- as numbers ----------------------------------------------------------------------
 
@@ -152,7 +177,7 @@ class Rate:
     @cached_property
     def noted_each(self) -> int:
         """The number n, if the time of every n-th task start is stored. 1 means every start."""
-        return -(-self.most // _KEPT_STARTS)
+        return -(-self.most // MOST_KEPT_STARTS)
 
     @cached_property
     def noted(self) -> int:
@@ -166,6 +191,21 @@ class Rate:
         return found[1], found[2], found[3]
 
     # --- whose line ----------------------------------------------------------------------
+
+    def for_key(self, key: str | None) -> Rate:
+        """Return the rate of one *key*: this rate, or its override for the key.
+
+        Raises any error of a callable, and SettingsError if the callable returns no limit.
+        """
+        if key is None or not self.overrides:
+            return self
+        found = self.overrides(key) if callable(self.overrides) else dict(self.overrides).get(key)
+        return self if found is None else self._at(found)
+
+    def _at(self, limit: str) -> Rate:
+        return replace(self, limit=limit, overrides=())
+
+    # --- the key ----------------------------------------------------------------------
 
     def signature_of(self, task: str, run: Callable[..., Any]) -> Signature | None:
         """Return the signature of *run*, the function of the task, or None if Python finds none.

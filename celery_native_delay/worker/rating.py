@@ -24,7 +24,7 @@ from typing import Any
 from celery.utils.log import get_logger
 from celery.worker import state
 
-from ..app.retrying import key_of, place_header
+from ..app.retrying import key_of, limit_of, place_header
 from ..errors import RecordsUnavailable
 from ..rates.line import Lines
 from ..rates.rate import Rate
@@ -175,7 +175,8 @@ class Rated:
         try:
             if self.lines is None:
                 raise RecordsUnavailable("native delay is off in this worker")
-            turn = self.lines.ask(name, key, rate, entry.place, may_start=may_start)
+            limit = limit_of(rate, key)
+            turn = self.lines.ask(name, key, limit, entry.place, may_start=may_start)
         except RecordsUnavailable as exc:
             if not self._warned:
                 self._warned = True

@@ -151,9 +151,7 @@ def test_rates_work_as_shown(
         exec(only("rates").text, names)
         exec(only("retry-after").text, names)
         rates = installed_settings(app).rate_by_task
-        assert rates["shop.call_api"] == Rate(
-            "100/m", key="tenant", burst=10, name="shop.call_api"
-        )
+        assert rates["shop.call_api"] == Rate("100/m", key="tenant", burst=10, name="shop.call_api")
         with pytest.raises(RetryAfter, match="7"):
             names["call_api"]("ada", "orders")
         with app.connection_for_write() as connection:

@@ -125,6 +125,37 @@ def test_the_rate_holds_in_every_window_although_a_worker_is_killed(fleet: Fleet
     assert span >= LOOKED_AT * (len(starts["ada"]) - 1) * RATE.spacing_us / 1_000_000
 
 
+def test_waiting_tasks_move_when_the_rate_of_their_key_is_set(fleet: Fleet) -> None:
+    """Within seconds and in their order, and other keys keep their rate."""
+    rates = {"native_delay_rates": {"call_api": rated("1/h", "tenant")}}
+    app = fleet.app(**rates)
+    delay = Delay(app)
+    ids = [app.send_task("call_api", ("gold", number)).id for number in range(21)]
+    app.send_task("call_api", ("ada",))
+    app.send_task("call_api", ("ada",))
+    fleet.worker(concurrency=1, **rates)
+    wait_until(lambda: delay.count("name:call_api") == 21)
+    assert delay.set_rate("call_api", "gold", "20/s") == 20
+    began = time()
+    # The start before the change counts in no window of one second after it.
+    runs = fleet.record.wait_for_ids(ids)
+    assert time() - began < 30 * SLOWNESS
+    starts = [runs[each][0].started for each in ids]
+    assert most_in_a_window(starts, LOOKED_AT) <= 20
+    lines = {line.key: line for line in delay.rates()}
+    assert (lines["gold"].rate, lines["gold"].overridden) == ("20/s", True)
+    assert (lines["ada"].rate, lines["ada"].overridden) == ("1/h", False)
+    assert delay.count("name:call_api") == 1
+    # The lower limit counts the starts before the change.
+    assert delay.unset_rate("call_api", "gold") == 0
+    assert not [line for line in delay.rates() if line.overridden]
+    app.send_task("call_api", ("gold",))
+    wait_until(lambda: delay.count("name:call_api") == 2)
+    (next_us,) = [line.next_slot_us for line in delay.rates() if line.key == "gold"]
+    assert next_us is not None
+    assert next_us > (time() + 1800) * 1e6
+
+
 def test_tasks_of_different_names_share_a_rate_by_its_name(fleet: Fleet) -> None:
     """Their tasks wait in one queue, and a RetryAfter of one task stops the others."""
     shared = rated("40/4s") | {"name": "stripe"}

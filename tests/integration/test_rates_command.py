@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from celery import Celery
 
-from celery_native_delay import Delay, install
+from celery_native_delay import Delay, SettingsError, install
 from celery_native_delay.app.installation import delaying_channel
 from celery_native_delay.testing import PrivateRedis
 from tests.integration.project import APP, Project
@@ -48,6 +48,27 @@ def test_rates_are_listed_with_the_longest_queue_first(
         told = shop.told("rates", "--limit", "2")
         assert told["more"]
         assert told["lines"] == [line.as_json() for line in Delay(app).rates()[:2]]
+
+
+@on_redis
+def test_the_rate_of_a_key_is_set_and_unset(tmp_path: Path, empty_redis: PrivateRedis) -> None:
+    shop = Project(tmp_path).write(APP, empty_redis.url, rates=RATES)
+    with app_on(empty_redis.url) as app:
+        fill(app, "shop.call_api", "ada", "10/h", waiting=7)
+        (said,) = shop.lines("rates", "set", "shop.call_api", "20/m", "--key", "ada")
+        assert said == "set to 20/m; 0 waiting task(s) moved"
+        assert shop.lines("rates")[1].startswith("shop.call_api ada 20/m * 7 ")
+        fill(app, "shop.call_api", "ada", "10/h", waiting=0)
+        (line,) = Delay(app).rates()
+        assert (line.rate, line.waiting, line.overridden) == ("20/m", 8, True)
+        (said,) = shop.lines("rates", "unset", "shop.call_api", "--key", "ada")
+        assert said.startswith("the limit of the settings counts again")
+        (line,) = Delay(app).rates()
+        assert (line.rate, line.waiting, line.overridden) == ("10/h", 8, False)
+        with pytest.raises(SettingsError, match=r"\(shop.call_api\), got 'shop.cal'"):
+            Delay(app).set_rate("shop.cal", "ada", "1/s")
+        with pytest.raises(SettingsError, match="expected a rate such as"):
+            Delay(app).set_rate("shop.call_api", "ada", "fast")
 
 
 @on_redis

@@ -50,7 +50,9 @@ _numbers = count()
     ),
     steps=st.lists(
         st.tuples(
-            st.sampled_from(["join", "join", "line up", "return", "hold"]),
+            st.sampled_from(
+                ["join", "join", "line up", "return", "hold", "set", "unset", "deploy"]
+            ),
             st.sampled_from([0, 1, 3_333, 100_000, 1_000_000, 61_000_000]),
             st.integers(0, 10),
         ),
@@ -60,21 +62,41 @@ _numbers = count()
 def test_the_script_agrees_with_the_arithmetic(
     server: PrivateRedis, lines: RedisLines, rate: Rate, steps: list[tuple[str, int, int]]
 ) -> None:
+    """Also after changes of the rate, by a user or by a deployment."""
     task, now_us, line = f"shop.t{next(_numbers)}", NOON_US, Line()
     places: list[int] = []
+    asked_with, counts, stored = rate, rate, False
     for kind, passed_us, number in steps:
         now_us += passed_us
+        other = Rate("10/s", burst=1 + number)
+        if kind in ("set", "unset"):
+            is_set, rate = kind == "set", other if kind == "set" else asked_with
+            if stored and rate.shown != counts.shown:
+                line = line.changed(counts, rate, now_us)
+            line, counts = line._replace(is_set=int(is_set)), rate
+            said = lines.change_rate(task, "ada", rate, is_set=is_set, now_us=now_us)
+            assert said == line
+            stored = True
+            continue
+        if kind == "deploy":
+            asked_with = other
+            continue
+        if not line.is_set and asked_with.shown != counts.shown:
+            if stored:
+                line = line.changed(counts, asked_with, now_us)
+            counts = asked_with
+        rate, stored = counts, True
         if kind == "hold":
             seconds = number * rate.period_us / 4_000_000
             line, place = line.hold(rate, now_us, round(seconds * 1_000_000))
-            assert lines.hold(task, "ada", rate, seconds, now_us=now_us) == place
+            assert lines.hold(task, "ada", asked_with, seconds, now_us=now_us) == place
             places.append(place)
         else:
             asked = places[number % len(places)] if kind == "return" and places else None
             may_start = kind != "line up"
             line, turn = line.ask(rate, now_us, asked, may_start=may_start)
-            said = lines.ask(task, "ada", rate, asked, may_start=may_start, now_us=now_us)
-            assert said == turn
+            told = lines.ask(task, "ada", asked_with, asked, may_start=may_start, now_us=now_us)
+            assert told == turn
             if turn.place is not None:
                 places.append(turn.place)
         key = f"test.rate.{name_of(task, 'ada')}"

@@ -47,6 +47,7 @@ def test_json_has_times_in_iso_8601_or_null() -> None:
         "starts_last_period": 3,
         "utilisation": 0.03,
         "held_until": "2027-01-15T08:00:28.000+00:00",
+        "overridden": False,
     }
     assert LINES[2].as_json()["next_slot"] is LINES[2].as_json()["key"] is None
 

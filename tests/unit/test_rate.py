@@ -54,6 +54,9 @@ def test_the_spacing_of_starts_has_a_margin_of_one_percent(
         lambda: DelaySettings(rates={"t": {"limit": "1/s", "tenant": "x"}}),
         lambda: DelaySettings(rates={"t": "1/x"}),
         lambda: Rate("1/s", name=""),
+        lambda: Rate("1/s", overrides={"gold": "fast"}),
+        lambda: Rate("1/s", overrides={3: "1/s"}),  # type: ignore[dict-item]
+        lambda: Rate("1/s", overrides=3),  # type: ignore[arg-type]
         lambda: Rate("1/s", name="a\nb"),
         lambda: DelaySettings(rates={"t": Rate("1/s", name="x"), "u": Rate("2/s", name="x")}),
         lambda: DelaySettings(rates={"t": "1/s", "u": Rate("2/s", name="t")}),
@@ -120,6 +123,16 @@ def test_rates_in_the_settings_are_normalized() -> None:
     assert len({settings, settings}) == 1
 
 
+def test_some_keys_have_limits_of_their_own() -> None:
+    for overrides in ({"gold": "1000/m"}, lambda key: "1000/m" if key == "gold" else None):
+        rate = Rate("100/m", key="tenant", burst=5, overrides=overrides)
+        assert rate.for_key("gold").shown == "1000/m, burst 5"
+        assert rate.for_key("ada").shown == rate.for_key(None).shown == "100/m, burst 5"
+    hash(Rate("1/s", overrides={"gold": "2/s"}))
+    with pytest.raises(SettingsError, match="got 'fast'"):
+        Rate("1/s", overrides=lambda key: "fast").for_key("gold")
+
+
 def test_tasks_may_share_a_rate_by_its_name_and_name_their_keys_differently() -> None:
     shared = {"limit": "100/m", "name": "stripe"}
     rates = {"pay": {**shared, "key": "account"}, "refund": {**shared, "key": "customer"}}
@@ -127,7 +140,7 @@ def test_tasks_may_share_a_rate_by_its_name_and_name_their_keys_differently() ->
 
 
 def test_the_text_of_a_rate_is_the_call_that_makes_it() -> None:
-    for rate in (Rate("1/s"), Rate("100/m", key="tenant", burst=10, name="stripe")):
+    for rate in (Rate("1/s"), Rate("100/m", key="tenant", burst=10, overrides={"a": "1/s"})):
         assert eval(repr(rate)) == rate
 
 

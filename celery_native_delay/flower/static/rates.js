@@ -97,7 +97,10 @@
             data: "key", className: "rates-key",
             render: displayed(function (key) { return key === null ? "\u2014" : isolated(key); })
         }, {
-            data: "rate", className: "rates-rate", render: displayed(isolated)
+            data: "rate", className: "rates-rate",
+            render: displayed(function (rate, line) {
+                return isolated(rate) + (line.overridden ? " <small>overridden</small>" : "");
+            })
         }, {
             data: "waiting", className: "rates-waiting", searchable: false, render: displayed(number)
         }, {
