@@ -19,7 +19,7 @@ from celery_native_delay import Delay, Rate
 from celery_native_delay.bulk import bulk
 from celery_native_delay.rates.in_records import RecordLines
 from celery_native_delay.rates.in_redis import RedisLines
-from celery_native_delay.rates.line import Lines
+from celery_native_delay.rates.line import Asked, Lines
 from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.transports.sql.store import Store
 
@@ -76,6 +76,7 @@ def gate(bench: Bench, server: PrivateRedis, result: Result) -> None:
         waiting: list[float] = []
         often, seldom = Rate("10000/s", burst=100_000), Rate("1/h")
         bare: list[float] = []
+        several: dict[int, list[float]] = {1: [], 2: [], 3: []}
         for _ in range(
             bench.count(ASKED, at_least=50)
         ):  # alternating, because the machine's speed varies
@@ -83,9 +84,17 @@ def gate(bench: Bench, server: PrivateRedis, result: Result) -> None:
                 bare.append(pinged_us(connection))
             starting.append(asked_us(lines, often, "starts"))
             waiting.append(asked_us(lines, seldom, "waits"))
+            for limits, took in several.items():
+                took.append(asked_us(lines, often, *(f"limit {at}" for at in range(limits))))
         p99 = f"p99 {percentile(starting, 99):.0f} and {percentile(waiting, 99):.0f}"
         row(result, "gate", f"{where}, starts", median(starting), "µs", p99)
         row(result, "gate", f"{where}, waits", median(waiting), "µs")
+        for limits, took in several.items():
+            more = median(took) / median(several[limits - 1]) if limits > 1 else 1.0
+            row(result, "gate", f"{where}, {limits} limit(s)", median(took), "µs", f"x {more:.2f}")
+            if limits > 1 and where == "Redis":
+                target = f"gate with {limits} limits : with one fewer"
+                result.targets.append(Target(target, more, "≤", 1.3))
         if where == "Redis":
             row(result, "gate", "a bare PING of Redis", median(bare), "µs")
             worst = max(median(starting), median(waiting))
@@ -102,9 +111,10 @@ def pinged_us(connection: Any) -> float:
     return (perf_counter_ns() - before) / 1000
 
 
-def asked_us(lines: Lines, rate: Rate, task: str) -> float:
+def asked_us(lines: Lines, rate: Rate, *tasks: str) -> float:
+    asked = [Asked(task, "ada", rate) for task in tasks]
     before = perf_counter_ns()
-    lines.ask(task, "ada", rate, None)
+    lines.ask(asked)
     return (perf_counter_ns() - before) / 1000
 
 

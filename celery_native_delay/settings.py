@@ -7,7 +7,7 @@ In a Celery configuration every name has the prefix ``native_delay_``. In ``inst
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
@@ -126,10 +126,13 @@ class DelaySettings:
     If the driver did not record the winners in time, workers "run" all tasks, perhaps twice, or
     "drop" all tasks. Defaults to "run"."""
 
-    rates: Mapping[str, Rate | str | Mapping[str, Any]] | tuple[tuple[str, Rate], ...] = ()
+    rates: (
+        Mapping[str, Rate | str | Mapping[str, Any] | Sequence[Rate | str | Mapping[str, Any]]]
+        | tuple[tuple[str, Rate | tuple[Rate, ...]], ...]
+    ) = ()
     """Rate limits by task name, such as ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
-    ``{"shop.call_api": "100/m"}``. Tasks beyond their rate limit wait in the broker. Defaults to
-    none."""
+    ``{"shop.call_api": ["10/s", "5000/d"]}``. Tasks beyond a rate limit wait in the broker.
+    Defaults to none."""
     retry_after_limit: float = 86_400.0
     """Seconds after a task's first ``RetryAfter`` in which the task is retried again. Later, a
     ``RetryAfter`` is the task's failure. Defaults to 86,400 (one day)."""
@@ -140,12 +143,15 @@ class DelaySettings:
         for name in _names():
             _check(name, getattr(self, name))
         shared: dict[str | None, tuple[str, Rate]] = {}
-        for task, rate in self.rate_by_task.items():
+        for task, rate in (
+            (task, rate) for task, its in self.rates_by_task.items() for rate in its
+        ):
             other, first = shared.setdefault(rate.name, (task, rate))
-            if replace(first, key=rate.key) != rate:
+            if (rate is not first and other == task) or replace(first, key=rate.key) != rate:
                 raise SettingsError(
                     f"native_delay_rates: expected the rates named {rate.name!r} of {other} and "
-                    f"{task} to be equal except for key, got {first!r} and {rate!r}"
+                    f"{task} to be of different tasks, and equal except for key, got {first!r} "
+                    f"and {rate!r}"
                 )
         if not self._fits_ttl(self.levels):
             ttl_ms = self.resolution_ms * self._largest_step(self.levels)
@@ -164,10 +170,9 @@ class DelaySettings:
         return round(self.resolution * 1000)
 
     @property
-    def rate_by_task(self) -> dict[str, Rate]:
-        """The rate limits, by task name. The name of a rate is the task's name by default."""
-        found = {task: Rate.of(rate) for task, rate in dict(self.rates).items()}
-        return {task: replace(rate, name=rate.name or task) for task, rate in found.items()}
+    def rates_by_task(self) -> dict[str, tuple[Rate, ...]]:
+        """The rate limits of each task. Rates without a name are named task, task#2, task#3."""
+        return {task: rates_of(task, rates) for task, rates in dict(self.rates).items()}
 
     @property
     def while_records_are_away(self) -> str:
@@ -228,7 +233,13 @@ def _normal(name: str, value: Any) -> Any:
         return tuple(value if isinstance(value, list) else sorted(value, key=str))
     if name == "rates" and isinstance(value, Mapping):
         try:
-            return tuple((task, Rate.of(rate)) for task, rate in sorted(value.items(), key=str))
+            return tuple(
+                (
+                    task,
+                    tuple(Rate.of(each) for each in rate) if _is_several(rate) else Rate.of(rate),
+                )
+                for task, rate in sorted(value.items(), key=str)
+            )
         except SettingsError as exc:
             raise SettingsError(f"native_delay_rates: {exc}") from exc
     return value
@@ -286,10 +297,11 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
                 and len(pair) == 2
                 and isinstance(pair[0], str)
                 and pair[0]
-                and isinstance(pair[1], Rate)
+                and all(isinstance(each, Rate) for each in _several(pair[1]))
+                and _several(pair[1])
                 for pair in value
             )
-            return fits, 'a dict of rates by task, such as {"shop.call_api": "100/m"}'
+            return bool(fits), 'a dict of rates by task, such as {"shop.call_api": "100/m"}'
         case "retry_after_limit":
             return _is_number(value) and value > 0, "seconds above 0"
         case "management_url":
@@ -302,6 +314,23 @@ def lowest_bit(bit: int, *, fused_bits: int) -> int:
     if bit >= fused_bits:
         return bit
     return max(0, bit - (bit - FRACTION_BITS) % FUSED_WIDTH)
+
+
+def rates_of(task: str, rates: Any) -> tuple[Rate, ...]:
+    """Return the rates in a task's entry of ``native_delay_rates``, each with a name."""
+    given = [Rate.of(each) for each in _several(rates)]
+    names = [task, *(f"{task}#{number}" for number in range(2, len(given) + 1))]
+    return tuple(
+        replace(rate, name=rate.name or name) for rate, name in zip(given, names, strict=True)
+    )
+
+
+def _is_several(rates: Any) -> bool:
+    return isinstance(rates, list | tuple)
+
+
+def _several(rates: Any) -> Any:
+    return rates if _is_several(rates) else (rates,)
 
 
 def _is_records_url(value: Any) -> bool:

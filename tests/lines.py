@@ -9,7 +9,7 @@ from celery import Celery
 
 from celery_native_delay import Rate
 from celery_native_delay.app.installation import delaying_channel
-from celery_native_delay.rates.line import Lines
+from celery_native_delay.rates.line import Asked, Lines
 
 #: Windows of so much of a period are looked at: a machine that does much else may let more time
 #: pass between a gate and its task than the hundredth that is reckoned with.
@@ -40,6 +40,6 @@ def fill(
     """Let one task of a rate start, and queue others behind it."""
     with lines_of(app) as lines:
         for _ in range(1 + waiting):
-            lines.ask(task, key, Rate(limit), None)
+            lines.ask([Asked(task, key, Rate(limit))])
         if held_seconds:
             lines.hold(task, key, Rate(limit), held_seconds)

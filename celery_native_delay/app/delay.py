@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from time import time_ns
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -21,12 +22,12 @@ from ..errors import (
     RecordsUnavailable,
     SettingsError,
 )
-from ..rates.line import Line, RateLine
+from ..rates.line import Line, RateLine, places_in
 from ..rates.rate import LONGEST_KEY
 from ..records import waiting
 from ..records.interface import TRIES
 from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
-from ..settings import DelaySettings
+from ..settings import DelaySettings, rates_of
 from ..transports.aliases import delay_headers
 from .broker import ask_on_a_connection
 from .installation import checked_app, delaying_channel, installed
@@ -124,8 +125,8 @@ class Delay(KeyedCalls):
 
         def looked(channel: Any, settings: DelaySettings) -> list[RateLine]:
             with closing(channel.lines(settings)) as lines:
-                found, rates = lines.look(limit), settings.rate_by_task.values()
-            usual = {rate.name: rate.shown for rate in rates}
+                found, rates = lines.look(limit), settings.rates_by_task.values()
+            usual = {rate.name: rate.shown for its in rates for rate in its}
             return [
                 replace(line, overridden=line.rate != usual.get(line.task, line.rate))
                 if not line.overridden
@@ -142,7 +143,8 @@ class Delay(KeyedCalls):
         keep their order. If the limit is higher, their due times move.
 
         Args:
-            name: the name of the task, or the name of the rate.
+            name: the name of the rate, or of the task if the rate has none. The second of several
+                rates without names is named ``shop.call_api#2``.
             key: the key, or None for a rate without a key, and for tasks without a key.
             limit: the new limit. The burst of the rate stays.
 
@@ -159,10 +161,10 @@ class Delay(KeyedCalls):
         return self._change_rate(name, key, None)
 
     def _change_rate(self, name: str, key: str | None, limit: str | None) -> int:
-        rates = installed(self._app).settings().rate_by_task
-        known = [rate for task, rate in rates.items() if name in (task, rate.name)]
+        rates = installed(self._app).settings().rates_by_task
+        known = [rate for its in rates.values() for rate in its if rate.name == name]
         if not known:
-            names = sorted({*rates, *(str(rate.name) for rate in rates.values())})
+            names = sorted({str(rate.name) for its in rates.values() for rate in its})
             raise SettingsError(
                 f"expected the name of a rate in native_delay_rates ({', '.join(names)}), got "
                 f"{name!r}"
@@ -173,23 +175,22 @@ class Delay(KeyedCalls):
 
         def change(channel: Any, settings: DelaySettings) -> Line:
             with closing(channel.lines(settings)) as lines:
-                changed: Line = lines.change_rate(
-                    str(usual.name), key, rate, is_set=limit is not None
-                )
+                changed: Line = lines.change_rate(name, key, rate, is_set=limit is not None)
                 return changed
 
         line = self._ask_broker(change)
         due: dict[str, int] = {}
-        for task in (task for task, other in rates.items() if other.name == usual.name):
-            query = Query(name=task)
-            for each in self._ask(lambda found, query=query: found.page(query, limit=_MOST_MOVED)):  # type: ignore[misc]
-                place, _, its_key = each.place.partition(" ")
-                slot_us = line.slot_us(rate, int(place)) if place.isdecimal() else each.due_us
-                if (
-                    its_key == (key or "")
-                    and (at_us := max(slot_us, line.held_until)) < each.due_us
-                ):
-                    due[each.id] = at_us
+        for task, its in rates.items():
+            at = next((at for at, each in enumerate(its) if each.name == name), None)
+            now_us = time_ns() // 1000
+            if at is None:
+                continue
+            for each in self._ask(partial(_named, task)):
+                for place, its_key in places_in(each.place)[at : at + 1]:
+                    if place is not None and its_key == key:
+                        at_us = max(line.slot_us(rate, place), line.held_until, now_us)
+                        if at_us < each.due_us:
+                            due[each.id] = at_us
 
         def move(found: WaitingTasks, task_id: str) -> Outcome:
             at_us = due[task_id]
@@ -199,18 +200,19 @@ class Delay(KeyedCalls):
 
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
         """Correct the due times of *tasks* that a RetryAfter holds to the end of the hold."""
-        until_us: dict[tuple[str, str], int] = {}
-        rates = installed(self._app).settings().rate_by_task
+        until_us: dict[tuple[str, str | None], int] = {}
         if any(task.place for task in tasks):
             with suppress(NativeDelayError):  # then show the due times of the messages
                 for line in self.rates(limit=_MOST_LINES):
-                    until_us[line.task, line.key or ""] = line.held_until_us or 0
-        return [
-            replace(task, due_us=max(task.due_us, until_us.get(line, 0)))
-            for task in tasks
-            for rate in [rates.get(task.name)]
-            for line in [((rate and rate.name) or task.name, task.place.partition(" ")[2])]
-        ]
+                    until_us[line.task, line.key] = line.held_until_us or 0
+        rates = installed(self._app).settings().rates_by_task
+        held = []
+        for task in tasks:
+            its = rates.get(task.name) or rates_of(task.name, "1/s")
+            keys = [key for _, key in places_in(task.place)]
+            untils = (until_us.get((str(r.name), k), 0) for r, k in zip(its, keys, strict=False))
+            held.append(replace(task, due_us=max(task.due_us, *untils, 0)))
+        return held
 
     # --- changing ------------------------------------------------------------------------
 
@@ -394,6 +396,10 @@ def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, b
         total = delay.count(query) if behind else offset + len(page.tasks)
     counted = not searched or len(page.tasks) < limit + _COUNTED
     return Page(page.tasks[:limit], total), counted
+
+
+def _named(task: str, found: WaitingTasks) -> Page:
+    return found.page(Query(name=task), limit=_MOST_MOVED)
 
 
 def _some_of(ids: Iterable[str], limit: int | None) -> list[str]:

@@ -148,10 +148,11 @@ def _of_rated_names(app: Any, settings: DelaySettings) -> Iterator[Finding]:
         yield Finding("rates", WRONG, problem, "correct it; until then no worker starts")
         return
     own = [name for name in app.tasks if not name.startswith("celery.")]
-    for name, rate in settings.rate_by_task.items():
+    for name, rates in settings.rates_by_task.items():
         if name in app.tasks:
             try:
-                rate.signature_of(name, app.tasks[name].run)
+                for rate in rates:
+                    rate.signature_of(name, app.tasks[name].run)
             except SettingsError as exc:
                 yield _failed("rates", exc)
             continue

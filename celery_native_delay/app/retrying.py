@@ -13,6 +13,7 @@ from typing import Any
 from celery.utils.log import get_logger
 
 from ..errors import described
+from ..rates.line import places_header
 from ..rates.rate import Rate
 from ..rates.retry_after import RetryAfter
 from ..records.waiting import PLACE
@@ -59,8 +60,7 @@ def _retrying(installation: Installation, task: Any, run: Callable[..., Any]) ->
             headers = dict(request.as_execution_options().get("headers") or {})
             headers.pop(PLACE, None)
             since = headers.setdefault(SINCE, time())
-            rate = settings.rate_by_task.get(task.name)
-            if rate is not None and not request.is_eager:
+            for rate in settings.rates_by_task.get(task.name, ())[: 1 - request.is_eager]:
                 known = rate.signature_of(task.name, run)
                 key = key_of(task.name, request.id, rate, known, lambda: (args, kwargs), headers)
                 _hold(installation.app, task.name, key, limit_of(rate, key), seconds, headers)
@@ -97,17 +97,13 @@ def _hold(
             channel, settings = delaying_channel(app, connection)
             with closing(channel.lines(settings)) as lines:
                 place = lines.hold(rate.name or task, key, rate, seconds)
-        headers[PLACE] = place_header(place, key)
+        headers[PLACE] = places_header([(place, key)])
     except Exception as problem:  # the task is retried all the same
         logger.error(
             "native delay: RetryAfter holds only this task, not others of %s: %s",
             task,
             described(problem),
         )
-
-
-def place_header(place: int | None, key: str | None) -> str:
-    return str(place) if key is None else f"{place} {key}"
 
 
 def key_of(

@@ -183,7 +183,7 @@ class Exposed:
     """The metrics that :func:`expose` has registered. Use :meth:`close` to remove the metrics."""
 
     def __init__(self, app: Celery, registry: CollectorRegistry, *, poll_seconds: float) -> None:
-        rated = installed(app).settings().rate_by_task
+        rated = installed(app).settings().rates_by_task
         self.counts = Counts(app.amqp.queues, rated)
         self._registry = registry
         poll = Poll(app, every_seconds=poll_seconds)

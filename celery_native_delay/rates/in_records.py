@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ..records.interface import Change, RecordName, Records, Snapshot
-from .line import Line, RateLine, Turn, at_rate, name_of, seen_longest_first
+from .line import (
+    Asked,
+    Line,
+    RateLine,
+    Turn,
+    ask_all,
+    at_rate,
+    name_of,
+    seen_longest_first,
+)
 from .rate import Rate
 
 T = TypeVar("T")
@@ -18,24 +27,34 @@ class RecordLines:
     def __init__(self, records: Records) -> None:
         self._records = records
 
-    def ask(
-        self, task: str, key: str | None, rate: Rate, place: int | None, *, may_start: bool = True
-    ) -> Turn:
-        def asked(line: Line, rate: Rate, now_us: int) -> tuple[Line, Turn]:
-            return line.ask(rate, now_us, place, may_start=may_start)
+    def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
+        def decide(
+            lines: Sequence[Line], rates: Sequence[Rate], now_us: int
+        ) -> tuple[Sequence[Line], Turn]:
+            places = [each.place for each in asked]
+            return ask_all(lines, rates, now_us, places, may_start=may_start)
 
-        return self._change(task, key, rate, asked)
+        return self._change(asked, decide)
 
     def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
         wait_us = round(seconds * 1_000_000)
-        return self._change(task, key, rate, lambda line, rate, now: line.hold(rate, now, wait_us))
+
+        def decide(
+            lines: Sequence[Line], rates: Sequence[Rate], now_us: int
+        ) -> tuple[Sequence[Line], int]:
+            line, place = lines[0].hold(rates[0], now_us, wait_us)
+            return [line], place
+
+        return self._change([Asked(task, key, rate)], decide)
 
     def change_rate(self, task: str, key: str | None, rate: Rate, *, is_set: bool) -> Line:
-        def set_(line: Line, rate: Rate, now_us: int) -> tuple[Line, Line]:
-            line = line._replace(is_set=int(is_set))
-            return line, line
+        def decide(
+            lines: Sequence[Line], rates: Sequence[Rate], now_us: int
+        ) -> tuple[Sequence[Line], Line]:
+            line = lines[0]._replace(is_set=int(is_set))
+            return [line], line
 
-        return self._change(task, key, rate, set_, sets=True)
+        return self._change([Asked(task, key, rate)], decide, sets=True)
 
     def look(self, limit: int) -> list[RateLine]:
         at_us, found = self._records.latest("rate", limit)
@@ -46,19 +65,26 @@ class RecordLines:
 
     def _change(
         self,
-        task: str,
-        key: str | None,
-        rate: Rate,
-        decide: Callable[[Line, Rate, int], tuple[Line, T]],
+        asked: Sequence[Asked],
+        decide: Callable[[Sequence[Line], Sequence[Rate], int], tuple[Sequence[Line], T]],
         *,
         sets: bool = False,
     ) -> T:
-        def change(snapshot: Snapshot) -> Change[T]:
-            text, now_us = snapshot.text, snapshot.now_us
-            stored = (None,) if text is None else text.split("\n")
-            before, counts = at_rate(stored, rate, now_us, sets=sets)
-            line, answer = decide(before, counts, now_us)
-            log = " ".join(map(str, line.log))
-            return Change(f"{line.encoded(counts)}\n{log}", line.ends_us(counts), answer)
+        def change(snapshots: Sequence[Snapshot]) -> tuple[list[Change[None]], T]:
+            now_us = snapshots[-1].now_us
+            texts = [("" if each.text is None else each.text).split("\n") for each in snapshots]
+            before = [
+                at_rate(text, each.rate, now_us, sets=sets)
+                for text, each in zip(texts, asked, strict=True)
+            ]
+            rates = [rate for _, rate in before]
+            after, answer = decide([line for line, _ in before], rates, now_us)
+            return [_stored(*each) for each in zip(after, rates, strict=True)], answer
 
-        return self._records.change(RecordName("rate", name_of(task, key)), change)
+        names = [RecordName("rate", name_of(each.name, each.key)) for each in asked]
+        return self._records.change_all(names, change)
+
+
+def _stored(line: Line, rate: Rate) -> Change[None]:
+    log = " ".join(map(str, line.log))
+    return Change(f"{line.encoded(rate)}\n{log}", line.ends_us(rate), None)

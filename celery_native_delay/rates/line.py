@@ -22,6 +22,8 @@ So a message that is delivered twice, or has lost its place, cannot break the ra
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -42,6 +44,8 @@ SET_KEPT_US = 100 * 365 * 86_400_000_000
 
 #: The separator between task and key in the name of a line.
 _SEPARATOR = "\n"
+
+_DIGITS = re.compile("[0-9]{1,19}")
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,14 @@ def _iso(moment_us: int | None) -> str | None:
 
 @dataclass(frozen=True)
 class Turn:
-    """The answer to a rate-limited task: the task starts now, or waits *wait_us* in its queue."""
+    """The answer to a rate-limited task: the task starts now, or waits *wait_us* in its queue.
+
+    *at* is the number of the limit for which a task with several limits waits.
+    """
 
     wait_us: int = 0
     place: int | None = None
+    at: int = 0
 
     @property
     def starts(self) -> bool:
@@ -102,15 +110,23 @@ class Turn:
         return self.place is None
 
 
+class Asked(NamedTuple):
+    """One limit of a task: the *name* of the rate, the task's *key*, and its place or None."""
+
+    name: str
+    key: str | None
+    rate: Rate
+    place: int | None = None
+
+
 class Lines(Protocol):
     """All queues of tasks that wait for their rate limit. Methods may raise RecordsUnavailable."""
 
-    def ask(
-        self, task: str, key: str | None, rate: Rate, place: int | None, *, may_start: bool = True
-    ) -> Turn:
-        """Ask whether a rate-limited task may start. *place* is the task's position in the queue.
+    def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
+        """Ask whether a task with these limits may start: if all of them permit, it starts.
 
-        If *may_start* is False, a task without a position gets a position, and does not start.
+        Otherwise the task gets a place for the limit with the longest wait, and for no other limit.
+        If *may_start* is False, the task gets a place, and does not start.
         """
 
     def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
@@ -321,6 +337,51 @@ class Line(NamedTuple):
         numbers = zip(cls._fields, map(int, words[1:-2]), strict=False)
         line = cls()._replace(**dict(numbers), log=tuple(map(int, log.split())))
         return line, _rate(words[-2], int(words[-1]))
+
+
+def ask_all(
+    lines: Sequence[Line],
+    rates: Sequence[Rate],
+    now_us: int,
+    places: Sequence[int | None],
+    *,
+    may_start: bool = True,
+) -> tuple[Sequence[Line], Turn]:
+    """Ask all limits of one task. Returns the queues after that, and the answer.
+
+    A task that waits for one limit takes nothing from the others: their queues do not change.
+    """
+    asked = [
+        line.ask(rate, now_us, place, may_start=may_start)
+        for line, rate, place in zip(lines, rates, places, strict=True)
+    ]
+    waits_us = [-1 if turn.starts else turn.wait_us for _, turn in asked]
+    if max(waits_us) < 0:
+        return [line for line, _ in asked], Turn()
+    at = waits_us.index(max(waits_us))
+    after, turn = asked[at]
+    return [*lines[:at], after, *lines[at + 1 :]], Turn(turn.wait_us, turn.place, at)
+
+
+def places_header(places: Sequence[tuple[int | None, str | None]]) -> str:
+    """Return the header of a task with these places and keys, one for each of its limits."""
+    if len(places) > 1:
+        return json.dumps(places)
+    place, key = places[0]
+    return str(place) if key is None else f"{place} {key}"
+
+
+def places_in(header: object) -> list[tuple[int | None, str | None]]:
+    """Parse the header with a task's places and keys. A malformed header gives an empty list."""
+    if not isinstance(header, str):
+        return []
+    if header.startswith("["):
+        try:
+            return [(place, key) for place, key in json.loads(header)]
+        except (ValueError, TypeError):
+            return []
+    place, separator, key = header.partition(" ")
+    return [(int(place), key if separator else None)] if _DIGITS.fullmatch(place) else []
 
 
 def at_rate(

@@ -182,6 +182,14 @@ class Records(ABC):
         Returns the answer of the change.
         """
 
+    def change_all(
+        self,
+        names: Sequence[RecordName],
+        decide: Callable[[Sequence[Snapshot]], tuple[Sequence[Change[Any]], T]],
+    ) -> T:
+        """Change several stored states in one step. Only a database can do that."""
+        raise NotImplementedError
+
     @abstractmethod
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
         """Read the stored states with these *names*. A missing state gives None."""

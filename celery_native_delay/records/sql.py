@@ -135,6 +135,24 @@ class SqlRecords(Database, ComparedRecords):
 
         return self.do(changed)
 
+    def change_all(
+        self,
+        names: Sequence[RecordName],
+        decide: Callable[[Sequence[Snapshot]], tuple[Sequence[Change[Any]], T]],
+    ) -> T:
+        def changed(connection: Connection) -> T:
+            # In one order for all processes, so that no two wait for each other.
+            rows = {name: self.read_row(connection, name, locked=True) for name in sorted(names)}
+            snapshots = [self._snapshot(connection, rows[name], locked=True) for name in names]
+            changes, answer = decide(snapshots)
+            for name, snapshot, change in zip(names, snapshots, changes, strict=True):
+                if change.text != snapshot.text:
+                    is_old = rows[name] is not None
+                    self.write_row(connection, name, change.text, change.kept_us, is_old)
+            return answer
+
+        return self.do(changed)
+
     def _publish(
         self,
         connection: Connection,

@@ -121,14 +121,14 @@ def _spread(call: Call, task: Any, settings: DelaySettings) -> Spread | None:
     if not rate:
         return None
     if rate is True:
-        rates = settings.rate_by_task
+        rates = settings.rates_by_task
         if call.task not in rates:
             raise InvalidFanOut(
                 f"expected {call.app!r} to have a rate for {call.task!r} with rate=True, "
                 f"native_delay_rates has {', '.join(sorted(rates)) or 'none'}: add it there, for "
                 'workers, which count, or say rate="100/m"'
             )
-        rate = rates[call.task]
+        rate = max(rates[call.task], key=lambda each: each.spacing_us)
     run = getattr(task, "run", None)
     return spread_of(rate, call.task, run, call.args_count, call.kwargs_names)
 

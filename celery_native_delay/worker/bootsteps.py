@@ -65,7 +65,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             settings = DelaySettings()  # start() logs the error
         teach_tasks(installation)  # before the pool forks
         self._moved = Moved(settings)
-        self._tallying = Tallying(c, settings.rate_by_task)
+        self._tallying = Tallying(c, settings.rates_by_task)
         self._rated: Rated | None = None
         if settings.rates:
             self._rated = Rated(settings, c.app.tasks)

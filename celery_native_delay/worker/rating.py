@@ -12,9 +12,8 @@ task a *place*, its start time. The consumer's thread asks the line in one round
 
 from __future__ import annotations
 
-import re
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import Signature
@@ -24,17 +23,15 @@ from typing import Any
 from celery.utils.log import get_logger
 from celery.worker import state
 
-from ..app.retrying import key_of, limit_of, place_header
+from ..app.retrying import key_of, limit_of
 from ..errors import RecordsUnavailable
-from ..rates.line import Lines
+from ..rates.line import Asked, Lines, places_header, places_in
 from ..rates.rate import Rate
 from ..records.waiting import PLACE
 from ..settings import DelaySettings
 from .arrival import SHORTEST_WAIT_US, Arrival, AskAgain, Ruling, WaitUntil
 
 logger = get_logger(__name__)
-
-_DIGITS = re.compile("[0-9]{1,19}")
 
 #: Places further ahead than ten years are ignored: a forged one could stop the line for ever.
 _FARTHEST_US = 10 * 365 * 86_400_000_000
@@ -50,15 +47,29 @@ _FORGOTTEN_US = 1_000_000
 
 @dataclass(eq=False)
 class _InLine:
-    """A rate-limited task in this worker. *line* has its rate's name and key; *place* may be None.
+    """A rate-limited task in this worker, with its limits. It waits for the limit number *at*.
 
     *again* lets the task ask again, if the task waits for another task of its line.
     """
 
     tag: Any
-    line: tuple[str, str | None]
-    place: int | None
+    limits: list[Asked]
+    at: int = 0
     again: Callable[[], object] | None = None
+
+    @property
+    def line(self) -> tuple[str, str | None]:
+        """The name and the key of the limit for which the task waits."""
+        return self.limits[self.at][:2]
+
+    @property
+    def place(self) -> int | None:
+        """The place for that limit, or None if the task is new."""
+        return self.limits[self.at].place
+
+    @property
+    def header(self) -> str:
+        return places_header([(limit.place, limit.key) for limit in self.limits])
 
 
 class Rated:
@@ -67,8 +78,8 @@ class Rated:
     def __init__(self, settings: DelaySettings, tasks: Mapping[str, Any]) -> None:
         self.lines: Lines | None = None
         self.come_back_late_us = SHORTEST_WAIT_US
-        self._rates = settings.rate_by_task
-        self.signatures = signatures(self._rates, tasks)
+        self._rates = settings.rates_by_task
+        self._signatures = signatures(self._rates, tasks)
         #: The longest wait in the broker. After that a task goes back again, with its place.
         self._longest_us = round(settings.longest_delay_seconds * 900_000)
         #: Tasks that wait for a free process, oldest first: when they asked last, by delivery tag.
@@ -79,17 +90,17 @@ class Rated:
         self._warned = False
 
     def __call__(self, arrival: Arrival) -> Ruling | None:
-        rate = self._rates.get(arrival.name)
-        if rate is None:
+        rates = self._rates.get(arrival.name)
+        if rates is None:
             # A task without a rate only waits until the rate-limited tasks before it have started.
             return self._wait_for_process(arrival, 1) if self._for_process else None
-        entry = self._by_tag.get(arrival.message.delivery_tag) or self._task_of(arrival, rate)
+        entry = self._by_tag.get(arrival.message.delivery_tag) or self._task_of(arrival, rates)
         if entry.place is not None and not self._is_first(entry):
             return self._ask_when_first(entry)
         wait = self._wait_for_process(arrival, _free_processes(arrival.consumer))
         if entry.place is not None and wait is not None:
             return wait
-        return self._ask_line(arrival, rate, entry, wait)
+        return self._ask_line(arrival, entry, wait)
 
     def begin(self, lines: Lines) -> None:
         """Forget the lost connection's tasks. From now on, ask *lines* when a task may start."""
@@ -106,12 +117,22 @@ class Rated:
 
     # --- the order of a line -----------------------------------------------------------------
 
-    def _task_of(self, arrival: Arrival, rate: Rate) -> _InLine:
-        signature, message = self.signatures.get(arrival.name), arrival.message
+    def _task_of(self, arrival: Arrival, rates: Sequence[Rate]) -> _InLine:
+        signature, message = self._signatures.get(arrival.name), arrival.message
         call = partial(_arguments, arrival)
-        key = key_of(arrival.name, arrival.id, rate, signature, call, arrival.fields)
-        place = _place(message.headers, key, arrival.now_us)
-        entry = _InLine(message.delivery_tag, (rate.name or arrival.name, key), place)
+        places = places_in(message.headers.get(PLACE))
+        limits = []
+        for number, rate in enumerate(rates):
+            key = key_of(arrival.name, arrival.id, rate, signature, call, arrival.fields)
+            place, its_key = (*places[number : number + 1], (None, None))[0]
+            is_usable = (
+                isinstance(place, int)
+                and its_key == key
+                and 0 <= place <= arrival.now_us + _FARTHEST_US
+            )
+            limits.append(Asked(str(rate.name), key, rate, place if is_usable else None))
+        at = max(range(len(limits)), key=lambda number: limits[number].place or 0)
+        entry = _InLine(message.delivery_tag, limits, at)
         if entry.place is not None:
             self._enter(entry)
         return entry
@@ -166,17 +187,15 @@ class Rated:
 
     # --- asking the line ---------------------------------------------------------------------
 
-    def _ask_line(
-        self, arrival: Arrival, rate: Rate, entry: _InLine, wait: AskAgain | None
-    ) -> Ruling | None:
+    def _ask_line(self, arrival: Arrival, entry: _InLine, wait: AskAgain | None) -> Ruling | None:
         """Decide by the line's answer. A new task waits if other tasks of its line wait here."""
-        headers, (name, key) = arrival.message.headers, entry.line
-        may_start = wait is None and (entry.place is not None or entry.line not in self._by_line)
+        headers, lines = arrival.message.headers, [limit[:2] for limit in entry.limits]
+        is_behind = entry.place is None and any(line in self._by_line for line in lines)
         try:
             if self.lines is None:
                 raise RecordsUnavailable("native delay is off in this worker")
-            limit = limit_of(rate, key)
-            turn = self.lines.ask(name, key, limit, entry.place, may_start=may_start)
+            asked = [limit._replace(rate=limit_of(limit.rate, limit.key)) for limit in entry.limits]
+            turn = self.lines.ask(asked, may_start=wait is None and not is_behind)
         except RecordsUnavailable as exc:
             if not self._warned:
                 self._warned = True
@@ -191,7 +210,11 @@ class Rated:
                 arrival.message.waited_in_line = True
             self._remove(entry)
             return None
-        kept = {PLACE: place_header(turn.place, key)}
+        if turn.at != entry.at and entry.tag in self._by_tag:
+            self._remove(entry)
+        entry.at = turn.at
+        entry.limits[turn.at] = entry.limits[turn.at]._replace(place=turn.place)
+        kept = {PLACE: entry.header}
         headers.update(kept)
         again = AskAgain(turn.wait_us / 1e6, beside_prefetch=True, from_here=True)
         ahead_us = self.come_back_late_us
@@ -199,8 +222,7 @@ class Rated:
             self._remove(entry)
             wait_us = min(turn.wait_us - ahead_us, self._longest_us)
             return WaitUntil(arrival.now_us + wait_us, None, again, kept)
-        if entry.place is None:
-            entry.place = turn.place
+        if entry.tag not in self._by_tag:
             self._enter(entry)
             if not self._is_first(entry):
                 return self._ask_when_first(entry)
@@ -223,25 +245,20 @@ def _arguments(arrival: Arrival) -> tuple[list[Any], dict[str, Any]]:
     return payload[0], payload[1]
 
 
-def _place(headers: Mapping[str, Any], key: str | None, now_us: int) -> int | None:
-    header = headers.get(PLACE)
-    place, separator, kept = header.partition(" ") if isinstance(header, str) else ("", "", "")
-    if not _DIGITS.fullmatch(place) or (kept if separator else None) != key:
-        return None
-    found = int(place)
-    return found if found <= now_us + _FARTHEST_US else None
-
-
-def signatures(rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> dict[str, Signature]:
+def signatures(
+    rates: Mapping[str, Sequence[Rate]], tasks: Mapping[str, Any]
+) -> dict[str, Signature]:
     """Return the Python signatures of the functions of rate-limited tasks, by task name.
 
     Raises SettingsError if the key of a rate is not an argument of its task.
     """
     found = {}
-    for name, rate in rates.items():
+    for name, its in rates.items():
         task = tasks.get(name)
         if task is None:
             logger.warning("native delay: native_delay_rates: this app has no task %s", name)
-        elif (known := rate.signature_of(name, task.run)) is not None:
-            found[name] = known
+            continue
+        for rate in its:
+            if (known := rate.signature_of(name, task.run)) is not None:
+                found[name] = known
     return found

@@ -27,6 +27,7 @@ from benchmarks.command import SCENARIOS
 from celery_native_delay import Delay, DelaySettings, Rate, RetryAfter, install
 from celery_native_delay.app.install import installation_of
 from celery_native_delay.cli import delay
+from celery_native_delay.rates.line import Asked
 from celery_native_delay.testing import PrivateRedis, require_rabbitmq, require_redis
 from example_project.private_sqs import private_sqs, require_sqs
 from pytest_celery_native_delay import installed
@@ -150,14 +151,16 @@ def test_rates_work_as_shown(
         names: dict[str, Any] = {"app": app}
         exec(only("rates").text, names)
         exec(only("retry-after").text, names)
-        rates = installed_settings(app).rate_by_task
-        assert rates["shop.call_api"] == Rate("100/m", key="tenant", burst=10, name="shop.call_api")
+        rates = installed_settings(app).rates_by_task
+        assert rates["shop.call_api"] == (
+            Rate("100/m", key="tenant", burst=10, name="shop.call_api"),
+        )
         with pytest.raises(RetryAfter, match="7"):
             names["call_api"]("ada", "orders")
         with app.connection_for_write() as connection:
             lines = connection.default_channel.lines(installed_settings(app))
             for _ in range(12):
-                lines.ask("shop.call_api", "ada", rates["shop.call_api"], None)
+                lines.ask([Asked("shop.call_api", "ada", rates["shop.call_api"][0])])
             lines.close()
         exec(only("see-rates").text, names)
     assert capsys.readouterr().out == "shop.call_api ada 100/m, burst 10 2 0.1\n"

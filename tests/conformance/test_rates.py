@@ -17,6 +17,7 @@ from celery_native_delay import Delay, DelaySettings, Rate, Waiting
 from celery_native_delay.fence.run import HEADER as FENCE
 from celery_native_delay.keyed.record import HEADER as UNIQUE
 from celery_native_delay.message import HEADER
+from celery_native_delay.rates.line import Asked
 from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.worker.rating import PLACE
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Run, fleet_on
@@ -92,7 +93,7 @@ def test_concurrent_workers_share_one_rate(fleet: Fleet) -> None:
             places: list[int | None] = [None]
             until = time() + 1.5
             while time() < until:
-                turn = lines.ask("call_api", "ada", rate, places[0])
+                turn = lines.ask([Asked("call_api", "ada", rate, places[0])])
                 places[0] = turn.place
                 if turn.starts:
                     starts.append(time())
@@ -154,6 +155,24 @@ def test_waiting_tasks_move_when_the_rate_of_their_key_is_set(fleet: Fleet) -> N
     (next_us,) = [line.next_slot_us for line in delay.rates() if line.key == "gold"]
     assert next_us is not None
     assert next_us > (time() + 1800) * 1e6
+
+
+def test_several_limits_hold_although_a_worker_is_killed(fleet: Fleet) -> None:
+    """Each tenant's limit, and the limit that all tenants share; each task runs."""
+    limits = [rated("8/s", "tenant"), rated("40/4s", burst=3) | {"name": "all"}]
+    rates = {"native_delay_rates": {"call_api": limits}}
+    app = fleet.app(**rates)
+    workers = [fleet.worker(name=name, **rates) for name in ("one", "two")]
+    ids = [app.send_task("call_api", ("ada", number)).id for number in range(40)]
+    ids += [app.send_task("call_api", (), {"tenant": "bob"}).id for _ in range(10)]
+    fleet.record.wait_for(15, name="call_api")
+    workers[0].kill()
+    # The killed worker's tasks are redelivered later, on Redis after an hour.
+    fleet.record.wait_for(len(ids) - 12, name="call_api")
+    starts = by_tenant(fleet.record.runs(name="call_api"))
+    assert all(most_in_a_window(each, LOOKED_AT) <= 8 for each in starts.values())
+    assert most_in_a_window([*starts["ada"], *starts["bob"]], LOOKED_AT * 4) <= 42
+    assert {line.task for line in Delay(app).rates()} == {"call_api", "all"}
 
 
 def test_tasks_of_different_names_share_a_rate_by_its_name(fleet: Fleet) -> None:

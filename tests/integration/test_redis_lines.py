@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from celery_native_delay import Rate, RecordsUnavailable
 from celery_native_delay.rates.in_redis import RedisLines
-from celery_native_delay.rates.line import Line, name_of
+from celery_native_delay.rates.line import Asked, Line, ask_all, name_of
 from celery_native_delay.testing import PrivateRedis, private_redis
 
 NOON_US = 1_795_176_000_000_000
@@ -95,7 +95,9 @@ def test_the_script_agrees_with_the_arithmetic(
             asked = places[number % len(places)] if kind == "return" and places else None
             may_start = kind != "line up"
             line, turn = line.ask(rate, now_us, asked, may_start=may_start)
-            told = lines.ask(task, "ada", asked_with, asked, may_start=may_start, now_us=now_us)
+            told = lines.ask(
+                [Asked(task, "ada", asked_with, asked)], may_start=may_start, now_us=now_us
+            )
             assert told == turn
             if turn.place is not None:
                 places.append(turn.place)
@@ -105,13 +107,46 @@ def test_the_script_agrees_with_the_arithmetic(
         assert tuple(map(int, log)) == line.log
 
 
+@settings(max_examples=100)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from([None, 0, 1, 2, 3]),
+            st.sampled_from([0, 1, 3_333, 100_000, 1_000_000, 61_000_000]),
+            st.booleans(),
+        ),
+        max_size=30,
+    )
+)
+def test_the_script_agrees_about_several_limits(
+    lines: RedisLines, steps: list[tuple[int | None, int, bool]]
+) -> None:
+    task, now_us = f"shop.t{next(_numbers)}", NOON_US
+    rates = (Rate("7/s"), Rate("10/m", burst=3), Rate("40/m", burst=5))
+    kept = [Line()] * 3
+    waiting: list[list[int | None]] = []
+    for number, passed_us, may_start in steps:
+        now_us += passed_us
+        is_new = number is None or not waiting
+        places = [None] * 3 if is_new else waiting.pop((number or 0) % len(waiting))
+        kept, turn = ask_all(kept, rates, now_us, places, may_start=may_start)  # type: ignore[assignment]
+        asked = [
+            Asked(f"{task}#{at}", "ada", rate, place)
+            for at, (rate, place) in enumerate(zip(rates, places, strict=True))
+        ]
+        assert lines.ask(asked, may_start=may_start, now_us=now_us) == turn
+        if not turn.starts:
+            places[turn.at] = turn.place
+            waiting.append(places)
+
+
 def test_the_queues_of_rates_are_listed_longest_first_and_expire(server: PrivateRedis) -> None:
     server.client.flushdb()
     lines = lines_on(server)
     rate = Rate("10/m")
     for key, number in (("ada", 3), ("bob", 7), (None, 5)):
         for _ in range(number):
-            lines.ask("shop.call_api", key, rate, None)
+            lines.ask([Asked("shop.call_api", key, rate)])
     seen = lines.look(10)
     assert [(line.task, line.key, line.waiting, line.starts_last_period) for line in seen] == [
         ("shop.call_api", "bob", 6, 1),
@@ -127,12 +162,12 @@ def test_the_queues_of_rates_are_listed_longest_first_and_expire(server: Private
 
 def test_an_unreachable_server_raises_and_is_tried_again(server: PrivateRedis) -> None:
     lines = lines_on(server)
-    assert lines.ask("shop.call_api", "new", Rate("1/h"), None).starts
+    assert lines.ask([Asked("shop.call_api", "new", Rate("1/h"))]).starts
     server.stop()
     for _ in range(2):
         with pytest.raises(RecordsUnavailable, match="unreachable"):
-            lines.ask("shop.call_api", "new", Rate("1/h"), None)
+            lines.ask([Asked("shop.call_api", "new", Rate("1/h"))])
     server.start()
     lines._link._failures._retry_at = 0
-    assert lines.ask("shop.call_api", "newer", Rate("1/h"), None).starts
+    assert lines.ask([Asked("shop.call_api", "newer", Rate("1/h"))]).starts
     lines.close()

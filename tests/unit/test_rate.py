@@ -53,6 +53,9 @@ def test_the_spacing_of_starts_has_a_margin_of_one_percent(
         lambda: Rate("1/s", key=3),  # type: ignore[arg-type]
         lambda: DelaySettings(rates={"t": {"limit": "1/s", "tenant": "x"}}),
         lambda: DelaySettings(rates={"t": "1/x"}),
+        lambda: DelaySettings(rates={"t": []}),
+        lambda: DelaySettings(rates={"t": [Rate("1/s", name="x"), Rate("1/s", name="x")]}),
+        lambda: DelaySettings(rates={"t": ["1/s", "fast"]}),
         lambda: Rate("1/s", name=""),
         lambda: Rate("1/s", overrides={"gold": "fast"}),
         lambda: Rate("1/s", overrides={3: "1/s"}),  # type: ignore[dict-item]
@@ -115,10 +118,13 @@ def test_a_key_that_cannot_be_encoded_is_refused() -> None:
 def test_rates_in_the_settings_are_normalized() -> None:
     """Equal rates compare equal however they are written: connections are pooled by settings."""
     settings = DelaySettings(rates={"b": "1/s", "a": {"limit": "100/m", "key": "tenant"}})
-    assert settings.rate_by_task == {
-        "a": Rate("100/m", key="tenant", name="a"),
-        "b": Rate("1/s", name="b"),
+    assert settings.rates_by_task == {
+        "a": (Rate("100/m", key="tenant", name="a"),),
+        "b": (Rate("1/s", name="b"),),
     }
+    several = DelaySettings(rates={"a": ["10/s", {"limit": "5000/d", "name": "day"}, "9/s"]})
+    assert [each.name for each in several.rates_by_task["a"]] == ["a", "day", "a#3"]
+    hash(several)
     assert settings == DelaySettings(rates={"a": Rate("100/m", key="tenant"), "b": Rate("1/s")})
     assert len({settings, settings}) == 1
 
@@ -136,7 +142,7 @@ def test_some_keys_have_limits_of_their_own() -> None:
 def test_tasks_may_share_a_rate_by_its_name_and_name_their_keys_differently() -> None:
     shared = {"limit": "100/m", "name": "stripe"}
     rates = {"pay": {**shared, "key": "account"}, "refund": {**shared, "key": "customer"}}
-    assert {rate.name for rate in DelaySettings(rates=rates).rate_by_task.values()} == {"stripe"}
+    assert {rate.name for rate in DelaySettings(rates=rates).rates_by_task["pay"]} == {"stripe"}
 
 
 def test_the_text_of_a_rate_is_the_call_that_makes_it() -> None:

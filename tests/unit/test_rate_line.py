@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from celery_native_delay.rates.line import Line, name_of
+from celery_native_delay.rates.line import Line, ask_all, name_of
 from celery_native_delay.rates.rate import Rate
 
 NOON_US = 1_795_176_000_000_000
@@ -197,6 +197,96 @@ def test_in_a_window_with_a_change_of_the_rate_the_larger_limit_counts(
         within = [rate for since_us, rate in in_force if at_us - period_us < since_us <= at_us]
         most = max(rate.most for rate in (*before[-1:], *within))
         assert sum(at_us - period_us < other <= at_us for other in world.starts) <= most
+
+
+@dataclass
+class Shared:
+    """A simulation of tasks with a limit for their tenant, and one that all tenants share."""
+
+    tenants: Rate
+    all: Rate
+    random: Random
+    now_us: int = NOON_US
+    lines: dict[str, Line] = field(default_factory=dict)
+    starts: list[tuple[int, str]] = field(default_factory=list)
+    asked: int = 0
+
+    def __post_init__(self) -> None:
+        self.coming: list[tuple[int, int, str, tuple[int | None, int | None]]] = []
+        self._tie = count()
+
+    def send(
+        self, tenant: str, at_us: int, places: tuple[int | None, int | None] = (None, None)
+    ) -> None:
+        heappush(self.coming, (at_us, next(self._tie), tenant, places))
+
+    def run(self, steps: int | None = None) -> None:
+        while self.coming and steps != 0:
+            steps = None if steps is None else steps - 1
+            at_us, _, tenant, places = heappop(self.coming)
+            self.now_us = max(self.now_us, at_us)
+            self.asked += 1
+            before = [self.lines.get(name, Line()) for name in (tenant, "all")]
+            rates = (self.tenants, self.all)
+            after, turn = ask_all(before, rates, self.now_us, places)
+            self.lines[tenant], self.lines["all"] = after
+            if turn.starts:
+                self.starts.append((self.now_us, tenant))
+                continue
+            assert after[1 - turn.at] == before[1 - turn.at], "it takes nothing from the other"
+            kept = list(places)
+            kept[turn.at] = turn.place
+            self.send(tenant, self.now_us + turn.wait_us, (kept[0], kept[1]))
+
+    def most(self, rate: Rate, tenant: str | None = None) -> int:
+        found = [at for at, each in self.starts if tenant in (None, each)]
+        return max((sum(at <= o < at + rate.period_us for o in found) for at in found), default=0)
+
+
+LIMITS = st.builds(Rate, st.sampled_from(["2/s", "10/s", "30/m"]), burst=st.sampled_from([1, 5]))
+
+
+@settings(max_examples=60)
+@given(tenants=LIMITS, all_=LIMITS, seed=st.integers(0, 2**32), data=st.data())
+def test_several_limits_hold_and_no_task_starves(
+    tenants: Rate, all_: Rate, seed: int, data: st.DataObject
+) -> None:
+    """Although tasks are lost with a killed worker, redelivered, or lose their places."""
+    world = Shared(tenants, all_, Random(seed))
+    for _ in range(data.draw(st.integers(1, 6))):
+        for _ in range(data.draw(st.integers(1, 40))):
+            world.send(world.random.choice("aaab"), world.now_us + world.random.randint(0, 10_000))
+        world.run(data.draw(st.integers(0, 100)))
+        match data.draw(st.sampled_from(["run", "lose", "redeliver", "forget", "outage"])):
+            case "lose":
+                del world.coming[::3]
+            case "redeliver":
+                for at_us, _, tenant, places in world.coming[:5]:
+                    world.send(tenant, at_us, places)
+            case "forget":
+                world.coming = [(*each[:3], (None, None)) for each in world.coming]
+            case "outage":
+                world.now_us += data.draw(st.integers(0, 5_000_000))
+    waiting, started = len(world.coming), len(world.starts)
+    world.run()
+    assert len(world.starts) == started + waiting, "all start"
+    assert world.asked <= 40 * (len(world.starts) + 100)
+    assert world.most(all_) <= all_.most
+    assert all(world.most(tenants, tenant) <= tenants.most for tenant in "ab")
+
+
+def test_one_tenants_flood_takes_no_places_in_the_shared_limit() -> None:
+    world = Shared(Rate("2/s"), Rate("20/s"), Random(1))
+    for _ in range(200):
+        world.send("flood", NOON_US)
+    world.run(200)
+    for number in range(10):
+        world.send("few", NOON_US + 1_000_000 + number)
+    world.run()
+    few = [at for at, tenant in world.starts if tenant == "few"]
+    assert max(few) <= NOON_US + 1_000_000 + 10 * Rate("2/s").spacing_us
+    flood = [at for at, tenant in world.starts if tenant == "flood"]
+    assert max(flood) - min(flood) <= 200 * Rate("2/s").spacing_us * 1.02
 
 
 @pytest.mark.parametrize("held", [False, True])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from celery.worker import state
 
 from celery_native_delay import DelaySettings, Rate, RecordsUnavailable, SettingsError
-from celery_native_delay.rates.line import Turn
+from celery_native_delay.rates.line import Asked, Line, Turn, places_in
 from celery_native_delay.worker.arrival import AWAY_US, Arrival, AskAgain, Ruling, WaitUntil
 from celery_native_delay.worker.rating import LOOK_SECONDS, PLACE, Rated
 
@@ -35,17 +35,21 @@ class Lines:
         self.turn = turn
         self.asked: list[tuple[Any, ...]] = []
 
-    def ask(
-        self, task: str, key: str | None, rate: Rate, place: int | None, *, may_start: bool = True
-    ) -> Turn:
-        self.asked.append((task, key, place))
+    def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
+        self.asked += [(each.name, each.key, each.place) for each in asked]
         if isinstance(self.turn, Exception):
             raise self.turn
-        return self.turn if may_start else Turn(self.turn.wait_us, 1000 + len(self.asked))
+        if not may_start:
+            return Turn(self.turn.wait_us, 1000 + len(self.asked))
+        place = asked[self.turn.at].place
+        return self.turn if self.turn.starts or place is None else replace(self.turn, place=place)
 
     def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
         self.asked.append((task, key, seconds))
         return 77
+
+    def change_rate(self, task: str, key: str | None, rate: Rate, *, is_set: bool) -> Line:
+        raise NotImplementedError
 
     def look(self, limit: int) -> list[Any]:
         return []
@@ -191,6 +195,39 @@ def test_a_new_task_with_a_long_wait_does_not_wait_before_the_gate(requests: lis
     gate.lines = Lines(Turn(5_000_000, 123))
     assert isinstance(gate(arrival(tag=1)), WaitUntil)
     assert gate(arrival("other", tag=2)) is None
+
+
+# ---- several limits ------------------------------------------------------------------------------
+
+SEVERAL = {"shop.call_api": [Rate("10/s", key="tenant"), Rate("5000/d", name="all")]}
+
+
+def test_a_task_with_several_limits_waits_for_the_one_with_the_longest_wait() -> None:
+    gate = Rated(DelaySettings(rates=SEVERAL), TASKS)
+    gate.begin(lines := Lines(Turn(5_000_000, 123, at=1)))
+    task = arrival()
+    ruling = gate(task)
+    assert isinstance(ruling, WaitUntil)
+    assert lines.asked == [("shop.call_api", "ada", None), ("all", None, None)]
+    header = task.message.headers[PLACE]
+    assert places_in(header) == [(None, "ada"), (123, None)]
+    lines.turn = Turn(50_000, 77, at=0)
+    again = arrival(**{PLACE: header})
+    assert gate(again) == AskAgain(0.05, beside_prefetch=True, from_here=True)
+    assert lines.asked[-2:] == [("shop.call_api", "ada", None), ("all", None, 123)]
+    lines.turn = Turn()
+    assert gate(arrival(tag=2)) == BEHIND, "a new task waits behind it"
+    assert gate(again) is None
+    assert lines.asked[-2:] == [("shop.call_api", "ada", 77), ("all", None, 123)]
+    assert PLACE not in again.message.headers
+
+
+@pytest.mark.parametrize("header", ["[", "[1]", '[["x", "ada"], [9, "ada"]]', "[[], []]", "{}"])
+def test_malformed_places_of_several_limits_are_ignored(header: str) -> None:
+    gate = Rated(DelaySettings(rates=SEVERAL), TASKS)
+    gate.lines = lines = Lines(Turn())
+    assert gate(arrival(**{PLACE: header})) is None
+    assert [place for *_, place in lines.asked] == [None, None]
 
 
 # ---- the order of a queue ------------------------------------------------------------------------

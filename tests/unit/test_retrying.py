@@ -14,6 +14,7 @@ from celery.exceptions import Retry
 from celery_native_delay import Rate, RetryAfter, install
 from celery_native_delay.app import retrying
 from celery_native_delay.app.retrying import SINCE
+from celery_native_delay.rates.line import places_header
 from celery_native_delay.records.waiting import PLACE
 from celery_native_delay.worker import attempt
 from celery_native_delay.worker.telemetry import outcome_of
@@ -35,7 +36,7 @@ class Sent:
             app: Any, task: str, key: str | None, rate: Any, seconds: float, headers: Any
         ) -> None:
             self.held.append((task, key, seconds))
-            headers[PLACE] = retrying.place_header(77, key)
+            headers[PLACE] = places_header([(77, key)])
 
         monkeypatch.setattr(retrying, "_hold", hold)
         monkeypatch.setattr("celery.canvas.Signature.apply_async", apply_async)
