@@ -28,15 +28,17 @@ _as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(frozen=True)
 class Run:
-    """A running attempt of a unique task, with the lease that keeps the task's key.
+    """A running attempt of a task, with the lease that keeps the task's key.
 
-    *id* is the task's id. *token* is the attempt's own id. The lease ends at *lease_us*, in
-    microseconds since the epoch by the clock of the Redis or database.
+    *id* is the task's id. *token* is the attempt's own id. The lease ends at *lease_us*, and began
+    at *since_us* if the key allows several runs. Times are in microseconds since the epoch by the
+    clock of the Redis or database.
     """
 
     id: str
     token: str
     lease_us: int
+    since_us: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Record:
     Times are in microseconds since the epoch. *id* is the id of the waiting task, due at *due_us*.
     *since_us* is the time of the first of the calls that share this task. A throttle's window ends
     at *window_us*, and *opener* is the id of the task that began the window. *run* is the running
-    attempt of a unique task.
+    attempt of a unique task. *runs* are the running tasks of a key that allows several. These
+    tasks took about *took_us*, and the last waiting task asks again at *asks_us*.
     """
 
     id: str | None = None
@@ -55,15 +58,25 @@ class Record:
     window_us: int = 0
     opener: str | None = None
     run: Run | None = None
+    runs: tuple[Run, ...] = ()
+    took_us: int = 0
+    asks_us: int = 0
+
+    @property
+    def tokens(self) -> set[str]:
+        """The tokens of all running attempts."""
+        return {run.token for run in (self.run, *self.runs) if run is not None}
 
     def encoded(self) -> str:
         """Return the state of the key as JSON. Equal states give equal texts."""
         fields: dict[str, Any] = {"v": VERSION}
-        for name in ("id", "due_us", "since_us", "window_us", "opener"):
+        for name in ("id", "due_us", "since_us", "window_us", "opener", "took_us", "asks_us"):
             if value := getattr(self, name):
                 fields[name] = value
         if self.run is not None:
             fields["run"] = [self.run.id, self.run.token, self.run.lease_us]
+        if self.runs:
+            fields["runs"] = [[run.id, run.token, run.lease_us, run.since_us] for run in self.runs]
         return _as_json(fields)
 
     @classmethod
@@ -76,7 +89,8 @@ class Record:
                 f"of celery_native_delay that has made it in all producers and workers"
             )
         run = fields.pop("run", None)
-        return cls(**fields, run=None if run is None else Run(*run))
+        runs = tuple(Run(*each) for each in fields.pop("runs", ()))
+        return cls(**fields, run=None if run is None else Run(*run), runs=runs)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,8 @@ _EXPECTED = 'such as "100/m": so many per s, m, h or d, or per several of them, 
 #: The highest rate: slots are in microseconds, and a worker cannot start more tasks.
 MOST_PER_SECOND = 10_000
 MOST_BURST = 1_000_000
+#: The limit of a rate that only limits concurrent tasks.
+UNLIMITED = f"{MOST_PER_SECOND}/1s"
 
 #: The prefix of a key that names a header.
 HEADER_PREFIX = "header:"
@@ -53,7 +55,8 @@ class Rate:
     Rate('100/m', key='tenant', burst=10)
 
     Args:
-        limit: tasks per period: "10/s", "100/m", "5/h", "1000/d", "50/10s".
+        limit: tasks per period: "10/s", "100/m", "5/h", "1000/d", "50/10s". Without a limit, only
+            *concurrent* limits the tasks.
         key: tasks with the same key share the limit. The key is the name of an argument,
             ``header:NAME``, or a callable of the task's args, kwargs and headers that returns str,
             int, bool or None. Without a key all calls of the task share the limit.
@@ -63,16 +66,19 @@ class Rate:
             except for *key*. By default each task has a limit of its own.
         overrides: other limits for some keys, such as ``{"gold-corp": "1000/m"}``, or a callable
             that gets a key and returns its limit, or None for the usual limit.
+        concurrent: tasks of one key that may run at the same time, on all workers. None means no
+            such limit.
 
     Raises:
         SettingsError: an argument has an impossible value.
     """
 
-    limit: str
+    limit: str = UNLIMITED
     key: str | KeyFunction | None = None
     burst: int = 1
     name: str | None = None
     overrides: Overrides | tuple[tuple[str, str], ...] = ()
+    concurrent: int | None = None
 
     def __post_init__(self) -> None:
         found = _RATE.fullmatch(self.limit) if isinstance(self.limit, str) else None
@@ -88,11 +94,18 @@ class Rate:
                 f"expected the key of a rate to be the name of an argument, {HEADER_PREFIX}NAME, a "
                 f"callable of (args, kwargs, headers), or None, got {self.key!r}"
             )
-        whole = isinstance(self.burst, int) and not isinstance(self.burst, bool)
-        if not (whole and 1 <= self.burst <= MOST_BURST):
+        if not (_is_whole(self.burst) and 1 <= self.burst <= MOST_BURST):
             raise SettingsError(
                 f"expected the burst of a rate to be a whole number from 1 to {MOST_BURST}, got "
                 f"{self.burst!r}"
+            )
+        if not (self.concurrent is None or (_is_whole(self.concurrent) and self.concurrent > 0)):
+            raise SettingsError(
+                f"expected concurrent to be a whole number from 1, or None, got {self.concurrent!r}"
+            )
+        if self.limit == UNLIMITED and self.concurrent is None:
+            raise SettingsError(
+                f"expected a rate to have a limit {_EXPECTED}, or concurrent, such as concurrent=2"
             )
         is_text_name = isinstance(self.name, str) and is_text(self.name) and "\n" not in self.name
         if not (self.name is None or (is_text_name and 0 < len(self.name) <= LONGEST_KEY)):
@@ -117,9 +130,9 @@ class Rate:
 
     def __repr__(self) -> str:
         """Return the call that makes this rate, without default values."""
-        given = [(each.name, getattr(self, each.name), each.default) for each in fields(self)[1:]]
-        more = "".join(f", {name}={value!r}" for name, value, usual in given if value != usual)
-        return f"Rate({self.limit!r}{more})"
+        given = [(each.name, getattr(self, each.name), each.default) for each in fields(self)]
+        more = [f"{name}={value!r}" for name, value, usual in given if value != usual]
+        return f"Rate({', '.join(more)})".replace("(limit=", "(")
 
     @classmethod
     def of(cls, value: Any) -> Rate:
@@ -129,14 +142,15 @@ class Rate:
         if not isinstance(value, Mapping):
             return cls(value)
         names = [each.name for each in fields(cls)]
-        if not {"limit"} <= value.keys() <= set(names):
+        if not value.keys() <= set(names):
             raise SettingsError(f"expected a rate as a dict of {names}, got {dict(value)!r}")
         return cls(**value)
 
     @property
     def shown(self) -> str:
         """The limit and the burst, as tables show them."""
-        return self.limit if self.burst == 1 else f"{self.limit}, burst {self.burst}"
+        limit = "unlimited" if self.limit == UNLIMITED else self.limit
+        return limit if self.burst == 1 else f"{limit}, burst {self.burst}"
 
     # --- as numbers ----------------------------------------------------------------------
 
@@ -278,3 +292,7 @@ def _positional(name: str, args: Sequence[Any], signature: Signature | None) -> 
             return args[number]
         return None if parameter.default is parameter.empty else parameter.default
     return None
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -68,7 +68,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._tallying = Tallying(c, settings.rates_by_task)
         self._rated: Rated | None = None
         if settings.rates:
-            self._rated = Rated(settings, c.app.tasks)
+            self._rated = Rated(settings, c.app.tasks, c.app)
         # Unique comes last: this gate takes the key's lease, after which the task must not wait.
         fence = Fence(settings, str(c.hostname), records_place(c.app, settings))
         passed = gates(settings, self._moved, fence, self._rated, Unique(c.app))

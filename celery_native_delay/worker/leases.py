@@ -19,7 +19,7 @@ from celery.utils.log import get_logger
 
 from ..app.keyed import key_records
 from ..errors import described
-from ..keyed import rules
+from ..keyed import concurrent, rules
 from ..keyed.records import KeyRecords
 from ..keyed.rules import RENEWED_EVERY_SECONDS, Rule, Step
 from ..per_process import PerProcess
@@ -35,7 +35,7 @@ class Held:
     """A unique task's lease (a lock with an expiry) on its key, in this process.
 
     *is_here* returns False when the task has left this process. *token* is the attempt's id. *runs*
-    is true in the process that runs the task.
+    is true in the process that runs the task. *shares* is true if several tasks may have the key.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Held:
     is_here: Callable[[], bool]
     token: str
     runs: bool = False
+    shares: bool = False
 
 
 class Leases:
@@ -62,7 +63,13 @@ class Leases:
     # --- one task ------------------------------------------------------------------------
 
     def begin(
-        self, name: str, task_id: str, is_here: Callable[[], bool], rule: Callable[..., Step]
+        self,
+        name: str,
+        task_id: str,
+        is_here: Callable[[], bool],
+        rule: Callable[..., Step],
+        *,
+        shares: bool = False,
     ) -> tuple[str, Step]:
         """Try to take the lease (a lock with an expiry) of the key *name* for a unique task.
 
@@ -72,7 +79,7 @@ class Leases:
         token = token_hex(8)
         step = self._change(name, partial(rule, task_id=task_id, token=token))
         if step.free_us is None:
-            self.hold(Held(name, task_id, is_here, token))
+            self.hold(Held(name, task_id, is_here, token, shares=shares))
         return token, step
 
     def hold(self, held: Held) -> None:
@@ -106,7 +113,9 @@ class Leases:
             gone = [held for held in self._held if held.task_id == task_id]
         retry = None if retry_us is None else (task_id, retry_us)
         for held in gone:
-            rule = partial(rules.end, token=held.token, retry=retry)
+            rule: Rule = partial(rules.end, token=held.token, retry=retry)
+            if held.shares:
+                rule = partial(concurrent.end, token=held.token, has_run=False)
             self.settle(held.name, rule, token=held.token)
 
     # --- the thread ----------------------------------------------------------------------
@@ -143,7 +152,8 @@ class Leases:
         renewed = True
         for held in tasks:
             try:
-                step = self._change(held.name, partial(rules.renew, token=held.token))
+                renew = concurrent.renew if held.shares else rules.renew
+                step = self._change(held.name, partial(renew, token=held.token))
             except Exception as exc:
                 logger.warning(
                     "native delay: cannot renew the lease of task %s for the key %s: %s",
@@ -153,8 +163,7 @@ class Leases:
                 )
                 renewed = False
                 continue
-            run = None if step.record is None else step.record.run
-            if run is None or run.token != held.token:
+            if step.record is None or held.token not in step.record.tokens:
                 self._lapsed(held)
         return renewed
 

@@ -24,11 +24,12 @@ from celery.utils.log import get_logger
 from celery.worker import state
 
 from ..app.retrying import key_of, limit_of
-from ..errors import RecordsUnavailable
+from ..errors import RecordsUnavailable, described
 from ..rates.line import Asked, Lines, places_header, places_in
 from ..rates.rate import Rate
 from ..records.waiting import PLACE
 from ..settings import DelaySettings
+from . import concurrent
 from .arrival import SHORTEST_WAIT_US, Arrival, AskAgain, Ruling, WaitUntil
 
 logger = get_logger(__name__)
@@ -75,7 +76,8 @@ class _InLine:
 class Rated:
     """A check before a task runs: a rate-limited task starts if the rate permits, or else waits."""
 
-    def __init__(self, settings: DelaySettings, tasks: Mapping[str, Any]) -> None:
+    def __init__(self, settings: DelaySettings, tasks: Mapping[str, Any], app: Any = None) -> None:
+        self._app = app
         self.lines: Lines | None = None
         self.come_back_late_us = SHORTEST_WAIT_US
         self._rates = settings.rates_by_task
@@ -191,11 +193,16 @@ class Rated:
         """Decide by the line's answer. A new task waits if other tasks of its line wait here."""
         headers, lines = arrival.message.headers, [limit[:2] for limit in entry.limits]
         is_behind = entry.place is None and any(line in self._by_line for line in lines)
+        may_start = wait is None and not is_behind
         try:
             if self.lines is None:
                 raise RecordsUnavailable("native delay is off in this worker")
+            if may_start and (busy := self._without_lease(arrival, entry)) is not None:
+                return busy
             asked = [limit._replace(rate=limit_of(limit.rate, limit.key)) for limit in entry.limits]
-            turn = self.lines.ask(asked, may_start=wait is None and not is_behind)
+            turn = self.lines.ask(asked, may_start=may_start)
+            if not turn.starts:
+                concurrent.release(self._app, headers)
         except RecordsUnavailable as exc:
             if not self._warned:
                 self._warned = True
@@ -230,6 +237,18 @@ class Rated:
             return wait
         self._for_process.pop(entry.tag, None)
         return again
+
+    def _without_lease(self, arrival: Arrival, entry: _InLine) -> WaitUntil | None:
+        """Take the leases of a task with a limit of concurrent tasks, or let the task wait."""
+        try:
+            free_us = concurrent.begin(self._app, arrival, entry.limits)
+        except Exception as exc:
+            raise RecordsUnavailable(described(exc)) from exc
+        if free_us is None:
+            return None
+        self._remove(entry)
+        again = AskAgain(max(free_us - arrival.now_us, SHORTEST_WAIT_US) / 1e6)
+        return WaitUntil(free_us, None, again, {PLACE: entry.header})
 
 
 def _free_processes(consumer: Any) -> int:

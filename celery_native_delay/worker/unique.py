@@ -42,9 +42,9 @@ class Unique:
         if mark is None or arrival.id in worker_state.revoked:
             return None
         rule = rules.receive if mark.until == "start" else rules.begin
-        is_here = partial(_is_here, arrival)
+        here = partial(is_here, arrival)
         try:
-            token, step = leases_of(self._app).begin(mark.name, arrival.id, is_here, rule)
+            token, step = leases_of(self._app).begin(mark.name, arrival.id, here, rule)
         except Exception as exc:
             if not self._warned:
                 self._warned = True
@@ -66,7 +66,7 @@ def _unique_mark_of(headers: Any) -> Mark | None:
     return mark if is_unique else None
 
 
-def _is_here(arrival: Arrival) -> bool:
+def is_here(arrival: Arrival) -> bool:
     """Return True while the message is unacknowledged, or its task is in the pool."""
     unsettled = not arrival.message.acknowledged and arrival.is_connected
     return unsettled or arrival.id in worker_state.requests

@@ -20,6 +20,7 @@ from celery_native_delay.message import HEADER
 from celery_native_delay.rates.line import Asked
 from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.worker.rating import PLACE
+from tests.acceptance.test_unique import children_of, phases, spans
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Run, fleet_on
 from tests.brokers import in_ci
 from tests.conformance.brokers import keeps_no_records, options_of, settings_of
@@ -155,6 +156,51 @@ def test_waiting_tasks_move_when_the_rate_of_their_key_is_set(fleet: Fleet) -> N
     (next_us,) = [line.next_slot_us for line in delay.rates() if line.key == "gold"]
     assert next_us is not None
     assert next_us > (time() + 1800) * 1e6
+
+
+def overlaps(fleet: Fleet, killed: dict[int, float]) -> dict[str, int]:
+    """The largest number of runs at the same time, by key."""
+    return {
+        key: max(sum(begin <= at < end for begin, end in runs) for at, _ in runs)
+        for key, runs in spans(fleet, killed).items()
+    }
+
+
+def test_at_most_two_tasks_of_a_key_run_at_a_time(fleet: Fleet) -> None:
+    """On all workers. The other tasks wait in the broker, not in the processes."""
+    rates = {"native_delay_rates": {"alone": {"key": "key", "concurrent": 2}}}
+    app = fleet.app(**rates)
+    for name in ("one", "two"):
+        fleet.worker(name=name, concurrency=3, **rates)
+    ids = [app.send_task("alone", ("a", 0.3)).id for _ in range(20)]
+    ids += [app.send_task("alone", ("b", 0.3)).id for _ in range(4)]
+    fleet.record.wait_for_ids(ids)
+    wait_until(lambda: sum(each["phase"] == "ends" for each in phases(fleet)) == len(ids))
+    found = overlaps(fleet, {})
+    assert found["a"] == 2
+    assert found["b"] <= 2
+
+
+@pytest.mark.ci
+def test_a_limit_of_running_tasks_holds_although_a_worker_is_killed(fleet: Fleet) -> None:
+    """Its leases expire after a minute, and then its key goes on."""
+    rates = {"native_delay_rates": {"alone": {"limit": "20/s", "key": "key", "concurrent": 2}}}
+    app = fleet.app(**rates)
+    workers = [fleet.worker(name=name, concurrency=3, **rates) for name in ("one", "two")]
+    for _ in range(40):
+        app.send_task("alone", ("a", 0.3))
+
+    def ended() -> int:
+        return sum(each["phase"] == "ends" for each in phases(fleet))
+
+    wait_until(lambda: ended() >= 6)
+    pool = children_of(workers[0].process.pid)
+    workers[0].kill()
+    killed, before = dict.fromkeys(pool, time()), ended()
+    wait_until(lambda: ended() >= before + 12, timeout_seconds=150)
+    wait_until(lambda: len(phases(fleet)) % 2 == 0 or None)
+    workers[1].stop()
+    assert overlaps(fleet, killed)["a"] <= 2
 
 
 def test_several_limits_hold_although_a_worker_is_killed(fleet: Fleet) -> None:
