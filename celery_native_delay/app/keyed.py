@@ -21,10 +21,10 @@ from ..due_time import due_us
 from ..durations import duration
 from ..errors import CannotDelay, InvalidDueTime, UnsupportedBroker, described
 from ..keyed import rules
-from ..keyed.publishing import AnotherStands, KeyedPublish, publishing
 from ..keyed.record import HEADER, Mark, name_of
-from ..keyed.records import KeyRecords
+from ..keyed.records import KeyRecords, publish_under
 from ..keyed.rules import Seen, Step
+from ..records.publishing import publishing
 from ..texts import is_text
 from ..transports.aliases import LONGEST_COUNTDOWN_SECONDS, delay_headers
 from ..transports.interface import WHERE_KEYS_ARE_KEPT
@@ -185,22 +185,19 @@ class KeyedCalls:
         for each in ("countdown", "eta"):  # the channel sets the due time
             options.pop(each, None)
         task_id = options.pop("task_id", None) or uuid()
-        keyed = KeyedPublish(mark.name, lambda seen: call(seen, task_id), task_id)
-        try:
-            with publishing(keyed):
-                result = send(signature.args, signature.kwargs, task_id=task_id, **options)
-        except AnotherStands as exc:
-            return self._of_another(signature, exc.task_id)
-        if keyed.step is None:
-            raise CannotDelay(
-                f"{signature.task} was not sent with its key: expected a message to a queue of "
-                f"this app's broker; leave out the options connection and producer, and bind its "
-                f"exchange to a queue"
-            )
-        if announce and keyed.replaced is not None:
+        publish = publish_under(mark.name, lambda seen: call(seen, task_id), task_id)
+        with publishing(publish):
+            result = send(signature.args, signature.kwargs, task_id=task_id, **options)
+        seen, step = publish.answer
+        if step.stands is not None:
+            # Our own id: an earlier attempt has published the message, and its answer was lost.
+            return self._of_another(signature, step.stands, created=step.stands == task_id)
+        known = seen.record if step.replaces else None
+        replaced = None if known is None or known.id == task_id else known.id
+        if announce and replaced is not None:
             reason = f"replaced by {task_id}"
-            revoke_result(self._app, keyed.replaced, signature.task, reason=reason)
-        return keyed_result(result, replaced=keyed.replaced)
+            revoke_result(self._app, replaced, signature.task, reason=reason)
+        return keyed_result(result, replaced=replaced)
 
     def _check(self) -> None:
         """Raise an error if this app cannot store the state of keys. The check is made once."""
@@ -223,9 +220,11 @@ class KeyedCalls:
         found: Task | None = self._app.tasks.get(signature.task)
         return found
 
-    def _of_another(self, signature: Signature, task_id: str) -> KeyedResult:
+    def _of_another(
+        self, signature: Signature, task_id: str, *, created: bool = False
+    ) -> KeyedResult:
         result = (self._task(signature) or self._app).AsyncResult(task_id)
-        return keyed_result(result, created=False)
+        return keyed_result(result, created=created)
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:

@@ -24,9 +24,10 @@ from kombu.utils.limits import TokenBucket
 
 from ..errors import CannotDelay, NativeDelayError, UnsupportedBroker
 from ..keyed import rules
-from ..keyed.publishing import AnotherStands, KeyedPublish
 from ..keyed.record import HEADER, Mark, Record
+from ..keyed.records import publish_under
 from ..keyed.rules import Step
+from ..records.publishing import NotPublished
 from ..records.waiting import PLACE
 from ..settings import DelaySettings, is_store_url
 from ..transports.aliases import OPTION, option_of, url_errors_explained
@@ -95,9 +96,12 @@ class MovingKeys:
         rule = partial(
             rules.carry, task_id=task_id, known=known or Record(), due_us=moving.delayed.due_us
         )
+        publish = publish_under(mark.name, rule, task_id)
         try:
-            return self._into.take_in(moving, KeyedPublish(mark.name, rule, task_id))
-        except AnotherStands as exc:
+            return self._into.take_in(moving, publish)
+        except NotPublished as exc:
+            if publish.answer[1].stands == task_id:
+                return True  # an earlier attempt has published it
             raise CannotDelay(
                 "another task with its key waits there: cancel one of them, and run this again"
             ) from exc

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..records.interface import Change, Publish, RecordName, Records, Snapshot
+from ..records.publishing import RecordedPublish
 from .record import Record
 from .rules import Rule, Seen, Step
 
@@ -27,6 +28,11 @@ class KeyRecords:
         function *publish* publishes the message in the same step.
         """
         return self._records.change(_name_of(name), partial(_decided, rule), publish)
+
+
+def publish_under(name: str, rule: Rule, task_id: str) -> RecordedPublish:
+    """Return a publish of the task *task_id* under the key *name*, if *rule* agrees."""
+    return RecordedPublish(task_id, _name_of(name), partial(_decided, rule))
 
 
 def _name_of(name: str) -> RecordName:

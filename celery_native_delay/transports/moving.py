@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from ..due_time import due_us
 from ..errors import InvalidDueTime, UnsupportedBroker
-from ..keyed.publishing import KeyedPublish
 from ..keyed.records import KeyRecords
 from ..message import Delayed
+from ..records.publishing import RecordedPublish
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,12 @@ class MovingPart(ABC):
             return None
 
     @abstractmethod
-    def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
+    def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
         """Publish a moved message to wait on this broker; return False if a copy may exist too.
 
         Raises:
             NativeDelayError: the message cannot wait on this broker, and was not sent.
-            AnotherStands: another task already has the message's key; the message was not sent.
+            NotPublished: another task already has the message's key; the message was not sent.
         """
 
 

@@ -21,9 +21,9 @@ from amqp.exceptions import (
 
 from ...due_time import check_reach, eta_of, units_until
 from ...errors import CannotDelay, NativeDelayError, TopologyMismatch
-from ...keyed.publishing import KeyedPublish
 from ...message import Delayed
 from ...records.interface import IndexEntry
+from ...records.publishing import RecordedPublish
 from ...settings import DelaySettings
 from ..moving import expires_ms_of
 from ..recorded import records_beside
@@ -172,10 +172,10 @@ class Delays:
         if not exchange and not self.mirror.is_pending:
             self._declared_queues[routing_key] = self.mirror.version
 
-    def publish_keyed(self, keyed: KeyedPublish, message: amqp.Message, like: Delayed) -> None:
+    def publish_keyed(self, keyed: RecordedPublish, message: amqp.Message, like: Delayed) -> None:
         """Publish a message under a debounce, throttle or unique key, and wait for the confirm.
 
-        The parameter *like* has the message's destination. Raises AnotherStands if another task has
+        The parameter *like* has the message's destination. Raises NotPublished if another task has
         the key. Then no worker runs the message, even if the message was sent.
         """
         message = _in_bytes(message)

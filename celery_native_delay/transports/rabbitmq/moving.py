@@ -17,9 +17,9 @@ import amqp
 from amqp.exceptions import AMQPError, MessageNacked, NotFound
 
 from ...errors import CannotDelay, ManagementUnavailable, RecordsUnavailable, UnsupportedBroker
-from ...keyed.publishing import KeyedPublish
 from ...keyed.records import KeyRecords
 from ...records.interface import MessageState
+from ...records.publishing import RecordedPublish
 from ...settings import DelaySettings
 from ..moving import Found, Moving, MovingPart, Reach, Source, Void
 from ..recorded import member_of, records_beside
@@ -175,7 +175,7 @@ class RabbitMQMovingPart(MovingPart):
             super().prepare(queues)
             self._delays.prepare(consuming=True)
 
-    def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
+    def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
         """Publish a message that waits on this broker until due, and wait for the confirm.
 
         Returns False if the broker may already have had a copy of the message.
@@ -188,7 +188,7 @@ class RabbitMQMovingPart(MovingPart):
         try:
             if keyed is not None:
                 self._delays.publish_keyed(keyed, message, moving.delayed)
-                return not moving.again or keyed.due_us is None
+                return not moving.again
             self._delays.put_back(message, moving.delayed, recorded=False)
         except NotFound as exc:
             raise CannotDelay(f"there is no exchange {moving.delayed.exchange!r}") from exc

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kombu.transport import pyamqp
 
 from ...errors import SettingsError
-from ...keyed.publishing import keyed_publish, underway
 from ...message import Delayed, due_of
+from ...records.publishing import publish_of, underway
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..interface import AdminPart, WorkerPart
@@ -92,7 +92,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         Raises NativeDelayError, and sends nothing, if the message cannot wait in the broker.
         """
         connection, headers = self.connection, msg.properties.get("application_headers")
-        keyed = underway.get() and keyed_publish(headers)
+        keyed = underway.get() and publish_of(headers)
         if keyed is not None and connection is not None:
             connection.delays.publish_keyed(keyed, msg, Delayed("", 0, exchange, routing_key))
             return None

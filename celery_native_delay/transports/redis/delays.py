@@ -10,8 +10,8 @@ import redis
 
 from ...due_time import milliseconds_up
 from ...finding import Finding
-from ...keyed.publishing import KeyedPublish
 from ...records.interface import IndexEntry
+from ...records.publishing import RecordedPublish
 from ...redis_server import Server, check_server, clock_ahead_seconds, keeping, server_of
 from ...settings import DelaySettings
 from ..virtual import delays
@@ -81,7 +81,7 @@ class Delays(delays.Delays):
         return BrokerRecords(self.store)
 
     def publish_keyed(
-        self, keyed: KeyedPublish, message: dict[str, Any], destination: Destination
+        self, keyed: RecordedPublish, message: dict[str, Any], destination: Destination
     ) -> None:
         """Store a message that has a debounce, throttle or unique key."""
 

@@ -14,10 +14,10 @@ from kombu.transport import redis
 from redis.exceptions import RedisError
 
 from ...errors import SettingsError, UnsupportedBroker
-from ...keyed.publishing import KeyedPublish
 from ...rates.line import Lines
 from ...records.interface import Records
 from ...records.opened import Place
+from ...records.publishing import RecordedPublish
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
@@ -97,7 +97,7 @@ class RedisDelayingChannel(DelayingChannel):
         records: Records = self.delays.records
         return records
 
-    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> None:
+    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: RecordedPublish) -> None:
         self.delays.publish_keyed(keyed, message, self.destination(queue, message))
 
     def _put_fanout(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
 from ...due_time import milliseconds_up
-from ...keyed.publishing import KeyedPublish
+from ...records.publishing import RecordedPublish
 from ...settings import DelaySettings
 from ...urls import without_password
 from ..virtual import delays
@@ -62,7 +62,7 @@ class Delays(delays.Delays):
         """
         self._add(self.stored(message, queue, due_us=due_us))
 
-    def publish_keyed(self, keyed: KeyedPublish, message: dict[str, Any], queue: str) -> None:
+    def publish_keyed(self, keyed: RecordedPublish, message: dict[str, Any], queue: str) -> None:
         """Store a message that has a debounce, throttle or unique key."""
         keyed.settle(
             self.records,

@@ -19,10 +19,10 @@ from kombu.utils.imports import symbol_by_name
 from kombu.utils.json import dumps
 
 from ...errors import NativeDelayError, UnsupportedBroker
-from ...keyed.publishing import KeyedPublish, underway
 from ...rates.line import Lines
 from ...records.interface import Records
 from ...records.opened import Place
+from ...records.publishing import RecordedPublish, underway
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings, is_store_url
 from ...urls import without_password
@@ -93,7 +93,7 @@ class StoreDelayingChannel(DelayingChannel):
         records: Records = self.delays.records
         return records
 
-    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> None:
+    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: RecordedPublish) -> None:
         self.delays.publish_keyed(keyed, message, queue)
 
     def _put_fanout(

@@ -11,9 +11,9 @@ from amqp.exceptions import RecoverableConnectionError
 from kombu.transport import virtual
 
 from ...errors import CannotDelay, SettingsError
-from ...keyed.publishing import KeyedPublish, keyed_publish, underway
 from ...message import Delayed, due_of
 from ...records.interface import Records
+from ...records.publishing import RecordedPublish, publish_of, underway
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..interface import without_records
@@ -83,7 +83,7 @@ class DelayingChannel(PublishingChannel):
         """
         raise NotImplementedError
 
-    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> Any:
+    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: RecordedPublish) -> Any:
         """Publish a message that has a debounce, throttle or unique key."""
         raise without_records(self)
 
@@ -110,7 +110,7 @@ class DelayingChannel(PublishingChannel):
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
         """Deliver *message* to *queue*, after a wait if its header ``eta`` is in the future."""
-        keyed = underway.get() and keyed_publish(message.get("headers"))
+        keyed = underway.get() and publish_of(message.get("headers"))
         if keyed is not None:
             return self._put_keyed(queue, message, keyed, **kwargs)
         due_us = self.due_of(message)
@@ -119,7 +119,7 @@ class DelayingChannel(PublishingChannel):
         return self.let_wait(queue, message, due_us=due_us, **kwargs)
 
     def _put_keyed(
-        self, queue: str, message: dict[str, Any], keyed: KeyedPublish, **kwargs: Any
+        self, queue: str, message: dict[str, Any], keyed: RecordedPublish, **kwargs: Any
     ) -> Any:
         """Publish by a key; the copy for the first queue replaces the waiting message."""
         due_us = keyed.due_us
@@ -129,7 +129,7 @@ class DelayingChannel(PublishingChannel):
 
     def check_unkeyed(self, message: dict[str, Any], exchange: str) -> None:
         """Raise CannotDelay if a broadcast has a debounce, throttle or unique key."""
-        if keyed_publish(message.get("headers")) is not None:
+        if publish_of(message.get("headers")) is not None:
             raise CannotDelay(
                 f"expected a task with a key to go to a queue, got the exchange {exchange!r}, "
                 f"which broadcasts: name its queue"

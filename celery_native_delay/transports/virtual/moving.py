@@ -12,8 +12,8 @@ from typing import Any
 
 from ...due_time import eta_of, milliseconds_up
 from ...errors import CannotDelay, UnsupportedBroker
-from ...keyed.publishing import KeyedPublish, publishing
 from ...message import Delayed, cancel, due_ms_of
+from ...records.publishing import RecordedPublish, publishing
 from .. import moving
 from ..moving import Moving, Reach, Source, Stays, derived_id, expires_ms_of
 from .wrapping import unwrapped
@@ -41,7 +41,7 @@ class MovingPart(moving.MovingPart):
             )
         return [self._source()]
 
-    def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
+    def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
         """Publish a moved message to wait for each queue to which the message is routed."""
         delayed, channel = moving.delayed, self._channel
         message = self._message(moving)

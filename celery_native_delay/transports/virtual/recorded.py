@@ -13,9 +13,9 @@ from uuid import uuid4
 from kombu.utils.json import dumps, loads
 
 from ...due_time import check_due, milliseconds_up
-from ...keyed.publishing import KeyedPublish
 from ...message import HEADER
 from ...records.interface import IndexEntry
+from ...records.publishing import RecordedPublish
 from ...records.waiting import Waiting
 from ...settings import DelaySettings
 from ..recorded import RecordedChannel, member_of, records_beside
@@ -99,7 +99,7 @@ class Delays(delays.Delays):
                 self.forget(put)
             raise
 
-    def publish_keyed(self, keyed: KeyedPublish, queue: str, message: dict[str, Any]) -> None:
+    def publish_keyed(self, keyed: RecordedPublish, queue: str, message: dict[str, Any]) -> None:
         """Publish a message that has a debounce, throttle or unique key."""
 
         def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> IndexEntry:
@@ -178,7 +178,7 @@ class Channel(RecordedChannel, DelayingChannel):
 
     republisher = Republisher
 
-    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> Any:
+    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: RecordedPublish) -> Any:
         self.records(self.delays.settings)  # raises without records
         self.delays.publish_keyed(keyed, queue, message)
 
