@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from .errors import SettingsError
@@ -131,6 +131,17 @@ class DelaySettings:
     ``{"shop.call_api": "100/m"}``. Tasks beyond their rate limit wait in the broker. Defaults to
     none."""
 
+    schedules: bool = False
+    """If on, periodic tasks such as those of ``beat_schedule`` wait in the broker, and no ``celery
+    beat`` is needed. Needs records. Defaults to False."""
+    schedules_version: int | str | None = None
+    """Release of the schedule entries: a number, or a date such as ``"2026-11-23"``. Workers of an
+    older release publish no entries of their own. Of equal releases, the worker that started last
+    publishes its entries. Defaults to None."""
+    schedules_catch_up: Literal["one", "none", "all"] = "one"
+    """Decides about due times that passed while no worker ran: "one" run, "none", or "all" of at
+    most 100. Defaults to "one"."""
+
     def __post_init__(self) -> None:
         for name in ("landing_exchanges", "rates"):
             object.__setattr__(self, name, _normal(name, getattr(self, name)))
@@ -237,7 +248,7 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
     """Return True if *value* is valid for the setting *name*, and a text with the valid values."""
     is_text = isinstance(value, str) and value != ""
     match name:
-        case "enabled" | "adopt" | "confirm_publish" | "declare" | "strict":
+        case "enabled" | "adopt" | "confirm_publish" | "declare" | "strict" | "schedules":
             return isinstance(value, bool), "True or False"
         case "namespace":
             fits = is_text and _NAMESPACE.fullmatch(value) and len(value) <= _NAMESPACE_BYTES
@@ -278,6 +289,11 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
                 for pair in value
             )
             return fits, 'a dict of rates by task, such as {"shop.call_api": "100/m"}'
+        case "schedules_version":
+            fits = value is None or is_text or (_is_int(value) and value >= 0)
+            return fits, 'None, a number from 0, or a date such as "2026-11-23"'
+        case "schedules_catch_up":
+            return value in ("one", "none", "all"), '"one", "none" or "all"'
         case "management_url":
             return value is None or (is_text and value.startswith("http")), "None or an http(s) URL"
     raise AssertionError(f"{name} has no check")

@@ -29,6 +29,7 @@ from ..transports.aliases import delay_headers
 from .broker import ask_on_a_connection
 from .installation import checked_app, delaying_channel
 from .keyed import KeyedCalls, KeyKind, revoke_result
+from .schedules import Schedules
 
 T = TypeVar("T")
 
@@ -122,6 +123,14 @@ class Delay(KeyedCalls):
                 return list(lines.look(limit))
 
         return self._ask_broker(looked)
+
+    def schedules(self) -> Schedules:
+        """Return the app's schedule entries, to list, pause, resume and run them.
+
+        Raises:
+            NoRecords: schedules on this broker need ``native_delay_records``.
+        """
+        return Schedules(self._app)
 
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
         """Correct the due times of *tasks* that a RetryAfter holds to the end of the hold."""

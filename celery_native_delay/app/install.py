@@ -57,6 +57,8 @@ def install(app: App, **settings: Any) -> App:
     if not isinstance(real.control_cls, ControlOf):
         real.control_cls = ControlOf(real.control_cls)
         vars(real).pop("control", None)
+    from . import idle_beat  # noqa: F401  connects its signal
+
     real.steps["consumer"].add(BOOTSTEP)
     real.fixups = {*real.fixups, f"{__name__}:reinstall"}
     _drop_pools(real)

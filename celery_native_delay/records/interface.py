@@ -78,7 +78,7 @@ class Change(Generic[T]):
 
     *text* is the new state, and is kept until *kept_us*, in microseconds since the epoch. If *text*
     is None, the stored state is removed. If *due_us* is set, the caller's message is published. If
-    *replaces* is also true, the waiting messages of the :class:`Snapshot` are cancelled.
+    *replaces* is true, the waiting messages of the :class:`Snapshot` are cancelled.
     """
 
     text: str | None

@@ -40,7 +40,6 @@ from .interface import (
     STALE_AFTER_US,
     UNDECIDED,
     VOID,
-    Change,
     CompareAndSet,
     Decide,
     IndexEntry,
@@ -129,19 +128,23 @@ class SqlRecords(Database, ComparedRecords):
             change = decide(snapshot)
             if change.text != snapshot.text:
                 self.write_row(connection, name, change.text, change.kept_us, row is not None)
+            if change.replaces:
+                self._cancel(connection, [message for message, _ in snapshot.messages])
             if change.due_us is not None:
-                self._publish(connection, snapshot, change, publish)
+                self._publish(connection, change.due_us, publish)
             return change.answer
 
         return self.do(changed)
 
-    def _publish(
-        self,
-        connection: Connection,
-        snapshot: Snapshot,
-        change: Change[Any],
-        publish: Publish | None,
-    ) -> None:
+    def _cancel(self, connection: Connection, members: Sequence[Any]) -> None:
+        at_us = now_us(connection)
+        due_us = self._locked_due_us(connection, [delivery_of(member) for member in members])
+        for delivery in due_us:
+            kept_us = max(due_us[delivery], at_us) + MARK_GRACE_MS * 1000
+            self._set_mark(connection, delivery, VOID, kept_us)
+            connection.execute(delete(WAITING).where(*self._listed(delivery)))
+
+    def _publish(self, connection: Connection, due_us: int, publish: Publish | None) -> None:
         """Store the message to publish if this database is also the broker."""
         raise NotImplementedError
 
@@ -262,10 +265,7 @@ class SqlRecords(Database, ComparedRecords):
             if step.name is not None:
                 kept_us = at_us + step.kept_ms * 1000
                 self.write_row(connection, step.name, step.after, kept_us, before is not None)
-            for delivery in gone:
-                kept_us = max(due_us[delivery], at_us) + MARK_GRACE_MS * 1000
-                self._set_mark(connection, delivery, VOID, kept_us)
-                connection.execute(delete(WAITING).where(*self._listed(delivery)))
+            self._cancel(connection, step.gone)
             if step.new is not None:
                 connection.execute(delete(MARKS).where(*self._marked(str(new))))
                 if step.new.entry:

@@ -27,6 +27,7 @@ from .attendant import Attendant
 from .fencing import Fence
 from .gates import Moved, gates
 from .rating import Rated, teach_retry_after
+from .scheduling import Scheduling
 from .strategies import GatedStrategies, Waker, forget_eta
 from .tallying import Tallying
 from .telemetry import Telemetry
@@ -68,9 +69,10 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         if settings.rates:
             self._rated = Rated(settings, c.app.tasks)
             teach_retry_after(c.app, settings.rate_by_task, self._rated.signatures)
+        self._scheduling = Scheduling(c.app, c.timer) if settings.schedules else None
         # Unique comes last: this gate takes the key's lease, after which the task must not wait.
         fence = Fence(settings, str(c.hostname), records_place(c.app, settings))
-        passed = gates(settings, self._moved, fence, self._rated, Unique(c.app))
+        passed = gates(settings, self._moved, self._scheduling, fence, self._rated, Unique(c.app))
         c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)
         if settings.telemetry is not None:
             self._telemetry = Telemetry(installation, c, settings.telemetry)
@@ -117,6 +119,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._attendant = Attendant(c.app, settings)
             self._attendant.start()
         self._attendant.look_for_parked()
+        if self._scheduling is not None:
+            self._scheduling.start()
         if self._promoter is None:
             self._promoter = promoter = part.promoter(c.app.connection_for_write)
             if promoter is None:
@@ -140,7 +144,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._tallying.stop()
 
     def shutdown(self, c: Any) -> None:
-        for part in (self._waker, self._rated, self._moved.receipts):
+        for part in (self._scheduling, self._waker, self._rated, self._moved.receipts):
             if part is not None:
                 part.close()
         self._tallying.shutdown()

@@ -13,10 +13,13 @@ from ..transports.interface import Answer, Receipts
 from .arrival import Announce, Arrival, Drop, Gate, Ruling, WaitUntil
 
 
-def gates(settings: DelaySettings, moved: Moved, *more: Gate | None) -> tuple[Gate, ...]:
+def gates(
+    settings: DelaySettings, moved: Moved, scheduling: Gate | None, *more: Gate | None
+) -> tuple[Gate, ...]:
     """Return a worker's gates (checks before a task runs), in the order of the calls."""
     # Early tasks go back first, so that the records are asked once per task, when it is due.
-    ordered = (early if settings.adopt else None, moved, cancelled, expired, *more)
+    # A cancelled occurrence of a schedule entry publishes the next one, and then is announced.
+    ordered = (early if settings.adopt else None, moved, scheduling, cancelled, expired, *more)
     return tuple(gate for gate in ordered if gate is not None)
 
 

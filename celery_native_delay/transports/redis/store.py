@@ -82,6 +82,10 @@ class Store:
         with refusals_explained(self.keys):
             return self._scripts[script](keys=keys, args=arguments)
 
+    def ask(self, *command: Any) -> Any:
+        with refusals_explained(self.keys):
+            return self.client.execute_command(*command)
+
     # --- one message in ------------------------------------------------------------------
 
     def add(self, member: str, due_us: int, entry: bytes) -> None:
