@@ -90,7 +90,7 @@ def transport_for(url: str | Sequence[str], *, store: str | None = None) -> str 
             Without this database, most of kombu's transports cannot delay messages.
 
     Returns:
-        "rabbitmq", "redis", "sqs", "pgmq" or "sql"; None if no transport can delay messages.
+        "rabbitmq", "redis", "sqs", "pgmq" or "sql"; None if the broker cannot delay messages.
     """
     if not isinstance(url, str) and not (isinstance(url, Sequence) and url):
         raise TypeError(f"expected a broker's URL, or a list of them, got {url!r}")
@@ -181,8 +181,8 @@ def settings_from_option(option: Any) -> DelaySettings:
     """Return the delay settings that the transport option ``native_delay`` contains.
 
     Args:
-        option: True for the defaults, a mapping of settings without their prefix, or a
-            :class:`DelaySettings`.
+        option: True for the defaults, a :class:`DelaySettings`, or a mapping of settings whose
+            names have no prefix ``native_delay_``.
 
     Raises:
         SettingsError: *option* has another type, or a setting is wrong.

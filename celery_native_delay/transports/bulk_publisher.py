@@ -34,7 +34,7 @@ class TaskTemplate(ABC):
     @classmethod
     @abstractmethod
     def of(cls, message: Any, channel: Any) -> Self | None:
-        """Encode a task as a template for tasks with equal options, or return None."""
+        """Encode a task as a template for tasks with equal options; return None if impossible."""
 
     @staticmethod
     @abstractmethod
@@ -43,11 +43,11 @@ class TaskTemplate(ABC):
 
     @abstractmethod
     def makes(self, message: Any, values: TaskValues) -> bool:
-        """Return True if this template, filled with *values*, equals the bytes of *message*."""
+        """Return True if this encoded task, filled with *values*, equals the bytes of *message*."""
 
     @abstractmethod
     def another(self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues) -> Any:
-        """Fill this template with *values*; return None if the new message is already due."""
+        """Fill this encoded task with *values*; return None if the new task is already due."""
 
 
 class BulkPublisher:
@@ -61,7 +61,7 @@ class BulkPublisher:
         self._last: list[Any] = []
 
     def publish(self, publish: Callable[[Any], object]) -> None:
-        """Send the message that the function *publish* publishes with a kombu producer.
+        """Call the function *publish* with a kombu producer, and send the published message.
 
         If this method raises an error, the broker does not get the message.
         """

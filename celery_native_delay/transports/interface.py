@@ -1,4 +1,4 @@
-"""The operations of a transport that workers, commands and ``bulk(app)`` call.
+"""The operations of a transport that workers, ``celery delay`` commands and ``bulk(app)`` call.
 
 A channel that can delay messages has the methods ``worker_part(settings)`` and
 ``admin_part(settings)``. The channel's transport has the method ``bulk_publisher(window=…)``.
@@ -45,7 +45,7 @@ class Wait:
 
     @cached_property
     def new_id(self) -> str:
-        """Return the message's new delivery id, a random id that every retry uses."""
+        """Return a random delivery id for the message; every retry uses the same id."""
         return token_hex(16)
 
 
@@ -126,18 +126,18 @@ class WorkerPart(ABC):
         return Rescue()
 
     def promoter(self, connect: Callable[..., Any]) -> Promoter | None:
-        """Return a loop that moves due messages to their queues; None if the broker moves messages.
+        """Return a loop that moves due messages to queues; None if the broker does this itself.
 
         The function *connect* takes ``transport_options`` and returns a kombu connection.
         """
         return None
 
     def receipts(self) -> Receipts | None:
-        """Return the check for cancelled tasks, or None if no separate list of tasks exists."""
+        """Return an object that recognises messages of cancelled tasks, or None."""
         return None
 
     def sweep(self) -> int:
-        """Delete stored copies of messages that the broker lost; return the number of copies."""
+        """Delete stored copies of messages that the broker has lost; return the number of copies."""
         return 0
 
 
@@ -264,9 +264,7 @@ class AdminPart(Protocol):
         """Create everything on the broker that delays need; *queues* are the app's queues."""
 
     def verify(self) -> list[Finding]:
-        """Find differences between the broker's configuration and the configuration that delays
-        need.
-        """
+        """Find wrong or missing queues, attributes and policies on the broker."""
 
     def examine(self) -> list[Finding]:
         """Look for problems, such as overdue messages, wrong clocks and lost task records."""

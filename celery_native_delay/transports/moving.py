@@ -47,7 +47,7 @@ class Moving:
 
 @dataclass(frozen=True)
 class Stays:
-    """A message that ``delay migrate`` cannot move (*should*), or need not move."""
+    """A message that ``delay migrate`` does not move; *should* is True if this is an error."""
 
     why: str
     should: bool = True
@@ -70,7 +70,7 @@ class Source(ABC):
     """True if moved messages keep their debounce, throttle or unique key."""
 
     def key_records(self) -> KeyRecords | None:
-        """Return the store of debounce, throttle and unique keys, or None if unknown."""
+        """Return the store of debounce, throttle and unique keys, or None without a store."""
         return None
 
     @abstractmethod
@@ -86,9 +86,7 @@ class Source(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Delete the message that :meth:`found` yielded last; return False if the message has
-        changed.
-        """
+        """Delete the message that :meth:`found` yielded last; return False if already changed."""
 
     def close(self) -> None:  # noqa: B027  nothing to do where nothing is held
         """Unlock the message that :meth:`found` yielded last."""
@@ -174,7 +172,7 @@ def derived_id(
 
 
 def expires_ms_of(properties: Mapping[str, Any], *, now_us: int) -> int | None:
-    """Return the time at which a message expires, in ms since the epoch, or None."""
+    """Return the time when a message expires, in milliseconds since the epoch, or None."""
     expiration = properties.get("expiration")
     if expiration is None or not str(expiration).isdecimal():
         return None

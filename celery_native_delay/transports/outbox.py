@@ -64,7 +64,7 @@ BatchT = TypeVar("BatchT", bound=OutboxBatch[Any])
 class Outbox(ABC, Generic[MessageT, BatchT]):
     """Keeps a bulk publisher's messages until confirmed, and sends unconfirmed messages again.
 
-    An outbox is not thread-safe. A second thread sends batches that are not full in time.
+    An outbox is not thread-safe. A second thread sends a batch that does not fill up in time.
     """
 
     lost: tuple[type[Exception], ...] = (OSError, OperationalError, RecoverableConnectionError)

@@ -36,7 +36,7 @@ def records_beside(settings: DelaySettings, place: str) -> Any:
 
 
 def lines_beside(records: Any) -> Lines:
-    """Return the queues of rate-limited tasks in the database of *records*, or raise NoRecords."""
+    """Return the stored queues of rate-limited tasks. Raises NoRecords if *records* is None."""
     if records is None:
         raise NoRecords(
             "native_delay_rates needs records beside this broker: set native_delay_records = "
@@ -142,9 +142,7 @@ class RecordedWorkerPart(WorkerPart):
 
 
 class NothingParked:
-    """The commands for parked (due, but undeliverable) messages, on brokers without parked
-    messages.
-    """
+    """Reports no parked (due, but undeliverable) messages, because this broker keeps none."""
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
         return 0, []

@@ -32,7 +32,7 @@ def message_address(exchange: str, routing_key: str) -> str:
 
 
 def topic_binding_address(exchange: str, pattern: str) -> str:
-    """Return the end of the binding key with which we copy a user's topic binding."""
+    """Return the last words of the binding key in our copy of a user's topic binding."""
     words = [word if word in _WILDCARDS else _literal(word) for word in _words(pattern)]
     return _join(exchange, words)
 
@@ -68,7 +68,7 @@ def refusal_fits(*names: str) -> bool:
     """Return True if the broker's error text can hold all *names* without a cut.
 
     RabbitMQ cuts the error text at 255 bytes. If the text is not ASCII, RabbitMQ 4.3 closes the
-    connection (541), and RabbitMQ 3.10 may cut a character, which py-amqp cannot decode.
+    connection (541), and RabbitMQ 3.10 may send half a character, which py-amqp cannot decode.
     """
     text = "".join(names)
     return text.isascii() or len(text.encode()) <= SHORTSTR_BYTES - _REFUSAL_BYTES

@@ -20,8 +20,7 @@ from .topology import Binding, Declaration, Exchange, Queue, Topology, Unbinding
 class Exported:
     """The queues, exchanges and bindings of one app as RabbitMQ's definitions (JSON text).
 
-    *left_out* names the queues and exchanges that are missing in *text*, because they are not
-    durable.
+    *left_out* names the queues and exchanges that are not durable, and are missing in *text*.
     """
 
     text: str

@@ -117,7 +117,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         self._returned.append(Publication(received(message), exchange, routing_key))
 
     def _on_close(self, reply_code: int, reply_text: str, class_id: int, method_id: int) -> None:
-        """Do not reopen the channel as py-amqp does, because confirm mode would be lost."""
+        """Unlike py-amqp, do not reopen the channel, because confirm mode would be lost."""
         self.closed_with = (reply_code, reply_text)
         self.send_method(spec.Channel.CloseOk)
         self.collect()

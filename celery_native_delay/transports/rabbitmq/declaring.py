@@ -45,9 +45,7 @@ class Declarer:
         return self._channel
 
     def apply(self, declarations: Iterable[Change]) -> None:
-        """Declare these queues, exchanges and bindings; remove the binding of each
-        :class:`Unbinding`.
-        """
+        """Declare queues, exchanges and bindings, and remove the binding of each Unbinding."""
         apply(self.channel, declarations)
 
     def refusal_fits(self, name: str) -> bool:

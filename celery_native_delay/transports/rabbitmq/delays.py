@@ -88,9 +88,7 @@ class Delays:
         return self.preparation.prepare(redeclare=redeclare, consuming=consuming)
 
     def units(self, due_us: int, *, now_us: int) -> int:
-        """Return the delay until *due_us* in units of ``native_delay_resolution``; 0 if already
-        due.
-        """
+        """Return the delay until *due_us* in units of ``native_delay_resolution``; 0 if due."""
         resolution_ms = self.topology.resolution_ms
         units = units_until(due_us, now_us=now_us, resolution_ms=resolution_ms)
         check_reach(units, max_units=self.topology.max_units, resolution_ms=resolution_ms)
@@ -112,8 +110,8 @@ class Delays:
     ) -> bool:
         """Publish a delayed message, which waits in queues with a TTL.
 
-        If the message is already due, the method sends nothing and returns False. Raises an error
-        of this package before the message is sent. Raises NotFound if the exchange does not exist,
+        If the message is already due, the method sends nothing and returns False. An error of this
+        package means that the message was not sent. Raises NotFound if the exchange does not exist,
         and MessageNacked if the broker nacks the message.
         """
         confirmed = self.settings.confirm_publish
@@ -205,8 +203,8 @@ class Delays:
     ) -> None:
         """Publish a received message again, so that the message waits until its due time.
 
-        If *recorded* is true, a copy of the message is stored. *clock_ahead_us* is this machine's
-        clock minus the clock that set the due time, in microseconds.
+        If *recorded* is true, Redis or a database stores a copy of the message. *clock_ahead_us* is
+        this machine's clock minus the clock that set the due time, in microseconds.
         """
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:

@@ -100,8 +100,8 @@ def read_celerys(
 def _exchanges_of(whole_key: str, routing_key: str, reaches: Iterable[Reach]) -> list[str]:
     """Return the exchanges to which Celery would deliver the message.
 
-    Celery's binding key ``#.<key>`` also matches longer routing keys. So exchanges that bind
-    exactly *routing_key* exclude all other exchanges.
+    Celery's binding key ``#.<key>`` also matches longer routing keys. If an exchange has a binding
+    for exactly *routing_key*, exchanges with other bindings are ignored.
     https://github.com/celery/kombu/blob/v5.7.0/kombu/transport/native_delayed_delivery.py
     """
     keys = [

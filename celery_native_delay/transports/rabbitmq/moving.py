@@ -145,7 +145,7 @@ class SetSource(QueueSource):
         return found
 
     def _received(self, member: str, found: Moving) -> Found:
-        """Delete the stored copy of *found*; return Void if the task was cancelled."""
+        """Delete the stored copy of *found*; return Void for a cancelled or rescheduled task."""
         may_run = self._records.received(member)
         if may_run is None:
             raise RecordsUnavailable(
@@ -230,7 +230,7 @@ class RabbitMQMovingPart(MovingPart):
         return [QueueSource(self._delays, levels.name, levels.queues, read) for levels in found]
 
     def _sets(self, name: str, *, here: bool) -> list[Source]:
-        """Return delay queues of other settings, found by namespace or by full name.
+        """Find delay queues of other settings by namespace or by full name.
 
         If *here* is true, the app's present delay queues are left out.
         """

@@ -28,7 +28,7 @@ NACKED = "the broker refused it (basic.nack)"
 
 
 class SingleMessage(OutboxBatch[Message]):
-    """One message, sent alone to find the message for which RabbitMQ closed the channel."""
+    """A batch of one message, to find the message for which RabbitMQ closed the channel."""
 
 
 class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):

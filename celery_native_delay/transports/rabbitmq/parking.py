@@ -254,8 +254,8 @@ def _exists(work: _RescueState, exchange: str) -> bool:
 class Arrivals:
     """Consumes messages of a queue, and acks many messages with one ack.
 
-    RabbitMQ holds back acks beyond 32 of a quorum queue (rabbit_fifo_client), and loses these acks
-    if the channel closes. One ack for all messages is safe.
+    For a quorum queue, RabbitMQ holds back acks after the first 32 (rabbit_fifo_client), and loses
+    these acks if the channel closes. One ack for all messages is safe.
     """
 
     def __init__(self, channel: OwnChannel, queue: str, *, prefetch: int) -> None:

@@ -159,7 +159,7 @@ class Preparation:
         self.prepare(redeclare=True)
 
     def forget_all(self) -> None:
-        """Prepare a new declaration of everything, because the broker may have lost queues."""
+        """Make the next publish declare everything again, because the broker may have lost queues."""
         self.is_ready = False
         self._mirror.forget_mirrored()
         self._routes.forget()

@@ -56,8 +56,7 @@ class Routes:
         """Return True if delayed messages to *exchange* must go through a landing queue.
 
         A landing queue dead-letters due messages to the user's exchange. An exchange needs this
-        queue if the bindings of the exchange cannot be copied. The method declares the landing
-        queue.
+        queue if we cannot copy the bindings of the exchange. The method declares the queue.
 
         Raises CannotDelay for an unsuitable exchange type, and NotFound for a missing exchange.
         """
@@ -97,8 +96,7 @@ class Routes:
 
         Raises NotFound if *exchange* does not exist. RabbitMQ reveals the type only by refusing a
         declaration with another type. If the user may not declare, the method returns "direct",
-        which also works for a topic exchange. A worker must publish messages to other exchanges
-        again.
+        which also works for topic exchanges. To other exchanges, a worker publishes messages again.
         """
         kind = self._mirror.types.get(exchange)
         if kind is None:

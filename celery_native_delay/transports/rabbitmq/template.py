@@ -72,8 +72,7 @@ class TaskFields(NamedTuple):
 class Template:
     """Makes AMQP frames for tasks with equal options, without encoding the options again.
 
-    *properties* are the message properties of one delayed task. Raises ValueError for other
-    messages.
+    *properties*: the message properties of a delayed task. Raises ValueError for other messages.
     """
 
     def __init__(self, properties: Mapping[str, Any]) -> None:

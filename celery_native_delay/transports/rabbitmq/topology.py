@@ -5,7 +5,7 @@ reads no clock, and imports only the standard library. A change to ``plan()`` ne
 because production brokers hold the old declarations (tests/unit/golden).
 
 A delay is a binary number of units of ``native_delay_resolution``. A bit has a queue whose TTL is
-the bit's value. A message waits in the queue of each bit that is 1, the highest bit first: with a
+the bit's value. A message waits in the queue of each bit that is 1, the highest bit first. With a
 delay of 10 units (binary 1010), the message waits 8 units, then 2 units. The lowest 15 bits
 (``native_delay_fused_bits``) form groups of three or four bits. A group has one queue for each
 value except 0. So a message waits at most once per group, and the queues share the load.
@@ -136,7 +136,7 @@ class Topology:
     # --- names ---------------------------------------------------------------------------
 
     def level_exchange(self, bit: int) -> str:
-        """Return the exchange for messages that have waited for all bits above *bit*."""
+        """Return the exchange for messages that have waited for all delay bits above *bit*."""
         return f"{self.name}.level-{bit:02d}"
 
     def level_queue(self, units: int) -> str:
@@ -151,16 +151,14 @@ class Topology:
         return queue.startswith(f"{self.name}.landing-")
 
     def landing_marker(self, exchange: str) -> str:
-        """Return the exchange whose existence tells producers that *exchange* has a landing queue.
+        """Return the exchange that exists only if *exchange* has a landing queue.
 
         A landing queue dead-letters due messages to the user's exchange.
         """
         return f"{self.name}.lands.{short_word(exchange)}"
 
     def copied_marker(self, exchange: str) -> str:
-        """Return the exchange whose existence tells producers that the bindings of *exchange* are
-        copied.
-        """
+        """Return the exchange that exists only if consumers copy the bindings of *exchange*."""
         return f"{self.name}.mirrored.{short_word(exchange)}"
 
     def queue_landing_queue(self, queue: str) -> str:
@@ -193,8 +191,8 @@ class Topology:
         """Return the expiration in milliseconds with which a delayed message is published.
 
         *units* is the delay, rounded up. The expiration is the TTL of the message's first queue
-        minus the rounding. Rounding is less than a unit, so an earlier message in the queue delays
-        a later message by less than a unit.
+        minus the rounding. The rounding is less than a unit, so an earlier message in the queue
+        delays a later message by less than a unit.
         https://www.rabbitmq.com/docs/ttl#per-message-ttl-in-publishers
         """
         ttl_ms = self._first_hop(units).ttl_ms
@@ -236,8 +234,7 @@ class Topology:
         return address if self.fits(address) else hashed_address(exchange, routing_key)
 
     def delivery_pattern(self, address: str) -> str:
-        """Return the binding key for the destination *address*, with a ``*`` for each bit of the
-        delay.
+        """Return the binding key for *address* after any delay: one ``*`` for each delay bit.
 
         With a ``#`` instead, RabbitMQ would try every suffix, and would also match longer addresses
         (rabbit_db_topic_exchange.erl).
@@ -259,9 +256,7 @@ class Topology:
     # --- declarations --------------------------------------------------------------------
 
     def plan(self) -> Iterator[Declaration]:
-        """Yield the queues, exchanges and bindings for delayed messages, in the order of
-        declaration.
-        """
+        """Yield the queues, exchanges and bindings for delayed messages, in declaration order."""
         yield Exchange(self.parking_exchange, "fanout")
         yield Queue(
             self.parking_queue,
@@ -301,7 +296,7 @@ class Topology:
         return Queue(self.landing_queue(exchange), _landing_arguments(exchange))
 
     def queue_landing(self, queue: str) -> Queue:
-        """Return the queue that dead-letters due messages to *queue*, or keeps rejected messages."""
+        """Return the queue that dead-letters due messages to *queue* until accepted."""
         arguments = _landing_arguments(self.delivery_exchange)
         arguments["x-dead-letter-routing-key"] = self.routing_key(0, queue_address(queue))
         return Queue(self.queue_landing_queue(queue), arguments)
