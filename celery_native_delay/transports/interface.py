@@ -60,7 +60,7 @@ class Rescue:
 
     @property
     def rescued(self) -> int:
-        """Return the number of parked messages that were delivered, delayed again, or expired."""
+        """Return how many undeliverable messages are now delivered, delayed again, or expired."""
         return self.delivered + self.waiting_again + self.expired
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class WorkerPart(ABC):
         self._delays = channel.delays
 
     comes_back_late_seconds = 0.05
-    """The longest normal lateness, in seconds, of a message that a worker returned."""
+    """The usual longest lateness (seconds) of a message that a worker returned to the broker."""
 
     @abstractmethod
     def prepare(self, where: str) -> str:
@@ -137,7 +137,7 @@ class WorkerPart(ABC):
         return None
 
     def sweep(self) -> int:
-        """Delete stored copies of messages that the broker has lost; return the number of copies."""
+        """Delete stored copies of messages that the broker lost; return the number of copies."""
         return 0
 
 
@@ -158,7 +158,7 @@ class ServesQueues(Protocol):
     """A WorkerPart or AdminPart that needs the names of the app's queues."""
 
     def serve(self, queues: Sequence[str]) -> None:
-        """Set the names of the app's queues, which the other operations need."""
+        """Set the names of the app's queues, which later operations need."""
 
 
 class Answer(Enum):

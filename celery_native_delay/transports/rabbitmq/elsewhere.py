@@ -138,7 +138,7 @@ _SET = re.compile(
 
 
 def sets_of(names: Iterable[str], like: DelaySettings) -> list[DelaySettings]:
-    """Read former settings from the names of delay queues; *like* has the other settings."""
+    """Read former settings from the names of delay queues; *like* has the remaining settings."""
     found: dict[str, DelaySettings] = {}
     for name in names:
         if (match := _SET.match(name)) is None or match[0] in found:

@@ -159,7 +159,7 @@ class Preparation:
         self.prepare(redeclare=True)
 
     def forget_all(self) -> None:
-        """Make the next publish declare everything again, because the broker may have lost queues."""
+        """Let the next publish declare everything again, in case the broker lost queues."""
         self.is_ready = False
         self._mirror.forget_mirrored()
         self._routes.forget()

@@ -179,7 +179,7 @@ def _method(channel_id: int, exchange: str, routing_key: str) -> bytes:
 
 
 def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
-    """Replace each mark in *table* by a placeholder for ``%`` formatting."""
+    """Replace each text of *marks* in *table* by a ``%`` placeholder."""
     parts = []
     at = 0
     for mark in marks:

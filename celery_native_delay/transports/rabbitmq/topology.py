@@ -348,7 +348,7 @@ class Topology:
             yield Binding(source, self.delivery_exchange, key, to_exchange=True)
 
     def _pattern(self, level: Level, value: int, zeros: int) -> str:
-        """Return the binding key for *value* in the bits of *level*, after *zeros* zero bits."""
+        """Return the binding key for *value* in a bit group (*level*), after *zeros* zeros."""
         above = self.bit_count - zeros - level.width - level.lowest
         bits = f"{value:0{level.width}b}" if level.width else ""
         return ".".join(["*"] * above + ["0"] * zeros + [*bits] + ["*"] * level.lowest + ["#"])
