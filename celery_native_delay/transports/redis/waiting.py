@@ -59,7 +59,7 @@ class RedisWaitingTasks(RedisListing):
         return waiting_of(envelope, queue=self.queue_of(destination), due_us=due_us)
 
     def queue_of(self, destination: Destination) -> str:
-        """Return the name of the queue of *destination*; "" for a fanout exchange."""
+        """Return the queue name of *destination*, or "" for a fanout exchange."""
         if destination.broadcast:
             return ""
         key = destination.keys[0].removeprefix(self._prefix)
