@@ -63,7 +63,7 @@ class Delays(delays.Delays):
     def publish(
         self, message: dict[str, Any], destination: Destination, *, due_us: int, batch: Any = None
     ) -> None:
-        """Store a delayed message in Redis; *batch* is kombu's ``Producer.batch()``."""
+        """Store a delayed message in Redis, directly or in kombu's ``Producer.batch()``."""
         member, entry = self.stored(message, destination, due_us=due_us)
         if batch is None:
             self.store.add(member, due_us, entry)
@@ -104,7 +104,7 @@ class Delays(delays.Delays):
         return member_of(message, destination.keys[0]), self._entry(message, destination, due_us)
 
     def put_back(self, message: dict[str, Any], destination: Destination, *, due_us: int) -> None:
-        """Store an early message from a worker again until the due time."""
+        """Store a message again, because a worker received the message too early."""
         # The name has the old delivery tag, so a second attempt changes nothing.
         member = member_of(message, destination.keys[0])
         # The worker acknowledges the old tag. The delay counts from the server's clock.

@@ -85,7 +85,7 @@ class ScriptBatch(outbox.OutboxBatch[RedisMessage]):
         self.script, self.keys, self.arguments = script, keys, arguments
 
     def packed(self, connection: Any, *, whole: bool = False) -> Any:
-        """Return the encoded EVALSHA command, or with *whole* an EVAL of the script."""
+        """Return an encoded EVALSHA command, or an EVAL command if *whole*."""
         name = ("EVAL", self.script) if whole else ("EVALSHA", digest_of(self.script))
         return connection.pack_command(*name, len(self.keys), *self.keys, *self.arguments)
 

@@ -142,7 +142,7 @@ class Promoter:
                 expected_us = None
 
     def _promote_due(self, rounds: Rounds) -> tuple[int, HandedOver]:
-        """Move all due messages; return their number and the script's last answer."""
+        """Move all due messages; return the number of messages and the last result."""
         taken = 0
         self._sign.keep_up()
         rounds.ask()
@@ -172,7 +172,7 @@ class Promoter:
 
 
 class _Alarm:
-    """A connection that blocks in BZPOPMIN until an earlier message is stored."""
+    """A connection that blocks in BZPOPMIN until a message with an earlier due time arrives."""
 
     def __init__(self, connection: Any, key: str) -> None:
         self._connection = connection
@@ -190,7 +190,7 @@ class _Alarm:
         self._ask()
 
     def wait(self, seconds: float) -> bool:
-        """Sleep up to *seconds*; return True if an earlier message was stored."""
+        """Sleep up to *seconds*; return True if a message with an earlier due time arrived."""
         # With TLS the socket may have input that is no answer.
         if self._connection._sock in self._readable(seconds) and self._connection.can_read(
             timeout=0

@@ -109,7 +109,7 @@ class Store:
         return self._hand_over(self.keys.due, "", version)
 
     def rescue(self, *, version: tuple[int, ...], before_us: int) -> HandedOver:
-        """Retry up to :data:`BATCH` messages that a queue rejected before *before_us*."""
+        """Retry up to :data:`BATCH` messages that a queue rejected before a given time."""
         return self._hand_over(self.keys.parked, f"({before_us}", version)
 
     def _hand_over(self, source: str, highest: str, version: tuple[int, ...]) -> HandedOver:
@@ -190,7 +190,7 @@ class Rounds:
         self._connection.send_packed_command(self._evalsha, check_health=False)
 
     def answer(self) -> HandedOver:
-        """Return the script's oldest unread result."""
+        """Return the oldest unread result of the script that moves due messages."""
         while True:
             try:
                 with refusals_explained(self._keys):

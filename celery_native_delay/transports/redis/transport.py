@@ -133,11 +133,11 @@ class RedisDelayingChannel(DelayingChannel):
 
 
 class Channel(RedisDelayingChannel, redis.Channel):  # type: ignore[misc]
-    """A channel of kombu's redis transport, whose delayed messages wait in Redis."""
+    """kombu's Redis channel, which also stores delayed messages."""
 
 
 class SentinelChannel(RedisDelayingChannel, redis.SentinelChannel):  # type: ignore[misc]
-    """A channel of kombu's sentinel transport, whose delayed messages wait in Redis."""
+    """kombu's Sentinel channel, which also stores delayed messages."""
 
 
 class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]

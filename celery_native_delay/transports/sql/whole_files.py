@@ -26,11 +26,7 @@ def is_folder(channel: Any) -> bool:
 
 
 def put_file(channel: Any, queue: str, envelope: str) -> None:
-    """Write a message as a JSON file into the folder of *channel*, under a name like kombu's.
-
-    Raises ChannelError for an impossible file name. Raises OSError if the folder is missing, full
-    or not writable.
-    """
+    """Write a message as a complete JSON file into the transport's folder."""
     folder = Path(channel.data_folder_out)
     name = f"{round(monotonic() * 1000)}_{uuid4()}"
     # Without the queue's name: kombu 5.5's consumers look for that name anywhere in a file's name.
