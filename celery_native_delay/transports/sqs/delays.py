@@ -114,7 +114,7 @@ class Delays(recorded.Delays):
             self.queues.client(queue).send_message(QueueUrl=url, **arguments)
 
     def known_delay_queue(self, queue: str) -> KnownDelayQueue:
-        """Return the cached attributes of a delay queue; raise TopologyMismatch for wrong attributes."""
+        """Return the cached attributes of a delay queue, or raise TopologyMismatch if wrong."""
         known = self._known.get(queue)
         if known is None or monotonic() - known.at > (
             LOOK_SECONDS if known.url is not None else LOOK_FOR_SECONDS

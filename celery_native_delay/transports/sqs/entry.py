@@ -101,7 +101,7 @@ class Entry:
         """Return the arguments of boto's ``send_message`` to the delay queue."""
         return {
             "MessageBody": self.text(),
-            "MessageGroupId": self.id,  # no message blocks another message
+            "MessageGroupId": self.id,  # one group per message, so no message blocks another
             # Within five minutes, SQS ignores a repeated send for the same wait.
             "MessageDeduplicationId": f"{self.id}:{self.hop}",
         }

@@ -102,7 +102,8 @@ class Relay:
             self.failed += failed
 
     def stop(self) -> None:
-        # A long poll goes on. If the process ends, its messages return after VISIBILITY_SECONDS.
+        # A running long poll is not interrupted. If the process ends, another worker receives the
+        # polled messages after VISIBILITY_SECONDS.
         self._stopping.set()
 
     def _run_on(self, channel: Any) -> None:
