@@ -1,6 +1,6 @@
 """List, cancel and reschedule the waiting tasks of a Redis broker.
 
-A change is made only if the message has not changed since it was read.
+A change fails if another process has changed the message first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Deliver each due message from the database to its queue in the broker."""
+"""Deliver due messages from the database to the queues of the broker."""
 
 from __future__ import annotations
 

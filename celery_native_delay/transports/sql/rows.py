@@ -73,7 +73,7 @@ class DispatchBatch:
     """The locked rows: *id*, *queue*, *envelope* (kombu's JSON), *attempts* (rejections so far)."""
     delivered: list[int] = field(default_factory=list)
     refused: list[dict[str, Any]] = field(default_factory=list)
-    """New column values of each rejected message, with no due time after the last attempt."""
+    """New column values of the rejected messages, for :meth:`settle`."""
 
     def settle(self) -> None:
         """Delete delivered messages and update rejected messages, in this transaction."""

@@ -1,6 +1,6 @@
 """List, cancel and reschedule the waiting tasks in a database.
 
-A change and a delivery of a message both lock the message's row. The second of two transactions
+A transaction that changes or delivers a message locks the message's row. A second transaction then
 finds the row deleted or changed.
 """
 

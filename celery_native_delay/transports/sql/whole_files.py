@@ -1,7 +1,7 @@
 """Write messages for kombu's filesystem transport so that consumers see only complete files.
 
-kombu creates a file under its final name. A consumer that looks too soon takes an empty file and
-loses the message. So this package writes under another name, and then renames the file.
+kombu creates each file under the final name. A consumer that reads the file too early gets an empty
+file and loses the message. So this package writes under another name, and then renames the file.
 https://github.com/celery/kombu/blob/v5.5.0/kombu/transport/filesystem.py#L238
 """
 
