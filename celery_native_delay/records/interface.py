@@ -63,8 +63,8 @@ class Snapshot:
 
     - *now_us*: microseconds since the epoch, by the clock of the Redis or database.
     - *text*: the stored state, or None. If the state is JSON, its field ``id`` is a task id.
-    - *messages*: the waiting messages of this task, each with its name in the Redis or database, and
-      its due time in microseconds (0: the task is due, but its queue does not exist).
+    - *messages*: name and due time (in microseconds) of each waiting message of this task. The due
+      time 0 means that the task is due but its queue does not exist.
     """
 
     now_us: int
