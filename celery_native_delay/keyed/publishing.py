@@ -62,7 +62,7 @@ underway: ContextVar[KeyedPublish | None] = ContextVar("native_delay_keyed", def
 
 @contextmanager
 def publishing(keyed: KeyedPublish) -> Iterator[None]:
-    """Add the key of *keyed* to the task that this ``with`` block publishes."""
+    """Let the channel use *keyed* for the message that this ``with`` block publishes."""
     token = underway.set(keyed)
     try:
         yield
@@ -71,7 +71,7 @@ def publishing(keyed: KeyedPublish) -> Iterator[None]:
 
 
 def keyed_publish(headers: Mapping[str, Any] | None) -> KeyedPublish | None:
-    """Return this thread's publish of the same task with a key, or None."""
+    """Return the :class:`KeyedPublish` of the message with these headers, or None."""
     keyed = underway.get()
     if keyed is None or not headers or headers.get("id") != keyed.task_id:
         return None

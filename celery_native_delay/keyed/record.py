@@ -30,8 +30,8 @@ _as_json = json.JSONEncoder(separators=(",", ":")).encode
 class Run:
     """An execution of a unique task, and the expiry of its lock on the key.
 
-    *token* is a random id of the execution. *lease_us* is the expiry of the lock, in microseconds since
-    the epoch by the clock of the Redis or database.
+    *token* is a random id of the execution. The lock expires at *lease_us*, in microseconds since the
+    epoch, by the clock of the Redis or database.
     """
 
     id: str
@@ -45,7 +45,8 @@ class Record:
 
     - *id* and *due_us*: the id and the due time of the waiting task.
     - *since_us*: the time of the first debounced call that the waiting task serves.
-    - *window_us* and *opener*: the end of a throttle's window, and the id of the window's first task.
+    - *window_us*: the end of a throttle's window.
+    - *opener*: the id of the task that began a throttle's window.
     - *run*: the running execution of a unique task.
 
     All times are in microseconds since the epoch.

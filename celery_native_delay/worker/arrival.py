@@ -116,7 +116,7 @@ class AskAgain:
 
     - *beside_prefetch*: raise the prefetch count by one until then.
     - *from_here*: do not repeat earlier checks.
-    - *once*: a function that gets a callback; the callback starts the *after_seconds*.
+    - *once*: None, or a function; the *after_seconds* begin when the function calls its argument.
     """
 
     after_seconds: float
@@ -129,7 +129,7 @@ class AskAgain:
 class WaitUntil:
     """Decision: return the message to the broker until *due_us*, with more *headers*.
 
-    - *delivery_id*: the message's new delivery id, or None for a random id.
+    - *delivery_id*: the delivery id that the message keeps, or None for a new id.
     - *otherwise*: the decision if the broker refuses the message; None: go on with the next check.
     """
 

@@ -1,4 +1,4 @@
-"""The fields of telemetry: a worker writes one line of JSON when a task starts, and one when it ends.
+"""The fields of telemetry: a worker writes one line of JSON when a task starts or ends.
 
 - The process that runs the task writes a line at the start, with ``finished`` and ``outcome`` null,
   and a line at the end.

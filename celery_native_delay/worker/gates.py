@@ -23,7 +23,7 @@ def gates(settings: DelaySettings, moved: Moved, *more: Gate | None) -> tuple[Ga
 class Moved:
     """A check before a task runs: drop the message of a cancelled or rescheduled task.
 
-    If the state of tasks is unreachable, ``native_delay_records_away`` decides if tasks run or wait.
+    If the state of tasks is unreachable, ``native_delay_records_away`` decides if the tasks run.
     """
 
     def __init__(self, settings: DelaySettings) -> None:
@@ -50,7 +50,7 @@ def cancelled(arrival: Arrival) -> Ruling | None:
 def expired(arrival: Arrival) -> Ruling | None:
     """A check before a task runs: drop a message whose ``expiration`` has passed.
 
-    RabbitMQ removes ``expiration`` when it dead-letters a message, so this package's header has a copy.
+    RabbitMQ removes ``expiration`` when it dead-letters a message, so our header has a copy.
     """
     delayed = arrival.delayed
     if delayed is None or delayed.expires_ms is None or arrival.fields.get("expires"):
