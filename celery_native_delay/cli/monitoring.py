@@ -47,7 +47,7 @@ def exporter(
 ) -> None:
     """Serve Prometheus metrics until Ctrl-C.
 
-    Lateness and counters come from workers with events on (-E). Run one exporter per app.
+    Workers must send events (-E), from which the exporter counts. Run one exporter per app.
     """
     import signal
     from threading import Event

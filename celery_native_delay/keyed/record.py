@@ -30,7 +30,7 @@ _as_json = json.JSONEncoder(separators=(",", ":")).encode
 class Run:
     """An execution of a unique task, and the expiry of its lock on the key.
 
-    *token* is a random id of the execution. The lock expires at *lease_us*, in microseconds since the
+    *token* is a random id of the execution. *lease_us* is the expiry in microseconds since the
     epoch, by the clock of the Redis or database.
     """
 

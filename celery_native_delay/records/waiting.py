@@ -233,7 +233,7 @@ class Verdict(Enum):
     UNKNOWN = "unknown"
     """No task with this id is waiting. The task is already due, or was never delayed."""
     IMPOSSIBLE = "impossible"
-    """The message cannot be moved, because it uses an old protocol. The message keeps waiting."""
+    """The task cannot be moved, and keeps waiting. The outcome's *reason* says why."""
 
 
 @dataclass(frozen=True)

@@ -289,8 +289,8 @@ class GatedStrategies(dict[str, Any]):
 class Waker:
     """Wakes up a worker's event loop, from any thread and from the loop's timers.
 
-    Otherwise a callback is up to a second late. kombu 5.7 does not wake up its event loop for callbacks
-    that a timer adds.
+    Otherwise a callback is up to a second late. kombu 5.7 does not wake up its event loop for
+    callbacks that a timer adds.
     """
 
     def __init__(self, hub: Any) -> None:
