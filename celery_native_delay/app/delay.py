@@ -43,13 +43,11 @@ _MOST_LINES = 10_000
 
 
 class Delay(KeyedCalls):
-    """List, search, cancel and reschedule an app's waiting tasks; send unique or debounced tasks.
+    """List, search, cancel and reschedule an app's waiting tasks. Send debounced or unique tasks.
 
-    This class reads the waiting tasks
-
-    - from the broker, if the broker is Redis;
-    - from the Redis or database of ``native_delay_records``, on RabbitMQ, SQS and pgmq;
-    - from the database in which the messages wait, on other brokers.
+    If the broker is Redis, the waiting tasks are read from the broker. On RabbitMQ, SQS and pgmq,
+    the tasks are read from the Redis or database of ``native_delay_records``. On other brokers,
+    the tasks are read from the database in which the messages wait.
 
     Every method raises :class:`~celery_native_delay.RecordsUnavailable` if this Redis or database
     is unreachable, and kombu's errors if the broker is unreachable. Methods that change a task
@@ -112,7 +110,7 @@ class Delay(KeyedCalls):
         return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
 
     def rates(self, *, limit: int = 50) -> list[RateLine]:
-        """Return the queues of rate-limited tasks, longest first: one per task name and key.
+        """Return the queues of tasks that wait for a rate limit, longest queue first.
 
         Raises:
             NoRecords: rate limits on this broker need ``native_delay_records``.
@@ -303,8 +301,7 @@ class Delay(KeyedCalls):
     def _revoke_result(self, outcome: Outcome) -> None:
         """Set the results of a cancelled task to REVOKED.
 
-        After a failure of the result backend, workers set the results of later tasks, because each attempt
-        may take minutes.
+        If the result backend fails, workers set all later results: each attempt may take minutes.
         """
         for task in outcome.tasks:
             if self._sets_results and task.name and task.keeps_result:

@@ -107,7 +107,7 @@ def _failed(check: str, exc: NativeDelayError) -> Finding:
 
 
 def _of_lines(connection: Any, settings: DelaySettings) -> Iterator[Finding]:
-    """Yield a problem if the server that stores the rate limits is unreachable."""
+    """Yield a problem if the server that stores rate limits is unreachable."""
     if not settings.rates:
         return
     try:

@@ -82,7 +82,7 @@ def reinstall(app: Celery) -> None:
 
 
 def _drop_pools(app: Celery) -> None:
-    """Drop connection pools made before ``install``, because their connections cannot delay messages."""
+    """Drop connection pools made before ``install``: their connections cannot delay messages."""
     app._pool = None
     if "amqp" in vars(app):
         app.amqp._producer_pool = None

@@ -74,7 +74,7 @@ class Installation:
     def keeps_celerys_off(self) -> bool:
         """True if Celery's own delayed delivery is off for this app.
 
-        The value is from the app's last connection, because every delayed publish reads this property.
+        Every delayed publish reads this property, so the value is from the app's last connection.
         """
         return self.enabled if self._connected_enabled is None else self._connected_enabled
 
@@ -287,7 +287,7 @@ def bounded_connection(app: Any) -> Any:
 
 
 def records_place(app: Any, settings: DelaySettings) -> Place | None:
-    """Return the URL and the namespace of the app's stored state, or None."""
+    """Return the URL and the namespace of the state about waiting tasks, or None."""
     if settings.records is not None:
         return Place(settings.records, settings.namespace)
     own_records = getattr(app.connection_for_write().transport, "own_records", None)

@@ -206,7 +206,7 @@ class KeyedCalls:
         return keyed_result(result, replaced=keyed.replaced)
 
     def _check(self) -> None:
-        """Raise an error if this app cannot store the state of keys."""
+        """Raise an error if this app cannot store debounce, throttle and unique keys."""
         if self._is_checked:
             return
         if self._app.conf.task_protocol != 2:
@@ -232,7 +232,7 @@ class KeyedCalls:
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:
-    """Return the stored state of keys. Raises UnsupportedBroker if the app stores none."""
+    """Return the state of all keys. Raises UnsupportedBroker if the app cannot store keys."""
     try:
         channel, settings = delaying_channel(app, connection)
     except UnsupportedBroker as exc:

@@ -54,7 +54,7 @@ class MovingKeys:
 
     @property
     def warning(self) -> str | None:
-        """A warning if tasks with a key cannot move, or lose their key; else None."""
+        """A warning if tasks with a unique key cannot move, or lose the key."""
         if self._is_kept:
             return None
         if self._from is None:
@@ -66,8 +66,7 @@ class MovingKeys:
     def take_in(self, moving: Moving) -> bool:
         """Store a message at the destination. Returns False if the task may run twice.
 
-        Raises:
-            NativeDelayError: the destination cannot delay the message, or its key prevents the move.
+        Raises NativeDelayError if the message or its key cannot be stored.
         """
         mark = Mark.of(moving.headers)
         if mark is not None and not self._is_kept and not self._is_probed:
@@ -210,7 +209,7 @@ def _move_one(
 
 
 def reaches_of(app: Any) -> list[Reach]:
-    """Return the exchange, its type, the routing key and the queue of each binding."""
+    """Return the bindings of the app's queues."""
     return [
         Reach(each.exchange.name, each.exchange.type, each.routing_key or "", queue.name)
         for queue in app.amqp.queues.values()

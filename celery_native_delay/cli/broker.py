@@ -55,9 +55,9 @@ def verify(ctx: click.Context, as_json: bool) -> None:
 def doctor(ctx: click.Context, as_json: bool) -> None:
     """Check that delays work, and print a remedy for each problem.
 
-    The command makes all checks of `delay verify`, and checks workers, overdue messages, parked
-    messages (due, but without a queue), stuck messages, records, rates, telemetry and clocks. The exit
-    status is 1 if delays do not work.
+    The command makes all checks of `delay verify`, and checks workers and clocks, the settings
+    native_delay_records, native_delay_rates and native_delay_telemetry, and overdue, parked (due,
+    but without a queue) and stuck messages. The exit status is 1 if delays do not work.
     """
     from ..app.doctor import examine
     from ..errors import SettingsError
@@ -70,10 +70,12 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 @command(name="status")
 @as_json_option
 def status(ctx: click.Context, as_json: bool) -> None:
-    """Count waiting, overdue, parked (due, but without a queue) and stuck messages.
+    """Count waiting, overdue, parked and stuck messages.
 
-    On RabbitMQ with native_delay_records, "waiting" counts the tasks that `ls` lists. The delay
-    queues also hold messages of cancelled and rescheduled tasks, until the old due time.
+    Parked messages are due, but have no queue. Stuck messages are due, but RabbitMQ cannot
+    dead-letter the messages. On RabbitMQ with native_delay_records, "waiting" counts the tasks that
+    `ls` lists. The delay queues also hold messages of cancelled and rescheduled tasks, until the
+    old due time.
     """
     with broker(ctx) as part:
         found = part.status()

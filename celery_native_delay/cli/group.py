@@ -175,7 +175,7 @@ def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
 def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True) -> DelaySettings:
     """Return the app's settings. Raises if ``install(app)`` was not called.
 
-    With *raises_if_unsupported*, connections to an unsupported broker raise UnsupportedBroker later.
+    With *raises_if_unsupported*, a later connection to an unsupported broker raises, too.
     """
     from celery import _state
 

@@ -60,11 +60,12 @@ def migrate(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Move waiting messages of plain Celery, earlier settings or another broker to the app's broker.
+    """Move waiting messages to the app's broker from another place.
 
-    Due times stay the same. A message is deleted at its source after the app's broker has confirmed
-    the message. Ctrl-C stops after the current message; run the command again to move the rest. If
-    the process is killed, no message is lost, but the current message may run twice.
+    Sources are plain Celery's delayed delivery, delay queues of earlier settings, and other
+    brokers. Due times stay the same. A message is deleted at its source after the app's broker has
+    confirmed the message. Ctrl-C stops after the current message; run the command again to move the
+    rest. If the process is killed, no message is lost, but the current message may run twice.
 
     The exit status is 1 if a message could not be moved.
     """

@@ -64,11 +64,10 @@ def plan(
     transport: str | None,
     as_json: bool,
 ) -> None:
-    """Show the delay queues and the routing key of a delayed message. Needs no broker.
+    """Show the path of a delayed message through the delay queues. Needs no broker.
 
-    With --rate and --delay, show the load of many messages: messages per second in each delay queue,
-    waiting messages and memory. A hop is a move to the next delay queue, or on SQS one wait of up to
-    15 minutes.
+    The path lists each hop: one delay queue, or on SQS one wait of up to 15 minutes. With --rate
+    and --delay, show messages per second of each delay queue, waiting messages and memory.
     """
     from ..due_time import check_countdown
     from ..transports.rabbitmq.topology import Topology

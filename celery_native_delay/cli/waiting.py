@@ -90,8 +90,8 @@ def ls(
 ) -> None:
     """List waiting tasks, earliest due time first.
 
-    --json prints an object with `tasks`, `offset` and `total`. `total` is the number of all matching
-    tasks, or null if a search has too many matches to count.
+    --json prints an object with `tasks`, `offset` and `total`. `total` is the number of all
+    matching tasks, or null if a search has too many matches to count.
     """
     from ..app.delay import listed
     from ..records.waiting import ALL

@@ -19,7 +19,7 @@ class Runs:
         return self._change(run, lambda before: opened(before, record, job), kept_seconds)
 
     def seal(self, run: str, record: Record, *, kept_seconds: float) -> Record:
-        """Store the result of a Spark run, or return the result that is already stored."""
+        """Store the result of a Spark run (committed or aborted), unless a result exists."""
         return self._change(run, lambda before: sealed(before, record), kept_seconds)
 
     def load(self, runs: Sequence[str]) -> list[Record | None]:

@@ -3,8 +3,8 @@
 Each message has a header with its sender, ``run/partition/attempt``.
 
 1. The driver stores that the run has begun. Workers let the run's tasks wait.
-2. When the Spark job ends, the driver stores one attempt for each partition. Workers run the tasks
-   of these attempts, and drop all others.
+2. When the Spark job ends, the driver stores the successful attempt of each partition. Workers run
+   the tasks of these attempts, and drop all other tasks.
 3. If the driver misses a deadline, a worker decides which tasks run.
 """
 
@@ -74,7 +74,7 @@ class Record:
     at: float
     """The time at which the run began, or at which its result was stored."""
     deadline: float = 0.0
-    """The time after which a worker decides in place of the Spark driver."""
+    """The time after which a worker decides instead of the Spark driver."""
     winners: Mapping[str, str] = field(default_factory=dict)
     by: str = ""
     """The name of the driver or worker that stored the result."""
@@ -102,7 +102,8 @@ class Record:
 def opened(held: Record | None, new: Record, job: str) -> Record:
     """Return the new state of a Spark run when a Spark job begins the run.
 
-    An open run gets the later deadline. After an abort, another job may begin the run again.
+    An open run keeps the later of both deadlines. After an abort, another job may begin the run
+    again.
     """
     if held is None or (held.state == ABORTED and job not in held.jobs):
         return replace(new, jobs=(job,))

@@ -146,8 +146,8 @@ def renew(seen: Seen, *, token: str) -> Step:
 def end(seen: Seen, *, token: str, retry: tuple[str, int] | None = None) -> Step:
     """Unlock the key of a unique task that has ended.
 
-    If *retry* is set, the retried task keeps the key. *retry* holds its id and its delay in
-    microseconds.
+    *retry* is None, or the id and the delay (in microseconds) of a retried task, which keeps the
+    key.
     """
     known = seen.record
     if known is None or known.run is None or known.run.token != token:

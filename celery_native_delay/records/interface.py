@@ -99,9 +99,9 @@ Publish: TypeAlias = Callable[[int, str, int], Any]
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """A waiting message in the index of waiting messages.
+    """A message in the list of waiting messages.
 
-    - *member*: the message's name in the index, ``<task id>:<delivery id>``.
+    - *member*: the message's name in the list, ``<task id>:<delivery id>``.
     - *due_us*: the due time in microseconds since the epoch.
     - *entry*: a text from which the message can be published again, or "" for a cancelled message.
     """
@@ -119,7 +119,7 @@ class CompareAndSet:
 
     - The state becomes *after*, for *kept_ms* milliseconds.
     - The waiting messages *gone* are cancelled.
-    - The message *new* is added to the index of waiting messages.
+    - The message *new* is added to the list of waiting messages.
 
     If the state differs, or a message in *gone* was delivered, the message *new* is cancelled.
     """
@@ -133,7 +133,7 @@ class CompareAndSet:
 
 
 def delivery_of(member: str) -> str:
-    """Return the delivery id in a name ``<task id>:<delivery id>``."""
+    """Return the message's own id in a name ``<task id>:<delivery id>``."""
     return member.rpartition(":")[2]
 
 
@@ -149,14 +149,14 @@ def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
 
 
 class MessageState(Enum):
-    """The state of a waiting message in the index of waiting messages."""
+    """The state of a message in the list of waiting messages."""
 
     KNOWN = "known"
-    """The index contains the message."""
+    """The message is in the list of waiting messages."""
     VOID = "void"
     """The task of the message was cancelled or rescheduled: no worker may run the message."""
     UNKNOWN = "unknown"
-    """The index does not contain the message."""
+    """The message is not in the list of waiting messages."""
 
 
 class Records(ABC):
@@ -236,7 +236,7 @@ class Index(ABC):
 
         Args:
             name: the name of the stored state, or None to read no state.
-            undecided: the delivery id of the message that workers drop, or None for no message.
+            undecided: the delivery id (the message's own id), or None if there is no message.
             mark_ms: the milliseconds for which workers drop the message.
         """
 
@@ -254,7 +254,7 @@ class Index(ABC):
 
     @abstractmethod
     def tasks(self, republishes: Any) -> WaitingTasks:
-        """Return an object that lists, cancels and moves the waiting tasks in the index.
+        """Return an object that lists, cancels and moves the waiting tasks.
 
         *republishes* is the broker's object that can publish waiting messages again.
         """

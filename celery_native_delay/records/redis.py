@@ -160,7 +160,6 @@ class RecordKeys(IndexKeys):
 
     @property
     def space(self) -> str:
-        """The common prefix of all Redis keys of one namespace, without the last dot."""
         return f"{self.owner}.records.v{VERSION}"
 
 

@@ -60,7 +60,6 @@ class RedisLink:
         left_alone_seconds: tuple[float, float] = LEFT_ALONE_SECONDS,
         logs: bool = True,
     ) -> None:
-        """Limit the time to connect, and the time for each answer, to *timeout_seconds*."""
         self._pool = pool
         self._timeout_seconds = timeout_seconds
         self._failures = LinkFailures(what, left_alone_seconds=left_alone_seconds, logs=logs)
@@ -184,10 +183,10 @@ class RedisLink:
 
 
 def latest(link: RedisLink, names: str, prefix: str, limit: int) -> tuple[int, list[Any]]:
-    """Return the Redis server's time, and up to *limit* values of string keys.
+    """Return the Redis server's time, and up to *limit* stored states with their names.
 
-    *names* is the key of a sorted set of names, scored by expiry. Names with the latest expiry come
-    first. *prefix* and a name are the key of a value.
+    *names* is the key of a sorted set of names, scored by expiry. The latest expiry comes first.
+    *prefix* and a name are the key of a stored state.
     """
     now_us, *found = link.run(_LATEST, [names], limit, prefix)
     texts = [text.decode() for text in found]

@@ -42,7 +42,7 @@ class ComparedRecords(Records, Index):
     """Changes stored states by compare-and-set, and tries again after a conflict."""
 
     has_marks = True
-    """False if the broker can remove a waiting message."""
+    """True if the broker cannot remove a waiting message."""
 
     def read(self, name: RecordName) -> Snapshot:
         return self.look(name, None, 0)

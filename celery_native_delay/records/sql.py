@@ -379,7 +379,6 @@ class SqlRecords(Database, ComparedRecords):
     def _messages(
         self, connection: Connection, task_id: str, *, locked: bool
     ) -> tuple[tuple[Any, int], ...]:
-        """Return the names and due times of a task's waiting messages."""
         asked = select(_WAITING.delivery_id, _WAITING.due_us).where(
             _WAITING.owner == self.owner, _WAITING.task_id == task_id[:255]
         )

@@ -116,7 +116,7 @@ class AskAgain:
 
     - *beside_prefetch*: raise the prefetch count by one until then.
     - *from_here*: do not repeat earlier checks.
-    - *once*: None, or a function; the *after_seconds* begin when the function calls its argument.
+    - *once*: None, or a function that gets a callback. The callback starts the wait.
     """
 
     after_seconds: float

@@ -1,7 +1,7 @@
-"""A worker's thread that returns early tasks to the broker, and republishes unroutable messages.
+"""A worker's thread that returns tasks to the broker until their due time.
 
-The thread has its own connection, because py-amqp runs other callbacks while it waits for a
-confirm.
+The thread also publishes unroutable messages again. The thread has its own connection, because
+py-amqp runs other callbacks while it waits for a confirm.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ _ERRORS = (AMQPError, OSError, AttributeError)
 
 @dataclass(frozen=True)
 class Task:
-    """An early task. *done* is called after the broker's confirm, *instead* after a failure."""
+    """A task that a worker received before its due time.
+
+    The thread calls *done* after the broker's confirm, or *instead* after a failure.
+    """
 
     wait: Wait
     done: Callable[[], Any]
@@ -61,7 +64,10 @@ class Task:
 
 
 class Attendant(Thread):
-    """A thread that returns early tasks to the broker, and republishes unroutable messages."""
+    """A thread that returns tasks to the broker until their due time.
+
+    The thread also publishes unroutable messages again.
+    """
 
     def __init__(self, app: Any, settings: DelaySettings) -> None:
         super().__init__(name="native-delay-attendant", daemon=True)
@@ -111,7 +117,7 @@ class Attendant(Thread):
         self._disconnect()
 
     def _take_batch(self) -> list[Task]:
-        """Return up to 32 early tasks, or none if unroutable messages are due."""
+        """Return up to 32 tasks, or none if unroutable messages come next."""
         batch: list[Task] = []
         timeout: float = max(self._next_look - monotonic(), 0.0)
         while len(batch) < BATCH:

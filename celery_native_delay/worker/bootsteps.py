@@ -133,7 +133,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         c.strategies.wake = self._waker.wake
 
     def _put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Return a message to the broker in a thread. Returns False without this thread."""
+        """Let a thread return a message to the broker. Returns False without a thread."""
         return self._attendant is not None and self._attendant.put_back(wait, done, instead)
 
     def stop(self, c: Any) -> None:
@@ -156,7 +156,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 def _check_lines(app: Any, settings: DelaySettings) -> None:
     """Raise NoRecords if rate limits on this broker need ``native_delay_records``.
 
-    If a worker fails later than here, Celery's ``start_worker`` waits for ever.
+    The check is made here because Celery's ``start_worker`` hangs if a worker fails later.
     """
     with app.connection_for_read() as connection:
         try:

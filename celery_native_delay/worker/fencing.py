@@ -1,6 +1,6 @@
 """Drops tasks of failed or repeated Spark attempts before the tasks run.
 
-Until the Spark driver has stored which attempts won, the tasks wait in the broker.
+Until the Spark driver has stored which attempts succeeded, the tasks wait in the broker.
 """
 
 from __future__ import annotations

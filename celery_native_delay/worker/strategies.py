@@ -132,7 +132,7 @@ class GatedStrategies(dict[str, Any]):
         super().__setitem__(name, on_task)
 
     def _pass(self, task: _Task, first: int = 0) -> None:
-        """Check a task, from the check number *first* on, then run the task."""
+        """Make the checks of a task, from number *first* on, then run the task."""
         for number, gate in enumerate(self._gates[first:], first):
             try:
                 ruling = gate(task.arrival)

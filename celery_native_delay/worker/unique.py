@@ -76,7 +76,7 @@ def _is_here(arrival: Arrival) -> bool:
 
 
 def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
-    """Return the locks and the key header of a unique task, or None."""
+    """Return the locks and the message header of a unique task, or None."""
     mark = _unique_mark_of(vars(request))
     if mark is None or request.is_eager or installation_of(task.app) is None:
         return None
@@ -114,7 +114,7 @@ def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> 
 
 
 def never_runs(sender: Any, headers: Any, task_id: str) -> None:
-    """Free the key of a message whose task will never run."""
+    """Free the debounce, throttle or unique key of a task that will never run."""
     mark = Mark.of(headers)
     if mark is not None and installation_of(sender.app) is not None:
         rule = partial(rules.release, task_id=task_id, token=mark.token)
@@ -135,7 +135,7 @@ def revoked(sender: Any = None, request: Any = None, terminated: bool = False, *
 @signals.task_unknown.connect(weak=False)  # type: ignore[untyped-decorator]
 @signals.task_rejected.connect(weak=False)  # type: ignore[untyped-decorator]
 def discarded(sender: Any = None, message: Any = None, **_: Any) -> None:
-    """Free the key of a message that Celery discards as unknown or invalid."""
+    """Free the debounce, throttle or unique key of a message that Celery discards."""
     headers = message.headers
     if isinstance(headers, Mapping):
         never_runs(sender, headers, headers.get("id") or "")
