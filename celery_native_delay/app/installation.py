@@ -302,7 +302,7 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Give *part* the names of its queues (None: all of the app), and return *part*."""
+    """Give *part* the names of its queues, by default all queues of the app."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

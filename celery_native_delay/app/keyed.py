@@ -232,7 +232,7 @@ class KeyedCalls:
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:
-    """Return the state of all keys. Raises UnsupportedBroker if the app cannot store keys."""
+    """Return the stored state of all keys. Raises UnsupportedBroker if keys cannot be stored."""
     try:
         channel, settings = delaying_channel(app, connection)
     except UnsupportedBroker as exc:
@@ -241,7 +241,7 @@ def key_records(app: Any, connection: Any) -> KeyRecords:
 
 
 def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -> Mark:
-    """Make the header of a message with a key. Checks signature and key."""
+    """Check a signature and a key, and make the message header for the key."""
     if isinstance(signature, Task):
         raise TypeError(
             f"expected a signature, got the task itself: write {signature.__name__}.s()"

@@ -54,7 +54,7 @@ class MovingKeys:
 
     @property
     def warning(self) -> str | None:
-        """A warning if tasks with a unique key cannot move, or lose the key."""
+        """A warning if tasks cannot move, or lose their debounce, throttle or unique key."""
         if self._is_kept:
             return None
         if self._from is None:

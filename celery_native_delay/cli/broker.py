@@ -55,9 +55,9 @@ def verify(ctx: click.Context, as_json: bool) -> None:
 def doctor(ctx: click.Context, as_json: bool) -> None:
     """Check that delays work, and print a remedy for each problem.
 
-    The command makes all checks of `delay verify`, and checks workers and clocks, the settings
-    native_delay_records, native_delay_rates and native_delay_telemetry, and overdue, parked (due,
-    but without a queue) and stuck messages. The exit status is 1 if delays do not work.
+    The command makes all checks of `delay verify`. More checks are: workers, clocks, overdue
+    messages, parked messages (due, but without a queue), stuck messages, and the settings of
+    records, rates and telemetry. The exit status is 1 if delays do not work.
     """
     from ..app.doctor import examine
     from ..errors import SettingsError

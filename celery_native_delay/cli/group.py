@@ -43,7 +43,7 @@ loglevel_option = click.option(
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]
-    """A click type for a duration such as 90 or 1h30m, as seconds."""
+    """The type of click options for a duration such as 90 or 1h30m, as seconds."""
 
     name = "duration"
 
@@ -66,7 +66,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
 
 
 class Moment(click.ParamType):  # type: ignore[type-arg]
-    """A click type for a time: 1h30m from now, or ISO 8601 (UTC)."""
+    """The type of click options for a time: 1h30m from now, or ISO 8601 (UTC)."""
 
     name = "duration|time"
 

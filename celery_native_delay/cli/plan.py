@@ -1,4 +1,4 @@
-"""The command ``delay plan``: show the path of one message, or the load of many."""
+"""The command ``delay plan``: show the path of one message, or the load of many messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Told: TypeAlias = tuple[dict[str, Any], list[str]]
 
 
 class _Range(click.ParamType):  # type: ignore[type-arg]
-    """A click type for a duration or FROM..TO, as two numbers of seconds."""
+    """The type of click options for a duration or FROM..TO, as two numbers of seconds."""
 
     name = "duration"
 

@@ -141,7 +141,7 @@ def fate(record: Record, stamp: Stamp) -> Fate:
 
 
 def is_overdue(record: Record | None, *, now: float) -> bool:
-    """Return True if the Spark driver missed its deadline, or its stored state is lost."""
+    """Return True if the Spark driver missed the deadline, or the run's state is lost."""
     return record is None or (record.state == OPEN and now >= record.deadline)
 
 

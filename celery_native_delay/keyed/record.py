@@ -44,7 +44,7 @@ class Record:
     """The stored state of one debounce, throttle or unique key.
 
     - *id* and *due_us*: the id and the due time of the waiting task.
-    - *since_us*: the time of the first debounced call that the waiting task serves.
+    - *since_us*: the time of the first debounced call.
     - *window_us*: the end of a throttle's window.
     - *opener*: the id of the task that began a throttle's window.
     - *run*: the running execution of a unique task.

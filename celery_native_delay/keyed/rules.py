@@ -114,7 +114,7 @@ def unique(seen: Seen, new_id: str, *, wait_us: int = 0, at_us: int | None = Non
 
 
 def begin(seen: Seen, task_id: str, *, token: str) -> Step:
-    """Give a unique task the lock of its key, or say when to try again."""
+    """Give a unique task the lock of its key, or return the time to try again."""
     now_us, known = seen.now_us, seen.record or Record()
     if known.run is not None and known.run.token != token and _runs(known.run, now_us):
         free_us = known.run.lease_us
@@ -174,7 +174,7 @@ def runs(seen: Seen) -> bool:
 
 
 def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
-    """Store the key of a task that is moved here from another broker."""
+    """Store the key of a task that moves from another broker to this broker."""
     here = seen.record or Record()
     runs_here = here.run is not None and here.run.id == task_id
     if here.id == task_id or runs_here:

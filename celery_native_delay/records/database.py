@@ -177,7 +177,7 @@ class Database(ABC):
 
     @abstractmethod
     def _unavailable(self, reason: str) -> NativeDelayError:
-        """Make an exception; *reason* is the database driver's error message."""
+        """Make the exception for database errors. *reason* is the driver's message."""
 
     def do(self, work: Callable[[Connection], T]) -> T:
         """Run *work* in a transaction, and repeat the transaction after a conflict."""

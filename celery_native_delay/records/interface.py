@@ -59,7 +59,7 @@ class RecordName(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A stored state, read at the time *now_us*, and the waiting messages of its task.
+    """A stored state, read at the time *now_us*, and the waiting messages of the state's task.
 
     - *now_us*: microseconds since the epoch, by the clock of the Redis or database.
     - *text*: the stored state, or None. If the state is JSON, its field ``id`` is a task id.
@@ -79,7 +79,7 @@ class Change(Generic[T]):
     - *text*: the new state, or None to remove the state.
     - *kept_us*: the expiry of the new state, in microseconds since the epoch.
     - *due_us*: the due time of a message to publish, or None to publish no message.
-    - *replaces*: True if the published message replaces the waiting messages of the same task.
+    - *replaces*: True if the published message replaces the waiting messages of the state's task.
     """
 
     text: str | None
@@ -173,7 +173,7 @@ class Records(ABC):
 
     @abstractmethod
     def read(self, name: RecordName) -> Snapshot:
-        """Read a stored state by its name, and the waiting messages of its task."""
+        """Read a stored state by its name, and the waiting messages of the state's task."""
 
     @abstractmethod
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
@@ -221,7 +221,7 @@ class Index(ABC):
 
     @abstractmethod
     def received(self, member: str) -> bool | None:
-        """Remove a received message from the index. Returns False if the message was cancelled.
+        """Remove a received message from the index. Returns False if no worker may run the message.
 
         Returns None if the Redis or database did not answer in time.
         """

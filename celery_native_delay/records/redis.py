@@ -1,7 +1,7 @@
 """Stores state about waiting tasks, and a list of waiting messages, in a Redis.
 
-Lua scripts make each step atomic and use the server's clock. A change of the data format needs a
-new VERSION.
+Lua scripts make each change atomic, and use the server's clock. A change of the data format needs
+a new VERSION.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class ComparedRecords(Records, Index):
 
 
 def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Callable[[], T]) -> T:
-    """Publish a message that workers drop until :meth:`.Index.compare_and_set`."""
+    """Publish a message. Workers drop the message until :meth:`.Index.compare_and_set` succeeds."""
     try:
         return publish()
     except NativeDelayError:

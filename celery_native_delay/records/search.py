@@ -55,7 +55,7 @@ class Word:
 
     @property
     def needle(self) -> str:
-        """A text in lower case that every matching message contains in any case."""
+        """A lower-case text that every matching message contains, ignoring case."""
         if not self._is_pair:
             return self.value.lower()
         return max((part.strip() for part in self.value.lower().split("=", 1)), key=len)

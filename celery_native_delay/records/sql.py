@@ -1,6 +1,6 @@
 """Stores state about waiting tasks, and a list of waiting messages, in a database.
 
-Each step is one transaction. Producers and workers wait at most 0.3 s for a slow database.
+Each change is one transaction. Producers and workers wait at most 0.3 s for a slow database.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Query:
         return cls(parse(text))
 
     def due_within(self, from_us: int | None, until_us: int | None) -> Query:
-        """Return a copy of this search with other limits of the due time, in microseconds."""
+        """Return a copy of this search with a new range of due times, in microseconds."""
         return replace(self, from_us=from_us, until_us=until_us)
 
     @property
@@ -146,7 +146,7 @@ class Query:
 
     @property
     def needle(self) -> str:
-        """The longest text, in lower case, that a database can search for; or ""."""
+        """The longest lower-case text that every matching task contains, for a database search."""
         texts = [word.needle for word in self.words]
         texts += [text.lower() for text in (self.name, self.queue) if text]
         return max(filter(is_itself_in_json, texts), key=len, default="")
@@ -309,7 +309,7 @@ class WaitingTasks(ABC):
         """Close the connections that this object has opened."""
 
     def cancel(self, task_id: str) -> Outcome:
-        """Cancel a task. A worker receives its message at once, and announces the revoked task."""
+        """Cancel a task. A worker receives the message at once, and announces the revoked task."""
         return self._change(task_id, None, cancelled=True)
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:

@@ -133,7 +133,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         c.strategies.wake = self._waker.wake
 
     def _put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Let a thread return a message to the broker. Returns False without a thread."""
+        """Let another thread return a message to the broker. Returns False without this thread."""
         return self._attendant is not None and self._attendant.put_back(wait, done, instead)
 
     def stop(self, c: Any) -> None:
@@ -175,5 +175,5 @@ def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> No
 
 @signals.worker_process_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
 def flush_at_the_end_of_a_child(**_: Any) -> None:
-    """Finish writes when a pool process ends, because atexit does not run there."""
+    """Finish writes to the Redis or database when a pool process ends: atexit does not run."""
     flush()

@@ -62,7 +62,7 @@ def expired(arrival: Arrival) -> Ruling | None:
 def early(arrival: Arrival) -> Ruling | None:
     """A check before a task runs: return the task to the broker until its ETA.
 
-    Tasks are early if the producer lacks this package, or if the broker's longest delay is shorter.
+    A task is early if the producer lacks this package, or the delay is too long for the broker.
     """
     if not arrival.is_early:
         return None

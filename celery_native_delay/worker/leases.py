@@ -82,7 +82,7 @@ class Leases:
             self._work()
 
     def settle(self, name: str, rule: Rule, *, token: str | None = None) -> None:
-        """Change the stored state of a key by *rule*, and stop renewing the lock.
+        """Change a key's stored state by the function *rule*, and stop renewing the lock.
 
         After an error the change is tried again every two seconds.
         """

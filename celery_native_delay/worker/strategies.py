@@ -232,7 +232,7 @@ class GatedStrategies(dict[str, Any]):
             self._carry_out(ruling.otherwise, task, number)
 
     def _resume(self, task: _Task, first: int) -> None:
-        """Check a task again, and handle errors as Celery handles errors of strategies."""
+        """Check a task again, and handle errors as Celery does."""
         if not task.arrival.is_connected:
             return
         consumer, message = self._consumer, task.arrival.message
@@ -314,7 +314,7 @@ class Waker:
 
 
 def forget_eta(request: Any, now: datetime) -> None:
-    """Keep a due request out of the worker's ETA timer. ``task.request.eta`` stays."""
+    """Keep a due request out of the worker's ETA timer. ``task.request.eta`` does not change."""
     kept: str | None = getattr(request.message, "kept_eta", None)
     if kept is not None:
         request.request_dict["eta"] = kept

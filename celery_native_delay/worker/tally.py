@@ -16,7 +16,7 @@ BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0
 
 
 def count_start(tally: Counter[str], late_us: int) -> None:
-    """Count a started task in a histogram of how late tasks start."""
+    """Count a started task in the histogram of lateness."""
     late_us = max(late_us, 0)
     tally[bucket(BOUNDS[bisect_left(BOUNDS, late_us / 1_000_000)])] += 1
     tally["late_us"] += late_us
