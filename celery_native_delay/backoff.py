@@ -19,7 +19,7 @@ class Backoff:
         return seconds
 
     def reset(self) -> bool:
-        """Start again with the shortest pause. Returns True if an attempt had failed before."""
+        """Return to the shortest pause. Returns True if an attempt failed since the last reset."""
         has_failed = self.seconds != self._first
         self.seconds = self._first
         return has_failed

@@ -102,7 +102,7 @@ class NoRecords(RecordsUnavailable):
 
 
 class InvalidFanOut(NativeDelayError, ValueError):
-    """A Spark fan-out has an invalid option or column, so no task was sent."""
+    """A ``FanOut`` or a Spark sink has a wrong option, column or row."""
 
 
 class FanOutFailed(NativeDelayError):

@@ -101,11 +101,11 @@ class DelaySettings:
     worker's check of policies read this API."""
 
     records: str | None = None
-    """URL of a Redis, or SQLAlchemy URL of a database, for the records (state about waiting tasks),
-    such as ``postgresql+psycopg://host/shop``. RabbitMQ, SQS and pgmq need records to list, cancel
-    and move tasks, for keys and for rates. A Redis broker and ``native_delay_store`` keep records
-    themselves. Fenced Spark runs (each row runs once) are recorded here on any broker. Defaults to
-    None."""
+    """URL of a Redis, or SQLAlchemy URL of a database such as ``postgresql+psycopg://host/shop``,
+    for the records (state about waiting tasks). RabbitMQ, SQS and pgmq need records to list, cancel
+    and reschedule tasks, for debounce, throttle and unique keys, and for rate limits. A Redis
+    broker and ``native_delay_store`` store records themselves. Spark runs with the option *fence*
+    are recorded here on any broker. Defaults to None."""
     records_away: str = "run"
     """Decides about due tasks while the records (state about waiting tasks) are unreachable: "run",
     even if they were cancelled or moved, or "wait" in the broker. Defaults to "run"."""
@@ -122,9 +122,9 @@ class DelaySettings:
     """Folder for telemetry. Every process of a worker writes one line of JSON when a task starts,
     and one when the task ends. Defaults to None: no telemetry."""
     fence_policy: str = "run"
-    """Decides about a fenced Spark run (of repeated attempts, each row runs once) without winners.
-    If the driver did not record the winners in time, workers "run" all tasks, perhaps twice, or
-    "drop" all tasks. Defaults to "run"."""
+    """Action for tasks of a Spark run with the option *fence*, if the driver did not store in time
+    which attempts of Spark tasks count. Workers "run" all tasks, perhaps twice, or "drop" all
+    tasks. Defaults to "run"."""
 
     rates: Mapping[str, Rate | str | Mapping[str, Any]] | tuple[tuple[str, Rate], ...] = ()
     """Rate limits by task name, such as ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
@@ -165,7 +165,7 @@ class DelaySettings:
 
     @property
     def longest_delay_seconds(self) -> float:
-        """The longest delay in seconds, computed from the settings *levels* and *resolution*."""
+        """The longest allowed delay in seconds; the settings *levels* and *resolution* set it."""
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000
 
     def _largest_step(self, levels: int) -> int:
