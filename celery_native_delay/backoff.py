@@ -4,16 +4,16 @@ from __future__ import annotations
 
 
 class Backoff:
-    """Growing pauses between attempts, in seconds: each pause is twice the pause before."""
+    """Pauses between attempts to reach a server: each is twice the last, up to a limit."""
 
     def __init__(self, first: float, longest: float) -> None:
         self._first = first
         self._longest = longest
         self.seconds = first
-        """The pause that the next call of :meth:`failed` returns."""
+        """Seconds that the next call of :meth:`failed` returns."""
 
     def failed(self) -> float:
-        """Return the pause in seconds before the next attempt, and double the pause."""
+        """Return the seconds to wait before the next attempt, and double the pause."""
         seconds = self.seconds
         self.seconds = min(seconds * 2, self._longest)
         return seconds
