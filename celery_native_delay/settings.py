@@ -151,12 +151,10 @@ class DelaySettings:
 
     @property
     def resolution_ms(self) -> int:
-        """The resolution in milliseconds: the TTL of the shortest delay queue."""
         return round(self.resolution * 1000)
 
     @property
     def rate_by_task(self) -> dict[str, Rate]:
-        """The rate limits, by task name."""
         return {name: Rate.of(rate) for name, rate in dict(self.rates).items()}
 
     @property
