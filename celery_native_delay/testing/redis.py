@@ -257,7 +257,7 @@ class PrivateRedis:
 
     @property
     def url(self) -> str:
-        """The URL of database 0 for Celery: over TCP if there is a port, else *socket_url*."""
+        """The URL of database 0 for Celery: over TCP if there is a port, else the Unix socket."""
         if self.port is None:
             return self.socket_url
         if self._certificate is None:
@@ -306,7 +306,7 @@ class PrivateRedis:
         os.close(self._lock)
 
     def log_tail(self, lines: int = 30) -> str:
-        """Return the last *lines* of the server's log."""
+        """Return the last lines of the server's log."""
         return self._server.log_tail(lines)
 
     @cached_property
@@ -328,7 +328,7 @@ def quoted(text: str) -> str:
 
 
 def client_of(**server: Any) -> Any:
-    """Return a redis-py client without retries, for the arguments of `redis.Redis`."""
+    """Return a redis-py client without retries."""
     from redis import Redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -347,7 +347,7 @@ def answers(client: Any) -> bool:
 
 
 def _lock(folder: Path) -> int:
-    """Lock *folder*, because two servers would destroy its append-only file; return the descriptor.
+    """Lock the server's folder against a second server, and return the lock's file descriptor.
 
     The server inherits the descriptor, so the lock is held until this process and the server end.
     """
