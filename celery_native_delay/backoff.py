@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Backoff:
-    """Pauses between attempts to reach a server: each is twice the last, up to a limit."""
+    """Pauses between attempts to reach a server; each pause is twice the last, up to a limit."""
 
     def __init__(self, first: float, longest: float) -> None:
         self._first = first

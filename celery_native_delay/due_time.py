@@ -53,7 +53,7 @@ def milliseconds_up(microseconds: int) -> int:
 
 
 def units_until(due_us: int, *, now_us: int, resolution_ms: int) -> int:
-    """Return the delay in units of the resolution, rounded up; 0 if the task is due already."""
+    """Return a delay in units of the setting *resolution*, rounded up; 0 if due already."""
     return max(0, -((now_us - due_us) // (resolution_ms * 1000)))
 
 

@@ -66,7 +66,7 @@ class PublishRefused(NativeDelayError):
 
 
 class TopologyMismatch(NativeDelayError):
-    """The broker has a queue or exchange with this package's name, but with different arguments."""
+    """A queue or exchange of this package exists in the broker, but with different arguments."""
 
 
 class NotPermitted(NativeDelayError):

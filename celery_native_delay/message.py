@@ -61,7 +61,7 @@ class Delayed(NamedTuple):
     cancelled: bool = False
 
     def header(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the header as a dict; *kept* holds properties to restore at the due time."""
+        """Return the header as a dict; *kept*: message properties to restore at the due time."""
         header: dict[str, Any] = {
             "v": VERSION,
             "id": self.delivery_id,

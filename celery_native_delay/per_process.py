@@ -49,7 +49,7 @@ class PerProcess(Generic[Key, Value]):
         *,
         is_good: Callable[[Value], bool] = lambda value: True,
     ) -> Value:
-        """Return the cached value; without a good cached value, make and cache a new value."""
+        """Return the cached value of *key*, or make and cache a new value."""
         value = self._values.get(key)
         if value is None or not is_good(value):
             with self._making:

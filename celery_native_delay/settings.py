@@ -73,10 +73,11 @@ class DelaySettings:
     """TTL in seconds of the shortest delay queue, a whole number of milliseconds. Delays are
     rounded up to a multiple of the resolution. Defaults to 0.125."""
     fused_bits: int = 15
-    """Number of low bits of a delay that are grouped: 0, 3, 7, 11, 15 and so on. Without groups, a
-    message passes one TTL queue per set bit of its delay. With groups, a message passes one of up
-    to 15 TTL queues per group. Groups need more queues, but let the broker deliver more messages
-    per second. Defaults to 15: whole seconds below an hour pass at most three queues."""
+    """Number of low bits of a delay that are grouped: 0, 3, 7, 11, 15 and so on. A delay is a
+    binary number of resolutions. Without groups, a message passes one TTL queue per set bit of the
+    delay. With groups, a message passes one of up to 15 TTL queues per group. Groups need more
+    queues, but let the broker deliver more messages per second. Defaults to 15: whole seconds below
+    an hour pass at most three queues."""
     queue_type: str = "quorum"
     """Type of RabbitMQ's delay queues: "quorum" or "classic". A classic queue is on one node, and
     may lose messages that expire while the broker crashes. Defaults to "quorum"."""
@@ -90,8 +91,9 @@ class DelaySettings:
     ``NotDeclared`` if a queue, exchange or binding is missing. `celery -A PROJ delay export` writes
     all declarations for other tools. Defaults to True."""
     landing_exchanges: tuple[str, ...] = ()
-    """Exchanges to which consumers without this package bind queues. Due messages for the exchange
-    go through a landing queue to all bound queues. Defaults to none."""
+    """Exchanges to which consumers without this package bind queues. A landing queue of this
+    package dead-letters due messages to the exchange, and so to all bound queues. Defaults to
+    none."""
     adopt: bool = True
     """If on, workers return tasks that arrive before their ETA to the broker, instead of holding
     the tasks in memory. Defaults to True."""
@@ -169,7 +171,7 @@ class DelaySettings:
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000
 
     def _largest_step(self, levels: int) -> int:
-        """Return the longest TTL of a delay queue, in units of the resolution."""
+        """Return the longest TTL of a delay queue, in units of the setting *resolution*."""
         return (1 << levels) - (1 << lowest_bit(levels - 1, fused_bits=self.fused_bits))
 
     def _fits_ttl(self, levels: int) -> bool:
@@ -284,7 +286,7 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
 
 
 def lowest_bit(bit: int, *, fused_bits: int) -> int:
-    """Return the lowest bit in the group of *bit*; the bits of a group share TTL queues."""
+    """Return the lowest bit of a delay that shares delay queues with *bit*."""
     if bit >= fused_bits:
         return bit
     return max(0, bit - (bit - FRACTION_BITS) % FUSED_WIDTH)

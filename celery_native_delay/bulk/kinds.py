@@ -38,8 +38,8 @@ class Kind:
     """A kind of task (name, route, options), with an encoded message that later tasks use.
 
     The message is valid for one connection (*generation*), while the *hooks* stay the same objects.
-    *checked* is True if a second message differed only in values. If *body* is not None, only tasks
-    with these arguments can use the message.
+    *checked* is True if a second message differed only in id, due time and arguments. If *body* is
+    not None, only tasks with these arguments can use the message.
     """
 
     learnt: TaskTemplate

@@ -2,8 +2,8 @@
 
 ``bulk(app)`` makes this check before it uses an encoded message for several tasks.
 
-A method counts as unchanged if the function has the globals of the class's module, and the code's
-qualified name is the method's. Wrappers fail, because ``functools.wraps`` copies neither.
+An original method has the globals of its class's module, and its qualified name in the code object.
+``functools.wraps`` copies neither, so wrappers are found.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _before, _after, _sent = _SIGNALS.values()
 
 
 class PlainPublishing:
-    """Finds code that sees or changes the tasks that an app publishes."""
+    """Finds other code that sees or changes the tasks that an app publishes."""
 
     def __init__(self, installation: Installation) -> None:
         self._installation = installation
@@ -78,7 +78,7 @@ class PlainPublishing:
         )
 
     def witness(self, task: Task | None) -> str:
-        """Return the first reason why other code may see or change the task; "" without one."""
+        """Return a reason why other code may see or change the task, or ""."""
         found = next(self._witnesses(), "")
         if not found and task is not None:
             found = next(self._witnesses_of(task), "")

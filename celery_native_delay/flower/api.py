@@ -91,7 +91,7 @@ class ApiHandler(Errors, BaseApiHandler):
 class ListDelays(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with the waiting tasks that match ``search`` and are due in the given period.
+        """Answer with the waiting tasks that match the request's search and range of due times.
 
         ``total`` is null if a search has too many matches to count.
         """

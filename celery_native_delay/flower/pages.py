@@ -209,7 +209,7 @@ class Parked(Errors):
 class DataTable(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with one page of the table of waiting tasks, for the script DataTables."""
+        """Answer with one page of the table of waiting tasks, for the JavaScript of DataTables."""
         draw = self.get_argument("draw", type=int, required=True)
         offset = max(self.get_argument("start", 0, type=int), 0)
         limit = min(max(self.get_argument("length", 15, type=int), 1), 500)

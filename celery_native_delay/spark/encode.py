@@ -109,7 +109,7 @@ class Encoder:
         longest_seconds: float,
         queues: tuple[str, ...] | None = None,
     ) -> None:
-        """Rows with a queue name that is not in *queues* are rejected; None allows all queues."""
+        """Prepare to encode rows; *queues*: the allowed queue names, or None for all names."""
         read = list(slots(options))
         self.slot_names = [slot.name for slot in read]
         self.latest_us = options.now_us + int(longest_seconds * 1_000_000)

@@ -1,6 +1,6 @@
 """The option *fence* of ``FanOut``: if Spark repeats a partition, each row's task runs once.
 
-Each message has the number of the Spark attempt that sent the message. In the end the driver
+Each message has the number of the Spark attempt that sent the message. After the job the driver
 stores, in Redis or a database, which attempts count. Workers run only tasks of these attempts.
 """
 

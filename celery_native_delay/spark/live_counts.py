@@ -1,4 +1,4 @@
-"""Executors report their counts to the driver by UDP while a Spark job runs.
+"""Executors report counts of sent tasks to the driver by UDP, during a Spark job.
 
 If the job is interrupted, the driver logs these counts, because Spark has results only of ended
 Spark tasks. If a UDP datagram is lost, the logged counts are too low.
@@ -30,7 +30,7 @@ _STOP = b"stop"
 
 @dataclass(frozen=True)
 class Report:
-    """The counts of one attempt to send a partition, up to now."""
+    """Counts of the tasks that one attempt to send a partition has sent, up to now."""
 
     job: str
     partition: int
@@ -42,7 +42,7 @@ class Report:
 
 
 class LiveCounts:
-    """Receives executors' counts on the driver, while a Spark job runs in the ``with`` block."""
+    """Receives executors' counts of sent tasks on the driver, during a ``with`` block."""
 
     def __init__(self, spark: Any, job: str) -> None:
         self._job = job
@@ -150,7 +150,7 @@ def context_of(spark: Any) -> Any:
 
 
 class Reporter:
-    """Reports the counts of one Spark task attempt to the driver, if the driver listens."""
+    """Reports the counts of sent tasks of one Spark task attempt to the driver."""
 
     def __init__(
         self, address: tuple[str, int] | None, job: str, partition: int, attempt: int

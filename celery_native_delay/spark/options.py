@@ -67,7 +67,7 @@ class FanOutOptions:
     connections: int = 4
     """The largest number of broker connections at a time; two to four suffice for one queue."""
     past: str = "reject"
-    """"reject": reject rows with a due time before *now*. "send": send such tasks, due at once."""
+    """"reject": reject rows with a due time before *now*. "send": send the tasks, due at once."""
     max_body_bytes: int = 128 * 1024
     """The largest size of a task's arguments as JSON, in bytes; larger rows are rejected."""
     check_task: bool = True

@@ -178,9 +178,8 @@ class Reconciliation:
         deliver these tasks on time.
 
         Args:
-            *by: the columns to group by: columns of the ledger, ``"queue"`` or ``"worker"`` of the
-                first start (or the planned queue), or ``"due"``. By default, count all tasks
-                    together.
+            *by: columns to group by: ledger columns, ``"due"``, or ``"queue"`` or ``"worker"`` of
+                the first start (or the planned queue). By default, all tasks are one group.
             due_seconds: the length in seconds of each ``"due"`` group, named by its start.
         """
         known = {name: F.col(_quoted(name)) for name in self.ledger_columns}

@@ -25,7 +25,7 @@ _LOWEST = 20_000
 _COUNT = 12_768
 """The number of ports, up to 32767. Linux gives clients ports from 32768 on, macOS from 49152.
 
-A client that reconnects to a dead server could otherwise get the server's port."""
+Otherwise a client that reconnects to a dead server could get the server's port."""
 
 
 def claim_ports(count: int) -> list[socket.socket]:

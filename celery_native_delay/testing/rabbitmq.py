@@ -317,7 +317,7 @@ class PrivateRabbitMQ:
         definition: Mapping[str, object],
         apply_to: Literal["queues", "exchanges", "all"] = "queues",
     ) -> None:
-        """Create or replace a policy; RabbitMQ applies it to existing queues a little later."""
+        """Create or replace a policy; RabbitMQ changes existing queues a little later."""
         body = {"pattern": pattern, "definition": dict(definition), "apply-to": apply_to}
         self.api("PUT", f"/policies/{quote(vhost, safe='')}/{quote(name, safe='')}", body)
 

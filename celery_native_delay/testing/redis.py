@@ -65,7 +65,7 @@ def find_redis(
 
 
 def require_redis(server: ServerName | None = None, *, embedded: bool = False) -> RedisInstallation:
-    """Return an installed Redis or Valkey; raise BrokerMissing if there is none, or no redis-py."""
+    """Return an installed Redis or Valkey; raise BrokerMissing without a server or redis-py."""
     if installation := find_redis(server, embedded=embedded):
         if find_spec("redis") is None:
             raise BrokerMissing(
@@ -174,8 +174,8 @@ def private_redis(*, server: ServerName | None = None, **options: Any) -> Iterat
 def embedded_broker(folder: Path | str | None = None) -> Iterator[PrivateRedis]:
     """Run the Valkey of the extra `embedded` until the ``with`` block ends, for development.
 
-    The server listens only on a Unix socket in *folder*. The server keeps its messages in *folder*
-    for the next time. Without a *folder* the messages are lost.
+    The server listens only on a Unix socket in *folder*, and keeps its messages in *folder* for the
+    next start. Without a *folder* the messages are lost.
 
     Raises:
         BrokerMissing: the extra is not installed.
