@@ -122,7 +122,7 @@ _LONG_AGO = "2000-01-01T00:00:00+00:00"
 
 
 def cancel(headers: dict[str, Any], header: dict[str, Any]) -> None:
-    """Mark a task as cancelled in the message's *headers*, so that no worker runs the task."""
+    """Change the headers of a cancelled task, so that no worker runs the task."""
     header[CANCELLED] = True
     if "expires" in headers:
         header[EXPIRES] = headers["expires"]

@@ -126,8 +126,8 @@ class DelaySettings:
     """Folder for telemetry. Every process of a worker writes one line of JSON when a task starts,
     and one line when the task ends. Defaults to None: no telemetry."""
     fence_policy: str = "run"
-    """Action for tasks of a Spark run with the option *fence*, if the driver did not store in time
-    which attempts of Spark tasks count. Workers "run" all tasks, perhaps twice, or "drop" all
+    """Action for tasks of a Spark run with the option *fence*, if the driver did not store the
+    valid attempts of the Spark tasks in time. Workers "run" all tasks, perhaps twice, or "drop" all
     tasks. Defaults to "run"."""
 
     rates: Mapping[str, Rate | str | Mapping[str, Any]] | tuple[tuple[str, Rate], ...] = ()

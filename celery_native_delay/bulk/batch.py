@@ -232,7 +232,7 @@ class Bulk:
         countdown: float | None,
         task_id: str,
     ) -> Made | None:
-        """Return the values to fill into a template; None if only ``apply_async`` can publish."""
+        """Return values for an encoded message; None if only ``apply_async`` can publish."""
         if type(args) not in (list, tuple) or type(kwargs) is not dict:
             return None
         at_us = time_ns() // 1000

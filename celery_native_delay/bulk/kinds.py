@@ -112,9 +112,10 @@ class Kinds:
                     kind.body = None
 
     def _begin(self, sample: Sample, before: Kind | None, now_us: int) -> None:
-        """Make a template from the last message, if no other code sees the messages of this kind.
+        """Keep the last encoded message for later tasks, if no other code sees the message.
 
-        The template is *checked* at once if the old template *before* gives the same message.
+        The message is *checked* at once if the old message *before*, with the same values, is
+        equal.
         """
         key, hooks = sample.key, sample.hooks
         if same(self._observed.get(key, ()), hooks):
@@ -134,7 +135,7 @@ class Kinds:
         self._kinds[key] = kind
 
     def _made_by(self, kind: Kind, sample: Sample, now_us: int) -> bool | None:
-        """Return True if the kind's template gives the last message; None if unknown."""
+        """Return True if the kept message, with a task's values, equals the last message."""
         if sample.made is None:
             return None
         headers = self._publisher.last_headers

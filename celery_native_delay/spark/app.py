@@ -1,4 +1,4 @@
-"""Import the Celery app on an executor, check the task, and describe the app to the driver."""
+"""Import the Celery app on an executor, and describe the app to the driver."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def load_app(path: str) -> Celery:
 
 
 def describe(call: Call) -> AppFacts:
-    """Import the Celery app, check that the app can send the task, and return facts about the app.
+    """Import the Celery app, check the task, and return facts about the app.
 
     Raises:
         InvalidFanOut: the app cannot be imported, lacks a task with these arguments, or has a

@@ -282,7 +282,7 @@ def _value(scalar: Any) -> Any:
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """Convert a Spark value for JSON: a map to a dict, a 32-bit float to its shortest decimal."""
+    """Convert a Spark value for JSON: maps to dicts, 32-bit floats to short decimals."""
     match kind:
         case _ if value is None:
             return None

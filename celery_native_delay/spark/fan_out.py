@@ -126,7 +126,7 @@ class FanOut:
 
     @property
     def run_id(self) -> str:
-        """The name of this run. The same row in a run of the same name has the same task id."""
+        """The name of this run. With the same *run_id*, the same row has the same task id."""
         return self.options.run_id
 
     @cached_property
@@ -222,8 +222,9 @@ class FanOut:
             InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
                 Nothing was sent.
             FanOutFailed: the broker has not confirmed some tasks; the error's *result* lists them.
-                With *fence* no task of the run runs. Also raised with *fence* if the outcome of the
-                run could not be stored, or if the run was sent before with other rows.
+                With *fence*, workers run no task of this job. Also raised with *fence* if the
+                    outcome
+                could not be stored, or if the same *run_id* was sent before with other rows.
             RecordsUnavailable: Redis or the database, which *fence* needs, is unreachable. Nothing
                 was sent.
             NoRecords: the app has no records (state about tasks) for *fence*. Nothing was sent.

@@ -1,7 +1,7 @@
 """The option *fence* of ``FanOut``: if Spark repeats a partition, each row's task runs once.
 
 Each message has the number of the Spark attempt that sent the message. After the job the driver
-stores, in Redis or a database, which attempts count. Workers run only tasks of these attempts.
+stores the valid attempts in Redis or a database. Workers run only tasks of valid attempts.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ class Fence:
         return record
 
     def commit(self, receipts: Sequence[Receipt], *, rows: str = "") -> None:
-        """Store which Spark attempt counts for each partition; only tasks of these attempts run.
+        """Store each partition's valid Spark attempt; workers run only tasks of valid attempts.
 
         Args:
-            receipts: one receipt per partition, from the attempt that counts.
+            receipts: one receipt per partition, from the valid attempt.
             rows: the count and checksum of all rows, which must be the same in each job of the run.
 
         Raises:

@@ -55,7 +55,7 @@ class FanOutOptions:
     """The columns that identify a row. The task id is computed from the values of these columns,
     *run_id* and *task*. By default, arguments, due time and queue identify the row."""
     run_id: str = field(default_factory=lambda: uuid4().hex)
-    """The name of this run. The same row in a run of the same name has the same task id."""
+    """The name of this run. With the same *run_id*, the same row has the same task id."""
     smear: float = 0.0
     """The longest extra delay in seconds, which spreads tasks that are due at the same time. The
     extra delay of a task is computed from the task id."""

@@ -95,10 +95,10 @@ class Writer(DataSourceArrowWriter):
         return self._send(iterator, self._options.run_id, self._fence, self._job_id)
 
     def commit(self, messages: list[Any]) -> None:
-        """Log the counts. With *fence*, first store which Spark attempts count.
+        """Log the counts. With *fence*, first store the valid Spark attempts.
 
         Raises:
-            FanOutFailed: the attempts that count could not be stored.
+            FanOutFailed: the valid attempts could not be stored.
         """
         receipts = _receipts(messages)
         if self._fence is not None:
@@ -197,7 +197,7 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         return self._send(iterator, f"{run_id}-{batch}", fence, f"{self._job_id}-{batch}")
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Log the counts of the batch. With *fence*, first store which Spark attempts count."""
+        """Log the counts of the batch. With *fence*, first store the valid Spark attempts."""
         receipts = _receipts(messages)
         if self._fence is not None and receipts:
             # Spark makes a new writer to commit, which learns the query's id from the receipts.

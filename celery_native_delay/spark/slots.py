@@ -98,7 +98,7 @@ def column_text(column: Columnar) -> str:
 
 
 def _expected(role: str, kind: t.DataType, *, has_zone: bool) -> str:
-    """Return "" if the role allows the Spark type, else words for the allowed types."""
+    """Return "" if the column may have this Spark type, else words for the allowed types."""
     if role == "json":
         return _not_json(kind)
     if role == "due" and has_zone and isinstance(kind, _NTZ):

@@ -23,9 +23,9 @@ class BrokerFailed(Exception):
 
 _LOWEST = 20_000
 _COUNT = 12_768
-"""The number of ports, up to 32767. Linux gives clients ports from 32768 on, macOS from 49152.
+"""The number of ports from 20000. Linux gives clients ports from 32768, macOS from 49152.
 
-Otherwise a client that reconnects to a dead server could get the server's port."""
+A client that reconnects to a dead server must not get the server's port."""
 
 
 def claim_ports(count: int) -> list[socket.socket]:
@@ -175,7 +175,7 @@ class KeptServer:
             self._tell_keeper("")
 
     def close(self) -> None:
-        """Kill the server and its companion with SIGKILL, and remove a temporary folder."""
+        """Kill the server and its companion (such as epmd), and remove a temporary folder."""
         self.end(signal.SIGKILL)
         with suppress(OSError):
             self._tell_keeper("end")

@@ -240,7 +240,7 @@ class PrivateRabbitMQ:
     # ---- life ------------------------------------------------------------------------------
 
     def start(self, *, within_seconds: float = _BOOT_SECONDS) -> None:
-        """Start the node, always with the same ports and data, and wait until it serves.
+        """Start the node, always with the same ports and data, and wait until the node is ready.
 
         Raises:
             BrokerFailed: the start took over *within_seconds*; the message has the end of the log.

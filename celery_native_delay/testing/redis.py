@@ -130,7 +130,7 @@ def _who_is(server: str) -> tuple[ServerName, str] | None:
 
 
 _BOOT_SECONDS = 60
-"""A start takes 10 to 50 ms; with a large append-only file or on a busy machine it takes longer."""
+"""A start takes 10 to 50 ms, and longer with a large append-only file or on a busy machine."""
 
 _LONGEST_SOCKET_PATH = 103
 """The limit of macOS in bytes. Linux allows four more bytes."""
@@ -276,7 +276,7 @@ class PrivateRedis:
         return self._server.pid
 
     def start(self, *, within_seconds: float = _BOOT_SECONDS) -> None:
-        """Start the server, always with the same port and data, and wait until it serves.
+        """Start the server, always with the same port and data, and wait until the server is ready.
 
         Raises:
             BrokerFailed: the start took over *within_seconds*; the message has the end of the log.
