@@ -6,18 +6,28 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, sleep, time
 from typing import Any
 
 import pytest
 
 from celery_native_delay import Delay
-from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_name
-from tests.acceptance.worker import EARLY_SECONDS, FEW_LEVELS, REPOSITORY, Fleet, fleet_on
-from tests.brokers import in_ci
-from tests.postgresql import private_postgresql
+from celery_native_delay.testing import (
+    PrivateRabbitMQ,
+    PrivateRedis,
+    private_redis,
+    require_redis,
+    vhost_name,
+)
+from pytest_celery_native_delay import installed
+from tests.acceptance.worker import EARLY_SECONDS, FEW_LEVELS, REPOSITORY, Fleet, Run, fleet_on
+from tests.brokers import in_ci, on_one_version
+from tests.postgresql import PrivatePostgreSQL, private_postgresql
+from tests.sentinel import private_sentinel
 from tests.waiting import SLOWNESS, wait_until
 
 ENTRIES = {
@@ -92,9 +102,10 @@ def test_every_occurrence_runs_although_workers_are_killed(fleet: Fleet) -> None
     assert doubled <= (0 if can_lose else KILLS * 10)
 
 
-def test_ten_workers_that_boot_at_once_publish_each_entry_once(fleet: Fleet) -> None:
+@pytest.mark.parametrize("count", [4, in_ci(10)])
+def test_workers_that_boot_at_once_publish_each_entry_once(fleet: Fleet, count: int) -> None:
     entries = {f"far-{n}": {"task": "note", "schedule": 900.0, "args": [n]} for n in range(10)}
-    workers = [fleet.worker(beat_schedule=entries, wait=False) for _ in range(4)]
+    workers = [fleet.worker(beat_schedule=entries, pool="solo", wait=False) for _ in range(count)]
     for worker in workers:
         worker.wait_ready()
     app = fleet.app()
@@ -195,3 +206,129 @@ def test_a_lost_occurrence_is_published_again(fleet: Fleet, records_redis: Priva
     records_redis.client.delete(*lost)
     before = len(fleet.record.runs())
     fleet.record.wait_for(before + 2)
+
+
+def test_a_worker_with_an_embedded_beat_sends_nothing_twice(fleet: Fleet) -> None:
+    more = ("-B", "--schedule", str(fleet.folder / "beat.db"))
+    worker = fleet.worker(beat_schedule=TICKS, more=more)
+    worker.wait_for_log("this beat sends nothing")
+    assert_no_double(fleet.record.wait_for(6))
+    assert not worker.log_lines("Sending due task")
+
+
+@pytest.mark.parametrize("fleet", ["redis"], indirect=True)
+def test_two_plain_beats_of_the_same_entries_are_noticed(fleet: Fleet) -> None:
+    schedules = Delay(fleet.app()).schedules()
+    fleet.worker(beat_schedule=TICKS)
+    fleet.record.wait_for(1)
+    assert schedules.beat() is None
+    fleet.worker(installed=False)
+    with plain_beat(fleet, "one"), plain_beat(fleet, "two"):
+        wait_until(lambda: schedules.beat() in TICKS)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("records", ["redis", "postgresql"])
+@on_one_version
+def test_occurrences_wait_while_the_records_are_away(
+    vhost_url: str, tmp_path: Path, records: str
+) -> None:
+    """At boot, and in between; then each entry goes on, and no due time runs twice."""
+    with running_records(records) as (server, url):
+        conf = {"native_delay_schedules": True, "native_delay_records": url}
+        with fleet_on(vhost_url, tmp_path, native_delay_levels=FEW_LEVELS, **conf) as fleet:
+            server.kill()
+            workers = [fleet.worker(beat_schedule=TICKS) for _ in range(2)]
+            assert not fleet.record.runs()
+            server.start()
+            runs = fleet.record.wait_for(6)
+            for _ in range(2):
+                server.kill()
+                wait_until(lambda: any(each.log_lines(" waits: ") for each in workers))
+                server.start()
+                runs = wait_for_all_ticks(fleet)
+            assert_no_double(runs)
+
+
+@pytest.mark.ci
+def test_entries_go_on_after_a_failover_of_redis(tmp_path: Path) -> None:
+    installed(require_redis, "redis")
+    with private_sentinel(server="redis") as sentinel:
+        options = {"master_name": sentinel.master_name, "visibility_timeout": 5}
+        conf = {"native_delay_schedules": True, "broker_transport_options": options}
+        with fleet_on(sentinel.url, tmp_path, **conf) as fleet:
+            for _ in range(2):
+                fleet.worker(beat_schedule=TICKS, tests_overdue_seconds=5, beat_max_loop_interval=2)
+            fleet.record.wait_for(6)
+            for _ in range(2):
+                began = time()
+                sentinel.failover()
+                ended = time()
+                sentinel.heal()
+                wait_for_all_ticks(fleet)
+                # Replication is asynchronous: the new master may not have the last runs.
+                calm = [run for run in fleet.record.runs() if not began - 2 < due_at(run) < ended]
+                assert_no_double(calm)
+
+
+#: A relative expiry counts from the due time, so the expiry of a run tells its due time.
+EXPIRES_SECONDS = 3600.0
+TICKS = {
+    f"tick-{number}": {
+        "task": "note",
+        "schedule": float(number % 2 + 1),
+        "args": [f"tick-{number}"],
+        "options": {"expires": EXPIRES_SECONDS},
+    }
+    for number in range(4)
+}
+
+
+def due_at(run: Run) -> float:
+    return datetime.fromisoformat(run.expires or "").timestamp() - EXPIRES_SECONDS
+
+
+def assert_no_double(runs: list[Run]) -> None:
+    """Assert that no due time ran twice or early, and that no entry has two chains."""
+    for name, entry in TICKS.items():
+        of_entry = [run for run in runs if run.args == [name]]
+        assert all(run.started >= due_at(run) - EARLY_SECONDS for run in of_entry)
+        for one, other in pairwise(sorted(map(due_at, of_entry))):
+            assert other - one > entry["schedule"] / 2, f"{name} ran twice"
+
+
+def wait_for_all_ticks(fleet: Fleet) -> list[Run]:
+    """Wait until each entry has run twice more."""
+    before = len(fleet.record.runs())
+
+    def all_ran() -> bool:
+        ran = Counter(run.args[0] for run in fleet.record.runs()[before:])
+        return all(ran[name] >= 2 for name in TICKS)
+
+    wait_until(all_ran)
+    return fleet.record.runs()
+
+
+@contextmanager
+def running_records(kind: str) -> Iterator[tuple[PrivateRedis | PrivatePostgreSQL, str]]:
+    if kind == "redis":
+        with private_redis() as redis:
+            yield redis, redis.url
+    else:
+        with private_postgresql() as postgresql:
+            yield postgresql, postgresql.new_database()
+
+
+@contextmanager
+def plain_beat(fleet: Fleet, name: str) -> Iterator[None]:
+    files = [f"--schedule={fleet.folder / name}", "--pidfile="]
+    beat = subprocess.Popen(
+        [sys.executable, "-m", "celery", "-A", "tests.acceptance.apps.plain", "beat", *files],
+        cwd=REPOSITORY,
+        env=fleet.environment(beat_schedule=TICKS),
+    )
+    try:
+        yield
+    finally:
+        beat.terminate()
+        beat.wait(30)
