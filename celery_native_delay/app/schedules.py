@@ -170,7 +170,7 @@ class Schedules:
             entry.is_due()  # django-celery-beat then disables the entry
 
     def note_beat(self, name: str) -> None:
-        """Store for an hour that a plain beat sends the schedule entry *name*."""
+        """Store for an hour that a plain beat sends the entry or task *name*."""
 
         def noted(snapshot: Snapshot) -> Change[None]:
             return Change(name, snapshot.now_us + _BEAT_KEPT_US, None)
@@ -178,7 +178,7 @@ class Schedules:
         self._ask(lambda records: records.change(_BEAT, noted))
 
     def beat(self) -> str | None:
-        """Return the entry that a plain beat sent within the last hour, or None."""
+        """Return the entry or task that a plain beat sent within the last hour, or None."""
         return self._ask(lambda records: records.load([_BEAT]))[0]
 
     def missing(self) -> list[str]:

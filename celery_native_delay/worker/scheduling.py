@@ -36,7 +36,8 @@ class Scheduling:
         occurrence = occurrence_of(headers)
         if occurrence is None:
             if headers.get("celery_beat_task"):
-                self._note_beat(str(headers.get("periodic_task_name")))
+                # Plain Celery's beat does not send the entry's name.
+                self._note_beat(str(headers.get("periodic_task_name") or arrival.name))
             return None
         redelivered = bool((arrival.message.delivery_info or {}).get("redelivered"))
         try:
