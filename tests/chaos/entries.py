@@ -69,7 +69,7 @@ class Verdict(Enum):
     MISSED = "missed"
     """No run, because a fault made the occurrence before late or stopped the workers."""
     REVIVED = "revived"
-    """No run for a minute: the message was lost in a fault, and a worker published it again."""
+    """No run for a minute or more since a fault: a long outage, or a lost message."""
 
 
 FORBIDDEN = (Verdict.SKIPPED, Verdict.EARLY, Verdict.TWO_CHAINS, Verdict.DOUBLED_IN_CALM)
@@ -170,11 +170,16 @@ def _verdicts(
         last = other - every / 2 if other in by_due else other
         due_at = one + every
         is_revived = last - one > REVIVED_SECONDS and _hit(struck, one, one + every)
+        # If a fault made a run late, the entry goes on from then.
+        is_late = one in by_due and _hit(struck, one, one + every)
+        late_until = by_due[one][0].at if is_late else one
         while due_at < last:
             if is_revived:
                 yield Verdict.REVIVED, due_at
+            elif due_at <= late_until or _hit(struck, due_at, due_at):
+                yield Verdict.MISSED, due_at
             else:
-                yield (Verdict.MISSED if _hit(struck, due_at, due_at) else Verdict.SKIPPED), due_at
+                yield Verdict.SKIPPED, due_at
             due_at += every
 
 
