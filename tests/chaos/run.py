@@ -232,7 +232,7 @@ def run(
             of_entries = judge_entries(runs, struck, began_at=began, ended_at=time())
         what = f"{place.what}, plain Celery" if plan.plain else place.what
         return Outcome(
-            what, plan, began, tuple(struck), judgement, of_entries, crew.ended_by_themselves
+            what, plan, began, tuple(struck), judgement, crew.ended_by_themselves, of_entries
         )
 
 
