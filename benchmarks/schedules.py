@@ -24,6 +24,7 @@ from benchmarks.measuring import (
     cpu_seconds,
     curve,
     lateness_columns,
+    log,
     percentile,
 )
 from celery_native_delay import Delay
@@ -57,6 +58,7 @@ def run(bench: Bench) -> Result:
             for method in LABELS:
                 found[method] = measured(bench, broker, when, method, count)
                 row, late_ms = found[method]
+                log(str(row))
                 result.rows.append(row)
                 result.series[f"{broker}/{when}/{method}"] = curve(late_ms)
             (ours, late), (beats, beats_late) = found["ours"], found["beat"]

@@ -78,10 +78,10 @@ class Outcome:
     began_at: float
     struck: tuple[Struck, ...]
     judgement: Judgement
-    entries: EntriesJudgement | None
-    """The judgement of the schedule entries; None with plain Celery."""
     ended_by_themselves: int
     """The number of workers that ended by themselves and were started again."""
+    entries: EntriesJudgement | None = None
+    """The judgement of the schedule entries; None with plain Celery."""
 
 
 class Crew:
