@@ -31,8 +31,7 @@ from ..schedules.state import (
     swapped,
     why_dropped,
 )
-from .broker import ask_on_a_connection
-from .installation import delaying_channel, installed
+from .installation import ask_broker, installed
 
 logger = get_logger(__name__)
 
@@ -183,8 +182,10 @@ class Schedules:
 
     def missing(self) -> list[str]:
         """Return the names of the app's entries that no worker has published."""
-        names = self._names()
-        return sorted(name for name in self._read_entries() if name not in names)
+        self._app.loader.import_default_modules()
+        self._app.finalize()
+        states = self._states(tuple(self._read_entries()))
+        return [name for name, state in states if state is None]
 
     # --- Celery's entries ----------------------------------------------------------------
 
@@ -233,11 +234,7 @@ class Schedules:
     # --- records and messages ------------------------------------------------------------
 
     def _ask(self, question: Callable[[Records], T]) -> T:
-        def ask(connection: Any) -> T:
-            channel, settings = delaying_channel(self._app, connection)
-            return question(channel.records(settings))
-
-        return ask_on_a_connection(self._app, ask)
+        return ask_broker(self._app, lambda channel, settings: question(channel.records(settings)))
 
     def _names(self) -> tuple[str, ...]:
         return Release.from_text(self._ask(lambda records: records.load([_RELEASE]))[0]).names
