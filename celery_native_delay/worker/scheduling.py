@@ -25,7 +25,6 @@ class Scheduling:
 
     def __init__(self, app: Any, timer: Any) -> None:
         self._schedules = Schedules(app)
-        self._schedules.beat()  # raises NoRecords, which ends the worker
         self._timer = timer
         self._look_seconds = min(app.conf.beat_max_loop_interval or LOOK_SECONDS, LOOK_SECONDS)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="native-delay-schedules")
