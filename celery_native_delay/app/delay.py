@@ -26,8 +26,7 @@ from ..records.interface import TRIES
 from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
 from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
-from .broker import ask_on_a_connection
-from .installation import checked_app, delaying_channel
+from .installation import ask_broker, checked_app
 from .keyed import KeyedCalls, KeyKind, revoke_result
 from .schedules import Schedules
 
@@ -122,7 +121,7 @@ class Delay(KeyedCalls):
             with closing(channel.lines(settings)) as lines:
                 return list(lines.look(limit))
 
-        return self._ask_broker(looked)
+        return ask_broker(self._app, looked)
 
     def schedules(self) -> Schedules:
         """Return the app's schedule entries, to list, pause, resume and run them.
@@ -297,15 +296,7 @@ class Delay(KeyedCalls):
                         raise
                     raise RecordsUnavailable(f"{exc}; {settings.while_records_are_away}") from exc
 
-        return self._ask_broker(ask)
-
-    def _ask_broker(self, question: Callable[[Any, DelaySettings], T]) -> T:
-        """Call *question* with a broker channel. Retries once after a connection error."""
-
-        def ask(connection: Any) -> T:
-            return question(*delaying_channel(self._app, connection))
-
-        return ask_on_a_connection(self._app, ask)
+        return ask_broker(self._app, ask)
 
     def _revoke_result(self, outcome: Outcome) -> None:
         """Set the results of a cancelled task to REVOKED.

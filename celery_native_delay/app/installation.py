@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
@@ -20,9 +20,17 @@ from ..records.opened import Place
 from ..settings import DelaySettings
 from ..transports.aliases import OPTION, option_of, transport_of, url_errors_explained
 from ..transports.interface import AdminPart, ExpectsQueues, ServesQueues
-from .broker import check_fits, name_broker, why_nothing_waits, without_traceback
+from .broker import (
+    ask_on_a_connection,
+    check_fits,
+    name_broker,
+    why_nothing_waits,
+    without_traceback,
+)
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PREFIX = "native_delay_"
 
@@ -181,6 +189,15 @@ def installed(app: Any) -> Installation:
             f"add `from celery_native_delay import install; install(app)` to its module"
         )
     return found
+
+
+def ask_broker(app: Any, question: Callable[[Any, DelaySettings], T]) -> T:
+    """Call *question* with a broker channel. Retries once after a connection error."""
+
+    def ask(connection: Any) -> T:
+        return question(*delaying_channel(app, connection))
+
+    return ask_on_a_connection(app, ask)
 
 
 def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:

@@ -13,8 +13,9 @@ from celery import uuid
 from celery.beat import PersistentScheduler, Scheduler, _evaluate_entry_args, _evaluate_entry_kwargs
 from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
+from kombu.exceptions import OperationalError
 
-from ..errors import CannotDelay, InvalidDueTime
+from ..errors import CannotDelay, NoRecords, RecordsUnavailable, UnsupportedBroker, described
 from ..records.interface import Change, RecordName, Records, Snapshot, tried_again
 from ..records.publishing import RecordedPublish, publishing
 from ..schedules.entry import Entry
@@ -31,8 +32,8 @@ from ..schedules.state import (
     swapped,
     why_dropped,
 )
-from .broker import ask_on_a_connection
-from .installation import delaying_channel, installed
+from ..settings import DelaySettings
+from .installation import ask_broker, installed
 
 logger = get_logger(__name__)
 
@@ -43,6 +44,18 @@ _RELEASE = RecordName("schedules", "release")
 #: The task of a plain beat that a worker received last, kept for an hour.
 _BEAT = RecordName("schedules", "beat")
 _BEAT_KEPT_US = 3_600_000_000
+
+
+def schedule_records(channel: Any, settings: DelaySettings) -> Records:
+    """Return the records for schedule entries on the broker of *channel*, or raise NoRecords."""
+    try:
+        found: Records = channel.records(settings)
+    except UnsupportedBroker as exc:
+        raise NoRecords(
+            "native_delay_schedules keeps the state of each entry: set native_delay_records to the "
+            "URL of a Redis or a database, in workers and producers"
+        ) from exc
+    return found
 
 
 class Scheduled(NamedTuple):
@@ -136,9 +149,11 @@ class Schedules:
             if wanted(known) is not None:
                 try:
                     self._change(name, wanted)
-                except (CannotDelay, InvalidDueTime) as exc:
+                except (RecordsUnavailable, OperationalError):
+                    raise  # the next look tries again
+                except Exception as exc:  # a wrong entry leaves the others alone
                     text = "native delay: schedule entry %s is not published: %s"
-                    logger.error(text, name, exc)
+                    logger.error(text, name, described(exc))
         self._published = ours
 
     def advance(self, name: str, number: int, task_id: str, *, redelivered: bool) -> str | None:
@@ -183,8 +198,10 @@ class Schedules:
 
     def missing(self) -> list[str]:
         """Return the names of the app's entries that no worker has published."""
-        names = self._names()
-        return sorted(name for name in self._read_entries() if name not in names)
+        self._app.loader.import_default_modules()
+        self._app.finalize()
+        states = self._states(tuple(sorted(self._read_entries())))
+        return [name for name, state in states if state is None]
 
     # --- Celery's entries ----------------------------------------------------------------
 
@@ -233,11 +250,7 @@ class Schedules:
     # --- records and messages ------------------------------------------------------------
 
     def _ask(self, question: Callable[[Records], T]) -> T:
-        def ask(connection: Any) -> T:
-            channel, settings = delaying_channel(self._app, connection)
-            return question(channel.records(settings))
-
-        return ask_on_a_connection(self._app, ask)
+        return ask_broker(self._app, lambda *channel: question(schedule_records(*channel)))
 
     def _names(self) -> tuple[str, ...]:
         return Release.from_text(self._ask(lambda records: records.load([_RELEASE]))[0]).names
@@ -281,16 +294,17 @@ class Schedules:
         headers = {"celery_beat_task": True, HEADER: mark}
         publish = RecordedPublish(after.id, _name(name), rule)
         with publishing(publish):
-            self._send(self._entry_of(name, after), after.id, after.due_us, headers)
+            entry = self._entry_of(name, after)
+            self._send(entry, after.id, after.due_us - entry.countdown_us, headers)
         return bool(publish.answer)
 
-    def _send(self, entry: Entry, task_id: str, due_us: int, headers: dict[str, Any]) -> str:
-        """Send the task of *entry* with beat's headers. A relative expiry counts from *due_us*."""
+    def _send(self, entry: Entry, task_id: str, from_us: int, headers: dict[str, Any]) -> str:
+        """Send the task of *entry* with beat's headers. A relative expiry counts from *from_us*."""
         options = {key: value for key, value in entry.options.items() if key not in _OURS}
         beats = {"periodic_task_name": entry.name, **headers}
         options["headers"] = {**(options.get("headers") or {}), **beats}
         if isinstance(options.get("expires"), int | float):
-            options["expires"] = _moment(due_us) + timedelta(seconds=options["expires"])
+            options["expires"] = _moment(from_us) + timedelta(seconds=options["expires"])
         task = self._app.tasks.get(entry.task)
         send = task.apply_async if task else partial(self._app.send_task, entry.task)
         args, kwargs = _evaluate_entry_args(entry.args), _evaluate_entry_kwargs(entry.kwargs)

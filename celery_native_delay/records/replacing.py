@@ -74,7 +74,7 @@ class ComparedRecords(Records, Index):
 
 
 def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Callable[[], T]) -> T:
-    """Publish a message. Workers drop the message until :meth:`.Index.compare_and_set` succeeds."""
+    """Publish a message, which runs only if a later compare-and-set of the index succeeds."""
     try:
         return publish()
     except NativeDelayError:

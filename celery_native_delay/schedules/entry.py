@@ -45,10 +45,17 @@ class Entry:
 
     def next_us(self, after_us: int) -> int | None:
         """Return the first due time after *after_us*, in microseconds since the epoch, or None."""
-        after = _EPOCH + max(after_us, (self.starts_us or 0) - 1) * _MICROSECOND
-        found = next_due(self.schedule, after, self.zone)
-        due_us = None if found is None else (found - _EPOCH) // _MICROSECOND
-        return None if self.ends_us and due_us and due_us > self.ends_us else due_us
+        after_us = max(after_us - self.countdown_us, (self.starts_us or 0) - 1)
+        found = next_due(self.schedule, _EPOCH + after_us * _MICROSECOND, self.zone)
+        if found is None:
+            return None
+        at_us = (found - _EPOCH) // _MICROSECOND
+        return None if self.ends_us and at_us > self.ends_us else at_us + self.countdown_us
+
+    @property
+    def countdown_us(self) -> int:
+        """The entry's option ``countdown``: the delay after each time of the schedule."""
+        return round((self.options.get("countdown") or 0) * 1_000_000)
 
     @cached_property
     def text(self) -> str:

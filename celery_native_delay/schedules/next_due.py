@@ -1,7 +1,6 @@
-"""The next due time of a schedule, on the wall clock of its time zone. Pure.
+"""Computes the next due time of a Celery schedule.
 
-Celery's own `crontab.remaining_estimate` returns a duration. A duration that was computed before
-the clocks change is an hour off afterwards.
+Celery's own ``crontab.remaining_estimate`` is an hour off if the clocks change in between.
 """
 
 from __future__ import annotations
@@ -17,31 +16,26 @@ from celery.utils.time import delta_resolution
 #: A crontab such as February 29 on a Monday is due again after at most this many years.
 _LONGEST_YEARS = 40
 
+_DAY = timedelta(days=1)
 _MINUTE = timedelta(minutes=1)
 _SECOND = timedelta(seconds=1)
 _EVERY_HOUR = frozenset(range(24))
 
 
 def next_due(of: Any, after: datetime, zone: tzinfo) -> datetime | None:
-    """The first due time of the schedule *of* that is later than *after*; None if there is none.
+    """Return the first due time of a Celery schedule later than *after*, in UTC, or None.
 
-    A `crontab` names local times. A local time that is skipped when the clocks go forward is due at
-    that moment. A local time that comes twice when the clocks go back is due the first time. A
-    crontab for every hour names no local hour: it is due in each hour that passes.
-
-    Args:
-        of: a schedule of Celery's, or of a class with Celery's `remaining_estimate`.
-        after: an aware time.
-        zone: the time zone of the wall clock.
-
-    Returns:
-        an aware time in UTC.
+    A crontab names local times in *zone*. A local time that the clocks skip is due at the moment of
+    the change. A local time that comes twice is due the first time. A crontab for every hour names
+    no local hour, and is due in each hour that passes.
     """
     if isinstance(of, crontab):
         found = _hourly(of, after, zone) if of.hour == _EVERY_HOUR else _daily(of, after, zone)
         return next((each for each in found if each > after), None)
     if isinstance(of, schedule):
-        local: datetime = after.astimezone(zone) + of.run_every
+        local: datetime = (after + of.run_every).astimezone(zone)
+        if of.relative and of.run_every >= _DAY:
+            local = after.astimezone(zone) + of.run_every
         if of.relative:
             local = delta_resolution(local, of.run_every)
         return max(local.astimezone(UTC), after + timedelta.resolution)
@@ -52,7 +46,7 @@ def next_due(of: Any, after: datetime, zone: tzinfo) -> datetime | None:
 
 
 def _daily(of: crontab, after: datetime, zone: tzinfo) -> Iterator[datetime]:
-    """Due times of a crontab that names hours; local times in order are instants in order."""
+    """Yield the due times of a crontab that names hours."""
     wall = after.astimezone(zone).replace(tzinfo=None, second=0, microsecond=0)
     hours, minutes = sorted(of.hour), sorted(of.minute)
     for day in _days(of, wall.date()):
@@ -64,7 +58,7 @@ def _daily(of: crontab, after: datetime, zone: tzinfo) -> Iterator[datetime]:
 
 
 def _hourly(of: crontab, after: datetime, zone: tzinfo) -> Iterator[datetime]:
-    """Due times of a crontab for every hour, by the minutes that pass."""
+    """Yield the due times of a crontab for every hour."""
     minutes = sorted(of.minute)
     moment = after.astimezone(UTC).replace(second=0, microsecond=0)
     days = _days(of, moment.astimezone(zone).date())
@@ -83,7 +77,7 @@ def _hourly(of: crontab, after: datetime, zone: tzinfo) -> Iterator[datetime]:
 
 
 def _days(of: crontab, first: date) -> Iterator[date]:
-    """Days of a crontab; Celery asks for the day of the month and the day of the week."""
+    """Yield the days on which both the day of the month and the day of the week match."""
     day = first
     while day.year <= min(first.year + _LONGEST_YEARS, date.max.year - 1):
         if day.month not in of.month_of_year:
@@ -95,7 +89,7 @@ def _days(of: crontab, first: date) -> Iterator[date]:
 
 
 def _instant(wall: datetime, zone: tzinfo) -> datetime:
-    """The first moment at which clocks in *zone* show *wall*, or skip it."""
+    """Return the first moment at which the clocks in *zone* show or skip the time *wall*."""
     moment = wall.replace(tzinfo=zone).astimezone(UTC)
     if moment.astimezone(zone).replace(tzinfo=None) == wall:
         return moment

@@ -13,6 +13,7 @@ from celery import bootsteps, signals
 from celery.worker.consumer.tasks import Tasks
 
 from ..app.installation import installation_of, keep_celerys_own_off, records_place
+from ..app.schedules import schedule_records
 from ..errors import NativeDelayError, SettingsError
 from ..records.opened import flush
 from ..settings import DelaySettings
@@ -57,8 +58,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         if installation is None or not installation.enabled:
             return
         self._installation = installation
-        if installation.has("rates"):
-            _check_lines(c.app, installation.settings())
+        if installation.has("rates") or installation.has("schedules"):
+            _check_records(c.app, installation.settings())
         try:
             settings = installation.settings()
         except SettingsError:
@@ -157,8 +158,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._promoting.join(5.0)
 
 
-def _check_lines(app: Any, settings: DelaySettings) -> None:
-    """Raise NoRecords if rate limits on this broker need ``native_delay_records``.
+def _check_records(app: Any, settings: DelaySettings) -> None:
+    """Raise NoRecords if rate limits or schedules need ``native_delay_records`` on this broker.
 
     The check is made here because Celery's ``start_worker`` hangs if a worker fails later.
     """
@@ -167,7 +168,10 @@ def _check_lines(app: Any, settings: DelaySettings) -> None:
             connection.connect()
         except connection.connection_errors:
             return
-        lines_of(connection.default_channel, settings).close()
+        if settings.rates:
+            lines_of(connection.default_channel, settings).close()
+        if settings.schedules:
+            schedule_records(connection.default_channel, settings)
 
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from time import monotonic
 from typing import Any
 
 from celery.utils.log import get_logger
-from kombu.exceptions import OperationalError
 
 from ..app.schedules import Schedules
-from ..errors import RecordsUnavailable, described
+from ..errors import described
 from ..schedules.state import HEADER, occurrence_of
 from .arrival import Arrival, Drop, Ruling
 
@@ -27,8 +25,6 @@ class Scheduling:
 
     def __init__(self, app: Any, timer: Any) -> None:
         self._schedules = Schedules(app)
-        with suppress(RecordsUnavailable, OperationalError):  # start() tries again
-            self._schedules.beat()  # raises UnsupportedBroker, which ends the worker
         self._timer = timer
         self._look_seconds = min(app.conf.beat_max_loop_interval or LOOK_SECONDS, LOOK_SECONDS)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="native-delay-schedules")

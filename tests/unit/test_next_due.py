@@ -52,6 +52,19 @@ def test_a_skipped_local_time_is_due_when_the_clocks_jump() -> None:
     ]
 
 
+def test_an_interval_runs_on_while_the_clocks_change() -> None:
+    every_minute = schedule(timedelta(minutes=1))
+    for begin in ("2026-10-25T00:58+00:00", "2026-10-25T01:58+00:00", "2026-03-29T00:58+00:00"):
+        assert next_due(every_minute, at(begin), BERLIN) == at(begin) + MINUTE
+        assert next_due(every_minute, at(begin) + MINUTE, BERLIN) == at(begin) + 2 * MINUTE
+    daily = schedule(timedelta(days=1), relative=True)
+    assert local(daily, "2026-10-24T12:00+00:00", 3) == [
+        "2026-10-25T00:00+02:00",
+        "2026-10-26T00:00+01:00",
+        "2026-10-27T00:00+01:00",
+    ]
+
+
 def test_a_local_time_that_comes_twice_is_due_the_first_time() -> None:
     assert local(crontab(hour=2, minute=30), "2026-10-24T12:00+00:00", 2) == [
         "2026-10-25T02:30+02:00",

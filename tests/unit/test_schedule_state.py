@@ -99,6 +99,14 @@ def test_an_entry_is_due_only_between_its_start_and_its_end() -> None:
     assert found.next_us(NOW_US + 35 * S) is None
 
 
+def test_the_countdown_of_an_entry_counts_from_the_times_of_its_schedule() -> None:
+    found = entry(schedule=crontab(hour=0, minute=0), options={"countdown": 900})
+    midnight_us = NOW_US + 12 * 3600 * S
+    assert found.next_us(NOW_US) == midnight_us + 900 * S
+    assert found.next_us(midnight_us + S) == midnight_us + 900 * S
+    assert found.next_us(midnight_us + 900 * S) == midnight_us + (86_400 + 900) * S
+
+
 @pytest.mark.parametrize(
     ("of", "words"),
     [
