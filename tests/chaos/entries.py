@@ -21,8 +21,9 @@ COUNT = 20
 #: The relative expiry of an entry counts from its due time. So a run's expiry tells its due time.
 EXPIRES_SECONDS = 3600.0
 
-#: A due time counts as hit by a fault up to so long after the repair.
-AFTERMATH_SECONDS = 10.0
+#: A due time counts as hit by a fault up to so long after the repair: a Celery worker that cannot
+#: connect tries again after 2, 4, 6, 8 and 10 s.
+AFTERMATH_SECONDS = 20.0
 
 #: A worker publishes a lost occurrence again when it is overdue by 60 s, and looks each 30 s.
 REVIVED_SECONDS = 60.0
