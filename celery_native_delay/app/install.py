@@ -59,7 +59,7 @@ def install(app: App, **settings: Any) -> App:
         vars(real).pop("control", None)
     real.steps["consumer"].add(BOOTSTEP)
     real.fixups = {*real.fixups, f"{__name__}:reinstall"}
-    _drop_pools(real)
+    drop_pools(real)
     return app
 
 
@@ -81,7 +81,7 @@ def reinstall(app: Celery) -> None:
     install(app)
 
 
-def _drop_pools(app: Celery) -> None:
+def drop_pools(app: Celery) -> None:
     """Forget the connection pools made before ``install``, which cannot delay."""
     app._pool = None
     if "amqp" in vars(app):

@@ -51,6 +51,8 @@ class Installation:
         self._warned_of: set[str] = set()
         self.raises_if_unsupported = False
         """True in a ``delay`` command: an unsupported broker then raises, and does not warn."""
+        self.test_broker: str | None = None
+        """The broker URL that replaces all broker settings of the app under the test clock."""
 
     def settings(self) -> DelaySettings:
         """Return the app's settings. A keyword of ``install()`` wins over the app's configuration.
@@ -85,6 +87,8 @@ class Installation:
         """Make a broker connection that can delay messages, in place of ``app._connection``."""
         # The method is looked up each time: other code, such as an APM, may replace it later.
         connect = self._earlier_connection or partial(type(self.app)._connection, self.app)
+        if self.test_broker is not None:
+            args = (self.test_broker, *args[1:])
         self._connected_enabled = self.enabled
         if not self._connected_enabled:
             return connect(*args, **kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from time import time_ns
 from typing import Any, ClassVar
 
 from amqp.exceptions import RecoverableConnectionError
@@ -13,6 +12,7 @@ from kombu.transport import virtual
 from ...errors import CannotDelay, SettingsError
 from ...keyed.publishing import KeyedPublish, keyed_publish, underway
 from ...message import Delayed, due_of
+from ...now import time_ns
 from ...records.interface import Records
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
