@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from typing import Any
 from unittest import TestCase
 
@@ -88,6 +89,14 @@ def own_attributes(app: Celery) -> dict[str, dict[str, Any]]:
     }
 
 
+def fail_under_a_clock(app: Celery) -> None:
+    with Clock(app) as clock:
+        assert not clock.due()
+        send(app, "note", "lost", countdown=60)
+        send(app, "fail", "x")
+        clock.advance()
+
+
 # ---- what runs, and when -------------------------------------------------------------------------
 
 
@@ -143,7 +152,7 @@ def test_rate_limits_hold_on_the_clock(app: Celery, ran: list[Any]) -> None:
             send(app, "tell_time")
         clock.run_all()
     starts = [moment for moment, _ in ran]
-    gaps = [second - first for first, second in zip(starts, starts[1:], strict=False)]
+    gaps = [second - first for first, second in pairwise(starts)]
     assert all(timedelta(minutes=30) <= gap < timedelta(minutes=31) for gap in gaps)
     assert len(gaps) == 3
 
@@ -269,11 +278,8 @@ def test_the_app_is_afterwards_as_it_was(app: Celery, ran: list[Any]) -> None:
     tasks = own_attributes(app)
     current = current_app._get_current_object()
     for _ in range(2):
-        with pytest.raises(LookupError), Clock(app) as clock:
-            assert not clock.due()
-            send(app, "note", "lost", countdown=60)
-            send(app, "fail", "x")
-            clock.advance()
+        with pytest.raises(LookupError):
+            fail_under_a_clock(app)
         assert dict(app.conf) == conf
         assert app.connection_for_write().hostname == "nowhere.invalid"
         assert memory.Channel.queues is queues
@@ -311,7 +317,11 @@ class ReminderTest(TestCase):
     def test_a_task_runs_after_three_days(self) -> None:
         app = install(Celery("shop", broker=UNREACHABLE))
         ran: list[str] = []
-        app.task(lambda text: ran.append(text), name="append")
+
+        @app.task(name="append")
+        def append(text: str) -> None:
+            ran.append(text)
+
         clock = self.enterContext(Clock(app))
         app.send_task("append", ("mail",), countdown=3 * DAY)
         clock.advance(days=2)
