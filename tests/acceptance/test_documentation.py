@@ -169,6 +169,41 @@ def installed_settings(app: Celery) -> DelaySettings:
     return installation.settings()
 
 
+def test_the_examples_of_the_test_clock_pass(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No broker runs for them."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    pytester.makepyfile(
+        shop=only("clock-app").text,
+        conftest=only("clock-conftest").text,
+        test_reminder=only("clock-test").text,
+        test_cancelling=only("clock-cancel").text,
+        test_rates=only("clock-rates").text,
+        test_unittest=only("clock-unittest").text,
+    )
+    pytester.runpytest_subprocess("-Werror").assert_outcomes(passed=4)
+
+
+@pytest.mark.ci
+def test_doctor_reads_the_management_api_of_a_private_node(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(require_rabbitmq)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    pytester.makepyfile(
+        conftest=only("private-app").text,
+        test_doctor="""
+            from celery_native_delay.app.doctor import examine
+
+            def test_doctor(app):
+                app.send_task("shop.remind", countdown=60)
+                assert "management" not in "".join(map(str, examine(app)))
+        """,
+    )
+    pytester.runpytest_subprocess("-Werror").assert_outcomes(passed=1)
+
+
 @pytest.mark.ci
 def test_the_example_test_passes(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
