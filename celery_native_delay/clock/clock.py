@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any, Self
 
 from celery import Celery, current_app, signals
+from celery.exceptions import NotRegistered
 from celery.result import _set_task_join_will_block
 
 from .. import now
@@ -52,6 +53,8 @@ class Clock:
             undo.enter_context(in_memory(self._app, installation))
             signals.task_failure.connect(self._note_error, weak=False)
             undo.callback(signals.task_failure.disconnect, self._note_error)
+            signals.task_unknown.connect(self._note_unknown, weak=False)
+            undo.callback(signals.task_unknown.disconnect, self._note_unknown)
             worker = InlineWorker(self._app)
             undo.callback(worker.stop)
             self._running = Running(worker, self._move, self._raise_error)
@@ -150,6 +153,9 @@ class Clock:
     def _note_error(self, sender: Any = None, exception: Any = None, **_: Any) -> None:
         if sender.app is self._app:
             self.errors.append(exception)
+
+    def _note_unknown(self, sender: Any = None, name: str = "", **_: Any) -> None:
+        self._note_error(sender, NotRegistered(name))
 
     def _raise_error(self) -> None:
         if self.raises and self.errors:

@@ -60,6 +60,8 @@ class InlineWorker:
             consumer.qos.update()
         has_work = bool(consumer._pending_operations)
         consumer.perform_pending_operations()
+        if consumer.strategies.keys() != consumer.app.tasks.keys():
+            consumer.update_strategies()  # the test has defined a task
         for name in list(consumer.app.amqp.queues):
             if not self._tasks.consuming_from(name):
                 consumer.add_task_queue(name)

@@ -349,17 +349,6 @@ def test_settings_are_taken_from_the_configuration_and_from_keywords() -> None:
     assert found == DelaySettings(resolution=0.05, fused_bits=8)
 
 
-def test_a_django_app_reads_settings_with_celerys_prefix(tmp_path: Path) -> None:
-    """Django's settings are a module; the test makes one without Django."""
-    settings = only("django-settings").text
-    app = only("django").text.replace("django.conf:settings", "shop_settings")
-    (tmp_path / "shop_settings.py").write_text(settings)
-    (tmp_path / "shop.py").write_text(app.replace("app.autodiscover_tasks()\n", ""))
-    asked = "from shop import app; from celery_native_delay.app.install import installation_of as i"
-    asked += "; print(i(app).settings().namespace, i(app).settings().telemetry)"
-    assert output(tmp_path, sys.executable, "-c", asked) == "shop_delay /var/log/shop/telemetry\n"
-
-
 def test_the_documented_flower_configuration_adds_the_page(tmp_path: Path) -> None:
     """Runs in a separate process, because it changes Flower's classes."""
     asked = f"{only('flower-config').text}\nfrom flower import command; print(command.Flower)"

@@ -12,6 +12,7 @@ from unittest import TestCase
 
 import pytest
 from celery import Celery, current_app, shared_task
+from celery.exceptions import NotRegistered
 from kombu.transport import memory
 
 from celery_native_delay import Rate, RetryAfter, SettingsError, install, now
@@ -239,6 +240,22 @@ def test_errors_are_collected_if_the_test_asks_for_it(app: Celery, ran: list[Any
         clock.advance(minutes=5)
         assert [str(error) for error in clock.errors] == ["one"]
     assert ran == ["later"]
+
+
+def test_a_task_that_the_app_does_not_have_is_an_error(app: Celery, clock: Clock) -> None:
+    app.send_task("misspelled", countdown=60)
+    with pytest.raises(NotRegistered, match="misspelled"):
+        clock.advance(minutes=1)
+
+
+def test_a_task_may_be_defined_during_the_test(app: Celery, clock: Clock, ran: list[Any]) -> None:
+    @app.task(name="new")
+    def new() -> None:
+        ran.append("new")
+
+    new.apply_async(countdown=60)
+    clock.advance(minutes=1)
+    assert ran == ["new"]
 
 
 def test_an_assertion_of_pytest_inside_a_task_ends_the_test(app: Celery) -> None:
