@@ -9,26 +9,34 @@ from pathlib import Path
 
 import pytest
 
-from tests.documents import ROOT, only
+from tests.documents import EXAMPLES, ROOT, only
 
 django = pytest.importorskip("django")
+
+#: The commands that the guide shows; `python` is this Python.
+DJANGO_COMMANDS = [
+    line.removeprefix("$ ")
+    for example in EXAMPLES
+    if example.page == "docs/guides/django.md" and example.language == "console"
+    for line in example.text.splitlines()
+]
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     """The folder of the guide's project."""
-    manage(tmp_path, "-m", "django", "startproject", "shop", ".")
-    manage(tmp_path, "manage.py", "startapp", "orders")
-    for path, name in {
-        "shop/celery.py": "django",
-        "shop/__init__.py": "django-init",
-        "shop/urls.py": "django-urls",
-        "orders/models.py": "django-models",
-        "orders/tasks.py": "django-tasks",
-        "orders/views.py": "django-views",
-        "orders/tests.py": "django-tests",
+    for command in DJANGO_COMMANDS:
+        manage(tmp_path, *command.split()[1:])
+    for path, example in {
+        "shop/celery.py": only("django"),
+        "shop/__init__.py": only("django-init"),
+        "shop/urls.py": only("django-urls"),
+        "orders/models.py": only("django-models"),
+        "orders/tasks.py": only("django-tasks"),
+        "orders/views.py": only("django-views"),
+        "orders/tests.py": only("django-tests"),
     }.items():
-        (tmp_path / path).write_text(only(name).text)
+        (tmp_path / path).write_text(example.text)
     add(tmp_path / "shop/settings.py", only("django-settings").text)
     manage(tmp_path, "manage.py", "makemigrations", "orders")
     return tmp_path

@@ -484,6 +484,7 @@ def test_every_benchmark_exists(line: str) -> None:
 
 def test_the_docs_show_only_tested_programs() -> None:
     known = ("celery ", "pip ", "make ", "python -m benchmarks", "python -m celery_native_delay")
+    known += ("python -m django ", "python manage.py ")  # run by test_django
     others = {line for where, line in CONSOLE_LINES if not line.startswith(known)}
     start = "".join(example.text for example in EXAMPLES if example.page == "docs/start.md")
     assert all(f"$ {line}\n" in start for line in others)
