@@ -11,6 +11,7 @@ from typing import Any
 import celery._state
 from celery.app.backends import by_url
 from celery.backends.base import DisabledBackend
+from celery.worker import state
 from kombu import pools
 from kombu.transport import memory, virtual
 
@@ -42,6 +43,7 @@ def in_memory(app: Any, installation: Installation) -> Iterator[None]:
         undo.enter_context(_results(app))
         undo.enter_context(_tasks(app))
         undo.enter_context(_current(app))
+        undo.enter_context(_revoked())
         undo.callback(forget_leases, app)
         forget_leases(app)
         yield
@@ -51,6 +53,7 @@ def in_memory(app: Any, installation: Installation) -> Iterator[None]:
 def _settings(app: Any, installation: Installation, store: str) -> Iterator[None]:
     app.conf.get("broker_url")  # loads a pending configuration
     conf, overlay, keywords = app.conf, dict(_CELERY), installation.keywords
+    namespace = installation.settings().namespace
     conf.maps.insert(0, overlay)
     installation.test_broker = "memory://localhost"
     installation.keywords = keywords | {
@@ -61,7 +64,6 @@ def _settings(app: Any, installation: Installation, store: str) -> Iterator[None
     }
     drop_pools(app)
     try:
-        namespace = installation.settings().namespace
         yield
     finally:
         _close_pools(app)
@@ -121,6 +123,17 @@ def _tasks(app: Any) -> Iterator[None]:
             for name in _CHANGED:
                 own.pop(name, None)
             own.update(earlier)
+
+
+@contextmanager
+def _revoked() -> Iterator[None]:
+    """Forget the revoked tasks afterwards, because the next test may use the same ids."""
+    before = set(state.revoked)
+    try:
+        yield
+    finally:
+        for task_id in set(state.revoked) - before:
+            state.revoked.discard(task_id)
 
 
 @contextmanager

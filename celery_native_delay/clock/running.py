@@ -11,6 +11,9 @@ from .inline_worker import InlineWorker
 #: The most tasks that run at one moment: more are probably a task that sends itself at once.
 MOST_AT_ONE_MOMENT = 10_000
 
+#: The most moves of the clock for each task that may run: a task waits again if its key is busy.
+MOVES_PER_TASK = 100
+
 
 class StillWaiting(NativeDelayError):
     """So many tasks ran under the test clock, and another task still waits."""
@@ -40,8 +43,12 @@ class Running:
     def run_all(self, limit: int) -> int:
         """Run waiting tasks until none waits; raise StillWaiting after *limit* tasks."""
         self._before = self._worker.pool.started
+        moves = 0
         while (next_us := self._run_ready(limit)) is not None:
             self._check(limit)
+            moves += 1
+            if moves > MOVES_PER_TASK * limit:
+                raise StillWaiting("expected the waiting tasks to run; the log says why they wait")
             self._go_on(next_us)
         return self._worker.pool.started - self._before
 

@@ -15,7 +15,7 @@ from celery import Celery, current_app, shared_task
 from celery.exceptions import NotRegistered
 from kombu.transport import memory
 
-from celery_native_delay import Rate, RetryAfter, SettingsError, install, now
+from celery_native_delay import Delay, Rate, RetryAfter, SettingsError, Verdict, install, now
 from celery_native_delay.clock import Clock, StillWaiting, running
 from tests.waiting import SLOWNESS
 
@@ -165,15 +165,16 @@ def test_tasks_of_every_queue_run(app: Celery, clock: Clock, ran: list[Any]) -> 
     assert ran == ["priority", "mail"]
 
 
-def test_a_thousand_tasks_of_three_months_run_within_two_seconds(
+def test_a_thousand_tasks_of_three_months_run_within_seconds(
     app: Celery, clock: Clock, ran: list[Any]
 ) -> None:
+    """It takes 1.2 s on a quiet machine; the limit is for a busy one."""
     before = time.process_time()
     for number in range(1000):
         send(app, "note", number, countdown=number * 90 * DAY / 1000)
     clock.advance(days=90)
     assert ran == list(range(1000))
-    assert time.process_time() - before < 2 * SLOWNESS
+    assert time.process_time() - before < 4 * SLOWNESS
 
 
 # ---- run_all and limits --------------------------------------------------------------------------
@@ -308,6 +309,37 @@ def test_the_app_is_afterwards_as_it_was(app: Celery, ran: list[Any]) -> None:
         assert "now" not in vars(app)
     assert app.tasks["note"].delay("eager").get() == "eager"
     assert ran == ["eager"]
+
+
+def test_a_test_may_use_the_task_ids_of_an_earlier_test(app: Celery, ran: list[Any]) -> None:
+    for _ in range(2):
+        with Clock(app) as clock:
+            send(app, "note", "in time", countdown=60, task_id="one")
+            send(app, "note", "expired", countdown=60, expires=30, task_id="two")
+            clock.run_all()
+            assert Delay(app).cancel("one").verdict is Verdict.UNKNOWN
+            send(app, "note", "cancelled", countdown=60, task_id="three")
+            assert Delay(app).cancel("three")
+            clock.run_all()
+    assert ran == ["in time"] * 2
+
+
+@pytest.mark.parametrize("setting", [{"records": "redis://nowhere"}, {"telemetry": "/nowhere"}])
+def test_the_clock_replaces_what_a_setting_names(
+    app: Celery, ran: list[Any], setting: dict[str, str]
+) -> None:
+    install(app, **setting)
+    with Clock(app) as clock:
+        send(app, "note", "ran", countdown=60)
+        clock.advance(minutes=1)
+    assert ran == ["ran"]
+
+
+def test_a_wrong_setting_is_raised_and_changes_nothing(app: Celery) -> None:
+    app.conf.native_delay_levels = 99
+    with pytest.raises(SettingsError, match="native_delay_levels"), Clock(app):
+        pass
+    assert app.connection_for_write().hostname == "nowhere.invalid"
 
 
 def test_results_are_kept_in_memory(app: Celery, clock: Clock) -> None:
