@@ -43,7 +43,7 @@ def in_memory(app: Any, installation: Installation) -> Iterator[None]:
         undo.enter_context(_results(app))
         undo.enter_context(_tasks(app))
         undo.enter_context(_current(app))
-        undo.enter_context(_revoked())
+        undo.enter_context(_worker_state())
         undo.callback(forget_leases, app)
         forget_leases(app)
         yield
@@ -126,14 +126,16 @@ def _tasks(app: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _revoked() -> Iterator[None]:
-    """Forget the revoked tasks afterwards, because the next test may use the same ids."""
-    before = set(state.revoked)
+def _worker_state() -> Iterator[None]:
+    """Forget afterwards which tasks were revoked or started: the next test may use the same ids."""
+    known: Any = (state.revoked, state.reserved_requests, state.active_requests)
+    before = [set(each) for each in known]
     try:
         yield
     finally:
-        for task_id in set(state.revoked) - before:
-            state.revoked.discard(task_id)
+        for each, earlier in zip(known, before, strict=True):
+            for new in set(each) - earlier:
+                each.discard(new)
 
 
 @contextmanager
