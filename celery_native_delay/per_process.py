@@ -1,4 +1,4 @@
-"""Values that each process makes for itself, such as connections to a server.
+"""Caches values per process, such as connections to a server.
 
 A forked child must not use or close the sockets of its parent.
 """
@@ -17,7 +17,7 @@ _forgets: list[Callable[[], object]] = []
 
 
 def in_forked_child(forget: Callable[[], object]) -> None:
-    """Register the function *forget*, to be called at the start of every forked child."""
+    """Register a function that every forked child calls at its start."""
     _forgets.append(forget)
 
 

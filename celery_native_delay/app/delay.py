@@ -43,11 +43,11 @@ _MOST_LINES = 10_000
 
 
 class Delay(KeyedCalls):
-    """List, search, cancel and reschedule an app's waiting tasks; send unique or debounced tasks.
+    """List, search, cancel and reschedule an app's waiting tasks. Send debounced or unique tasks.
 
-    The waiting tasks are read from the broker if the broker is Redis. On RabbitMQ, SQS and pgmq,
+    If the broker is Redis, the waiting tasks are read from the broker. On RabbitMQ, SQS and pgmq,
     the tasks are read from the Redis or database of ``native_delay_records``. On other brokers,
-    the tasks are read from the database in which messages wait.
+    the tasks are read from the database in which the messages wait.
 
     Every method raises :class:`~celery_native_delay.RecordsUnavailable` if this Redis or database
     is unreachable, and kombu's errors if the broker is unreachable. Methods that change a task
@@ -88,7 +88,7 @@ class Delay(KeyedCalls):
         return self._with_holds(self._ask(lambda found: found.get(one)))
 
     def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
-        """Return the ids of at most *limit* waiting tasks that match *search*, earliest first."""
+        """Return the ids of waiting tasks that match *search*, earliest due time first."""
         if limit is not None:
             _check_count("limit", limit, least=0)
         query = _query(search)
@@ -110,7 +110,7 @@ class Delay(KeyedCalls):
         return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
 
     def rates(self, *, limit: int = 50) -> list[RateLine]:
-        """Return the queues of rate-limited tasks (one per task name and key), longest queue first.
+        """Return the queues of tasks that wait for a rate limit, longest queue first.
 
         Raises:
             NoRecords: rate limits on this broker need ``native_delay_records``.
@@ -124,7 +124,7 @@ class Delay(KeyedCalls):
         return self._ask_broker(looked)
 
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
-        """Correct the due times of *tasks* that a RetryAfter holds to the end of the hold."""
+        """Correct the due times of rate-limited tasks that a ``RetryAfter`` delays."""
         until_us: dict[tuple[str, str], int] = {}
         if any(task.place for task in tasks):
             with suppress(NativeDelayError):  # then show the due times of the messages
@@ -161,15 +161,14 @@ class Delay(KeyedCalls):
             task_id: an id, an ``AsyncResult``, or a :class:`Waiting` that :meth:`ls` returned.
             key: the key of the task. Give *key*, *task* and *kind* instead of *task_id*.
             task: the task, or the name of the task.
-            kind: the call that sent the task: "debounce", "throttle" (with edge "both"),
-                "throttle-trailing" or "unique".
+            kind: "debounce" or "unique" for a task of the method of this name; "throttle" for
+                ``throttle(edge="both")``; "throttle-trailing" for ``throttle(edge="trailing")``.
 
         Returns:
             the outcome. The outcome's *id* is "" if no task was sent with the key.
 
         Raises:
-            UnsupportedBroker: this app cannot store the state of keys. RabbitMQ, SQS and pgmq need
-                ``native_delay_records`` for keys.
+            UnsupportedBroker: keys on this broker need ``native_delay_records``.
         """
         if key is None and task is None and kind is None:
             return self.cancel_all([_id_of(task_id)])[0]
@@ -181,7 +180,7 @@ class Delay(KeyedCalls):
         return self._cancel_key(key, name, kind)
 
     def cancel_all(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
-        """Cancel many waiting tasks over one connection, as :meth:`cancel` cancels one task."""
+        """Cancel many waiting tasks over one connection, each as in :meth:`cancel`."""
         self._sets_results = True
         return self._change(task_ids, self._cancel)
 
@@ -191,11 +190,12 @@ class Delay(KeyedCalls):
         """Change the due time (``eta``) of a waiting task.
 
         Args:
+            task_id: as in :meth:`cancel`.
             countdown: seconds from now. A negative countdown means now.
             eta: the new due time, in UTC if it has no time zone. Give either *countdown* or *eta*.
 
         Raises:
-            InvalidDueTime: the new due time is not a point in time. The task keeps its due time.
+            InvalidDueTime: *countdown* or *eta* is invalid. The task keeps its due time.
             DelayTooLong: the new due time is too far away. The task keeps its due time.
         """
         one = _id_of(task_id)
@@ -216,11 +216,11 @@ class Delay(KeyedCalls):
         return self._change(task_ids, lambda found, task_id: found.move(task_id, moment))
 
     def run_now(self, task_id: TaskId) -> Outcome:
-        """Let a waiting task run now instead of at its due time."""
+        """Make a waiting task due now."""
         return self.run_all_now([_id_of(task_id)])[0]
 
     def run_all_now(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
-        """Let many waiting tasks run now instead of at their due times, over one connection."""
+        """Make many waiting tasks due now, over one connection."""
         return self._change(task_ids, lambda found, task_id: found.move(task_id, None))
 
     # --- private -------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class Delay(KeyedCalls):
         return self._ask_broker(ask)
 
     def _ask_broker(self, question: Callable[[Any, DelaySettings], T]) -> T:
-        """Ask *question* on a delaying channel. If the channel breaks, ask on a new connection."""
+        """Call *question* with a broker channel. Retries once after a connection error."""
 
         def ask(connection: Any) -> T:
             return question(*delaying_channel(self._app, connection))
@@ -299,9 +299,9 @@ class Delay(KeyedCalls):
         return ask_on_a_connection(self._app, ask)
 
     def _revoke_result(self, outcome: Outcome) -> None:
-        """Set results of cancelled tasks to REVOKED. A worker tells chord and monitors later.
+        """Set the results of a cancelled task to REVOKED.
 
-        If the backend fails once, a worker sets the other results: each attempt may take minutes.
+        If the result backend fails, workers set all later results: each attempt may take minutes.
         """
         for task in outcome.tasks:
             if self._sets_results and task.name and task.keeps_result:
@@ -309,7 +309,7 @@ class Delay(KeyedCalls):
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:
-    """Return waiting tasks that match *query*, and True if their total number is exact."""
+    """Return a page of matching tasks, and True if the total number is exact."""
     searched = not query.is_by_time_only
     page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
     total = page.total

@@ -1,4 +1,4 @@
-"""The checks of ``delay doctor``: the broker, the stored state of tasks, rate limits, telemetry."""
+"""The checks of ``delay doctor``: broker, stored state of tasks, rate limits and telemetry."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _failed(check: str, exc: NativeDelayError) -> Finding:
 
 
 def _of_lines(connection: Any, settings: DelaySettings) -> Iterator[Finding]:
-    """Yield findings about the server that keeps the rates. Workers must reach that server."""
+    """Yield a problem if the server that stores rate limits is unreachable."""
     if not settings.rates:
         return
     try:

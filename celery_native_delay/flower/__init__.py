@@ -29,7 +29,7 @@ def install() -> None:
 
 
 def run(ctx: click.Context, arguments: Sequence[str]) -> None:
-    """Run ``celery flower`` with *arguments*, in place of the click command of *ctx*."""
+    """Run ``celery flower`` with the pages *Delays* and *Rates*."""
     install()
     command: click.Command = flower.command.flower
     with command.make_context("flower", list(arguments), parent=ctx.find_root()) as its_own:

@@ -52,7 +52,7 @@ class ApiHandler(Errors, BaseApiHandler):
             raise web.HTTPError(403, "Read only mode is enabled")
 
     def moment(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the due time in *body*: ``countdown`` in seconds, or ``eta`` as a time."""
+        """Return the request's ``countdown`` in seconds, or ``eta``, for a reschedule."""
         given = {
             name: body.get(name, self.get_argument(name, None)) for name in ("countdown", "eta")
         }
@@ -65,7 +65,7 @@ class ApiHandler(Errors, BaseApiHandler):
         return found
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON object in the request's body, of any content type; {} without a body."""
+        """Return the JSON object in the request's body; {} if the body is not JSON."""
         text = self.request.body.strip()
         is_json = "json" in self.request.headers.get("Content-Type", "json")
         if not text or not (is_json or text.startswith((b"{", b"["))):
@@ -79,7 +79,7 @@ class ApiHandler(Errors, BaseApiHandler):
         return found
 
     async def change(self, verb: str, ids: list[str], body: dict[str, Any]) -> list[Outcome]:
-        """Cancel, reschedule or run the tasks with these *ids*, as *verb* says."""
+        """Cancel, reschedule or run tasks; *verb*: "cancel", "reschedule" or "run-now"."""
         moment = self.moment(body) if verb == "reschedule" else {}
         outcomes = await self.asking.delay(
             lambda delay: _CHANGES[verb](delay, ids, **moment), within_seconds=_CHANGE_SECONDS
@@ -91,7 +91,7 @@ class ApiHandler(Errors, BaseApiHandler):
 class ListDelays(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with the waiting tasks that match ``search`` and are due in a given period.
+        """Answer with the waiting tasks that match the request's search and range of due times.
 
         ``total`` is null if a search has too many matches to count.
         """
@@ -121,16 +121,16 @@ class ListRates(ApiHandler):
 
 
 class ListParked(ApiHandler, Parked):
-    """Answers with a list of parked messages (due, but no queue was bound for them)."""
+    """Answers with due messages for which no queue was bound."""
 
 
 class ChangeParked(ApiHandler):
     @web.authenticated
     async def post(self, verb: str) -> None:
-        """Requeue or purge due messages without a queue; answer 409 while a worker handles them.
+        """Requeue or purge due messages for which no queue was bound.
 
-        A purge with the body ``{"parked": n}`` deletes nothing and answers 409 if the number of
-        these messages is not n.
+        Answers 409 while a worker handles these messages. A purge with the body ``{"parked": n}``
+        also answers 409 if the number of these messages is not n.
         """
         self.changes()
         seen = self.body().get("parked")
@@ -166,7 +166,7 @@ def _purged(part: AdminPart, *, seen: int | None) -> dict[str, Any] | str:
 class ShowDelay(ApiHandler):
     @web.authenticated
     async def get(self, task_id: str) -> None:
-        """Answer with the waiting task that has this id; answer 404 if no such task is waiting."""
+        """Answer with the waiting task of this id; answer 404 if the task is not waiting."""
         found = await self.asking.delay(lambda delay: delay.show(task_id))
         if not found:
             raise web.HTTPError(404, f"No task waits with the id '{task_id}'")
@@ -176,7 +176,7 @@ class ShowDelay(ApiHandler):
 class ChangeOne(ApiHandler):
     @web.authenticated
     async def post(self, verb: str, task_id: str) -> None:
-        """Change one waiting task; answer 404 if it is not waiting, 409 if a worker received it."""
+        """Change a waiting task; answer 404 if the task is not waiting, 409 if already received."""
         self.changes()
         (outcome,) = await self.change(verb, [task_id], self.body())
         if not outcome:

@@ -1,7 +1,7 @@
 """Flower's application with the pages *Delays* and *Rates*, and with links in the navigation bar.
 
-Flower has no hook for links, so the links are inserted while Flower's templates are loaded. If a
-release of Flower has another navigation bar, the links are missing, but the pages work.
+Flower has no hook for links, so this module inserts the links while Flower loads its templates. If
+a release of Flower has another navigation bar, the links are missing, but the pages work.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _BROKERS_LINK = r"(<li[^>]*>\s*<a(?:(?!</li>).)*reverse_url\('broker'\)(?:(?!</l
 
 
 class PatchedTemplates(Loader):
-    """Tornado template loader for Flower's templates (with our links) and for our own templates."""
+    """Loads Flower's templates, with links to our pages, and our own templates."""
 
     def __init__(self) -> None:
         super().__init__(str(Path(flower.__file__).parent / "templates"))
 
     def resolve_path(self, name: str, parent_path: str | None = None) -> str:
-        """Return *name* unchanged, because templates include each other by file name."""
+        """Return the name unchanged, because templates include each other by file name."""
         return name
 
     def _create_template(self, name: str) -> Template:
@@ -63,7 +63,7 @@ class PatchedTemplates(Loader):
 
 
 def patched(name: str, text: str) -> str:
-    """Return the *text* of Flower's template *name*, with our links in the navigation bar."""
+    """Insert links to our pages into Flower's navigation bar; other templates stay unchanged."""
     if name != "navbar.html":
         return text
     changed, times = re.subn(_BROKERS_LINK, _NAVBAR, text, count=1, flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""Publishes a task with a debounce, throttle or unique key through Celery's ``apply_async``."""
+"""Publishes a task with a debounce, throttle or unique key by Celery's ``apply_async``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .rules import Rule, Step
 
 
 class AnotherStands(Exception):
-    """Another task already has the debounce, throttle or unique key, so nothing was published."""
+    """Another task already has the debounce, throttle or unique key. Nothing was published."""
 
     def __init__(self, task_id: str) -> None:
         super().__init__(task_id)
@@ -23,11 +23,11 @@ class AnotherStands(Exception):
 
 @dataclass
 class KeyedPublish:
-    """Publishes a task with a debounce, throttle or unique key, if no other task has the key.
+    """A publish of a task with a debounce, throttle or unique key.
 
-    The function *rule* decides if the task is published. *name* is the name of the key's stored
-    state. After the publish, *step* is the decision, and *replaced* is the id of the cancelled
-    task, or None.
+    - *rule*: the function that decides if the task is published.
+    - *step*: the decision of *rule*, or None before the publish.
+    - *replaced*: the id of the waiting task that the new task replaced, or None.
     """
 
     name: str
@@ -38,11 +38,11 @@ class KeyedPublish:
 
     @property
     def due_us(self) -> int | None:
-        """The due time in microseconds since the epoch, or None before the message is published."""
+        """The due time in microseconds since the epoch; None before the publish."""
         return None if self.step is None else self.step.due_us
 
     def settle(self, records: Records, publish: Publish) -> None:
-        """Call *publish* to publish the message, and store the key's new state in the same step.
+        """Publish the message, and store the key's new state in the same step.
 
         Raises AnotherStands if another task has the key.
         """
@@ -62,7 +62,7 @@ underway: ContextVar[KeyedPublish | None] = ContextVar("native_delay_keyed", def
 
 @contextmanager
 def publishing(keyed: KeyedPublish) -> Iterator[None]:
-    """Let Celery publish a task with a debounce, throttle or unique key in this block."""
+    """Let the channel use *keyed* for the message that this ``with`` block publishes."""
     token = underway.set(keyed)
     try:
         yield
@@ -71,7 +71,7 @@ def publishing(keyed: KeyedPublish) -> Iterator[None]:
 
 
 def keyed_publish(headers: Mapping[str, Any] | None) -> KeyedPublish | None:
-    """Return this thread's publish with a debounce, throttle or unique key, or None."""
+    """Return the :class:`KeyedPublish` of the message with these headers, or None."""
     keyed = underway.get()
     if keyed is None or not headers or headers.get("id") != keyed.task_id:
         return None

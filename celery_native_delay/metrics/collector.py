@@ -27,10 +27,10 @@ _COUNTERS = {
 
 
 class DelayCollector(Collector):
-    """Prometheus collector of the numbers that threads got from the broker and the workers.
+    """Prometheus collector of numbers that two threads got from the broker and the workers.
 
-    Collecting does no I/O. *rated* has the names of tasks with a rate limit. A metric with an
-    unknown value is left out.
+    Collecting does no I/O. *rated* has the names of rate-limited tasks. Metrics with unknown values
+    are left out.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ def _waiting(reading: Reading | None) -> Iterator[Metric]:
 
 
 def _lines(lines: Sequence[RateLine] | None, rated: Iterable[str]) -> Iterator[Metric]:
-    """Yield the metrics of rate-limited tasks, summed by task; labels by key are too many."""
+    """Yield metrics of rate-limited tasks by task name; labels by key would be too many."""
     by_task: dict[str, list[RateLine]] = {}
     if lines is not None:
         by_task = {task: [] for task in rated}
@@ -195,7 +195,7 @@ class Exposed:
             thread.start()
 
     def close(self, *, timeout_seconds: float = 5.0) -> None:
-        """Remove the metrics from the registry, and end the threads that collect their values."""
+        """Remove the metrics from the registry, and end the threads that read the values."""
         self._registry.unregister(self._collector)
         for thread in self._threads:
             thread.stop()

@@ -1,4 +1,4 @@
-"""A thread that regularly reads metrics from the broker, so that no scrape waits for the broker."""
+"""A thread that regularly reads numbers from the broker, so that no scrape waits for the broker."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ MOST_LINES = 10_000
 
 @dataclass(frozen=True)
 class Reading:
-    """The numbers that :class:`Poll` read from the broker; *backlog* is None if reading failed.
+    """The numbers that :class:`Poll` read from the broker.
 
-    *read_at* is a monotonic time, and *first_due* a Unix time. *lines* are the queues of tasks that
-    wait for their rate limit; None if unknown.
+    *backlog* has the message counts; None if reading failed. *read_at* is a monotonic time,
+    *first_due* a Unix time. *lines* has the queues of rate-limited tasks; None if unknown.
     """
 
     backlog: Backlog | None
@@ -53,7 +53,7 @@ class Poll(Thread):
         self._warned = False
 
     def reading(self) -> Reading | None:
-        """Return the last reading, without an old *backlog*, or None before the first reading."""
+        """Return the last reading, or None at first; an old reading has no message counts."""
         last = self._last
         if last is None or monotonic() - last.read_at < self._every_seconds + PATIENCE_SECONDS:
             return last

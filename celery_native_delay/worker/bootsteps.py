@@ -1,4 +1,4 @@
-"""The worker's bootstep, which prepares the broker and starts the threads of this package."""
+"""The worker's bootstep: prepares the broker and starts this package's threads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ keep_celerys_own_off(celery.worker.consumer.delayed_delivery)
 
 
 class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
-    """The worker's bootstep: prepare the broker, put early tasks back, deliver due messages."""
+    """A bootstep that prepares the broker and starts this package's threads."""
 
     label = "NativeDelay"
     requires = (Tasks,)
@@ -85,7 +85,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         return hasattr(self, "_installation")
 
     def start(self, c: Any) -> None:
-        """Prepare the broker for delays. If that fails, log, and run only tasks without a delay."""
+        """Prepare the broker for delayed tasks. After an error only immediate tasks run."""
         self._tallying.start()
         channel = c.connection.default_channel
         if hasattr(c.connection.transport, "waker"):
@@ -131,14 +131,14 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._promoting.start()
 
     def register_with_event_loop(self, c: Any, hub: Any) -> None:
-        """Register a new waker, because the event loop drops the waker at each new connection."""
+        """Let other threads wake up the event loop of a new connection."""
         if self._waker is not None:
             self._waker.close()
         self._waker = Waker(hub)
         c.strategies.wake = self._waker.wake
 
     def _put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Let the attendant put a message back. Return False if there is no attendant."""
+        """Let another thread return a message to the broker. Returns False without this thread."""
         return self._attendant is not None and self._attendant.put_back(wait, done, instead)
 
     def stop(self, c: Any) -> None:
@@ -159,10 +159,9 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 def _check_lines(app: Any, settings: DelaySettings) -> None:
-    """Raise NoRecords if this broker cannot keep rates.
+    """Raise NoRecords if rate limits on this broker need ``native_delay_records``.
 
-    An error raised here reaches the caller. Celery's ``start_worker`` waits for ever if a worker
-    fails later. If the broker is unreachable, :meth:`NativeDelay.start` raises the error.
+    The check is made here because Celery's ``start_worker`` hangs if a worker fails later.
     """
     with app.connection_for_read() as connection:
         try:
@@ -174,12 +173,12 @@ def _check_lines(app: Any, settings: DelaySettings) -> None:
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]
 def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Keep a due task out of the worker's ETA timer, because the timer costs throughput."""
+    """Keep a due task out of the worker's ETA timer, because the timer is slow."""
     if installation_of(sender.app) is not None:
         forget_eta(request, utc_now())
 
 
 @signals.worker_process_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
 def flush_at_the_end_of_a_child(**_: Any) -> None:
-    """Write unsaved state of waiting tasks when a pool process ends; atexit would not run."""
+    """Finish writes to the Redis or database when a pool process ends: atexit does not run."""
     flush()

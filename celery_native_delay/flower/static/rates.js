@@ -9,7 +9,7 @@
         isolated = shared.isolated, number = shared.number,
         REFRESH_MS = 2000,
         aheadUs = 0,            // of this browser's clock is Flower's, by which slots are told
-        more = false,           // there are other lines
+        more = false,           // there are other queues
         table;
 
     function byId(id) {
@@ -115,19 +115,19 @@
             lengthMenu: [15, 30, 50, 100], pageLength: 15,
             language: {
                 lengthMenu: "_MENU_",
-                info: "Showing _START_ to _END_ of _TOTAL_ lines",
-                infoEmpty: "No lines to show",
-                infoFiltered: "(filtered from _MAX_ lines)",
-                search: '<span class="visually-hidden">Search lines</span>',
+                info: "Showing _START_ to _END_ of _TOTAL_ queues",
+                infoEmpty: "No queues to show",
+                infoFiltered: "(filtered from _MAX_ queues)",
+                search: '<span class="visually-hidden">Search queues</span>',
                 searchPlaceholder: "task or key",
                 emptyTable: page.dataset.none,
-                zeroRecords: "No line matches."
+                zeroRecords: "No queue matches."
             },
             initComplete: function () {
-                $("#rates-table_length select").attr("aria-label", "Lines per page");
+                $("#rates-table_length select").attr("aria-label", "Queues per page");
             },
             infoCallback: function (settings, start, end, max, total, text) {
-                return more ? text + " Those with most waiting are listed." : text;
+                return more ? text + " The longest queues are listed." : text;
             },
             preDrawCallback: shared.noteFocus,
             drawCallback: shared.giveFocusBack,

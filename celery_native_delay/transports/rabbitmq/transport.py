@@ -37,8 +37,8 @@ TCP_USER_TIMEOUT_MS = 60_000
 class Message(pyamqp.Message):  # type: ignore[misc]
     """A received message, with the properties that the user published.
 
-    The attribute *native_delay*: the message's destination and due time, or None. The attribute
-    *raw_body*: the body before decompression.
+    *native_delay* is the message's destination and due time, or None. *raw_body* is the body before
+    decompression.
     """
 
     native_delay: Delayed | None = None
@@ -130,7 +130,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         return result
 
     def exchange_delete(self, exchange: str, *args: Any, **kwargs: Any) -> Any:
-        """Delete an exchange, and this package's copies of the exchange's bindings."""
+        """Delete an exchange, and our copies of the exchange's bindings."""
         result = super().exchange_delete(exchange, *args, **kwargs)
         self.delays.preparation.exchange_deleted(exchange)
         return result
@@ -164,13 +164,13 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     def queue_unbind(
         self, queue: str, exchange: str, routing_key: str = "", *args: Any, **kwargs: Any
     ) -> Any:
-        """Remove a queue's binding, and this package's copy of the binding."""
+        """Remove a queue's binding, and our copy of the binding."""
         result = super().queue_unbind(queue, exchange, routing_key, *args, **kwargs)
         self.delays.preparation.queue_unbound(queue, exchange, routing_key)
         return result
 
     def queue_delete(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Delete a queue, and the extra queue that passes due messages on to this queue."""
+        """Delete a queue, and the extra queue that dead-letters due messages to this queue."""
         result = super().queue_delete(queue, *args, **kwargs)
         self.delays.preparation.queue_deleted(queue)
         return result
@@ -184,7 +184,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         return super().basic_consume(queue, *args, **kwargs)
 
     def dispatch_method(self, method_sig: tuple[int, int], payload: bytes, content: Any) -> Any:
-        """Process a frame from the broker; keep the message's body as bytes for later."""
+        """Keep the bytes of the message's body, then let py-amqp process the broker's frame."""
         if content is not None:
             content.__dict__["raw_body"] = bytes(content.body or b"")
         return super().dispatch_method(method_sig, payload, content)

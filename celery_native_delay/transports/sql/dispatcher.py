@@ -1,8 +1,8 @@
 """Move due messages from the database to the broker's queues.
 
-Every worker or ``delay promote`` runs a dispatcher; there is no leader. The dispatcher sleeps until
-the next due time, or until its own process stores an earlier message. Messages of other processes
-are seen after 0.05 s (file) or 0.25 s (server), so shorter delays can be late.
+Every worker and ``delay promote`` runs this loop; there is no leader. The loop sleeps until the
+next due time, or until the same process stores a message that is due earlier. Messages of other
+processes are read every 0.05 s (SQLite) or 0.25 s (server), so shorter delays can be late.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _FETCHING, _DISPATCHING = "fetching what is due", "dispatching what is due"
 
 
 class Dispatcher:
-    """A loop that moves due messages from the database to their queues in the broker."""
+    """A loop that moves due messages from the database to the broker."""
 
     def __init__(self, store: Store, connect: Callable[..., Any]) -> None:
-        """The function *connect* opens a kombu connection with the given ``transport_options``."""
+        """*connect* is a function that opens a kombu connection."""
         self.promoted = 0
         self.parked = 0
         self._store = store
@@ -83,7 +83,7 @@ class Dispatcher:
             self._alarm.put(None)
 
     def _pause(self, seconds: float) -> None:
-        """Sleep for *seconds*, or until a message is stored that is due sooner."""
+        """Sleep for *seconds*, or until this process stores a message that is due earlier."""
         with suppress(Empty):
             self._alarm.get(timeout=max(seconds, 0))
             while True:

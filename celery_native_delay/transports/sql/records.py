@@ -1,4 +1,4 @@
-"""The records of waiting tasks in a database: a record and its message change together."""
+"""The state of waiting tasks, in the same database as the waiting messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TAKE_OUT = delete(MESSAGES).where(_ROW.id == bindparam("one"))
 
 
 class StoreRecords(SqlRecords):
-    """The records of waiting tasks in the database of one *store*."""
+    """Changes the state of a task and the waiting message in one transaction."""
 
     has_marks = False
 
