@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from time import monotonic, sleep
 from typing import Any
@@ -29,15 +29,18 @@ UNIT = 1.0 * SLOWNESS
 #: After its last step no scenario takes more units than this.
 LONGEST = 6
 
+#: How often a worker plays a scenario in which it differs from the clock.
+TRIES = 3
+
 #: What a scenario does. It yields after which number of units it goes on.
 Scenario = Callable[["Stage"], Iterator[float]]
 
 SCENARIOS: dict[str, Scenario] = {}
 
 
-def scenario(play: Scenario) -> Scenario:
-    SCENARIOS[play.__name__] = play
-    return play
+def scenario(steps: Scenario) -> Scenario:
+    SCENARIOS[steps.__name__] = steps
+    return steps
 
 
 class Stage:
@@ -483,14 +486,15 @@ def retry_after(stage: Stage) -> Iterator[float]:
 # ---- the comparison --------------------------------------------------------------------------
 
 
-def play_all(
+def play(
+    names: Iterable[str],
     app: Celery,
     ran: dict[str, list[Any]],
     now: Callable[[], float],
     wait: Callable[[float], object],
 ) -> None:
-    """Play all scenarios side by side. *now* and *wait* are in seconds."""
-    plays = {name: play(Stage(app, name, ran[name])) for name, play in SCENARIOS.items()}
+    """Play scenarios side by side. *now* and *wait* are in seconds."""
+    plays = {name: SCENARIOS[name](Stage(app, name, ran[name])) for name in names}
     at = dict.fromkeys(plays, now())
     while at:
         name = min(at, key=lambda each: at[each])
@@ -507,11 +511,12 @@ def play_all(
 def on_the_clock() -> dict[str, list[Any]]:
     app, ran = new_app(broker="amqp://nowhere.invalid:1//", backend="redis://nowhere.invalid:1")
     with Clock(app, raises=False) as clock:
-        play_all(app, ran, lambda: clock.now.timestamp(), lambda s: clock.advance(seconds=s))
+        now, wait = lambda: clock.now.timestamp(), lambda seconds: clock.advance(seconds=seconds)
+        play(SCENARIOS, app, ran, now, wait)
     return ran
 
 
-def in_a_worker(url: str, **settings: Any) -> dict[str, list[Any]]:
+def in_a_worker(names: Iterable[str], url: str, **settings: Any) -> dict[str, list[Any]]:
     app, ran = new_app(broker=url, backend="cache+memory://")
     install(app, **settings)
     app.amqp.queues.select_add("side")
@@ -522,7 +527,7 @@ def in_a_worker(url: str, **settings: Any) -> dict[str, list[Any]]:
         first.delay.unique(first.s(units=0.1), key="first")
         wait_until(lambda: len(ran["first"]) == 2)
         del ran["first"]
-        play_all(app, ran, monotonic, sleep)
+        play(names, app, ran, monotonic, sleep)
     return ran
 
 
@@ -530,13 +535,23 @@ def in_a_worker(url: str, **settings: Any) -> dict[str, list[Any]]:
 def test_the_clock_does_as_a_worker_does(
     request: pytest.FixtureRequest, records_redis: PrivateRedis, broker: str
 ) -> None:
-    url = records_redis.url
-    settings: dict[str, Any] = {}
-    if broker == "rabbitmq":
-        installed_rabbitmq("3.10")
-        url = request.getfixturevalue("running_rabbitmq")("3.10").new_vhost()
-        settings = {"records": records_redis.url, "levels": FEW_LEVELS}
-    simulated, real = on_the_clock(), in_a_worker(url, **settings)
-    assert all(real.values())
-    assert real.keys() == SCENARIOS.keys()
-    assert simulated == real
+    """On a busy machine a worker may be late: what differs is played again, with less beside it."""
+    simulated = on_the_clock()
+    assert all(simulated[name] for name in SCENARIOS)
+    differing: dict[str, Any] = dict(SCENARIOS)
+    for _ in range(TRIES):
+        records_redis.client.flushall()
+        url, settings = records_redis.url, {}
+        if broker == "rabbitmq":
+            installed_rabbitmq("3.10")
+            url = request.getfixturevalue("running_rabbitmq")("3.10").new_vhost()
+            settings = {"records": records_redis.url, "levels": FEW_LEVELS}
+        real = in_a_worker(differing, url, **settings)
+        differing = {
+            name: (simulated[name], real[name])
+            for name in differing
+            if simulated[name] != real[name]
+        }
+        if not differing:
+            break
+    assert differing == {}
