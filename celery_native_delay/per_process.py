@@ -58,6 +58,10 @@ class PerProcess(Generic[Key, Value]):
                     value = self._values[key] = make()
         return value
 
+    def forget(self, key: Key) -> Value | None:
+        """Remove the cached value of *key*, and return it."""
+        return self._values.pop(key, None)
+
     def values(self) -> list[Value]:
         return list(self._values.values())
 

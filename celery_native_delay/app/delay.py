@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from time import time_ns
 from typing import Any, TypeAlias, TypeVar, overload
 
 from celery import Celery, Task
@@ -20,6 +19,7 @@ from ..errors import (
     NativeDelayError,
     RecordsUnavailable,
 )
+from ..now import time_ns
 from ..rates.line import RateLine
 from ..records import waiting
 from ..records.interface import TRIES

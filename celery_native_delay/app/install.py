@@ -61,7 +61,7 @@ def install(app: App, **settings: Any) -> App:
 
     real.steps["consumer"].add(BOOTSTEP)
     real.fixups = {*real.fixups, f"{__name__}:reinstall"}
-    _drop_pools(real)
+    drop_pools(real)
     return app
 
 
@@ -83,7 +83,7 @@ def reinstall(app: Celery) -> None:
     install(app)
 
 
-def _drop_pools(app: Celery) -> None:
+def drop_pools(app: Celery) -> None:
     """Drop connection pools made before ``install``: their connections cannot delay messages."""
     app._pool = None
     if "amqp" in vars(app):

@@ -59,6 +59,8 @@ class Installation:
         self._warned_of: set[str] = set()
         self.raises_if_unsupported = False
         """True in a ``delay`` command, which raises an error for an unsupported broker."""
+        self.test_broker: str | None = None
+        """Under the test clock, the broker URL that replaces the app's broker settings."""
 
     def settings(self) -> DelaySettings:
         """Return the app's settings. A keyword of ``install()`` overrides the app's configuration.
@@ -92,6 +94,8 @@ class Installation:
         """Make a broker connection that can delay messages. Replaces ``app._connection``."""
         # The method is looked up each time: other code, such as an APM, may replace it later.
         connect = self._earlier_connection or partial(type(self.app)._connection, self.app)
+        if self.test_broker is not None:
+            args = (self.test_broker, *args[1:])
         self._connected_enabled = self.enabled
         if not self._connected_enabled:
             return connect(*args, **kwargs)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from time import monotonic, time_ns
+from time import monotonic
 from typing import Any, Self
 
 from celery import Celery, Task
@@ -29,6 +29,7 @@ from ..app.installation import LONGEST_CELERY_SECONDS, checked_app, installation
 from ..due_time import due_us as due_us_of
 from ..durations import duration
 from ..errors import PublishRefused, RefusedMessage, UnsupportedBroker
+from ..now import time_ns
 from ..transports.aliases import OPTION, asks_for_delays
 from ..transports.bulk_publisher import RandomIds
 from .kinds import Kinds, Made, Sample

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import time_ns
 from typing import Any, NamedTuple
 
 from celery import Task
@@ -19,6 +18,7 @@ from celery import Task
 from ..due_time import due_us as due_us_of
 from ..errors import InvalidDueTime
 from ..message import HEADER
+from ..now import time_ns
 from ..transports.bulk_publisher import BulkPublisher, TaskTemplate, TaskValues
 from .plain_publishing import PlainPublishing, same
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from time import monotonic, time, time_ns
+from time import monotonic, time
 from typing import Any, ClassVar, TypeVar
 
 from sqlalchemy import (
@@ -22,6 +22,7 @@ from sqlalchemy import (
 )
 
 from ..errors import NativeDelayError, SettingsError
+from ..now import time_ns
 from ..urls import without_password
 
 T = TypeVar("T")

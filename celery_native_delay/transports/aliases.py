@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from kombu import transport
 
 from ..due_time import check_countdown, due_us
 from ..errors import InvalidDueTime, SettingsError, UnsupportedBroker
+from ..now import utc_now
 from ..settings import DelaySettings
 from ..urls import without_password
 
@@ -233,7 +234,7 @@ def delay_headers(
             raise InvalidDueTime(f"expected a countdown in seconds, got {countdown!r}")
         check_countdown(countdown, longest_delay_seconds=LONGEST_COUNTDOWN_SECONDS)
         try:
-            eta = (now or datetime.now(UTC)) + timedelta(seconds=countdown)
+            eta = (now or utc_now()) + timedelta(seconds=countdown)
         except OverflowError as exc:
             raise InvalidDueTime(f"expected a countdown in seconds, got {countdown!r}") from exc
     assert eta is not None

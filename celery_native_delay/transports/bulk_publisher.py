@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from secrets import token_bytes
-from time import time_ns
 from typing import Any, Self
 
 from kombu import Producer
 
+from ..now import time_ns
 from .outbox import Outbox
 
 #: Seconds until a template is made anew, because the bindings of its exchange may have changed.

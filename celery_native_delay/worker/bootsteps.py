@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from datetime import UTC, datetime
 from threading import Thread
 from typing import Any
 
@@ -15,6 +14,7 @@ from celery.worker.consumer.tasks import Tasks
 from ..app.installation import installation_of, keep_celerys_own_off, records_place
 from ..app.schedules import schedule_records
 from ..errors import NativeDelayError, SettingsError
+from ..now import utc_now
 from ..records.opened import flush
 from ..settings import DelaySettings
 from ..transports.interface import (
@@ -46,6 +46,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 
     label = "NativeDelay"
     requires = (Tasks,)
+
+    attendant_class = Attendant
 
     def __init__(self, c: Any, **kwargs: Any) -> None:
         super().__init__(c, **kwargs)
@@ -117,18 +119,21 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             return
         logger.info("native delay: %s", prepared)
         if self._attendant is None:
-            self._attendant = Attendant(c.app, settings)
+            self._attendant = self.attendant_class(c.app, settings)
             self._attendant.start()
         self._attendant.look_for_parked()
         if self._scheduling is not None:
             self._scheduling.start()
         if self._promoter is None:
-            self._promoter = promoter = part.promoter(c.app.connection_for_write)
-            if promoter is None:
-                return
-            name = "native-delay-promoter"
-            self._promoting = Thread(target=promoter.run, name=name, daemon=True)
-            self._promoting.start()
+            self._promoter = part.promoter(c.app.connection_for_write)
+            if self._promoter is not None:
+                self.begin_promoting(self._promoter)
+
+    def begin_promoting(self, promoter: Promoter) -> None:
+        """Start the thread that moves due messages to their queues."""
+        name = "native-delay-promoter"
+        self._promoting = Thread(target=promoter.run, name=name, daemon=True)
+        self._promoting.start()
 
     def register_with_event_loop(self, c: Any, hub: Any) -> None:
         """Let other threads wake up the event loop of a new connection."""
@@ -178,7 +183,7 @@ def _check_records(app: Any, settings: DelaySettings) -> None:
 def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> None:
     """Keep a due task out of the worker's ETA timer, because the timer is slow."""
     if installation_of(sender.app) is not None:
-        forget_eta(request, datetime.now(UTC))
+        forget_eta(request, utc_now())
 
 
 @signals.worker_process_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]

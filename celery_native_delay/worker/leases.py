@@ -207,3 +207,8 @@ _leases: PerProcess[Any, Leases] = PerProcess()
 
 def leases_of(app: Any) -> Leases:
     return _leases.get(app, lambda: Leases(app))
+
+
+def forget_leases(app: Any) -> None:
+    """Use a new connection for the leases of *app*, because its broker has changed."""
+    _leases.forget(app)

@@ -17,7 +17,6 @@ from bisect import insort
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial, wraps
 from inspect import Signature
 from itertools import islice, takewhile
@@ -28,6 +27,7 @@ from celery.worker import state
 
 from ..app.installation import delaying_channel
 from ..errors import RecordsUnavailable, described
+from ..now import utc_now
 from ..rates.line import Lines
 from ..rates.rate import Rate
 from ..rates.retry_after import RetryAfter
@@ -306,7 +306,7 @@ def _retrying(
         except RetryAfter as exc:
             if task.request.called_directly or task.request.is_eager:
                 raise
-            seconds = exc.seconds(datetime.now(UTC))
+            seconds = exc.seconds(utc_now())
             headers = dict(task.request.as_execution_options().get("headers") or {})
             headers.pop(PLACE, None)
             key = _key_of(task.name, task.request.id, rate, known, lambda: (args, kwargs), headers)

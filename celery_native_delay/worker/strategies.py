@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
 from socket import socketpair
-from threading import Timer
-from time import time_ns
+from threading import Thread, Timer
 from typing import Any
 
 from celery import signals, states
@@ -24,6 +23,7 @@ from celery.worker import state
 from kombu.exceptions import ContentDisallowed, DecodeError
 
 from ..keyed.record import HEADER
+from ..now import time_ns
 from ..transports.interface import Wait
 from .arrival import (
     CLOCK_SKEW_US,
@@ -257,9 +257,9 @@ class GatedStrategies(dict[str, Any]):
     def _after(self, seconds: float, call: Callable[[], Any]) -> None:
         """Call a function after some seconds, in any thread.
 
-        Without an event loop, Celery's timer may be up to a second late.
+        Celery's timer, if it is a thread, may be up to a second late.
         """
-        if self._consumer.hub is not None or self._is_green:
+        if not isinstance(self._consumer.timer, Thread):
             self._consumer.timer.call_after(seconds, call)
             return
         timer = Timer(seconds, call)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from time import time_ns
 from typing import Any
 
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
@@ -21,6 +20,7 @@ from ..due_time import due_us_or_none
 from ..errors import described
 from ..keyed import rules
 from ..keyed.record import HEADER, Mark
+from ..now import time_ns
 from .arrival import Arrival, AskAgain, Ruling, WaitUntil
 from .leases import Held, Leases, leases_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import monotonic, time_ns
+from time import monotonic
 from typing import Any, TypeAlias
 
 import sqlalchemy
@@ -12,6 +12,7 @@ from kombu import Connection
 from kombu.utils.json import loads
 from sqlalchemy import exc, insert, select
 
+from ...now import time_ns
 from ...records.database import reason_of, same_database
 from ..aliases import OPTION
 from .delays import BROADCAST

@@ -7,13 +7,13 @@ is sent again. A transaction whose number is already stored inserts nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from time import time_ns
 from typing import Any
 from uuid import uuid4
 
 from sqlalchemy import Connection
 
 from ...errors import RecordsUnavailable, StoreUnavailable
+from ...now import time_ns
 from ...records.interface import Change, RecordName
 from ..lasting import is_lasting_sql
 from ..outbox import OutboxBatch

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
-from time import time_ns
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, exc, func, insert, inspect, select
 
 from ...errors import NativeDelayError, StoreUnavailable
+from ...now import time_ns
 from ...per_process import PerProcess
 from ...records.database import Database
 from ...records.interface import Change, RecordName, Snapshot
@@ -73,6 +73,13 @@ class Store(Database):
                 store.where,
             )
         return store
+
+    @classmethod
+    def forget(cls, url: str, namespace: str) -> None:
+        """Close this process's connections to the store at *url*."""
+        store = _stores.forget((url, namespace))
+        if store is not None:
+            store.engine.dispose()
 
     @property
     def is_file(self) -> bool:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
-from time import time_ns
 from typing import Any
 
 from sqlalchemy import Connection, delete, select, update
 
 from ...errors import RecordsUnavailable, StoreUnavailable
+from ...now import time_ns
 from ...records.interface import T
 from ...records.sql_listing import SqlListing
 from ...records.waiting import Outcome, Waiting

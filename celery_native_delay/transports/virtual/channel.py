@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from time import time_ns
 from typing import Any, ClassVar
 
 from amqp.exceptions import RecoverableConnectionError
@@ -12,6 +11,7 @@ from kombu.transport import virtual
 
 from ...errors import CannotDelay, SettingsError
 from ...message import Delayed, due_of
+from ...now import time_ns
 from ...records.interface import Records
 from ...records.publishing import RecordedPublish, publish_of, underway
 from ...settings import DelaySettings

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from time import time_ns
-
 from ...due_time import check_due
 from ...errors import NativeDelayError
+from ...now import time_ns
 from ...settings import DelaySettings
 
 
