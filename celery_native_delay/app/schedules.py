@@ -71,8 +71,9 @@ class Scheduled(NamedTuple):
 class Schedules:
     """The schedule entries of an app, whose next occurrences wait in the app's broker."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, connection: Any = None) -> None:
         self._app = app
+        self._connection = connection  # by default one of the app's pool
         self._settings = installed(app).settings()
         self._scheduler: Any = None
         self._entries: dict[str, Entry] = {}
@@ -213,7 +214,7 @@ class Schedules:
 
     def _shown(self, name: str, state: State) -> Scheduled:
         try:
-            entry = self._entry_of(name, state)
+            entry = Entry.from_text(state.entry) or self._entry_of(name, state)
             task, words = entry.task, entry.words
         except CannotDelay:
             task = words = "?"
@@ -237,6 +238,8 @@ class Schedules:
             channel, settings = delaying_channel(self._app, connection)
             return question(channel.records(settings))
 
+        if self._connection is not None:
+            return ask(self._connection)
         return ask_on_a_connection(self._app, ask)
 
     def _names(self) -> tuple[str, ...]:
