@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
-from time import time_ns
 from typing import Any, NamedTuple, TypeVar
 
 from celery import uuid
@@ -16,6 +15,7 @@ from celery.utils.log import get_logger
 from kombu.exceptions import OperationalError
 
 from ..errors import CannotDelay, NoRecords, RecordsUnavailable, UnsupportedBroker, described
+from ..now import moment, time_ns
 from ..records.interface import Change, RecordName, Records, Snapshot, tried_again
 from ..records.publishing import RecordedPublish, publishing
 from ..schedules.entry import Entry
@@ -33,7 +33,7 @@ from ..schedules.state import (
     why_dropped,
 )
 from ..settings import DelaySettings
-from .installation import ask_broker, installed
+from .installation import ask_broker, delaying_channel, installed
 
 logger = get_logger(__name__)
 
@@ -84,8 +84,9 @@ class Scheduled(NamedTuple):
 class Schedules:
     """The schedule entries of an app, whose next occurrences wait in the app's broker."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, connection: Any = None) -> None:
         self._app = app
+        self._connection = connection  # by default one of the app's pool
         self._settings = installed(app).settings()
         self._scheduler: Any = None
         self._entries: dict[str, Entry] = {}
@@ -107,7 +108,7 @@ class Schedules:
     def resume(self, name: str) -> None:
         """Run the schedule entry *name* again at its times. Raises KeyError if it is unknown."""
         entry = self._entry_of(name, self._known(name))
-        self._change(name, lambda state: state and resumed(state, entry, _now_us()))
+        self._change(name, lambda state: state and resumed(state, entry, time_ns() // 1000))
 
     def run_now(self, name: str) -> str:
         """Run the task of the entry *name* once more now, and return the task's id.
@@ -115,7 +116,7 @@ class Schedules:
         The next due time of the entry stays. Raises KeyError if the entry is unknown.
         """
         entry = self._entry_of(name, self._known(name))
-        return self._send(entry, uuid(), _now_us(), {})
+        return self._send(entry, uuid(), time_ns() // 1000, {})
 
     def remove_all(self) -> int:
         """Remove all entries and their waiting occurrences. Returns the number of entries."""
@@ -143,8 +144,8 @@ class Schedules:
             entry = self._entries.get(name) if in_force.is_ours else None
 
             def wanted(state: State | None, entry: Entry | None = entry) -> State | None:
-                found = entry and planned(state, entry, _now_us())
-                return found or (state and sent_again(state, _now_us()))
+                found = entry and planned(state, entry, time_ns() // 1000)
+                return found or (state and sent_again(state, time_ns() // 1000))
 
             if wanted(known) is not None:
                 try:
@@ -166,7 +167,9 @@ class Schedules:
         def rule(state: State | None) -> State | None:
             if state is None or not state.waits_for(number):
                 return None
-            return advanced(state, self._entry_of(name, state), task_id, _now_us(), catch_up)
+            return advanced(
+                state, self._entry_of(name, state), task_id, time_ns() // 1000, catch_up
+            )
 
         before, after = self._change(name, rule)
         return why_dropped(before, after, task_id, redelivered=redelivered)
@@ -230,7 +233,7 @@ class Schedules:
 
     def _shown(self, name: str, state: State) -> Scheduled:
         try:
-            entry = self._entry_of(name, state)
+            entry = Entry.from_text(state.entry) or self._entry_of(name, state)
             task, words = entry.task, entry.words
         except CannotDelay:
             task = words = "?"
@@ -239,17 +242,19 @@ class Schedules:
             name,
             task,
             words,
-            _moment(last_us) if last_us else None,
-            None if due_us is None else _moment(due_us),
+            moment(last_us) if last_us else None,
+            None if due_us is None else moment(due_us),
             state.runs,
             state.paused,
-            0.0 if due_us is None else max(_now_us() - due_us, 0) / 1_000_000,
+            0.0 if due_us is None else max(time_ns() // 1000 - due_us, 0) / 1_000_000,
             state.id,
         )
 
     # --- records and messages ------------------------------------------------------------
 
     def _ask(self, question: Callable[[Records], T]) -> T:
+        if self._connection is not None:
+            return question(schedule_records(*delaying_channel(self._app, self._connection)))
         return ask_broker(self._app, lambda *channel: question(schedule_records(*channel)))
 
     def _names(self) -> tuple[str, ...]:
@@ -304,7 +309,7 @@ class Schedules:
         beats = {"periodic_task_name": entry.name, **headers}
         options["headers"] = {**(options.get("headers") or {}), **beats}
         if isinstance(options.get("expires"), int | float):
-            options["expires"] = _moment(from_us) + timedelta(seconds=options["expires"])
+            options["expires"] = moment(from_us) + timedelta(seconds=options["expires"])
         task = self._app.tasks.get(entry.task)
         send = task.apply_async if task else partial(self._app.send_task, entry.task)
         args, kwargs = _evaluate_entry_args(entry.args), _evaluate_entry_kwargs(entry.kwargs)
@@ -338,11 +343,3 @@ def _entry(name: str, found: Any, zone: Any) -> Entry:
         ends and round(ends.timestamp() * 1_000_000),
         bool(getattr(model, "one_off", False)),
     )
-
-
-def _moment(us: int) -> datetime:
-    return datetime.fromtimestamp(us / 1_000_000, UTC)
-
-
-def _now_us() -> int:
-    return time_ns() // 1000

@@ -20,6 +20,7 @@ from ..now import time_ns
 from ..transports.interface import Promoter, Wait
 from ..worker.attendant import Attendant, Task
 from ..worker.bootsteps import NativeDelay
+from ..worker.scheduling import Scheduling
 
 #: Messages that the worker holds unacknowledged: Celery's default for one process.
 PREFETCH_COUNT = 4
@@ -170,10 +171,18 @@ class InlineAttendant(Attendant):
         self._disconnect()
 
 
+class InlineScheduling(Scheduling):
+    """Publishes schedule entries at once, in the thread of the test."""
+
+    def in_thread(self, job: Callable[[], object]) -> None:
+        job()
+
+
 class InlineNativeDelay(NativeDelay):
     """The bootstep of this package, which starts no thread."""
 
     attendant_class = InlineAttendant
+    scheduling_class = InlineScheduling
     promoter: Promoter | None = None
 
     def begin_promoting(self, promoter: Promoter) -> None:

@@ -16,7 +16,7 @@ from ..durations import seconds_of
 from ..errors import InvalidDueTime, InvalidQuery
 from ..records.waiting import Outcome
 from ..transports.interface import AdminPart
-from .pages import MOST_LINES, Errors, Parked, long_json
+from .pages import MOST_LINES, Errors, Parked, ScheduleEntries, long_json
 
 #: The time limit of a change, in seconds. Changing one task takes a millisecond or two.
 _CHANGE_SECONDS = 60.0
@@ -118,6 +118,35 @@ class ListRates(ApiHandler):
                 {"more": len(lines) > limit}, "lines", (line.as_json() for line in lines[:limit])
             )
         )
+
+
+class ListSchedules(ApiHandler, ScheduleEntries):
+    """Answers with the schedule entries, sorted by name."""
+
+
+class ChangeSchedule(ApiHandler):
+    @web.authenticated
+    async def post(self, verb: str, name: str | None = None) -> None:
+        """Pause, resume or run an entry; answer 404 if the entry is unknown.
+
+        The name is in the URL, or in the body ``{"name": …}``.
+        """
+        self.changes()
+        name = self.body().get("name") if name is None else name
+        if not isinstance(name, str):
+            raise web.HTTPError(400, "expected the name of a schedule entry")
+        try:
+            task_id = await self.asking.delay(
+                lambda delay: getattr(delay.schedules(), verb.replace("-", "_"))(name),
+                within_seconds=_CHANGE_SECONDS,
+            )
+        except KeyError as exc:
+            self.set_status(404)
+            self.write({"error": str(exc.args[0])})
+            return
+        finally:
+            self.application.schedule_entries = None
+        self.write({"name": name, "task_id": task_id})
 
 
 class ListParked(ApiHandler, Parked):

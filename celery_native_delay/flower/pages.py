@@ -1,4 +1,4 @@
-"""Request handlers of Flower's pages *Delays* and *Rates*, and of the pages' scripts."""
+"""Request handlers of Flower's pages *Delays*, *Rates* and *Schedules*, and of their scripts."""
 
 from __future__ import annotations
 
@@ -78,33 +78,26 @@ class Errors(BaseHandler):
         return Query.parse(search).due_within(*edges)
 
 
-class PageHandler(Errors):
-    """Base class of the handlers of the pages *Delays* and *Rates*."""
+class Page(Errors):
+    """Answers with a page. *name*: "delays", "rates" or "schedules"."""
 
-    def render_page(self, name: str, **values: Any) -> None:
-        prefix = self.reverse_url("delays-static", "")
-        ours = {"static_path": STATIC, "static_url_prefix": prefix}
-        self.render(
-            f"{name}.html",
-            name=name,
-            time_zone=str(self.capp.conf.timezone or ""),
-            static=partial(web.StaticFileHandler.make_static_url, ours),
-            **values,
-        )
+    def initialize(self, name: str) -> None:
+        self._name = name
 
-
-class DelaysPage(PageHandler):
     @web.authenticated
     def get(self) -> None:
         options = self.application.options
-        closed = not (options.basic_auth or options.auth or self.unauthenticated_api)
-        self.render_page("delays", read_only=options.read_only, api_closed=closed)
-
-
-class RatesPage(PageHandler):
-    @web.authenticated
-    def get(self) -> None:
-        self.render_page("rates", is_rated=self.application.is_rated)
+        prefix = self.reverse_url("delays-static", "")
+        ours = {"static_path": STATIC, "static_url_prefix": prefix}
+        self.render(
+            f"{self._name}.html",
+            name=self._name,
+            time_zone=str(self.capp.conf.timezone or ""),
+            static=partial(web.StaticFileHandler.make_static_url, ours),
+            has_link=self._name in self.application.linked,
+            read_only=options.read_only,
+            api_closed=not (options.basic_auth or options.auth or self.unauthenticated_api),
+        )
 
 
 class Shared(Errors):
@@ -149,6 +142,17 @@ class Lines(Shared):
             "more": len(lines) > MOST_LINES,
             "now_us": round(time() * 1e6),
         }
+
+
+class ScheduleEntries(Shared):
+    """Answers with the schedule entries, sorted by name."""
+
+    kept_as = "schedule_entries"
+    kept_seconds = 1.0
+
+    async def answer(self) -> dict[str, Any]:
+        entries = await self.asking.delay(lambda delay: list(delay.schedules()))
+        return {"entries": [entry.as_json() for entry in entries], "now_us": round(time() * 1e6)}
 
 
 async def summary(asking: Asking) -> dict[str, Any]:

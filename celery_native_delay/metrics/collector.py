@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ..app.installation import installed
+from ..app.schedules import Scheduled
 from ..rates.line import RateLine
 from ..worker.tally import BOUNDS, bucket
 from .listening import Counts, Listener
@@ -48,6 +49,7 @@ class DelayCollector(Collector):
         reading = self._poll.reading()
         yield from _waiting(reading)
         yield from _lines(None if reading is None else reading.lines, self._rated)
+        yield from _schedules((reading and reading.entries) or ())
         yield _gauge(
             "events_up",
             "1 if the workers' events are received, else 0.",
@@ -166,6 +168,25 @@ def _lines(lines: Sequence[RateLine] | None, rated: Iterable[str]) -> Iterator[M
         count.add_metric([task], len(its))
         held.add_metric([task], sum(line.held_until_us is not None for line in its))
     yield from (waiting, count, held)
+
+
+def _schedules(entries: Sequence[Scheduled]) -> Iterator[Metric]:
+    """Yield metrics of the schedule entries, without paused entries and entries that ended."""
+    next_due = GaugeMetricFamily(
+        "celery_delay_schedule_next_due_timestamp_seconds",
+        "Due time of the next occurrence of a schedule entry. Absent if schedules are off.",
+        labels=["entry"],
+    )
+    late = GaugeMetricFamily(
+        "celery_delay_schedule_late_seconds",
+        "Seconds for which the next occurrence of a schedule entry has been due; 0 if it is not.",
+        labels=["entry"],
+    )
+    for entry in entries:
+        if entry.next_due is not None:
+            next_due.add_metric([entry.name], entry.next_due.timestamp())
+            late.add_metric([entry.name], entry.late_seconds)
+    yield from (next_due, late)
 
 
 def _gauge(name: str, documentation: str, value: float | None) -> GaugeMetricFamily:

@@ -48,6 +48,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
     requires = (Tasks,)
 
     attendant_class = Attendant
+    scheduling_class = Scheduling
 
     def __init__(self, c: Any, **kwargs: Any) -> None:
         super().__init__(c, **kwargs)
@@ -72,7 +73,9 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         if settings.rates:
             self._rated = Rated(settings, c.app.tasks)
             teach_retry_after(c.app, settings.rate_by_task, self._rated.signatures)
-        self._scheduling = Scheduling(c.app, c.timer) if settings.schedules else None
+        self._scheduling: Scheduling | None = None
+        if settings.schedules:
+            self._scheduling = self.scheduling_class(c.app, c.timer)
         # Unique comes last: this gate takes the key's lease, after which the task must not wait.
         fence = Fence(settings, str(c.hostname), records_place(c.app, settings))
         passed = gates(settings, self._moved, self._scheduling, fence, self._rated, Unique(c.app))

@@ -48,7 +48,7 @@ class Scheduling:
         # Another gate may let the message wait again, longer than until the next occurrence.
         arrival.message.headers.pop(HEADER)
         if why is None and not arrival.is_cancelled:
-            self._in_thread(lambda: self._schedules.note_run(occurrence[0]))
+            self.in_thread(lambda: self._schedules.note_run(occurrence[0]))
         return None if why is None else Drop(why)
 
     def start(self) -> None:
@@ -57,8 +57,8 @@ class Scheduling:
         To be called for each connection, because Celery then clears the timer.
         """
         publish = (self._schedules.publish,)
-        self._in_thread(*publish)
-        self._timer.call_repeatedly(self._look_seconds, self._in_thread, publish)
+        self.in_thread(*publish)
+        self._timer.call_repeatedly(self._look_seconds, self.in_thread, publish)
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -66,9 +66,10 @@ class Scheduling:
     def _note_beat(self, name: str) -> None:
         if monotonic() - self._beat_noted >= LOOK_SECONDS:
             self._beat_noted = monotonic()
-            self._in_thread(lambda: self._schedules.note_beat(name))
+            self.in_thread(lambda: self._schedules.note_beat(name))
 
-    def _in_thread(self, job: Callable[[], object]) -> None:
+    def in_thread(self, job: Callable[[], object]) -> None:
+        """Call *job* in the thread for schedule entries, and log an error."""
         self._thread.submit(_logged, job)
 
 

@@ -12,7 +12,8 @@ from celery.contrib.testing.worker import start_worker
 
 from celery_native_delay import Delay, NoRecords, install
 from celery_native_delay.app.doctor import examine
-from celery_native_delay.app.schedules import Schedules, _name, _now_us
+from celery_native_delay.app.schedules import Schedules, _name
+from celery_native_delay.now import time_ns
 from celery_native_delay.records.interface import Change
 from celery_native_delay.schedules.state import KEPT_US, State
 from celery_native_delay.testing import PrivateRedis
@@ -92,8 +93,8 @@ def test_the_doctor_finds_entries_that_are_missing_overdue_or_sent_by_a_beat(
         schedules.publish()
         assert found(app) == []
 
-        late = replace(schedules._known("tick"), due_us=_now_us() - 300_000_000)
-        change = Change(late.encoded(), _now_us() + KEPT_US, None)
+        late = replace(schedules._known("tick"), due_us=time_ns() // 1000 - 300_000_000)
+        change = Change(late.encoded(), time_ns() // 1000 + KEPT_US, None)
         schedules._ask(lambda records: records.change(_name("tick"), lambda _: change))
         assert found(app) == ["tick is overdue by 5 min"]
         assert State.from_text(late.encoded()) == late
