@@ -188,12 +188,10 @@ class Schedules:
             entry.is_due()  # django-celery-beat then disables the entry
 
     def note_beat(self, name: str) -> None:
-        """Store for an hour that a plain beat sends the entry or task *name*."""
-
-        def noted(snapshot: Snapshot) -> Change[None]:
-            return Change(name, snapshot.now_us + _BEAT_KEPT_US, None)
-
-        self._ask(lambda records: records.change(_BEAT, noted))
+        """Store for an hour that a plain beat sends the schedule entry or task *name*."""
+        if name in self._entries or name in [entry.task for entry in self._entries.values()]:
+            kept_us = time_ns() // 1000 + _BEAT_KEPT_US
+            self._ask(lambda records: records.change(_BEAT, lambda _: Change(name, kept_us, None)))
 
     def beat(self) -> str | None:
         """Return the entry or task that a plain beat sent within the last hour, or None."""

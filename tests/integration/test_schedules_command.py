@@ -101,6 +101,8 @@ def test_the_doctor_finds_entries_that_are_missing_overdue_or_sent_by_a_beat(
 
         schedules.remove_all()
         schedules.publish()
+        schedules.note_beat("shop.of_another_app")
+        assert found(app) == []
         schedules.note_beat("nightly")
         assert found(app) == ["a celery beat without native_delay_schedules also sends nightly"]
 

@@ -13,6 +13,7 @@ from unittest import TestCase
 import pytest
 from celery import Celery, current_app, shared_task
 from celery.exceptions import NotRegistered
+from celery.schedules import crontab
 from kombu.transport import memory
 
 from celery_native_delay import Delay, Rate, RetryAfter, SettingsError, Verdict, install, now
@@ -156,6 +157,21 @@ def test_rate_limits_hold_on_the_clock(app: Celery, ran: list[Any]) -> None:
     gaps = [second - first for first, second in pairwise(starts)]
     assert all(timedelta(minutes=30) <= gap < timedelta(minutes=31) for gap in gaps)
     assert len(gaps) == 3
+
+
+def test_schedule_entries_run_on_the_clock(app: Celery, ran: list[Any]) -> None:
+    """Each run publishes the next one, which the clock meets on its way."""
+    app.conf.beat_schedule = {
+        "nightly": {"task": "note", "schedule": crontab(hour=2, minute=30), "args": ["night"]},
+        "often": {"task": "note", "schedule": timedelta(hours=6), "args": ["six"]},
+    }
+    install(app, schedules=True)
+    with Clock(app) as clock:
+        clock.advance(days=5)
+        assert (ran.count("night"), ran.count("six")) == (5, 20)
+        Delay(app).schedules().pause("often")
+        clock.advance(days=1)
+    assert (ran.count("night"), ran.count("six")) == (6, 20)
 
 
 def test_tasks_of_every_queue_run(app: Celery, clock: Clock, ran: list[Any]) -> None:
