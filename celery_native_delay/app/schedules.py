@@ -91,6 +91,7 @@ class Schedules:
         self._scheduler: Any = None
         self._entries: dict[str, Entry] = {}
         self._published: Release | None = None
+        self._stored: dict[str, State] = {}
 
     # --- for users -----------------------------------------------------------------------
 
@@ -281,9 +282,12 @@ class Schedules:
         """
 
         def attempt() -> tuple[State | None, State | None] | None:
-            ((_, before),) = self._states((name,))
+            stored = self._stored.pop(name, None)  # if it is out of date, the next attempt reads
+            before = stored or next(self._states((name,)))[1]
             after = rule(before)
-            return (before, after) if after is None or self._put(name, before, after) else None
+            if after is None:
+                return None if stored else (before, after)
+            return (before, after) if self._put(name, before, after) else None
 
         return tried_again(name, attempt)
 
@@ -299,6 +303,8 @@ class Schedules:
         with publishing(publish):
             entry = self._entry_of(name, after)
             self._send(entry, after.id, after.due_us - entry.countdown_us, headers)
+        if publish.answer:
+            self._stored[name] = after
         return bool(publish.answer)
 
     def _send(self, entry: Entry, task_id: str, from_us: int, headers: dict[str, Any]) -> str:
