@@ -1,7 +1,7 @@
 """Register ``format("celery")`` with Spark 4, which imports all modules named ``pyspark_*``.
 
-Spark imports these modules when a session first uses any data source in Python. Therefore this
-module imports little and must not fail.
+Spark imports these modules when a session first uses a data source in Python. So this module
+imports little and must not fail.
 https://spark.apache.org/docs/latest/api/python/tutorial/sql/python_data_source.html
 """
 

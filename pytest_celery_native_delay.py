@@ -1,4 +1,4 @@
-"""pytest fixtures: a private RabbitMQ and a private Redis, started when a test first needs them.
+"""pytest fixtures: a clock that runs delayed tasks, a private RabbitMQ and a private Redis.
 
 pytest loads this module in every run by its entry point, even in projects that do not use the
 fixtures. Therefore this module imports neither the package nor Celery nor kombu before a test needs
@@ -6,6 +6,8 @@ a broker.
 
 | fixture | per | what it is |
 | --- | --- | --- |
+| `native_delay_clock` | test | :class:`celery_native_delay.clock.Clock` of `native_delay_app` |
+| `native_delay_app` | test | Celery's current app; a project may override this fixture |
 | `native_delay_rabbitmq` | session | :class:`celery_native_delay.testing.PrivateRabbitMQ` |
 | `native_delay_rabbitmq_url` | test | URL of an empty virtual host on this node, deleted later |
 | `native_delay_redis` | session | :class:`celery_native_delay.testing.PrivateRedis` |
@@ -25,6 +27,9 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import pytest
 
 if TYPE_CHECKING:
+    from celery import Celery
+
+    from celery_native_delay.clock import Clock
     from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
@@ -45,6 +50,24 @@ def installed(require: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     if IN_CI:
         pytest.fail(missing, pytrace=False)
     pytest.skip(missing)
+
+
+@pytest.fixture
+def native_delay_app() -> Celery:
+    """The app of `native_delay_clock`: Celery's current app, unless a project overrides this."""
+    from celery import current_app
+
+    app: Celery = current_app._get_current_object()
+    return app
+
+
+@pytest.fixture
+def native_delay_clock(native_delay_app: Celery) -> Iterator[Clock]:
+    """A clock that the test moves; delayed tasks run in the test, without a broker."""
+    from celery_native_delay.clock import Clock
+
+    with Clock(native_delay_app) as clock:
+        yield clock
 
 
 @pytest.fixture(scope="session")

@@ -121,8 +121,9 @@ def waiting_in(url: str) -> int:
 class Worker:
     """A running worker, with the recorded starts of its tasks."""
 
-    def __init__(self, record: Path) -> None:
+    def __init__(self, record: Path, pid: int) -> None:
         self._record = record
+        self.pid = pid
 
     def starts(self) -> list[tuple[int, float]]:
         """Return the index and the Unix time of each start so far."""
@@ -130,6 +131,12 @@ class Worker:
 
     def start_count(self) -> int:
         return self._record.stat().st_size // RECORD.size
+
+
+def environment_of(method: str, url: str, conf: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the environment of a process that imports ``benchmarks.worker_app``."""
+    ours = {"BENCH_METHOD": method, "BENCH_URL": url, "BENCH_CONF": json.dumps(dict(conf or {}))}
+    return os.environ | ours
 
 
 @contextmanager
@@ -145,18 +152,15 @@ def running_worker(
     record.touch()
     ready, log = record.with_suffix(".ready"), record.with_suffix(".log")
     command = ["-m", "celery", "-A", "benchmarks.worker_app", "worker", "--pool=prefork"]
-    environment = {
-        "BENCH_METHOD": method,
-        "BENCH_URL": url,
+    environment = environment_of(method, url, conf) | {
         "BENCH_RECORD": str(record),
         "BENCH_READY": str(ready),
-        "BENCH_CONF": json.dumps(dict(conf or {})),
     }
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, *command, "--concurrency=2", "--loglevel=WARNING", *options],
             cwd=REPOSITORY,
-            env=os.environ | environment,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -169,7 +173,7 @@ def running_worker(
                 said = log.read_text(errors="replace")[-3000:]
                 raise RuntimeError(f"the {method} worker did not start:\n{said}")
             sleep(0.05)
-        yield Worker(record)
+        yield Worker(record, process.pid)
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

@@ -13,6 +13,10 @@ from benchmarks.apps import make_app
 
 app = make_app(os.environ["BENCH_METHOD"], os.environ["BENCH_URL"])
 app.conf.update(json.loads(os.environ["BENCH_CONF"]))
+if "bench_entries" in app.conf:
+    from benchmarks.schedules import entries
+
+    app.conf.beat_schedule = entries(*app.conf.bench_entries)
 
 
 @worker_ready.connect(weak=False)

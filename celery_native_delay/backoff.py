@@ -4,22 +4,22 @@ from __future__ import annotations
 
 
 class Backoff:
-    """Growing pauses between attempts, in seconds: each pause is twice the pause before."""
+    """Pauses between attempts to reach a server; each pause is twice the last, up to a limit."""
 
     def __init__(self, first: float, longest: float) -> None:
         self._first = first
         self._longest = longest
         self.seconds = first
-        """The pause that the next call of :meth:`failed` returns."""
+        """Seconds that the next call of :meth:`failed` returns."""
 
     def failed(self) -> float:
-        """Return the pause in seconds before the next attempt, and double the pause."""
+        """Return the seconds to wait before the next attempt, and double the pause."""
         seconds = self.seconds
         self.seconds = min(seconds * 2, self._longest)
         return seconds
 
     def reset(self) -> bool:
-        """Start again with the shortest pause. Returns True if an attempt had failed before."""
+        """Return to the shortest pause. Returns True if an attempt failed since the last reset."""
         has_failed = self.seconds != self._first
         self.seconds = self._first
         return has_failed

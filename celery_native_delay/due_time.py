@@ -1,6 +1,6 @@
 """Converts countdowns and ETAs to due times: integer microseconds since the epoch.
 
-Integers are exact: ``countdown=5`` is five seconds, and rounding never makes a task early.
+With floating-point numbers, rounding could make a task early.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 def due_us(eta: datetime | str) -> int:
-    """Convert an ETA, a datetime or ISO 8601 text, to microseconds since the epoch.
+    """Convert an ETA (a datetime or ISO 8601 text) to microseconds since the epoch.
 
     An ETA without a time zone is in UTC. Raises InvalidDueTime for any other value.
     """
@@ -53,12 +53,12 @@ def milliseconds_up(microseconds: int) -> int:
 
 
 def units_until(due_us: int, *, now_us: int, resolution_ms: int) -> int:
-    """Return the time until *due_us* in units of *resolution_ms*, rounded up; 0 for a past time."""
+    """Return a delay in units of the setting *resolution*, rounded up; 0 if due already."""
     return max(0, -((now_us - due_us) // (resolution_ms * 1000)))
 
 
 def check_reach(units: int, *, max_units: int, resolution_ms: int) -> None:
-    """Raise DelayTooLong if a delay of *units* is longer than *max_units*."""
+    """Raise DelayTooLong if a delay is longer than the longest allowed delay."""
     if units > max_units:
         raise DelayTooLong(
             _too_long(units * resolution_ms / 1000, max_units * resolution_ms / 1000)
@@ -74,9 +74,9 @@ def check_due(due_us: int, *, now_us: int, longest_delay_seconds: float) -> None
 
 
 def check_countdown(countdown: object, *, longest_delay_seconds: float) -> None:
-    """Raise an error if a countdown is infinite, NaN, or longer than the longest delay.
+    """Raise an error if a countdown is infinite, NaN, or longer than the longest allowed delay.
 
-    Celery itself checks a *countdown* that is not a number.
+    Celery itself rejects a countdown that is not a number.
     """
     if not isinstance(countdown, int | float):
         return

@@ -26,8 +26,8 @@ def duration(seconds: float, *, exact: bool = False, up: bool = False) -> str:
     """Format seconds in their two largest units: ``1 d 3 h``, ``1 h 10 min``, ``0.3 s``.
 
     Args:
-        exact: use all units, down to milliseconds.
-        up: round up. By default the duration is rounded to the nearest unit.
+        exact: if True, use all units, down to milliseconds.
+        up: if True, round up; otherwise round to the nearest unit.
     """
     if seconds < 0:
         return f"-{duration(-seconds, exact=exact)}"

@@ -12,8 +12,8 @@ from typing import Any
 class RefusedMessage:
     """A message that the broker refused, with all fields needed to publish the message again.
 
-    *delivery_id* is None if the message had no delay. *returned* is true if no queue was bound for
-    the message's *exchange* and *routing_key*.
+    *delivery_id* is this package's id of a delayed message; None if the message had no delay.
+    *returned* is True if no queue was bound for the message's *exchange* and *routing_key*.
     """
 
     reason: str
@@ -50,11 +50,11 @@ class InvalidDueTime(NativeDelayError, ValueError):
 
 
 class DelayTooLong(InvalidDueTime):
-    """The due time of a task is later than the longest delay allows."""
+    """The delay of a task is longer than the longest delay that the settings allow."""
 
 
 class CannotDelay(NativeDelayError):
-    """This message cannot wait in the broker. The error's text gives the reason and the remedy."""
+    """A message cannot wait in the broker. The error's text gives the reason and the remedy."""
 
 
 class PublishRefused(NativeDelayError):
@@ -66,7 +66,7 @@ class PublishRefused(NativeDelayError):
 
 
 class TopologyMismatch(NativeDelayError):
-    """The broker has a queue or exchange with this package's name, but with different arguments."""
+    """A queue or exchange of this package exists in the broker, but with different arguments."""
 
 
 class NotPermitted(NativeDelayError):
@@ -98,17 +98,17 @@ class RecordsUnavailable(NativeDelayError):
 
 
 class NoRecords(RecordsUnavailable):
-    """The app needs ``native_delay_records`` to list or change waiting tasks, or for rates."""
+    """This operation needs the setting ``native_delay_records``, which the app lacks."""
 
 
 class InvalidFanOut(NativeDelayError, ValueError):
-    """A Spark fan-out has an invalid option or column, so no task was sent."""
+    """A ``FanOut`` or a Spark sink has a wrong option, column or row."""
 
 
 class FanOutFailed(NativeDelayError):
-    """The broker did not confirm some rows of a Spark fan-out.
+    """A ``FanOut`` failed in Spark: for example, the broker did not confirm some tasks.
 
-    *result* lists the rows that were not confirmed, and counts the confirmed rows.
+    *result* lists the rows with unconfirmed tasks, and counts the confirmed tasks.
     """
 
     def __init__(self, text: str, result: Any = None) -> None:
@@ -117,7 +117,7 @@ class FanOutFailed(NativeDelayError):
 
 
 class ManagementUnavailable(NativeDelayError):
-    """RabbitMQ's management API, which checks and counts need, cannot be read."""
+    """RabbitMQ's management API cannot be read. Checks and message counts need this API."""
 
 
 class ExtraMissing(ModuleNotFoundError):
@@ -125,13 +125,13 @@ class ExtraMissing(ModuleNotFoundError):
 
 
 def described(error: BaseException) -> str:
-    """Return the type and text of an error for a log line: ``ValueError: expected …``."""
+    """Return an error's type and text for the log, such as ``ValueError: expected …``."""
     return f"{type(error).__name__}: {error}"
 
 
 @contextmanager
 def brought_by(extra: str, *, whose: str) -> Iterator[None]:
-    """Turn an ImportError into an error that names the missing *extra* of this package."""
+    """Turn a failed import into an error that names the missing pip extra."""
     try:
         yield
     except ModuleNotFoundError as exc:

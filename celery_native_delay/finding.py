@@ -34,7 +34,7 @@ class Finding:
 
     @classmethod
     def of_sentence(cls, check: str, level: str, sentence: str) -> Self:
-        """Make a finding from a *sentence* of the form "problem: remedy"."""
+        """Make a finding from a text of the form "problem: remedy"."""
         problem, _, remedy = sentence.rpartition(": ")
         return cls(check, level, problem, remedy)
 
@@ -49,7 +49,7 @@ def clock_finding(
     *,
     check: str = "clocks",
 ) -> Iterator[Finding]:
-    """Yield a finding if a server's clock differs too much from this machine's clock."""
+    """Yield a finding if a server's clock differs from this machine's by over a second."""
     if abs(ahead_seconds) > MAY_DIFFER_SECONDS:
         side = "ahead of" if ahead_seconds > 0 else "behind"
         yield Finding(

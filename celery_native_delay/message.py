@@ -1,4 +1,4 @@
-"""The header that this package adds to a delayed message, and the message's ETA.
+"""Reads and writes this package's header of a delayed message, and reads the ETA.
 
 A change of the header needs a new VERSION, because messages stay in brokers for years.
 """
@@ -45,12 +45,11 @@ def is_own(header: Any) -> bool:
 
 
 class Delayed(NamedTuple):
-    """The header of a delayed message: its original exchange and routing key, and its due time.
+    """The header of a delayed message: the original exchange and routing key, and the due time.
 
-    All copies of one message have the same *delivery_id*. *queue* is None if the message is for all
-    queues bound for *exchange* and *routing_key*. *due_us* is the due time, and *expires_ms* the
-    end of the message's ``expiration``; both count from the epoch. If *cancelled* is true, a worker
-    announces the task as revoked and does not run the task.
+    All copies of a message have the same *delivery_id*. If *queue* is None, the exchange and the
+    routing key decide the queues. *due_us* and *expires_ms* (the end of the message's
+    ``expiration``) count from the epoch. If *cancelled* is True, a worker revokes the task.
     """
 
     delivery_id: str
@@ -62,7 +61,7 @@ class Delayed(NamedTuple):
     cancelled: bool = False
 
     def header(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the header as a dict. *kept* are message properties to restore at the due time."""
+        """Return the header as a dict; *kept*: message properties to restore at the due time."""
         header: dict[str, Any] = {
             "v": VERSION,
             "id": self.delivery_id,
@@ -123,7 +122,7 @@ _LONG_AGO = "2000-01-01T00:00:00+00:00"
 
 
 def cancel(headers: dict[str, Any], header: dict[str, Any]) -> None:
-    """Mark a task as cancelled in the message's *headers*, so that no worker runs the task."""
+    """Change the headers of a cancelled task, so that no worker runs the task."""
     header[CANCELLED] = True
     if "expires" in headers:
         header[EXPIRES] = headers["expires"]
@@ -131,7 +130,7 @@ def cancel(headers: dict[str, Any], header: dict[str, Any]) -> None:
 
 
 def uncover(headers: dict[str, Any], header: Mapping[str, Any]) -> bool:
-    """Remove the "cancelled" mark from *headers*. Returns True if the task was cancelled."""
+    """Restore the headers of a cancelled task. Returns True if the task was cancelled."""
     if not header.get(CANCELLED):
         return False
     if EXPIRES in header:

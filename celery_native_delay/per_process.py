@@ -1,4 +1,4 @@
-"""Values that each process makes for itself, such as connections to a server.
+"""Caches values per process, such as connections to a server.
 
 A forked child must not use or close the sockets of its parent.
 """
@@ -17,7 +17,7 @@ _forgets: list[Callable[[], object]] = []
 
 
 def in_forked_child(forget: Callable[[], object]) -> None:
-    """Register the function *forget*, to be called at the start of every forked child."""
+    """Register a function that every forked child calls at its start."""
     _forgets.append(forget)
 
 
@@ -57,6 +57,10 @@ class PerProcess(Generic[Key, Value]):
                 if value is None or not is_good(value):
                     value = self._values[key] = make()
         return value
+
+    def forget(self, key: Key) -> Value | None:
+        """Remove the cached value of *key*, and return it."""
+        return self._values.pop(key, None)
 
     def values(self) -> list[Value]:
         return list(self._values.values())

@@ -23,8 +23,8 @@ OLDEST_REDIS = (6, 2)
 class Server:
     """A Redis or Valkey server, as the server's ``INFO`` describes it.
 
-    *policy* is ``maxmemory-policy`` and *aof* is ``appendonly``. *configurable* is true if this
-    user may read the server's configuration. An unknown *version* is (); other unknown fields are
+    *policy* is ``maxmemory-policy`` and *aof* is ``appendonly``. *configurable* is True if the
+    client's user may call ``CONFIG GET``. An unknown *version* is (); other unknown fields are
     None.
     """
 
@@ -74,8 +74,8 @@ def check_server(server: Server, *, prefix: str) -> None:
 def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) -> Iterator[Finding]:
     """Yield a finding for each server setting that may make the Redis server lose data.
 
-    *kept* names the data, such as "delayed messages". *has_ttls* is true if the data has TTLs,
-    because a volatile eviction policy can delete such keys.
+    *kept* names the data in the findings. If *has_ttls* is True, the data has TTLs, so Redis may
+    also evict the data by a volatile eviction policy.
     """
     level = ADVICE if server.configurable is False else WRONG
     policy = server.policy
@@ -112,7 +112,7 @@ def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) ->
 
 
 def clocks(ahead_seconds: float, *, check: str = "clocks") -> Iterator[Finding]:
-    """Yield a finding if the Redis server's clock is too far ahead or behind."""
+    """Yield a finding if the Redis server's clock differs from this machine's by over a second."""
     effect = "arrive early and are put back once" if ahead_seconds > 0 else "arrive that much later"
     yield from clock_finding(
         "the Redis server's clock", ahead_seconds, f"delayed tasks {effect}", check=check
@@ -138,7 +138,7 @@ def server_of(client: Any, *, thoroughly: bool = False) -> Server:
 
 
 def _is_configurable(client: Any) -> bool:
-    """Return True if this user may read the configuration of the Redis server."""
+    """Return True if the client's user may read the configuration of the Redis server."""
     try:
         client.config_get("appendonly")
     except ResponseError:
@@ -152,16 +152,16 @@ def now_us(client: Any) -> int:
 
 
 def clock_ahead_seconds(client: Any) -> float:
-    """Return the seconds that the server's clock is ahead of this machine's; negative if behind."""
+    """Return the server's time minus this machine's time, in seconds."""
     before_us = time_ns() // 1000
     server_us = now_us(client)
     return (server_us - (before_us + time_ns() // 1000) / 2) / 1_000_000
 
 
 def findings(client: Any, *, key: str, where: str) -> Iterator[Finding]:
-    """Yield the problems of a Redis server that keeps the state about waiting tasks.
+    """Yield the problems of a Redis server that stores the state about waiting tasks.
 
-    *where* is the server's URL without a password. A test value is written to *key*.
+    The check writes a test value to *key*. *where* is the server's URL without a password.
     """
     check = "records"
     try:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from .errors import SettingsError
@@ -58,8 +58,8 @@ class DelaySettings:
     """The settings of this package for one app.
 
     Raises:
-        SettingsError: a name is unknown or a value is invalid. The error's text says which values
-            are valid, which value was given, and what to do.
+        SettingsError: a name is unknown or a value is invalid. The error's text gives the invalid
+            value, the valid values and the remedy.
     """
 
     enabled: bool = True
@@ -68,63 +68,67 @@ class DelaySettings:
     """First word of each queue, exchange and key on the broker. Defaults to "celery_delay"."""
     levels: int = 31
     """Number of delay levels (queues with a TTL) on RabbitMQ. The longest delay is just under
-    2**levels times the resolution. Defaults to 31 (8.5 years at 125 ms)."""
+    2**levels times the resolution. Defaults to 31: 8.5 years at a resolution of 125 ms."""
     resolution: float = 0.125
-    """Seconds of the shortest delay level (a queue with a TTL), a whole number of milliseconds.
-    Delays are rounded up to a multiple of the resolution. Defaults to 0.125."""
+    """TTL in seconds of the shortest delay queue, a whole number of milliseconds. Delays are
+    rounded up to a multiple of the resolution. Defaults to 0.125."""
     fused_bits: int = 15
-    """Number of the lowest bits of a delay that share delay levels (queues with a TTL). A message
-    waits once for a group of these bits, in one of up to 15 queues. So it passes fewer queues, and
-    the broker delivers more messages per second, but has more queues. The lowest group has three
-    bits (fractions of a second), and the others have four: use 3, 7, 11, 15 and so on; 0 makes no
-    groups. Defaults to 15: whole seconds below an hour pass at most three queues."""
+    """Number of low bits of a delay that are grouped: 0, 3, 7, 11, 15 and so on. A delay is a
+    binary number of resolutions. Without groups, a message passes one TTL queue per set bit of the
+    delay. With groups, a message passes one of up to 15 TTL queues per group. Groups need more
+    queues, but let the broker deliver more messages per second. Defaults to 15: whole seconds below
+    an hour pass at most three queues."""
     queue_type: str = "quorum"
-    """RabbitMQ's delay queues are "quorum" or "classic". A classic queue is on one node, and may
-    lose messages that move on while the broker crashes. Defaults to "quorum"."""
+    """Type of RabbitMQ's delay queues: "quorum" or "classic". A classic queue is on one node, and
+    may lose messages that expire while the broker crashes. Defaults to "quorum"."""
     confirm_publish: bool = True
-    """Each delayed publish waits for RabbitMQ's confirm. If off, as in Celery, a message may be
-    lost unnoticed. Defaults to True."""
+    """If on, each publish of a delayed message waits for RabbitMQ's confirm. If off, as in Celery,
+    the producer does not notice a lost message. Defaults to True."""
     confirm_window: int = 1000
-    """Number of ``bulk(app)`` messages that may wait for confirms at a time. Defaults to 1000."""
+    """Largest number of unconfirmed messages of ``bulk(app)``. Defaults to 1000."""
     declare: bool = True
     """If off, this package declares, binds and deletes nothing on RabbitMQ, and raises
-    ``NotDeclared`` if something is missing. `celery -A PROJ delay export` writes all declarations
-    for other tools. Defaults to True."""
+    ``NotDeclared`` if a queue, exchange or binding is missing. `celery -A PROJ delay export` writes
+    all declarations for other tools. Defaults to True."""
     landing_exchanges: tuple[str, ...] = ()
-    """Exchanges to which consumers without this package bind queues. A landing queue receives their
-    due messages and routes them on. Defaults to none."""
+    """Exchanges to which consumers without this package bind queues. A landing queue of this
+    package dead-letters due messages to the exchange, and so to all bound queues. Defaults to
+    none."""
     adopt: bool = True
-    """Workers put tasks that arrive before their ETA back into the broker. Defaults to True."""
+    """If on, workers return tasks that arrive before their ETA to the broker, instead of holding
+    the tasks in memory. Defaults to True."""
     management_url: str | None = None
-    """URL of RabbitMQ's management API, ``http://user:password@host:15672``. None means the
-    broker's host and credentials, port 15672. Only ``doctor``, ``verify``, ``status`` and a
-    worker's check of policies read this API."""
+    """URL of RabbitMQ's management API, ``http://user:password@host:15672``. Only ``doctor``,
+    ``verify``, ``status`` and a worker's check of policies read this API. Defaults to None: the
+    broker's host and credentials, with port 15672."""
 
     records: str | None = None
-    """URL of a Redis, or SQLAlchemy URL of a database, for the records (state about waiting tasks),
-    such as ``postgresql+psycopg://host/shop``. RabbitMQ, SQS and pgmq need records to list, cancel
-    and move tasks, for keys and for rates. A Redis broker and ``native_delay_store`` keep records
-    themselves. Fenced Spark runs (each row runs once) are recorded here on any broker. Defaults to
-    None."""
+    """URL of a Redis, or SQLAlchemy URL of a database such as ``postgresql+psycopg://host/shop``,
+    for the records (state about waiting tasks). RabbitMQ, SQS and pgmq need records to list, cancel
+    and reschedule tasks, for debounce, throttle and unique keys, and for rate limits. A Redis
+    broker and ``native_delay_store`` store records themselves. Spark runs with the option *fence*
+    are recorded here on any broker. Defaults to None."""
     records_away: str = "run"
-    """Decides about due tasks while the records (state about waiting tasks) are unreachable: "run",
-    even if they were cancelled or moved, or "wait" in the broker. Defaults to "run"."""
+    """Action for due tasks while the records (state about waiting tasks) are unreachable. "run":
+    run the tasks, also cancelled and rescheduled tasks. "wait": keep the tasks in the broker.
+    Defaults to "run"."""
 
     store: str | None = None
-    """SQLAlchemy URL of the database in which messages wait if the broker itself cannot delay, such
-    as ``sqlite:////var/lib/shop/delays.db``. Defaults to None: a ``sqla+…`` broker keeps delayed
-    messages in its own database. On other such brokers tasks wait in the worker, as in Celery."""
+    """SQLAlchemy URL of the database in which messages wait if the broker cannot delay messages,
+    such as ``sqlite:////var/lib/shop/delays.db``. Defaults to None: a ``sqla+…`` broker keeps
+    delayed messages in its own database. With other brokers that cannot delay, tasks wait in the
+    worker's memory, as in Celery."""
     strict: bool = False
     """If on, an app with an unsupported broker raises ``UnsupportedBroker``. If off, the app logs a
     warning. Defaults to False."""
 
     telemetry: str | None = None
     """Folder for telemetry. Every process of a worker writes one line of JSON when a task starts,
-    and one when the task ends. Defaults to None: no telemetry."""
+    and one line when the task ends. Defaults to None: no telemetry."""
     fence_policy: str = "run"
-    """Decides about a fenced Spark run (of repeated attempts, each row runs once) without winners.
-    If the driver did not record the winners in time, workers "run" all tasks, perhaps twice, or
-    "drop" all tasks. Defaults to "run"."""
+    """Action for tasks of a Spark run with the option *fence*, if the driver did not store the
+    valid attempts of the Spark tasks in time. Workers "run" all tasks, perhaps twice, or "drop" all
+    tasks. Defaults to "run"."""
 
     rates: (
         Mapping[str, Rate | str | Mapping[str, Any] | Sequence[Rate | str | Mapping[str, Any]]]
@@ -136,6 +140,17 @@ class DelaySettings:
     retry_after_limit: float = 86_400.0
     """Seconds after a task's first ``RetryAfter`` in which the task is retried again. Later, a
     ``RetryAfter`` is the task's failure. Defaults to 86,400 (one day)."""
+
+    schedules: bool = False
+    """If on, periodic tasks such as those of ``beat_schedule`` wait in the broker, and no ``celery
+    beat`` is needed. Needs records. Defaults to False."""
+    schedules_version: int | str | None = None
+    """Release of the schedule entries: a number, or a date such as ``"2026-11-23"``. Workers of an
+    older release publish no entries of their own. Of equal releases, the worker that started last
+    publishes its entries. Defaults to None."""
+    schedules_catch_up: Literal["one", "none", "all"] = "one"
+    """Decides about due times that passed while no worker ran: "one" run, "none", or "all" of at
+    most 100. Defaults to "one"."""
 
     def __post_init__(self) -> None:
         for name in ("landing_exchanges", "rates"):
@@ -166,7 +181,6 @@ class DelaySettings:
 
     @property
     def resolution_ms(self) -> int:
-        """The resolution in milliseconds: the TTL of the shortest delay queue."""
         return round(self.resolution * 1000)
 
     @property
@@ -176,17 +190,17 @@ class DelaySettings:
 
     @property
     def while_records_are_away(self) -> str:
-        """A text for errors: what due tasks do while the Redis or database is unreachable."""
+        """An error text: due tasks run, or wait, while the Redis or database is unreachable."""
         due = "run, even if cancelled" if self.records_away == "run" else "wait in the broker"
         return f"meanwhile due tasks {due}, and none can be listed, cancelled or moved"
 
     @property
     def longest_delay_seconds(self) -> float:
-        """The longest delay in seconds, computed from the settings *levels* and *resolution*."""
+        """The longest allowed delay in seconds; the settings *levels* and *resolution* set it."""
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000
 
     def _largest_step(self, levels: int) -> int:
-        """Return the longest wait in one delay queue, in units of the resolution."""
+        """Return the longest TTL of a delay queue, in units of the setting *resolution*."""
         return (1 << levels) - (1 << lowest_bit(levels - 1, fused_bits=self.fused_bits))
 
     def _fits_ttl(self, levels: int) -> bool:
@@ -257,10 +271,10 @@ def _check(name: str, value: Any) -> None:
 
 
 def _rule(name: str, value: Any) -> tuple[bool, str]:
-    """Return True if *value* is valid for the setting *name*, and a text with the valid values."""
+    """Check a setting's value: return True if valid, and a text with the valid values."""
     is_text = isinstance(value, str) and value != ""
     match name:
-        case "enabled" | "adopt" | "confirm_publish" | "declare" | "strict":
+        case "enabled" | "adopt" | "confirm_publish" | "declare" | "strict" | "schedules":
             return isinstance(value, bool), "True or False"
         case "namespace":
             fits = is_text and _NAMESPACE.fullmatch(value) and len(value) <= _NAMESPACE_BYTES
@@ -304,13 +318,18 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
             return bool(fits), 'a dict of rates by task, such as {"shop.call_api": "100/m"}'
         case "retry_after_limit":
             return _is_number(value) and value > 0, "seconds above 0"
+        case "schedules_version":
+            fits = value is None or is_text or (_is_int(value) and value >= 0)
+            return fits, 'None, a number from 0, or a date such as "2026-11-23"'
+        case "schedules_catch_up":
+            return value in ("one", "none", "all"), '"one", "none" or "all"'
         case "management_url":
             return value is None or (is_text and value.startswith("http")), "None or an http(s) URL"
     raise AssertionError(f"{name} has no check")
 
 
 def lowest_bit(bit: int, *, fused_bits: int) -> int:
-    """Return the lowest of the delay's bits that share a delay queue with *bit*."""
+    """Return the lowest bit of a delay that shares delay queues with *bit*."""
     if bit >= fused_bits:
         return bit
     return max(0, bit - (bit - FRACTION_BITS) % FUSED_WIDTH)

@@ -24,6 +24,8 @@ app = Celery(
     include=["example_project.tasks", "example_project.recorder"],
 )
 
+TICK = {"task": "example_project.tasks.tick", "schedule": 1.0}
+
 shop = Exchange("shop", type="topic")
 
 app.conf.update(
@@ -51,20 +53,22 @@ app.conf.update(
         },
     },
     beat_schedule={
-        # Beat sends this task at midnight. The task runs at a quarter past midnight, when the day's
+        # The task is sent at midnight. The task runs at a quarter past midnight, when the day's
         # last orders are booked.
         "daily-report": {
             "task": "example_project.tasks.daily_report",
             "schedule": crontab(hour=0, minute=0),
             "options": {"countdown": 15 * 60},
         },
+        # Only the demo ticks each second.
+        **({"tick": TICK} if "EXAMPLE_RECORD" in os.environ else {}),
     },
     **settings_of(URL),
 )
 
 
 def can_count(broker_url: str, records: str | None) -> bool:
-    """Return True if the broker can keep rate limits: RabbitMQ needs records, and SQS cannot."""
+    """Return True if rates and schedules work: RabbitMQ needs records, and SQS is left out."""
     if broker_url.startswith(("amqp", "pyamqp")):
         return bool(records)
     return not broker_url.startswith("sqs")
@@ -78,4 +82,6 @@ install(
     rates={"example_project.tasks.book_courier": Rate("2/s", key="courier")}
     if can_count(URL, RECORDS)
     else {},
+    # Workers publish the next run of each entry of `beat_schedule`. No beat is needed.
+    schedules=can_count(URL, RECORDS),
 )

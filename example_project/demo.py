@@ -30,7 +30,7 @@ from rich.table import Table
 
 from celery_native_delay import UnsupportedBroker, install
 from celery_native_delay.testing import BrokerFailed, BrokerMissing
-from example_project.app import RECORDS, app, can_count
+from example_project.app import RECORDS, TICK, app, can_count
 from example_project.demo_broker import REPOSITORY, DemoBroker, demo_broker
 from example_project.folder_broker import settings_of
 from example_project.tasks import (
@@ -52,6 +52,7 @@ BUSY_MS = int(os.environ.get("DEMO_BUSY_MS", "250"))
 BOOT_LIMIT_SECONDS = 30
 RUN_LIMIT_SECONDS = 25
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TICKS = ("tick 1", "tick 2", "tick 3")
 GRACE_SECONDS = 1  # after the last run, to see unexpected runs
 
 
@@ -156,6 +157,9 @@ def send_mix(broker: DemoBroker) -> list[Run]:
             run = Run(title, result.id, number / 2, late_limit_ms, sent=sent, turn_seconds=0.5)
             runs.append(run)
 
+        # The worker sends this task by itself, a second before the task is due.
+        runs.extend(Run(f"{each}, every 1 s", each, 1, late_limit_ms) for each in TICKS)
+
     sent = time.time()
     escalated = collect(4, wait_seconds=1.5)
     charged, reminded = escalated.parent, escalated.parent.parent
@@ -174,19 +178,24 @@ def note_starts(runs: list[Run], record: Path) -> list[str]:
     """Copy the starts that the worker recorded into *runs*; return unexpected starts as texts."""
     expected = {(run.task_id, run.retries): run for run in runs}
     unexpected: list[str] = []
+    ticks: list[dict[str, Any]] = []
     for run in runs:
         run.starts.clear()
     for start in map(json.loads, record.read_text().splitlines()):
         attempt = start["id"], start["retries"]
-        if attempt not in expected:
+        if start["task"] == TICK["task"]:
+            ticks.append(start)
+        elif attempt not in expected:
             unexpected.append(f"{start['task']}, attempt {start['retries'] + 1}")
-            continue
-        run = expected[attempt]
-        run.starts.append(start["started"])
-        if run.after:
-            run.sent = run.after.starts[0]
-            if run.asked_seconds is None:  # Celery's back-off: whole seconds, and no ETA for 0
-                run.asked_seconds = round(start["due"] - run.sent) if start["due"] else 0
+        else:
+            run = expected[attempt]
+            run.starts.append(start["started"])
+            if run.after:
+                run.sent = run.after.starts[0]
+                if run.asked_seconds is None:  # Celery's back-off: whole seconds, no ETA for 0
+                    run.asked_seconds = round(start["due"] - run.sent) if start["due"] else 0
+    for run, tick in zip((run for run in runs if run.task_id in TICKS), ticks, strict=False):
+        run.sent, run.starts = tick["due"] - 1, [tick["started"]]
     in_line = [run for run in runs if run.turn_seconds and run.starts]
     for turn, run in enumerate(sorted(in_line, key=lambda run: run.starts[0])):
         run.asked_seconds = turn * run.turn_seconds

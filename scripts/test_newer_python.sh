@@ -1,6 +1,7 @@
 #!/bin/sh
-# Run the unit tests and the promises that need no broker on Debian testing's Python, the one in the
-# folder that scripts/setup_brokers.sh makes for RabbitMQ 4.3. Needs Linux and root.
+# Run the unit tests, the promises that need no broker, and the project of the Django guide on Debian
+# testing's Python and Django 6. The Python is in the folder that scripts/setup_brokers.sh makes for
+# RabbitMQ 4.3. Needs Linux and root.
 set -eu
 
 here=$(cd "$(dirname "$0")/.." && pwd)
@@ -29,6 +30,7 @@ cd /tmp/project
 python3 -m venv /tmp/venv
 /tmp/venv/bin/python --version
 /tmp/venv/bin/pip install --quiet --constraint constraints.txt --editable .[dev]
+/tmp/venv/bin/pip install --quiet \"django>=6\" django-tasks-celery
 exec /tmp/venv/bin/python -m pytest --numprocesses=${TEST_PROCESSES:-5} \
-    -m \"not (ci or redis or rabbitmq310 or rabbitmq43)\" ${TESTS:-tests/unit tests/conformance}
+    -m \"not (ci or redis or rabbitmq310 or rabbitmq43)\" ${TESTS:-tests/unit tests/conformance tests/acceptance/test_django.py}
 "' "$root" "$here"

@@ -1,4 +1,4 @@
-"""Functions that check an app's broker, call the broker, and add the broker's URL to errors."""
+"""Checks an app's broker, calls the broker, and adds the broker's URL to errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_fits(connection: Any, settings: DelaySettings) -> None:
 
 
 def why_nothing_waits(transport: Any) -> str:
-    """Return an error text: why kombu's *transport* cannot delay tasks, and what to do instead."""
+    """Return an error text about a kombu transport that cannot delay tasks."""
     shown = transport if transport in TRANSPORT_ALIASES else repr(transport)
     if needs_store(transport):
         return f"native delay has no store for {shown}: {_WAY_TO_STORE}"
@@ -37,7 +37,7 @@ def why_nothing_waits(transport: Any) -> str:
 
 @contextmanager
 def without_traceback() -> Iterator[None]:
-    """Context manager: Celery's commands print an UnsupportedBroker without a traceback."""
+    """Make Celery's commands print an UnsupportedBroker without a traceback."""
     try:
         yield
     except UnsupportedBroker as exc:
@@ -50,7 +50,7 @@ def without_traceback() -> Iterator[None]:
 
 
 def name_broker(error: OperationalError, app: Any) -> None:
-    """Add the URL of the app's broker to *error*, because kombu's text may lack the URL."""
+    """Add the URL of the app's broker to an error from kombu."""
     if not hasattr(error, "__notes__"):
         error.add_note(f"the broker is {shown_broker(app)}")
 
@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 def ask_on_a_connection(app: Any, question: Callable[[Any], T]) -> T:
-    """Call *question* with a connection of the app's pool. Retries once if the connection breaks.
+    """Call *question* with a pooled connection. Retries once after a connection error.
 
     Raises kombu's OperationalError if the broker cannot be reached.
     """

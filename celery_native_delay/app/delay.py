@@ -7,7 +7,6 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from time import time_ns
 from typing import Any, TypeAlias, TypeVar, overload
 
 from celery import Celery, Task
@@ -22,6 +21,7 @@ from ..errors import (
     RecordsUnavailable,
     SettingsError,
 )
+from ..now import time_ns
 from ..rates.line import Line, RateLine, places_in
 from ..rates.rate import LONGEST_KEY
 from ..records import waiting
@@ -29,9 +29,9 @@ from ..records.interface import TRIES
 from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
 from ..settings import DelaySettings, rates_of
 from ..transports.aliases import delay_headers
-from .broker import ask_on_a_connection
-from .installation import checked_app, delaying_channel, installed
+from .installation import ask_broker, checked_app, installed
 from .keyed import KeyedCalls, KeyKind, revoke_result
+from .schedules import Schedules
 
 T = TypeVar("T")
 
@@ -49,11 +49,11 @@ _MOST_MOVED = 100_000
 
 
 class Delay(KeyedCalls):
-    """List, search, cancel and reschedule an app's waiting tasks; send unique or debounced tasks.
+    """List, search, cancel and reschedule an app's waiting tasks. Send debounced or unique tasks.
 
-    The waiting tasks are read from the broker if the broker is Redis. On RabbitMQ, SQS and pgmq,
+    If the broker is Redis, the waiting tasks are read from the broker. On RabbitMQ, SQS and pgmq,
     the tasks are read from the Redis or database of ``native_delay_records``. On other brokers,
-    the tasks are read from the database in which messages wait.
+    the tasks are read from the database in which the messages wait.
 
     Every method raises :class:`~celery_native_delay.RecordsUnavailable` if this Redis or database
     is unreachable, and kombu's errors if the broker is unreachable. Methods that change a task
@@ -94,7 +94,7 @@ class Delay(KeyedCalls):
         return self._with_holds(self._ask(lambda found: found.get(one)))
 
     def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
-        """Return the ids of at most *limit* waiting tasks that match *search*, earliest first."""
+        """Return the ids of waiting tasks that match *search*, earliest due time first."""
         if limit is not None:
             _check_count("limit", limit, least=0)
         query = _query(search)
@@ -116,7 +116,7 @@ class Delay(KeyedCalls):
         return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
 
     def rates(self, *, limit: int = 50) -> list[RateLine]:
-        """Return the queues of rate-limited tasks (one per task name and key), longest queue first.
+        """Return the queues of tasks that wait for a rate limit, longest queue first.
 
         Raises:
             NoRecords: rate limits on this broker need ``native_delay_records``.
@@ -134,7 +134,15 @@ class Delay(KeyedCalls):
                 for line in found
             ]
 
-        return self._ask_broker(looked)
+        return ask_broker(self._app, looked)
+
+    def schedules(self) -> Schedules:
+        """Return the app's schedule entries, to list, pause, resume and run them.
+
+        Raises:
+            NoRecords: schedules on this broker need ``native_delay_records``.
+        """
+        return Schedules(self._app)
 
     def set_rate(self, name: str, key: str | None, limit: str) -> int:
         """Change the limit of one key, such as ``set_rate("shop.call_api", "gold-corp", "500/m")``.
@@ -178,7 +186,7 @@ class Delay(KeyedCalls):
                 changed: Line = lines.change_rate(name, key, rate, is_set=limit is not None)
                 return changed
 
-        line = self._ask_broker(change)
+        line = ask_broker(self._app, change)
         due: dict[str, int] = {}
         for task, its in rates.items():
             at = next((at for at, each in enumerate(its) if each.name == name), None)
@@ -199,7 +207,7 @@ class Delay(KeyedCalls):
         return sum(map(bool, self._change(due, move))) if due else 0
 
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
-        """Correct the due times of *tasks* that a RetryAfter holds to the end of the hold."""
+        """Correct the due times of rate-limited tasks that a ``RetryAfter`` delays."""
         until_us: dict[tuple[str, str | None], int] = {}
         if any(task.place for task in tasks):
             with suppress(NativeDelayError):  # then show the due times of the messages
@@ -239,15 +247,14 @@ class Delay(KeyedCalls):
             task_id: an id, an ``AsyncResult``, or a :class:`Waiting` that :meth:`ls` returned.
             key: the key of the task. Give *key*, *task* and *kind* instead of *task_id*.
             task: the task, or the name of the task.
-            kind: the call that sent the task: "debounce", "throttle" (with edge "both"),
-                "throttle-trailing" or "unique".
+            kind: "debounce" or "unique" for a task of the method of this name; "throttle" for
+                ``throttle(edge="both")``; "throttle-trailing" for ``throttle(edge="trailing")``.
 
         Returns:
             the outcome. The outcome's *id* is "" if no task was sent with the key.
 
         Raises:
-            UnsupportedBroker: this app cannot store the state of keys. RabbitMQ, SQS and pgmq need
-                ``native_delay_records`` for keys.
+            UnsupportedBroker: keys on this broker need ``native_delay_records``.
         """
         if key is None and task is None and kind is None:
             return self.cancel_all([_id_of(task_id)])[0]
@@ -259,7 +266,7 @@ class Delay(KeyedCalls):
         return self._cancel_key(key, name, kind)
 
     def cancel_all(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
-        """Cancel many waiting tasks over one connection, as :meth:`cancel` cancels one task."""
+        """Cancel many waiting tasks over one connection, each as in :meth:`cancel`."""
         self._sets_results = True
         return self._change(task_ids, self._cancel)
 
@@ -269,11 +276,12 @@ class Delay(KeyedCalls):
         """Change the due time (``eta``) of a waiting task.
 
         Args:
+            task_id: as in :meth:`cancel`.
             countdown: seconds from now. A negative countdown means now.
             eta: the new due time, in UTC if it has no time zone. Give either *countdown* or *eta*.
 
         Raises:
-            InvalidDueTime: the new due time is not a point in time. The task keeps its due time.
+            InvalidDueTime: *countdown* or *eta* is invalid. The task keeps its due time.
             DelayTooLong: the new due time is too far away. The task keeps its due time.
         """
         one = _id_of(task_id)
@@ -294,11 +302,11 @@ class Delay(KeyedCalls):
         return self._change(task_ids, lambda found, task_id: found.move(task_id, moment))
 
     def run_now(self, task_id: TaskId) -> Outcome:
-        """Let a waiting task run now instead of at its due time."""
+        """Make a waiting task due now."""
         return self.run_all_now([_id_of(task_id)])[0]
 
     def run_all_now(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
-        """Let many waiting tasks run now instead of at their due times, over one connection."""
+        """Make many waiting tasks due now, over one connection."""
         return self._change(task_ids, lambda found, task_id: found.move(task_id, None))
 
     # --- private -------------------------------------------------------------------------
@@ -366,20 +374,12 @@ class Delay(KeyedCalls):
                         raise
                     raise RecordsUnavailable(f"{exc}; {settings.while_records_are_away}") from exc
 
-        return self._ask_broker(ask)
-
-    def _ask_broker(self, question: Callable[[Any, DelaySettings], T]) -> T:
-        """Ask *question* on a delaying channel. If the channel breaks, ask on a new connection."""
-
-        def ask(connection: Any) -> T:
-            return question(*delaying_channel(self._app, connection))
-
-        return ask_on_a_connection(self._app, ask)
+        return ask_broker(self._app, ask)
 
     def _revoke_result(self, outcome: Outcome) -> None:
-        """Set results of cancelled tasks to REVOKED. A worker tells chord and monitors later.
+        """Set the results of a cancelled task to REVOKED.
 
-        If the backend fails once, a worker sets the other results: each attempt may take minutes.
+        If the result backend fails, workers set all later results: each attempt may take minutes.
         """
         for task in outcome.tasks:
             if self._sets_results and task.name and task.keeps_result:
@@ -387,7 +387,7 @@ class Delay(KeyedCalls):
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:
-    """Return waiting tasks that match *query*, and True if their total number is exact."""
+    """Return a page of matching tasks, and True if the total number is exact."""
     searched = not query.is_by_time_only
     page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
     total = page.total

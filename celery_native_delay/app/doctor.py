@@ -1,4 +1,4 @@
-"""The checks of ``delay doctor``: the broker, the stored state of tasks, rate limits, telemetry."""
+"""The checks of ``delay doctor``: broker, stored state of tasks, rate limits and telemetry."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from kombu.exceptions import OperationalError
 
+from ..durations import duration
 from ..errors import (
     NativeDelayError,
     NoRecords,
@@ -25,9 +26,13 @@ from ..records.opened import records_at
 from ..settings import DelaySettings
 from ..transports.interface import lines_of
 from .installation import admin_part, bounded_connection, installed
+from .schedules import Schedules
 
 #: Bytes that the check of the telemetry folder writes.
 _TRIED_BYTES = 65_536
+
+#: A worker compares the schedule entries with the records each 30 s.
+_OVERDUE_SECONDS = 60
 
 _WAYS_OUT: tuple[tuple[type[Exception], str], ...] = (
     (SettingsError, "correct the setting, in workers and producers alike"),
@@ -59,6 +64,7 @@ def examine(app: Any) -> list[Finding]:
         *_of_broker(app, settings),
         *_of_records(settings),
         *_of_rated_names(app, settings),
+        *_of_schedules(app, settings),
         *_of_telemetry(settings),
     ]
     return [
@@ -115,7 +121,7 @@ def _failed(check: str, exc: NativeDelayError) -> Finding:
 
 
 def _of_lines(connection: Any, settings: DelaySettings) -> Iterator[Finding]:
-    """Yield findings about the server that keeps the rates. Workers must reach that server."""
+    """Yield a problem if the server that stores rate limits is unreachable."""
     if not settings.rates:
         return
     try:
@@ -164,6 +170,26 @@ def _of_rated_names(app: Any, settings: DelaySettings) -> Iterator[Finding]:
             f"native_delay_rates has {name}, but this app has no such task",
             f"write the name of a task{meant}, or set this rate only in the app that has the task",
         )
+
+
+def _of_schedules(app: Any, settings: DelaySettings) -> Iterator[Finding]:
+    if not settings.schedules:
+        return
+    schedules = Schedules(app)
+    try:
+        for name in schedules.missing():
+            problem = f"no worker has published the schedule entry {name}"
+            yield Finding("schedules", WRONG, problem, "start a worker with native_delay_schedules")
+        for entry in schedules:
+            if entry.late_seconds > _OVERDUE_SECONDS:
+                problem = f"{entry.name} is overdue by {duration(entry.late_seconds)}"
+                yield Finding("schedules", WRONG, problem, "start workers that consume its queue")
+        if (sent := schedules.beat()) is not None:
+            problem = f"a celery beat without native_delay_schedules also sends {sent}"
+            yield Finding("schedules", WRONG, problem, "stop that beat, or each run happens twice")
+    except (NativeDelayError, OperationalError) as exc:
+        problem = f"cannot read the schedule entries: {exc}"
+        yield Finding("schedules", UNCHECKED, problem, "mend the problem above, and check again")
 
 
 def _of_telemetry(settings: DelaySettings) -> Iterator[Finding]:

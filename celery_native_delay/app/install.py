@@ -30,14 +30,14 @@ def install(app: App, **settings: Any) -> App:
     Args:
         app: the Celery app.
         **settings: any of :class:`~celery_native_delay.DelaySettings`, without the prefix
-            ``native_delay_``. A setting given here wins over the app's configuration.
+            ``native_delay_``. These settings override the app's configuration.
 
     Returns:
-        *app* itself.
+        the same *app*.
 
     Raises:
         TypeError: *app* is not a Celery app.
-        SettingsError: a setting is unknown or has an impossible value.
+        SettingsError: a setting is unknown or has an invalid value.
         UnsupportedBroker: this release of Celery is not supported.
     """
     real = checked_app(app)
@@ -63,15 +63,17 @@ def install(app: App, **settings: Any) -> App:
     if not isinstance(real.control_cls, ControlOf):
         real.control_cls = ControlOf(real.control_cls)
         vars(real).pop("control", None)
+    from . import idle_beat  # noqa: F401  connects its signal
+
     real.steps["consumer"].add(BOOTSTEP)
     real.fixups = {*real.fixups, f"{__name__}:reinstall"}
-    _drop_pools(real)
+    drop_pools(real)
     return app
 
 
 @dataclass(frozen=True)
 class ControlOf:
-    """Makes the app's ``Control``, whose ``revoke`` also cancels waiting tasks. Can be pickled."""
+    """A picklable factory of the app's ``Control``, whose ``revoke`` also cancels waiting tasks."""
 
     original: Any
 
@@ -83,12 +85,12 @@ class ControlOf:
 
 
 def reinstall(app: Celery) -> None:
-    """Install this package in an app after unpickling. Celery calls this function as a fixup."""
+    """Install this package in an unpickled app. Celery calls this function as a fixup."""
     install(app)
 
 
-def _drop_pools(app: Celery) -> None:
-    """Forget the connection pools made before ``install``, which cannot delay."""
+def drop_pools(app: Celery) -> None:
+    """Drop connection pools made before ``install``: their connections cannot delay messages."""
     app._pool = None
     if "amqp" in vars(app):
         app.amqp._producer_pool = None

@@ -1,9 +1,9 @@
-"""The changes that ``install(app)`` makes to an app: its settings and its replaced methods."""
+"""The settings of an app, and the methods that ``install(app)`` replaces."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
@@ -20,9 +20,17 @@ from ..records.opened import Place
 from ..settings import DelaySettings
 from ..transports.aliases import OPTION, option_of, transport_of, url_errors_explained
 from ..transports.interface import AdminPart, ExpectsQueues, ServesQueues
-from .broker import check_fits, name_broker, why_nothing_waits, without_traceback
+from .broker import (
+    ask_on_a_connection,
+    check_fits,
+    name_broker,
+    why_nothing_waits,
+    without_traceback,
+)
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PREFIX = "native_delay_"
 
@@ -38,7 +46,7 @@ EXPECTED_URLS = {
 
 
 class Installation:
-    """One app's settings from ``install(app)``, and the methods that replace methods of the app."""
+    """The settings of one app, and the methods that replace methods of the app."""
 
     def __init__(self, app: Celery, keywords: dict[str, Any]) -> None:
         self.app = app
@@ -50,10 +58,12 @@ class Installation:
         self._connected_enabled: bool | None = None
         self._warned_of: set[str] = set()
         self.raises_if_unsupported = False
-        """True in a ``delay`` command: an unsupported broker then raises, and does not warn."""
+        """True in a ``delay`` command, which raises an error for an unsupported broker."""
+        self.test_broker: str | None = None
+        """Under the test clock, the broker URL that replaces the app's broker settings."""
 
     def settings(self) -> DelaySettings:
-        """Return the app's settings. A keyword of ``install()`` wins over the app's configuration.
+        """Return the app's settings. A keyword of ``install()`` overrides the app's configuration.
 
         Raises:
             SettingsError: the name of a setting is unknown, or its value is invalid.
@@ -61,7 +71,7 @@ class Installation:
         return DelaySettings.from_mapping(_configured(self.app) | self.keywords)
 
     def has(self, name: str) -> bool:
-        """Return True if the user has set the setting *name*, even to an invalid value."""
+        """Return True if the setting *name* is set, even to an invalid value."""
         return bool((_configured(self.app) | self.keywords).get(name))
 
     @property
@@ -74,17 +84,18 @@ class Installation:
     def keeps_celerys_off(self) -> bool:
         """True if Celery's own delayed delivery is off for this app.
 
-        Every delayed publish reads this property. To be fast, the property returns the value that
-        the setting had when the app last connected.
+        Every delayed publish reads this property, so the value is from the app's last connection.
         """
         return self.enabled if self._connected_enabled is None else self._connected_enabled
 
     # --- what replaces the app's own ----------------------------------------------------
 
     def connection(self, *args: Any, **kwargs: Any) -> Connection:
-        """Make a broker connection that can delay messages, in place of ``app._connection``."""
+        """Make a broker connection that can delay messages. Replaces ``app._connection``."""
         # The method is looked up each time: other code, such as an APM, may replace it later.
         connect = self._earlier_connection or partial(type(self.app)._connection, self.app)
+        if self.test_broker is not None:
+            args = (self.test_broker, *args[1:])
         self._connected_enabled = self.enabled
         if not self._connected_enabled:
             return connect(*args, **kwargs)
@@ -107,7 +118,7 @@ class Installation:
         *more: Any,
         **options: Any,
     ) -> Any:
-        """Send a task. Raises InvalidDueTime or DelayTooLong for a wrong *countdown*."""
+        """Check *countdown*, then send a task by the app's own ``send_task``."""
         # The channel checks all other countdowns when it publishes. NaN is caught here, too.
         if isinstance(countdown, int | float) and not countdown < LONGEST_CELERY_SECONDS:
             settings = self._settings_or_error()
@@ -132,10 +143,9 @@ class Installation:
             return exc
 
     def _fits(self, connection: Connection, settings: DelaySettings | SettingsError) -> bool:
-        """Return True if *connection* uses one of our transports.
+        """Return True if a connection uses a transport of this package.
 
-        Raises UnsupportedBroker if a supported broker is reached through another transport, or if
-        an unsupported broker is used with ``native_delay_strict``.
+        Otherwise log a warning, or raise UnsupportedBroker.
         """
         name = connection.transport_cls
         # With wrong settings take our transport: then a delayed publish raises the error.
@@ -160,7 +170,7 @@ class Installation:
 
 
 def checked_app(app: Any) -> Any:
-    """Return *app*, without its proxy if any. Raises TypeError if *app* is not a Celery app."""
+    """Return *app* without its proxy. Raises TypeError if *app* is not a Celery app."""
     real = app._get_current_object() if isinstance(app, Proxy) else app
     if not isinstance(real, Celery):
         raise TypeError(f"expected a Celery app, got {real!r}")
@@ -175,7 +185,7 @@ def installation_of(app: Any) -> Installation | None:
 
 
 def installed(app: Any) -> Installation:
-    """Return :class:`Installation` of *app*. Raises SettingsError if ``install`` was not called."""
+    """Return the :class:`Installation` of *app*. Raises SettingsError without ``install(app)``."""
     found = installation_of(checked_app(app))
     if found is None:
         raise SettingsError(
@@ -185,13 +195,20 @@ def installed(app: Any) -> Installation:
     return found
 
 
-def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
-    """Return the channel of *connection*, which can delay messages, and the settings of *app*.
+def ask_broker(app: Any, question: Callable[[Any, DelaySettings], T]) -> T:
+    """Call *question* with a broker channel. Retries once after a connection error."""
 
-    :mod:`~celery_native_delay.transports.interface` describes the channel's methods.
+    def ask(connection: Any) -> T:
+        return question(*delaying_channel(app, connection))
+
+    return ask_on_a_connection(app, ask)
+
+
+def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
+    """Return a connection's channel, which can delay messages, and the app's settings.
 
     Raises:
-        SettingsError: ``install(app)`` was not called, or a setting is wrong.
+        SettingsError: ``install(app)`` was not called, or a setting is invalid.
         UnsupportedBroker: no delayed task can wait in this broker.
     """
     settings = installed(app).settings()
@@ -210,7 +227,7 @@ def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
 
 
 def _configured(app: Celery) -> dict[str, Any]:
-    """Return the app's ``native_delay_*`` settings without this prefix, from any namespace."""
+    """Return the app's ``native_delay_*`` settings by name, without this prefix."""
     app.conf.get("broker_url")  # loads a pending configuration
     namespace = (app.namespace or "").lower().rstrip("_")
     found: dict[str, Any] = {}
@@ -225,7 +242,7 @@ def _configured(app: Celery) -> dict[str, Any]:
 
 
 def _give_eta_header(amqp: Any) -> None:
-    """Copy the ETA of task protocol 1, which is in the body, to a header for our transports."""
+    """Make messages of task protocol 1 carry the ETA in a header, too."""
     original = amqp.task_protocols[1]
     if hasattr(original, "native_delay_original"):
         return
@@ -242,9 +259,9 @@ def _give_eta_header(amqp: Any) -> None:
 
 
 def keep_celerys_own_off(module: ModuleType) -> None:
-    """Switch off Celery's own delayed delivery: replace ``detect_quorum_queues`` in *module*.
+    """Switch off Celery's own delayed delivery in one of Celery's modules.
 
-    Raises UnsupportedBroker if *module* has no such function.
+    Raises UnsupportedBroker if the module has no function ``detect_quorum_queues`` to replace.
     """
     original = getattr(module, "detect_quorum_queues", None)
     if original is None:
@@ -284,17 +301,14 @@ _BOUNDED = {
 
 
 def bounded_connection(app: Any) -> Any:
-    """Make a broker connection for *app* that waits at most 5 s for each answer of the broker."""
+    """Make a broker connection with a timeout of 5 s for each answer."""
     return app.connection_for_write(
         connect_timeout=TIMEOUT_SECONDS, transport_options=dict(_BOUNDED)
     )
 
 
 def records_place(app: Any, settings: DelaySettings) -> Place | None:
-    """Return the URL and owner of the stored state of the app's waiting tasks, or None.
-
-    Every process and every virtual host gets the same answer, without asking the broker.
-    """
+    """Return the URL and the namespace of the state about waiting tasks, or None."""
     if settings.records is not None:
         return Place(settings.records, settings.namespace)
     own_records = getattr(app.connection_for_write().transport, "own_records", None)
@@ -302,14 +316,14 @@ def records_place(app: Any, settings: DelaySettings) -> Place | None:
 
 
 def admin_part(app: Any, connection: Any) -> AdminPart:
-    """Return the :class:`AdminPart` of *connection*, which ``delay`` commands use."""
+    """Return the broker's object for ``delay`` commands, such as ``delay status``."""
     channel, settings = delaying_channel(app, connection)
     part: AdminPart = channel.admin_part(settings)
     return serving(part, app)
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Set the names of the queues that *part* serves (None: all queues), and return *part*."""
+    """Give *part* the names of its queues, by default all queues of the app."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

@@ -21,10 +21,10 @@ from ..due_time import due_us
 from ..durations import duration
 from ..errors import CannotDelay, InvalidDueTime, UnsupportedBroker, described
 from ..keyed import rules
-from ..keyed.publishing import AnotherStands, KeyedPublish, publishing
 from ..keyed.record import HEADER, Mark, name_of
-from ..keyed.records import KeyRecords
+from ..keyed.records import KeyRecords, publish_under
 from ..keyed.rules import Seen, Step
+from ..records.publishing import publishing
 from ..texts import is_text
 from ..transports.aliases import LONGEST_COUNTDOWN_SECONDS, delay_headers
 from ..transports.interface import WHERE_KEYS_ARE_KEPT
@@ -62,13 +62,14 @@ class KeyedCalls:
         Args:
             signature: the signature of a single task, such as ``reindex.s(7)``. Tasks with
                 different names do not share a key.
+            key: any text, such as "user:7".
             max_wait_seconds: the task runs at most this long after the first call.
-            announce: set the results of replaced calls to REVOKED, with the reason. By default
+            announce: set the results of replaced tasks to REVOKED, with the reason. By default
                 these results stay pending.
 
         Returns:
-            the result of the task that will run if there is no later call. The result's *replaced*
-            is the id of the waiting task that this call replaced, or None.
+            the result of the new task. The field *replaced* of the result is the id of the waiting
+            task that the new task replaced, or None.
 
         Raises:
             UnsupportedBroker: keys on this broker need ``native_delay_records``. Nothing was sent.
@@ -101,11 +102,11 @@ class KeyedCalls:
             edge: "leading": the first call's task runs at once, and later calls get its result;
                 "trailing": the last call's task runs when *seconds* are over; "both": the first
                 call's task runs at once, the last call's task when *seconds* are over.
-            signature, announce: as in :meth:`debounce`, which raises the same errors.
+            signature, key, announce: as in :meth:`debounce`, which raises the same errors.
 
         Returns:
-            the result of the task that runs for the key. The result's *created* is true if this
-            call sent the task. The result's *replaced* is as in :meth:`debounce`.
+            the result of the task that runs for the key. The field *created* of the result is true
+            if this call sent the task. The field *replaced* is as in :meth:`debounce`.
         """
         window_us = _microseconds("seconds", seconds)
         _check_word("edge", edge, Edge)
@@ -135,12 +136,14 @@ class KeyedCalls:
         """Send a task, unless another task with the same *key* is waiting or running.
 
         Args:
-            until: "end": the key is free when the task has ended, and no two tasks run at once;
-                "start": the key is free when the task starts.
-            signature: as in :meth:`debounce`, which raises the same errors.
+            countdown, eta: the due time, as in ``apply_async``.
+            until: "end": the key becomes free when the task has ended, so that no two tasks run at
+                once; "start": the key becomes free when the task starts.
+            signature, key: as in :meth:`debounce`, which raises the same errors.
 
         Returns:
-            the result of the task with the key. *created* is true if this call sent the task.
+            the result of the task with the key. The field *created* of the result is true if this
+            call sent the task.
         """
         mark = _mark_of("unique", signature, key, until)
         _check_word("until", until, Until)
@@ -156,7 +159,7 @@ class KeyedCalls:
         return self._unless_another_stands(mark, call, signature)
 
     def _standing_id(self, kind: KeyKind, task: str, key: str) -> str | None:
-        """Return the id of the last task that was sent for *key*. The task may have run."""
+        """Return the id of the last task with a key. The task may have run."""
         _check_word("kind", kind, KeyKind)
         _check_key(key)
         seen: Seen = self._ask_keys(lambda records: records.read(name_of(kind, task, key)))
@@ -165,7 +168,7 @@ class KeyedCalls:
     def _unless_another_stands(
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
     ) -> KeyedResult:
-        """Publish the task, unless the key's record shows that another task has the key."""
+        """Publish the task, unless another task has the key."""
         if self._task(signature) is None or not self._app.conf.task_always_eager:
             seen = self._ask_keys(lambda records: records.read(mark.name))
             if stands := call(seen, "").stands:
@@ -185,25 +188,22 @@ class KeyedCalls:
         for each in ("countdown", "eta"):  # the channel sets the due time
             options.pop(each, None)
         task_id = options.pop("task_id", None) or uuid()
-        keyed = KeyedPublish(mark.name, lambda seen: call(seen, task_id), task_id)
-        try:
-            with publishing(keyed):
-                result = send(signature.args, signature.kwargs, task_id=task_id, **options)
-        except AnotherStands as exc:
-            return self._of_another(signature, exc.task_id)
-        if keyed.step is None:
-            raise CannotDelay(
-                f"{signature.task} was not sent with its key: expected a message to a queue of "
-                f"this app's broker; leave out the options connection and producer, and bind its "
-                f"exchange to a queue"
-            )
-        if announce and keyed.replaced is not None:
+        publish = publish_under(mark.name, lambda seen: call(seen, task_id), task_id)
+        with publishing(publish):
+            result = send(signature.args, signature.kwargs, task_id=task_id, **options)
+        seen, step = publish.answer
+        if step.stands is not None:
+            # Our own id: an earlier attempt has published the message, and its answer was lost.
+            return self._of_another(signature, step.stands, created=step.stands == task_id)
+        known = seen.record if step.replaces else None
+        replaced = None if known is None or known.id == task_id else known.id
+        if announce and replaced is not None:
             reason = f"replaced by {task_id}"
-            revoke_result(self._app, keyed.replaced, signature.task, reason=reason)
-        return keyed_result(result, replaced=keyed.replaced)
+            revoke_result(self._app, replaced, signature.task, reason=reason)
+        return keyed_result(result, replaced=replaced)
 
     def _check(self) -> None:
-        """Raise an error if this app cannot store the state of keys. The check is made once."""
+        """Raise an error if this app cannot store debounce, throttle and unique keys."""
         if self._is_checked:
             return
         if self._app.conf.task_protocol != 2:
@@ -223,13 +223,15 @@ class KeyedCalls:
         found: Task | None = self._app.tasks.get(signature.task)
         return found
 
-    def _of_another(self, signature: Signature, task_id: str) -> KeyedResult:
+    def _of_another(
+        self, signature: Signature, task_id: str, *, created: bool = False
+    ) -> KeyedResult:
         result = (self._task(signature) or self._app).AsyncResult(task_id)
-        return keyed_result(result, created=False)
+        return keyed_result(result, created=created)
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:
-    """Return the object that stores keys' state. Raises UnsupportedBroker if there is none."""
+    """Return the stored state of all keys. Raises UnsupportedBroker if keys cannot be stored."""
     try:
         channel, settings = delaying_channel(app, connection)
     except UnsupportedBroker as exc:
@@ -238,7 +240,7 @@ def key_records(app: Any, connection: Any) -> KeyRecords:
 
 
 def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -> Mark:
-    """Make a key's header. Raises TypeError if *signature* is no single task, or *key* no text."""
+    """Check a signature and a key, and make the message header for the key."""
     if isinstance(signature, Task):
         raise TypeError(
             f"expected a signature, got the task itself: write {signature.__name__}.s()"
@@ -296,8 +298,8 @@ _UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
 class KeyedResult(AsyncResult):  # type: ignore[misc]  # Celery has no types
     """The result of a debounced, throttled or unique task: an ``AsyncResult`` with two more fields.
 
-    *created* is False if another call's task has the key; this call then sent nothing. *replaced*
-    is the id of the waiting task that this call replaced, or None.
+    - *created*: False if this call sent no task, because another call's task has the key.
+    - *replaced*: the id of the waiting task that this call's task replaced, or None.
     """
 
     created: bool = True
@@ -343,10 +345,7 @@ def keyed_result(
 
 
 def revoke_result(app: Any, task_id: str, name: str, *, reason: str) -> bool:
-    """Set the result of the task *task_id* to REVOKED. If the backend fails, log, and return False.
-
-    A worker later informs the task's chord and the monitors.
-    """
+    """Set a task's result to REVOKED. Returns False if the result backend fails."""
     registered = app.tasks.get(name)
     try:
         backend = app.backend if registered is None else registered.backend

@@ -1,10 +1,12 @@
-"""Move waiting messages from one broker or database to another, one message at a time.
+"""Moves waiting messages from one broker or database to another, one message at a time.
 
-If the process dies, the current message may be in both places. Steps for each message:
+Steps for each message:
 
-1. The message and the state of its key are written to the destination, in one step.
-2. The task is removed from the key's state at the source.
-3. The message is deleted at the source.
+1. Write the message and the state of its key to the destination, in one step.
+2. Remove the task from the key's state at the source.
+3. Delete the message at the source.
+
+If the process dies, both brokers may have the current message.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ from kombu.utils.limits import TokenBucket
 
 from ..errors import CannotDelay, NativeDelayError, UnsupportedBroker
 from ..keyed import rules
-from ..keyed.publishing import AnotherStands, KeyedPublish
 from ..keyed.record import HEADER, Mark, Record
+from ..keyed.records import publish_under
 from ..keyed.rules import Step
+from ..records.publishing import NotPublished
 from ..records.waiting import PLACE
 from ..settings import DelaySettings, is_store_url
 from ..transports.aliases import OPTION, option_of, url_errors_explained
@@ -41,7 +44,7 @@ _PROBE_US = 60_000_000
 
 
 class MovingKeys:
-    """Moves the messages of *source*, and the state of the messages' keys, to another broker."""
+    """Moves the messages of a source, and the state of their debounce, throttle or unique keys."""
 
     def __init__(self, source: Source, into: MovingPart) -> None:
         self._into = into
@@ -52,7 +55,7 @@ class MovingKeys:
 
     @property
     def warning(self) -> str | None:
-        """A warning that tasks with a key stay or lose the key, or None if keys move."""
+        """A warning if tasks cannot move, or lose their debounce, throttle or unique key."""
         if self._is_kept:
             return None
         if self._from is None:
@@ -62,10 +65,9 @@ class MovingKeys:
         return None
 
     def take_in(self, moving: Moving) -> bool:
-        """Store a message and its key's state. Returns False if the task may run twice.
+        """Store a message at the destination. Returns False if the task may run twice.
 
-        Raises:
-            NativeDelayError: the destination cannot delay the message, or its key prevents that.
+        Raises NativeDelayError if the message or its key cannot be stored.
         """
         mark = Mark.of(moving.headers)
         if mark is not None and not self._is_kept and not self._is_probed:
@@ -95,15 +97,18 @@ class MovingKeys:
         rule = partial(
             rules.carry, task_id=task_id, known=known or Record(), due_us=moving.delayed.due_us
         )
+        publish = publish_under(mark.name, rule, task_id)
         try:
-            return self._into.take_in(moving, KeyedPublish(mark.name, rule, task_id))
-        except AnotherStands as exc:
+            return self._into.take_in(moving, publish)
+        except NotPublished as exc:
+            if publish.answer[1].stands == task_id:
+                return True  # an earlier attempt has published it
             raise CannotDelay(
                 "another task with its key waits there: cancel one of them, and run this again"
             ) from exc
 
     def _probe(self) -> None:
-        """Find out whether source and destination share their records, with a test record."""
+        """Find out, by a test key, if source and destination share the stored state."""
         if self._from is not None and self._to is not None:
             token = token_hex(16)
             name = f"probe:{token}"
@@ -124,10 +129,12 @@ _REASONS = 20
 
 @dataclass
 class Account:
-    """Counts of one source's messages: *count* before the move, then a count per outcome.
+    """The numbers of one source's messages: *count* before the move, and a number per outcome.
 
-    *stays*: not moved. *refused*: failed to move, by reason. *void*: cancelled or replaced.
-    *doubtful* lists the ids of tasks that may run twice.
+    - *stays*: messages that ``delay migrate`` leaves at the source.
+    - *refused*: messages that could not be moved, by reason.
+    - *void*: messages of cancelled or rescheduled tasks.
+    - *doubtful*: the ids of tasks that may run twice.
     """
 
     source: str
@@ -154,7 +161,7 @@ def move(
     on_each: Callable[[], object],
     on_doubt: Callable[[str | None], object],
 ) -> None:
-    """Move all messages of *source* at the rate of *pace*, until *stopped* returns true.
+    """Move all messages of *source*, until *stopped* returns true.
 
     *on_doubt* is called with the id of each task that may run twice.
     """
@@ -206,7 +213,7 @@ def _move_one(
 
 
 def reaches_of(app: Any) -> list[Reach]:
-    """Return the bindings of the app's queues: exchange, type, routing key and queue of each."""
+    """Return the bindings of the app's queues."""
     return [
         Reach(each.exchange.name, each.exchange.type, each.routing_key or "", queue.name)
         for queue in app.amqp.queues.values()
@@ -219,10 +226,9 @@ def reaches_of(app: Any) -> list[Reach]:
 def moving(
     app: Any, connection: Any, names: Sequence[str], *, records: str | None
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
-    """Open the destination (the broker of *connection*) and the sources with these *names*.
+    """Connect to the destination, and to the sources with these *names*.
 
-    Args:
-        records: URL of the stored state of the other broker's tasks. None: the app's URL.
+    *records* is the URL of the stored state of the other broker's tasks; None means the app's URL.
 
     Raises:
         UnsupportedBroker: messages cannot be moved to this broker, or a source does not exist.
@@ -245,7 +251,7 @@ def moving(
 
 @contextmanager
 def _other_part(url: str, settings: DelaySettings, own: Any) -> Iterator[MovingPart]:
-    """Open another broker, or a database with waiting messages, at *url*."""
+    """Connect to another broker, or to a database with waiting messages."""
     if url.partition("://")[0].partition("+")[0] in _DATABASES and is_store_url(url):
         url = f"sqla+{url}"
     shown = without_password(url)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from datetime import UTC, datetime
 from functools import wraps
 from inspect import Signature
-from time import time
 from typing import Any
 
 from celery.utils.log import get_logger
 
 from ..errors import described
+from ..now import time_ns, utc_now
 from ..rates.line import places_header
 from ..rates.rate import Rate
 from ..rates.retry_after import RetryAfter
@@ -56,15 +55,16 @@ def _retrying(installation: Installation, task: Any, run: Callable[..., Any]) ->
             request = task.request
             if request.called_directly or not installation.enabled:
                 raise
-            settings, seconds = installation.settings(), exc.seconds(datetime.now(UTC))
+            settings, seconds = installation.settings(), exc.seconds(utc_now())
             headers = dict(request.as_execution_options().get("headers") or {})
             headers.pop(PLACE, None)
-            since = headers.setdefault(SINCE, time())
+            now = time_ns() / 1e9
+            since = headers.setdefault(SINCE, now)
             for rate in settings.rates_by_task.get(task.name, ())[: 1 - request.is_eager]:
                 known = rate.signature_of(task.name, run)
                 key = key_of(task.name, request.id, rate, known, lambda: (args, kwargs), headers)
                 _hold(installation.app, task.name, key, limit_of(rate, key), seconds, headers)
-            if not isinstance(since, int | float) or time() - since > settings.retry_after_limit:
+            if not isinstance(since, int | float) or now - since > settings.retry_after_limit:
                 raise
             # In eager mode every retry counts: Celery retries at once, and would never end.
             uncounted = not (exc.counts or request.is_eager)

@@ -6,10 +6,10 @@
     print(batch.result)
 
 ``apply_async`` publishes the first two tasks of each kind (name, route and options). The first
-message becomes a template (an encoded task message in which only id, due time and arguments
-change). Later tasks use this template. A template is used only if no other code would see or
-change the messages: no publish signals, wrapped or overridden methods, links, stamps, compression,
-``expires``, other serializers or protocols, or router functions.
+message becomes a template: an encoded task message in which only id, due time and arguments change.
+Later tasks of this kind use the template. No template is used if other code would see or change the
+messages (publish signals, wrapped or overridden methods, router functions), or with links, stamps,
+compression, ``expires``, other serializers or protocols.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from time import monotonic, time_ns
+from time import monotonic
 from typing import Any, Self
 
 from celery import Celery, Task
@@ -29,6 +29,7 @@ from ..app.installation import LONGEST_CELERY_SECONDS, checked_app, installation
 from ..due_time import due_us as due_us_of
 from ..durations import duration
 from ..errors import PublishRefused, RefusedMessage, UnsupportedBroker
+from ..now import time_ns
 from ..transports.aliases import OPTION, asks_for_delays
 from ..transports.bulk_publisher import RandomIds
 from .kinds import Kinds, Made, Sample
@@ -67,7 +68,7 @@ class BulkResult:
 
     @property
     def confirmed(self) -> int:
-        """The number of tasks that the broker has confirmed, correct after the batch has ended."""
+        """The number of tasks that the broker has confirmed; final when the batch has ended."""
         return self.sent - len(self.refused) - len(self.in_doubt)
 
     @property
@@ -83,7 +84,7 @@ class BulkResult:
 
 
 class Bulk:
-    """A batch of delayed tasks with its own connection, made by :func:`bulk`, for one thread."""
+    """A batch of delayed tasks with its own connection, for one thread. Use :func:`bulk`."""
 
     def __init__(
         self,
@@ -232,7 +233,7 @@ class Bulk:
         countdown: float | None,
         task_id: str,
     ) -> Made | None:
-        """Return the values that fill a template; None if ``apply_async`` must publish the task."""
+        """Return values for an encoded message; None if only ``apply_async`` can publish."""
         if type(args) not in (list, tuple) or type(kwargs) is not dict:
             return None
         at_us = time_ns() // 1000
@@ -259,7 +260,7 @@ class Bulk:
         return Made(at_us, due_us, values)
 
     def _iso(self, due_us: int) -> str:
-        """Return the time as ISO 8601 in the app's time zone; the last second's text is cached."""
+        """Return the due time as ISO 8601 in the app's time zone."""
         second, us = divmod(due_us, 1_000_000)
         if second != self._second:
             whole = (_EPOCH + timedelta(seconds=second)).astimezone(self._timezone).isoformat()
@@ -299,8 +300,8 @@ def bulk(app: Celery, **options: Any) -> Bulk:
         window: the largest number of unconfirmed messages, all kept in memory;
             ``native_delay_confirm_window`` by default.
         check: if False, refused tasks raise no error at the end, and are only listed in the result.
-        timeout_seconds: seconds for which the end of the block waits for confirms, 60 by default;
-            None waits for ever.
+        timeout_seconds: seconds to wait for confirms at the end of the block; 60 by default, None
+            for no limit.
         headers: headers for every message of the batch.
 
     Raises:
@@ -311,7 +312,7 @@ def bulk(app: Celery, **options: Any) -> Bulk:
 
 
 def check_broker(connection: Any) -> None:
-    """Raise UnsupportedBroker if the broker of *connection* cannot delay tasks."""
+    """Raise UnsupportedBroker if the broker cannot delay tasks."""
     if not asks_for_delays((connection.transport_options or {}).get(OPTION)):
         raise UnsupportedBroker(
             f"expected a broker in which delayed tasks can wait, got {connection.as_uri()}: set "
@@ -320,7 +321,7 @@ def check_broker(connection: Any) -> None:
 
 
 def short_repr(arguments: Any, max_size: int) -> str | None:
-    """Return the same text as ``saferepr``, faster; None if the arguments are nested or long."""
+    """Return the text of ``saferepr``, but faster; None for nested or long arguments."""
     values = arguments.values() if type(arguments) is dict else arguments
     if not _SIMPLE.issuperset(map(type, values)):
         return None

@@ -1,8 +1,9 @@
 """Reusable encoded messages for ``bulk(app)``: one for each kind of task (name, route, options).
 
 ``bulk(app)`` encodes the first message of a kind, and for later tasks replaces only id, due time
-and arguments. The second message must differ only in these values. No other code may see or change
-the messages. After a reconnect, and once a minute, another task repeats both checks.
+and arguments. Two checks come first: the second message must differ only in these values, and no
+other code may see or change the messages. Both checks are repeated after a reconnect, and once a
+minute.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import time_ns
 from typing import Any, NamedTuple
 
 from celery import Task
@@ -18,6 +18,7 @@ from celery import Task
 from ..due_time import due_us as due_us_of
 from ..errors import InvalidDueTime
 from ..message import HEADER
+from ..now import time_ns
 from ..transports.bulk_publisher import BulkPublisher, TaskTemplate, TaskValues
 from .plain_publishing import PlainPublishing, same
 
@@ -25,7 +26,7 @@ logger = logging.getLogger("celery_native_delay.bulk")
 
 
 class Made(NamedTuple):
-    """A task's id, due time and arguments, which are put into an encoded message."""
+    """A task's id, due time and arguments, to be put into an encoded message."""
 
     at_us: int
     due_us: int
@@ -36,9 +37,9 @@ class Made(NamedTuple):
 class Kind:
     """A kind of task (name, route, options), with an encoded message that later tasks use.
 
-    The message is valid on one connection, while the *hooks* are the same objects. The field
-    *checked* is True if a second message differed only in values. If *body* is not None, only
-    tasks with these arguments can use the message.
+    The message is valid for one connection (*generation*), while the *hooks* stay the same objects.
+    *checked* is True if a second message differed only in id, due time and arguments. If *body* is
+    not None, only tasks with these arguments can use the message.
     """
 
     learnt: TaskTemplate
@@ -83,17 +84,17 @@ class Kinds:
     def hooks(self, key: Any, known: Task | None) -> tuple[Any, ...]:
         """Return objects that change if other code begins to see this task's messages.
 
-        The tuple is empty if tasks of this kind cannot use an encoded message again.
+        Returns () if tasks of this kind cannot reuse an encoded message.
         """
         return () if key in self._without_template else self._plain.hooks(known)
 
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:
-        """Return the kind of task; None if the kind is unknown, or one of the *hooks* changed."""
+        """Return the known kind of a task; None if one of the *hooks* changed."""
         kind = self._kinds.get(key)
         return kind if kind is not None and same(kind.hooks, hooks) else None
 
     def learn(self, sample: Sample) -> None:
-        """Keep a published task's encoded message for more tasks, or check the kept message."""
+        """Keep a published task's encoded message for later tasks, or check the kept message."""
         key, now_us = sample.key, time_ns() // 1000
         kind = self.of(key, sample.hooks)
         generation = self._publisher.outbox.connects
@@ -111,9 +112,10 @@ class Kinds:
                     kind.body = None
 
     def _begin(self, sample: Sample, before: Kind | None, now_us: int) -> None:
-        """Make a template from the last message, unless other code would see such messages.
+        """Keep the last encoded message for later tasks, if no other code sees the message.
 
-        If the old template *before* would have produced this message, the new one is *checked*.
+        The message is *checked* at once if the old message *before*, with the same values, is
+        equal.
         """
         key, hooks = sample.key, sample.hooks
         if same(self._observed.get(key, ()), hooks):
@@ -133,7 +135,7 @@ class Kinds:
         self._kinds[key] = kind
 
     def _made_by(self, kind: Kind, sample: Sample, now_us: int) -> bool | None:
-        """Return True if the template of *kind* would produce the last message; None if unknown."""
+        """Return True if the kept message, with a task's values, equals the last message."""
         if sample.made is None:
             return None
         headers = self._publisher.last_headers

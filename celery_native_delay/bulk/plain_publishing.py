@@ -1,9 +1,9 @@
-"""Check that only Celery and kombu see a task when it is published.
+"""Checks that only Celery and kombu see a task while an app publishes the task.
 
 ``bulk(app)`` makes this check before it uses an encoded message for several tasks.
 
-A function belongs to a class if the function has the globals of the class's module, and the
-function's code has the class's name. ``functools.wraps`` copies neither globals nor code.
+An original method has the globals of its class's module, and its qualified name in the code object.
+``functools.wraps`` copies neither, so wrappers are found.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _before, _after, _sent = _SIGNALS.values()
 
 
 class PlainPublishing:
-    """Finds code that sees or changes the tasks that an app publishes."""
+    """Finds other code that sees or changes the tasks that an app publishes."""
 
     def __init__(self, installation: Installation) -> None:
         self._installation = installation
@@ -53,7 +53,7 @@ class PlainPublishing:
     def hooks(self, task: Task | None) -> tuple[Any, ...]:
         """Return objects that change if other code begins to see the messages of *task*.
 
-        While these objects are the :func:`same`, one call of :meth:`witness` a minute is enough.
+        While all objects stay the same, callers need :meth:`witness` only once a minute.
         """
         # Read the objects' dicts, which is ten times as fast as kombu's cached_property.
         app = self._app
@@ -78,7 +78,7 @@ class PlainPublishing:
         )
 
     def witness(self, task: Task | None) -> str:
-        """Return the first reason why other code may see or change the task; "" without one."""
+        """Return a reason why other code may see or change the task, or ""."""
         found = next(self._witnesses(), "")
         if not found and task is not None:
             found = next(self._witnesses_of(task), "")
@@ -142,12 +142,12 @@ class PlainPublishing:
 
 
 def same(hooks: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    """Return True if both tuples have identical objects, compared with ``is``."""
+    """Return True if both tuples have identical objects."""
     return len(hooks) == len(others) and all(map(is_, hooks, others))
 
 
 def _foreign(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
-    """Yield the attributes *names* of a class or object that are not Celery's or kombu's.
+    """Yield a text for each attribute of a class or object that other code has replaced.
 
     All base classes are checked, because an overriding method may call the method of a base class.
     """
@@ -162,7 +162,7 @@ def _foreign(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
 
 
 def _is_of(found: Any, owner: type, name: str) -> bool:
-    """Return True if *found* is the method *name* of *owner*, a class of Celery or kombu."""
+    """Return True if *found* is the original method of a class of Celery or kombu."""
     return _is_of_module(found, owner.__module__, f"{owner.__qualname__}.{name}")
 
 
@@ -183,7 +183,7 @@ def _function(found: Any) -> Any:
 
 
 def _name(found: Any) -> str:
-    """Return the module and qualified name under which *found* was compiled."""
+    """Return the module and qualified name under which a function or class was compiled."""
     function = _function(getattr(found, "_self_wrapper", found))  # for wrappers of wrapt
     if type(function) is FunctionType:
         return f"{function.__globals__.get('__name__')}.{function.__code__.co_qualname}"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @command(name="declare")
 @as_json_option
 def declare(ctx: click.Context, as_json: bool) -> None:
-    """Declare the queues and exchanges that delays need. Binds the app's queues, too."""
+    """Declare the queues and exchanges for delays, and bind the app's queues."""
     with broker(ctx) as part:
         show(part.declare(list(ctx.obj.app.amqp.queues.values())), as_json)
 
@@ -41,7 +41,7 @@ def declare(ctx: click.Context, as_json: bool) -> None:
 @command(name="verify")
 @as_json_option
 def verify(ctx: click.Context, as_json: bool) -> None:
-    """Check that the broker is prepared for delays. Exit 1 if not.
+    """Check that the broker is prepared for delays. If not, the exit status is 1.
 
     The check needs no running worker. `delay doctor` also checks workers, records and clocks.
     """
@@ -53,10 +53,11 @@ def verify(ctx: click.Context, as_json: bool) -> None:
 @command(name="doctor")
 @as_json_option
 def doctor(ctx: click.Context, as_json: bool) -> None:
-    """Check that delays work, and say what to do if not. Exit 1 on any problem.
+    """Check that delays work, and print a remedy for each problem.
 
-    Checks all that `delay verify` checks, and installed workers, overdue, parked (due, but without
-    a queue) and stuck messages, records, rates, telemetry and clocks.
+    The command makes all checks of `delay verify`. More checks are: workers, clocks, overdue
+    messages, parked messages (due, but without a queue), stuck messages, and the settings of
+    records, rates and telemetry. The exit status is 1 if delays do not work.
     """
     from ..app.doctor import examine
     from ..errors import SettingsError
@@ -69,10 +70,12 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 @command(name="status")
 @as_json_option
 def status(ctx: click.Context, as_json: bool) -> None:
-    """Count waiting, overdue, parked (due, but without a queue) and stuck messages.
+    """Count waiting, overdue, parked and stuck messages.
 
-    On RabbitMQ with native_delay_records, "waiting" counts the tasks that `ls` lists. The delay
-    queues also hold messages of cancelled and rescheduled tasks, until the old due time.
+    Parked messages are due, but have no queue. Stuck messages are due, but RabbitMQ cannot
+    dead-letter the messages. On RabbitMQ with native_delay_records, "waiting" counts the tasks that
+    `ls` lists. The delay queues also hold messages of cancelled and rescheduled tasks, until the
+    old due time.
     """
     with broker(ctx) as part:
         found = part.status()
@@ -85,7 +88,7 @@ def status(ctx: click.Context, as_json: bool) -> None:
 def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
     """Delete all waiting messages of this app. Cannot be undone.
 
-    Due messages stay, such as parked messages (without a queue).
+    Due messages are not deleted, such as parked messages (without a queue).
     """
     with broker(ctx) as part:
         if not force:
@@ -98,7 +101,7 @@ def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
 def _show_findings(
     ctx: click.Context, found: Sequence[Finding], as_json: bool, *, well: str
 ) -> None:
-    """Print the findings, and *well* if none is a problem; otherwise exit with status 1."""
+    """Print the problems found, or the text *well*, and exit."""
     from ..finding import ADVICE, UNCHECKED, WRONG
 
     levels = (WRONG, UNCHECKED, ADVICE)
@@ -125,14 +128,14 @@ def _show_findings(
 
 @delay.group(name="parked")
 def parked() -> None:
-    """Handle parked messages (due, but without a queue)."""
+    """Manage parked messages (due, but without a queue)."""
 
 
 @command(group=parked, name="list")
 @limit_option
 @as_json_option
 def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
-    """List parked messages (due, but no queue was bound for them)."""
+    """List parked messages (due, but without a queue)."""
     with broker(ctx) as part:
         found = part.parked(limit=limit)
     if found is None:

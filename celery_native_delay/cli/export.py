@@ -24,8 +24,8 @@ def export(ctx: click.Context, vhost: str | None, without_queues: bool, as_json:
     """Print RabbitMQ definitions of the queues and exchanges for delays.
 
     The definitions include the app's queues. The command needs no broker. Import the definitions
-    with rabbitmqctl or the management API, and set native_delay_declare = False. Then neither
-    producers nor workers need the permission configure.
+    with rabbitmqctl or the management API, and set native_delay_declare = False. Then producers and
+    workers do not need the permission "configure".
     """
     from ..app.broker import shown_broker
     from ..errors import UnsupportedBroker

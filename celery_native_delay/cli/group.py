@@ -1,6 +1,6 @@
 """The command group ``delay``, and functions that several of its commands use.
 
-Every celery command loads this module, so it imports the rest of the package only when needed.
+Every celery command imports this module, so the rest of the package is imported in functions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ loglevel_option = click.option(
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]
-    """Parameter type for a duration such as 90 or 1h30m; the value is a number of seconds."""
+    """The type of click options for a duration such as 90 or 1h30m, as seconds."""
 
     name = "duration"
 
@@ -66,7 +66,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
 
 
 class Moment(click.ParamType):  # type: ignore[type-arg]
-    """Parameter type for a time: a duration from now such as 1h30m, or an ISO 8601 time (UTC)."""
+    """The type of click options for a time: 1h30m from now, or ISO 8601 (UTC)."""
 
     name = "duration|time"
 
@@ -142,7 +142,7 @@ def _errors_explained(ctx: click.Context) -> Iterator[None]:
 
 @contextmanager
 def broker(ctx: click.Context) -> Iterator[AdminPart]:
-    """Yield the object that counts, checks and declares on the app's broker."""
+    """Yield the broker's object for ``delay`` commands, such as ``delay status``."""
     from ..app.installation import admin_part
 
     with reachable(ctx) as connection:
@@ -173,9 +173,9 @@ def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
 
 
 def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True) -> DelaySettings:
-    """Return the app's settings; raise if ``install(app)`` was not called.
+    """Return the app's settings. Raises if ``install(app)`` was not called.
 
-    With *raises_if_unsupported*, also raise if delayed tasks cannot wait in the app's broker.
+    With *raises_if_unsupported*, a later connection to an unsupported broker raises, too.
     """
     from celery import _state
 
@@ -201,7 +201,7 @@ def _words_of(ctx: click.Context) -> str:
 
 
 def settings(ctx: click.Context) -> DelaySettings:
-    """Return the app's settings, or the default settings if ``install(app)`` was not called."""
+    """Return the app's settings, or the default settings without ``install(app)``."""
     from ..app.installation import installation_of
     from ..settings import DelaySettings
 
@@ -217,12 +217,12 @@ def print_json(value: Any) -> None:
 
 
 def say(as_json: bool, value: Any, text: str) -> None:
-    """Print *text*; with ``--json`` print *value* as JSON instead."""
+    """Print *text*, or with ``--json`` print *value* as JSON."""
     print_json(value) if as_json else click.echo(text)
 
 
 def confirm(question: str) -> None:
-    """Ask *question* on standard error; abort the command unless the answer is yes.
+    """Ask for confirmation on standard error, and abort unless the answer is yes.
 
     click.confirm() would write a blank to standard output, which scripts read.
     """
@@ -242,7 +242,7 @@ def show(report: Report, as_json: bool) -> None:
 
 
 def printable(value: object) -> str:
-    """Return the text of *value* on one line, with control characters escaped."""
+    """Return a value as text on one line, with control characters escaped."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(value))
 
 

@@ -60,14 +60,14 @@ def migrate(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Move waiting messages of plain Celery, earlier settings or another broker to this broker.
+    """Move waiting messages to the app's broker from another place.
 
-    Due times stay the same. Each message is deleted at its source after this broker has confirmed
-    the message. Ctrl-C stops after the current message; run the command again for the rest. A
-    killed process loses no message, but the current message may run twice; the next run names it if
-    possible.
+    Sources are plain Celery's delayed delivery, delay queues of earlier settings, and other
+    brokers. Due times stay the same. A message is deleted at its source after the app's broker has
+    confirmed the message. Ctrl-C stops after the current message; run the command again to move the
+    rest. If the process is killed, no message is lost, but the current message may run twice.
 
-    Exit 1 if a message could not be moved.
+    The exit status is 1 if a message could not be moved.
     """
     from kombu.utils.limits import TokenBucket
 
@@ -161,7 +161,7 @@ def prune(
 
 @contextmanager
 def _stopped() -> Iterator[list[int]]:
-    """Yield a list to which Ctrl-C and SIGTERM append; a second signal ends the process at once."""
+    """Collect Ctrl-C and SIGTERM in a list; a second signal raises KeyboardInterrupt."""
     received: list[int] = []
 
     def receive(number: int, _: object) -> None:

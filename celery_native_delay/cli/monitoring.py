@@ -47,7 +47,7 @@ def exporter(
 ) -> None:
     """Serve Prometheus metrics until Ctrl-C.
 
-    Lateness and counters come from workers with events on (-E). Run one exporter per app.
+    The exporter counts events, so workers must send events (-E). Run one exporter per app.
     """
     import signal
     from threading import Event

@@ -1,4 +1,4 @@
-"""The command ``delay plan``: show a delayed message's path, or the load of many messages."""
+"""The command ``delay plan``: show the path of one message, or the load of many messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Told: TypeAlias = tuple[dict[str, Any], list[str]]
 
 
 class _Range(click.ParamType):  # type: ignore[type-arg]
-    """Parameter type for a duration, or for a range FROM..TO; the value is two numbers."""
+    """The type of click options for a duration or FROM..TO, as two numbers of seconds."""
 
     name = "duration"
 
@@ -64,10 +64,10 @@ def plan(
     transport: str | None,
     as_json: bool,
 ) -> None:
-    """Show the path, hops and routing key of a delay. Needs no broker.
+    """Show the path of a delayed message through the delay queues. Needs no broker.
 
-    A hop is a move to the next delay queue, or on SQS one wait of up to 15 minutes. With --rate and
-    --delay, show messages per second of each delay queue, waiting messages and memory.
+    The path lists each hop: one delay queue, or on SQS one wait of up to 15 minutes. With --rate
+    and --delay, show messages per second of each delay queue, waiting messages and memory.
     """
     from ..due_time import check_countdown
     from ..transports.rabbitmq.topology import Topology
@@ -97,7 +97,7 @@ def plan(
 
 
 def _load(topology: Topology | None, rate: float, ranges: tuple[tuple[float, float], ...]) -> _Told:
-    """Return the load of *rate* messages a second; *topology* is RabbitMQ's, else None."""
+    """Return the load of the delay queues at *rate* messages a second."""
     from ..durations import duration
     from ..transports.rabbitmq.load import CEILINGS, MEMORY_BYTES, Delays, queue_loads
 
@@ -136,7 +136,7 @@ def _load(topology: Topology | None, rate: float, ranges: tuple[tuple[float, flo
 
 
 def _levels(topology: Topology, seconds: float, queue: str) -> _Told:
-    """Return the path of one message through RabbitMQ's delay levels (queues with a TTL)."""
+    """Return the path of one message through RabbitMQ's delay queues."""
     from ..due_time import units_until
     from ..durations import duration
     from ..transports.rabbitmq.address import message_address
@@ -163,7 +163,7 @@ def _levels(topology: Topology, seconds: float, queue: str) -> _Told:
 
 
 def _hops(seconds: float, queue: str) -> _Told:
-    """Return the path of one message through SQS: a relay (thread) sends it on every 15 minutes."""
+    """Return the path of one message through SQS, 15 minutes at a time."""
     from ..due_time import milliseconds_up
     from ..durations import duration
     from ..transports.sqs.hops import HOP_SECONDS, REQUESTS_PER_HOP, remainders

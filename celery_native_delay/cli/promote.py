@@ -29,11 +29,11 @@ def promote(ctx: click.Context, loglevel: int, as_json: bool) -> None:
 )
 @as_json_option
 def relay(ctx: click.Context, loglevel: int, queues: str, as_json: bool) -> None:
-    """Send SQS tasks with long delays again every 15 minutes, until Ctrl-C.
+    """Resend waiting SQS tasks every 15 minutes, until Ctrl-C.
 
-    A task with more than 15 minutes left goes back to its delay queue. Other tasks go to their own
-    queue. Workers with this package relay the tasks of their queues themselves. Run this command if
-    no worker has the package. Several processes may run at once.
+    SQS delays a message by at most 15 minutes. A task with more time left returns to its delay
+    queue. Other tasks go to their own queue. Workers with this package do the same for their
+    queues. Run this command if no worker has the package. Several processes may run at once.
     """
     _run(ctx, loglevel, queues, as_json, done="relayed")
 

@@ -90,8 +90,8 @@ def ls(
 ) -> None:
     """List waiting tasks, earliest due time first.
 
-    --json prints an object with `tasks`, `offset` and `total`. `total` is the number of all waiting
-    or matching tasks. `total` is null if a search has too many matches to count.
+    --json prints an object with `tasks`, `offset` and `total`. `total` is the number of all
+    matching tasks, or null if a search has too many matches to count.
     """
     from ..app.delay import listed
     from ..records.waiting import ALL
@@ -114,10 +114,11 @@ def ls(
 @click.argument("ids", type=task_id, nargs=-1, required=True, metavar="ID...")
 @as_json_option
 def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
-    """Show waiting tasks by ID. Exit 1 if one of the tasks is not waiting.
+    """Show waiting tasks by ID. If one of the tasks is not waiting, the exit status is 1.
 
-    For one ID, --json prints an object or null; for several, a list in the order of the IDs. If
-    several messages with one ID wait, the object is the first one due, and `others` lists the rest.
+    For one ID, --json prints an object or null. For several IDs, --json prints a list in the same
+    order. If several messages with one ID wait, the object is the message that is due first, and
+    `others` lists the other messages.
     """
     delay = _delay(ctx)
     found = {task_id: sorted(delay.show(task_id), key=attrgetter("due_us")) for task_id in ids}
@@ -149,7 +150,7 @@ def reschedule(
 ) -> None:
     """Give waiting tasks another due time, by IDs or by a search.
 
-    A due time in the past is refused without --yes.
+    A due time in the past needs the option --yes.
     """
     if (countdown is None) is (eta is None):
         both = "give --countdown or --eta, not both"

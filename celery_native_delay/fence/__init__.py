@@ -1,1 +1,1 @@
-"""Fenced Spark runs: if Spark repeats a partition, workers run the tasks of one attempt only."""
+"""If Spark repeats a partition, workers run the tasks of only one attempt."""

@@ -1,4 +1,4 @@
-"""Stores which attempt at each Spark partition won: workers run the tasks of this attempt only."""
+"""Stores, for each Spark partition, the attempt whose tasks workers run."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from .run import Record, opened, sealed
 
 
 class Runs:
-    """The stored states of Spark runs: which attempt at each partition won."""
+    """The stored states of Spark runs: for each partition, the attempt whose tasks run."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
 
     def open(self, run: str, record: Record, *, job: str, kept_seconds: float) -> Record:
-        """Store that *job* has begun the Spark run *run*. Returns the stored state of the run."""
+        """Store that a Spark run has begun, and return the run's stored state."""
         return self._change(run, lambda before: opened(before, record, job), kept_seconds)
 
     def seal(self, run: str, record: Record, *, kept_seconds: float) -> Record:
-        """Store which attempts of the Spark run *run* won. An earlier decision stays."""
+        """Store the result of a Spark run (committed or aborted), unless a result exists."""
         return self._change(run, lambda before: sealed(before, record), kept_seconds)
 
     def load(self, runs: Sequence[str]) -> list[Record | None]:
-        """Read the stored states of several Spark runs. An unknown run gives None."""
+        """Read the stored states of Spark runs. An unknown run gives None."""
         found = self._records.load([_name_of(run) for run in runs])
         return [None if text is None else Record.from_json(text) for text in found]
 

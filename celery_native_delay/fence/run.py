@@ -1,8 +1,11 @@
-"""Fenced Spark runs: if Spark repeats a partition, workers run the tasks of one attempt only.
+"""If Spark repeats a partition, workers run the tasks of only one attempt.
 
-Each message has a header with its sender, ``run/partition/attempt``. Before the first message is
-published, the driver stores the run as open. When the Spark job ends, the driver stores which
-attempts won. If the driver misses the deadline, a worker decides.
+Each message has a header with its sender, ``run/partition/attempt``.
+
+1. The driver stores that the run has begun. Workers let the run's tasks wait.
+2. When the Spark job ends, the driver stores the successful attempt of each partition. Workers run
+   the tasks of these attempts, and drop all other tasks.
+3. If the driver misses a deadline, a worker decides which tasks run.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ OPEN, COMMITTED, ABORTED, ALL = "open", "committed", "aborted", "all"
 
 @dataclass(frozen=True)
 class Stamp:
-    """The sender of a message: Spark run, partition and attempt. Each attempt has its own id."""
+    """The sender of a message: a Spark run, a partition and an attempt."""
 
     run: str
     partition: int
@@ -57,28 +60,28 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Record:
-    """The stored state of a Spark run, which decides whose Celery tasks run.
+    """The stored state of a Spark run. Times are in seconds since the epoch.
 
-    Times are in seconds since the epoch. *state* is one of:
+    *state* is one of:
 
-    - "open": the winning attempts are not stored yet;
-    - "committed": for each partition, only the tasks of the attempt in *winners* run;
+    - "open": the Spark job has not ended;
+    - "committed": of each partition, the tasks of the attempt in *winners* run;
     - "aborted": no tasks run;
-    - "all": the tasks of all attempts run, which only a worker decides.
+    - "all": the tasks of all attempts run. Only a worker decides this, after the deadline.
     """
 
     state: str
     at: float
-    """The time at which the run was opened, or its winning attempts were recorded."""
+    """The time at which the run began, or at which its result was stored."""
     deadline: float = 0.0
-    """The time from which workers decide about the run if the driver has not done so."""
+    """The time after which a worker decides instead of the Spark driver."""
     winners: Mapping[str, str] = field(default_factory=dict)
     by: str = ""
-    """The name of the driver or worker that decided about the run."""
+    """The name of the driver or worker that stored the result."""
     jobs: tuple[str, ...] = ()
-    """The jobs that have opened the run. Another job may open the run again after an abort."""
+    """The ids of the Spark jobs that began this run."""
     rows: str = ""
-    """Number and checksum of the rows of a committed run, or "" if the rows were not counted."""
+    """The number and the checksum of a committed run's rows, or "" if not counted."""
 
     def to_json(self) -> str:
         return json.dumps({"v": VERSION, **asdict(self)}, separators=(",", ":"))
@@ -97,10 +100,10 @@ class Record:
 
 
 def opened(held: Record | None, new: Record, job: str) -> Record:
-    """Return the state of a Spark run after *job* begins the run with the state *new*.
+    """Return the new state of a Spark run when a Spark job begins the run.
 
-    A decided state *held* stays. An open state gets the later deadline. An aborted state is
-    replaced if another job begins the run.
+    An open run keeps the later of both deadlines. After an abort, another job may begin the run
+    again.
     """
     if held is None or (held.state == ABORTED and job not in held.jobs):
         return replace(new, jobs=(job,))
@@ -111,7 +114,7 @@ def opened(held: Record | None, new: Record, job: str) -> Record:
 
 
 def sealed(held: Record | None, new: Record) -> Record:
-    """Return the decision about a Spark run: the stored decision, or else *new*."""
+    """Return the result of a Spark run: the stored result, or else *new*."""
     if held is None:
         return new
     return replace(new, jobs=held.jobs) if held.state == OPEN else held
@@ -121,11 +124,11 @@ class Fate(Enum):
     RUN = "run"
     DROP = "drop"
     HOLD = "hold"
-    """The message waits in the broker, because the winning attempts are not recorded yet."""
+    """The message waits in the broker until the result of the Spark run is stored."""
 
 
 def fate(record: Record, stamp: Stamp) -> Fate:
-    """Decide whether a worker runs, drops or holds a message that a Spark task has sent."""
+    """Decide whether a worker runs, drops or holds a task of a Spark run."""
     match record.state:
         case "open":
             return Fate.HOLD
@@ -138,24 +141,20 @@ def fate(record: Record, stamp: Stamp) -> Fate:
 
 
 def is_overdue(record: Record | None, *, now: float) -> bool:
-    """Return True if a worker must decide about a Spark run in place of the driver.
-
-    The worker must decide if the deadline is over, or if the stored state is lost: *record* is
-    None.
-    """
+    """Return True if the Spark driver missed the deadline, or the run's state is lost."""
     return record is None or (record.state == OPEN and now >= record.deadline)
 
 
 def given_up(policy: str, *, now: float, by: str) -> Record:
-    """Make a worker's decision about a Spark run after the deadline.
+    """Make a worker's decision about a Spark run after the driver's deadline.
 
-    With the *policy* "run" all tasks run. With "drop" no tasks run. *by* is the name of the worker.
+    With *policy* "run" all tasks run, with "drop" no task.
     """
     return Record(ALL if policy == "run" else ABORTED, now, by=by)
 
 
 def hold_seconds(record: Record | None, *, now: float) -> float:
-    """Return the seconds that a message waits before a worker reads its Spark run again."""
+    """Return the seconds until a worker reads the Spark run's state again."""
     if record is None:
         return BLIND_HOLD_SECONDS
     wait = min(max((now - record.at) / 10, SHORTEST_HOLD_SECONDS), LONGEST_HOLD_SECONDS)

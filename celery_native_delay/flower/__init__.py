@@ -1,4 +1,4 @@
-"""Flower with the pages *Delays* and *Rates*, and with a REST API of waiting tasks.
+"""Flower with the pages *Delays*, *Rates* and *Schedules*, and with a REST API of waiting tasks.
 
 Start Flower with ``celery -A proj delay flower``, or add one line to the ``flowerconfig.py`` of
 ``celery flower``::
@@ -23,13 +23,13 @@ __all__ = ("install", "run")
 
 
 def install() -> None:
-    """Add the pages *Delays* and *Rates* to Flower; call this function before Flower starts."""
+    """Add the pages of this package to Flower; call this function before Flower starts."""
     # Flower's command finds the application class under this name.
     flower.command.Flower = DelayFlower
 
 
 def run(ctx: click.Context, arguments: Sequence[str]) -> None:
-    """Run ``celery flower`` with *arguments*, in place of the click command of *ctx*."""
+    """Run ``celery flower`` with the pages of this package."""
     install()
     command: click.Command = flower.command.flower
     with command.make_context("flower", list(arguments), parent=ctx.find_root()) as its_own:

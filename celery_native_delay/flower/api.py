@@ -16,7 +16,7 @@ from ..durations import seconds_of
 from ..errors import InvalidDueTime, InvalidQuery
 from ..records.waiting import Outcome
 from ..transports.interface import AdminPart
-from .pages import MOST_LINES, Errors, Parked, long_json
+from .pages import MOST_LINES, Errors, Parked, ScheduleEntries, long_json
 
 #: The time limit of a change, in seconds. Changing one task takes a millisecond or two.
 _CHANGE_SECONDS = 60.0
@@ -52,7 +52,7 @@ class ApiHandler(Errors, BaseApiHandler):
             raise web.HTTPError(403, "Read only mode is enabled")
 
     def moment(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the due time in *body*: ``countdown`` in seconds, or ``eta`` as a time."""
+        """Return the request's ``countdown`` in seconds, or ``eta``, for a reschedule."""
         given = {
             name: body.get(name, self.get_argument(name, None)) for name in ("countdown", "eta")
         }
@@ -65,7 +65,7 @@ class ApiHandler(Errors, BaseApiHandler):
         return found
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON object in the request's body, of any content type; {} without a body."""
+        """Return the JSON object in the request's body; {} if the body is not JSON."""
         text = self.request.body.strip()
         is_json = "json" in self.request.headers.get("Content-Type", "json")
         if not text or not (is_json or text.startswith((b"{", b"["))):
@@ -79,7 +79,7 @@ class ApiHandler(Errors, BaseApiHandler):
         return found
 
     async def change(self, verb: str, ids: list[str], body: dict[str, Any]) -> list[Outcome]:
-        """Cancel, reschedule or run the tasks with these *ids*, as *verb* says."""
+        """Cancel, reschedule or run tasks; *verb*: "cancel", "reschedule" or "run-now"."""
         moment = self.moment(body) if verb == "reschedule" else {}
         outcomes = await self.asking.delay(
             lambda delay: _CHANGES[verb](delay, ids, **moment), within_seconds=_CHANGE_SECONDS
@@ -91,7 +91,7 @@ class ApiHandler(Errors, BaseApiHandler):
 class ListDelays(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with the waiting tasks that match ``search`` and are due in a given period.
+        """Answer with the waiting tasks that match the request's search and range of due times.
 
         ``total`` is null if a search has too many matches to count.
         """
@@ -120,17 +120,46 @@ class ListRates(ApiHandler):
         )
 
 
+class ListSchedules(ApiHandler, ScheduleEntries):
+    """Answers with the schedule entries, sorted by name."""
+
+
+class ChangeSchedule(ApiHandler):
+    @web.authenticated
+    async def post(self, verb: str, name: str | None = None) -> None:
+        """Pause, resume or run an entry; answer 404 if the entry is unknown.
+
+        The name is in the URL, or in the body ``{"name": …}``.
+        """
+        self.changes()
+        name = self.body().get("name") if name is None else name
+        if not isinstance(name, str):
+            raise web.HTTPError(400, "expected the name of a schedule entry")
+        try:
+            task_id = await self.asking.delay(
+                lambda delay: getattr(delay.schedules(), verb.replace("-", "_"))(name),
+                within_seconds=_CHANGE_SECONDS,
+            )
+        except KeyError as exc:
+            self.set_status(404)
+            self.write({"error": str(exc.args[0])})
+            return
+        finally:
+            self.application.schedule_entries = None
+        self.write({"name": name, "task_id": task_id})
+
+
 class ListParked(ApiHandler, Parked):
-    """Answers with a list of parked messages (due, but no queue was bound for them)."""
+    """Answers with due messages for which no queue was bound."""
 
 
 class ChangeParked(ApiHandler):
     @web.authenticated
     async def post(self, verb: str) -> None:
-        """Requeue or purge due messages without a queue; answer 409 while a worker handles them.
+        """Requeue or purge due messages for which no queue was bound.
 
-        A purge with the body ``{"parked": n}`` deletes nothing and answers 409 if the number of
-        these messages is not n.
+        Answers 409 while a worker handles these messages. A purge with the body ``{"parked": n}``
+        also answers 409 if the number of these messages is not n.
         """
         self.changes()
         seen = self.body().get("parked")
@@ -166,7 +195,7 @@ def _purged(part: AdminPart, *, seen: int | None) -> dict[str, Any] | str:
 class ShowDelay(ApiHandler):
     @web.authenticated
     async def get(self, task_id: str) -> None:
-        """Answer with the waiting task that has this id; answer 404 if no such task is waiting."""
+        """Answer with the waiting task of this id; answer 404 if the task is not waiting."""
         found = await self.asking.delay(lambda delay: delay.show(task_id))
         if not found:
             raise web.HTTPError(404, f"No task waits with the id '{task_id}'")
@@ -176,7 +205,7 @@ class ShowDelay(ApiHandler):
 class ChangeOne(ApiHandler):
     @web.authenticated
     async def post(self, verb: str, task_id: str) -> None:
-        """Change one waiting task; answer 404 if it is not waiting, 409 if a worker received it."""
+        """Change a waiting task; answer 404 if the task is not waiting, 409 if already received."""
         self.changes()
         (outcome,) = await self.change(verb, [task_id], self.body())
         if not outcome:

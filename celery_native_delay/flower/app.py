@@ -1,7 +1,7 @@
-"""Flower's application with the pages *Delays* and *Rates*, and with links in the navigation bar.
+"""Flower's application with our pages, and with links to them in the navigation bar.
 
-Flower has no hook for links, so the links are inserted while Flower's templates are loaded. If a
-release of Flower has another navigation bar, the links are missing, but the pages work.
+Flower has no hook for links, so this module inserts the links while Flower loads its templates. If
+a release of Flower has another navigation bar, the links are missing, but the pages work.
 """
 
 from __future__ import annotations
@@ -29,17 +29,14 @@ logger = get_logger(__name__)
 OURS = Path(__file__).parent / "templates"
 
 _NAVBAR = """\\1
+        {% for page in ('delays', 'rates', 'schedules') %}
+        {% if page in handler.application.linked or active_tab == page %}
         <li class="nav-item">
-          <a class="nav-link{% if active_tab == 'delays' %} active{% end %}"
-            href="{{ reverse_url('delays') }}"
-            {% if active_tab == 'delays' %}aria-current="page"{% end %}>Delays</a>
+          <a class="nav-link{% if active_tab == page %} active{% end %}"
+            href="{{ reverse_url(page) }}"
+            {% if active_tab == page %}aria-current="page"{% end %}>{{ page.title() }}</a>
         </li>
-        {% if handler.application.is_rated or active_tab == 'rates' %}
-        <li class="nav-item">
-          <a class="nav-link{% if active_tab == 'rates' %} active{% end %}"
-            href="{{ reverse_url('delays-rates') }}"
-            {% if active_tab == 'rates' %}aria-current="page"{% end %}>Rates</a>
-        </li>
+        {% end %}
         {% end %}"""
 
 #: The links are inserted after Flower's own link *Broker*.
@@ -47,13 +44,13 @@ _BROKERS_LINK = r"(<li[^>]*>\s*<a(?:(?!</li>).)*reverse_url\('broker'\)(?:(?!</l
 
 
 class PatchedTemplates(Loader):
-    """Tornado template loader for Flower's templates (with our links) and for our own templates."""
+    """Loads Flower's templates, with links to our pages, and our own templates."""
 
     def __init__(self) -> None:
         super().__init__(str(Path(flower.__file__).parent / "templates"))
 
     def resolve_path(self, name: str, parent_path: str | None = None) -> str:
-        """Return *name* unchanged, because templates include each other by file name."""
+        """Return the name unchanged, because templates include each other by file name."""
         return name
 
     def _create_template(self, name: str) -> Template:
@@ -63,7 +60,7 @@ class PatchedTemplates(Loader):
 
 
 def patched(name: str, text: str) -> str:
-    """Return the *text* of Flower's template *name*, with our links in the navigation bar."""
+    """Insert links to our pages into Flower's navigation bar; other templates stay unchanged."""
     if name != "navbar.html":
         return text
     changed, times = re.subn(_BROKERS_LINK, _NAVBAR, text, count=1, flags=re.DOTALL)
@@ -73,18 +70,25 @@ def patched(name: str, text: str) -> str:
 
 
 HANDLERS = [
-    url(r"/delays", pages.DelaysPage, name="delays"),
+    url(r"/delays", pages.Page, {"name": "delays"}, name="delays"),
     url(r"/delays/summary", pages.Summary, name="delays-summary"),
     url(r"/delays/datatable", pages.DataTable, name="delays-datatable"),
     url(r"/delays/parked", pages.Parked, name="delays-parked"),
     url(r"/delays/ids", pages.MatchingIds, name="delays-ids"),
-    url(r"/delays/rates", pages.RatesPage, name="delays-rates"),
+    url(r"/delays/rates", pages.Page, {"name": "rates"}, name="rates"),
     url(r"/delays/rates/lines", pages.Lines, name="delays-lines"),
+    url(r"/delays/schedules", pages.Page, {"name": "schedules"}, name="schedules"),
+    url(r"/delays/schedules/entries", pages.ScheduleEntries, name="schedules-entries"),
     url(
         r"/delays/static/(.*)", StaticFileHandler, {"path": str(pages.STATIC)}, name="delays-static"
     ),
     url(r"/api/delays", api.ListDelays),
     url(r"/api/delays/rates", api.ListRates),
+    url(r"/api/delays/schedules", api.ListSchedules),
+    url(
+        r"/api/delays/schedules/(pause|resume|run-now)", api.ChangeSchedule, name="schedules-change"
+    ),
+    url(r"/api/delays/schedules/(pause|resume|run-now)/(.*)", api.ChangeSchedule),
     url(r"/api/delays/parked", api.ListParked),
     url(r"/api/delays/parked/(requeue|purge)", api.ChangeParked, name="delays-parked-change"),
     url(r"/api/delays/(cancel|reschedule|run-now)", api.ChangeMany, name="delays-change"),
@@ -110,14 +114,16 @@ class DelayFlower(Flower):
         )
         self.asking = Asking(self.capp)
         self._exposed: Exposed | None = None
-        #: True if a task of the app has a rate limit.
-        self.is_rated = False
+        #: The pages that have a link, because the app uses what they show.
+        self.linked = {"delays"}
 
     def start(self) -> None:
         """Start our metrics, and serve requests until :meth:`stop`."""
         # Flower's /metrics serves the default registry.
         with suppress(NativeDelayError):  # the page shows the error
-            self.is_rated = bool(installed(self.capp).settings().rates)
+            settings = installed(self.capp).settings()
+            used = {"rates": settings.rates, "schedules": settings.schedules}
+            self.linked.update(name for name, is_used in used.items() if is_used)
             self._exposed = expose(self.capp)
         sys.setswitchinterval(_SWITCH_SECONDS)
         super().start()

@@ -1,4 +1,4 @@
-"""Call the broker in threads with a time limit, so that Flower's event loop never blocks."""
+"""Calls the broker in threads with a time limit, so that Flower's event loop never blocks."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class Asking:
     async def delay(
         self, question: Callable[[Delay], T], *, within_seconds: float = ANSWER_SECONDS
     ) -> T:
-        """Call the function *question* with ``Delay(app)`` in a thread, and return the answer.
+        """Call a function with ``Delay(app)`` in a thread, and return the function's result.
 
         Raises:
             RecordsUnavailable: the broker or the state of tasks is unreachable, or too slow.
-            NativeDelayError: *question* raised this error.
+            NativeDelayError: the function raised this error.
         """
         return await self._ask(lambda: question(Delay(self.app)), self._records, within_seconds)
 
     async def admin(
         self, question: Callable[[AdminPart], T], *, within_seconds: float = ANSWER_SECONDS
     ) -> T:
-        """Call the function *question* with an :class:`AdminPart` in a thread; return the answer.
+        """Call a function with the broker's :class:`AdminPart` in a thread; return the result.
 
         Raises:
             RecordsUnavailable: the broker is unreachable, or did not answer in time.

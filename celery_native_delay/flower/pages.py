@@ -1,4 +1,4 @@
-"""Handlers of Flower's pages *Delays* and *Rates*, and of the requests of these pages' scripts."""
+"""Request handlers of Flower's pages *Delays*, *Rates* and *Schedules*, and of their scripts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _BROKERS_OWN = (
 
 
 class Errors(BaseHandler):
-    """Base class of request handlers: answers an error of this package with one sentence."""
+    """Base class of request handlers, which answers an error of this package with one sentence."""
 
     @property
     def asking(self) -> Asking:
@@ -73,42 +73,35 @@ class Errors(BaseHandler):
         self.write(made)
 
     def query(self, search: str) -> Query:
-        """Return the request's search: the words *search*, due from ``from_us`` to ``until_us``."""
+        """Parse the request's search text and range of due times (``from_us`` to ``until_us``)."""
         edges = (self.get_argument(name, None, type=int) for name in ("from_us", "until_us"))
         return Query.parse(search).due_within(*edges)
 
 
-class PageHandler(Errors):
-    """Base class of the handlers of the pages *Delays* and *Rates*."""
+class Page(Errors):
+    """Answers with a page. *name*: "delays", "rates" or "schedules"."""
 
-    def render_page(self, name: str, **values: Any) -> None:
-        prefix = self.reverse_url("delays-static", "")
-        ours = {"static_path": STATIC, "static_url_prefix": prefix}
-        self.render(
-            f"{name}.html",
-            name=name,
-            time_zone=str(self.capp.conf.timezone or ""),
-            static=partial(web.StaticFileHandler.make_static_url, ours),
-            **values,
-        )
+    def initialize(self, name: str) -> None:
+        self._name = name
 
-
-class DelaysPage(PageHandler):
     @web.authenticated
     def get(self) -> None:
         options = self.application.options
-        closed = not (options.basic_auth or options.auth or self.unauthenticated_api)
-        self.render_page("delays", read_only=options.read_only, api_closed=closed)
-
-
-class RatesPage(PageHandler):
-    @web.authenticated
-    def get(self) -> None:
-        self.render_page("rates", is_rated=self.application.is_rated)
+        prefix = self.reverse_url("delays-static", "")
+        ours = {"static_path": STATIC, "static_url_prefix": prefix}
+        self.render(
+            f"{self._name}.html",
+            name=self._name,
+            time_zone=str(self.capp.conf.timezone or ""),
+            static=partial(web.StaticFileHandler.make_static_url, ours),
+            has_link=self._name in self.application.linked,
+            read_only=options.read_only,
+            api_closed=not (options.basic_auth or options.auth or self.unauthenticated_api),
+        )
 
 
 class Shared(Errors):
-    """Base class of handlers that cache one answer for all open pages."""
+    """Base class of request handlers that cache one answer for all open pages."""
 
     kept_as: str
     """The name of the application's attribute that caches the answer."""
@@ -151,11 +144,22 @@ class Lines(Shared):
         }
 
 
+class ScheduleEntries(Shared):
+    """Answers with the schedule entries, sorted by name."""
+
+    kept_as = "schedule_entries"
+    kept_seconds = 1.0
+
+    async def answer(self) -> dict[str, Any]:
+        entries = await self.asking.delay(lambda delay: list(delay.schedules()))
+        return {"entries": [entry.as_json() for entry in entries], "now_us": round(time() * 1e6)}
+
+
 async def summary(asking: Asking) -> dict[str, Any]:
     """Return the numbers of waiting tasks for the page *Delays*.
 
-    If the stored state of tasks is missing or unreachable, ``error`` says why, and the numbers come
-    from the broker.
+    If the stored state of tasks is unreachable, ``error`` has the reason, and the numbers come from
+    the broker.
     """
     status = await asking.admin(lambda part: part.status().as_json())
     found: dict[str, Any] = {
@@ -194,9 +198,9 @@ def _numbers(delay: Delay) -> dict[str, Any]:
 class Parked(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with the number of due messages without a queue, and the first such messages.
+        """Answer with the number of due messages for which no queue was bound, and the first 50.
 
-        Number and messages are null while a worker handles such messages.
+        ``total`` and ``tasks`` are null while a worker handles these messages.
         """
         found = await self.asking.admin(lambda part: part.parked(limit=_PARKED))
         if found is None:
@@ -209,7 +213,7 @@ class Parked(Errors):
 class DataTable(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with one page of the table of waiting tasks, for the script DataTables."""
+        """Answer with one page of the table of waiting tasks, for the JavaScript of DataTables."""
         draw = self.get_argument("draw", type=int, required=True)
         offset = max(self.get_argument("start", 0, type=int), 0)
         limit = min(max(self.get_argument("length", 15, type=int), 1), 500)
@@ -231,7 +235,7 @@ class DataTable(Errors):
 
 
 def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
-    """Return *answer* as JSON, with *items* added under *name*. Call in a thread: may take long."""
+    """Return the answer as JSON with the items. Call in a thread, because this may take long."""
     text = f'{json.dumps(answer)[:-1]}, "{name}": [{", ".join(map(json.dumps, items))}]}}'
     return text.encode()
 

@@ -1,6 +1,6 @@
-"""The stored state of a debounce, throttle or unique key, and the header of its message.
+"""The stored state of a debounce, throttle or unique key, and the message header.
 
-A change in the content of the state needs a new VERSION.
+A change of the data format needs a new VERSION.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ _as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(frozen=True)
 class Run:
-    """A running attempt of a task, with the lease that keeps the task's key.
+    """An execution of a task, and the expiry of its lock on the key.
 
-    *id* is the task's id. *token* is the attempt's own id. The lease ends at *lease_us*, and began
-    at *since_us* if the key allows several runs. Times are in microseconds since the epoch by the
-    clock of the Redis or database.
+    - *token*: a random id of the execution.
+    - *lease_us*: the expiry of the lock.
+    - *since_us*: the start of the task, if several tasks with the key may run.
+
+    Times are in microseconds since the epoch, by the clock of the Redis or database.
     """
 
     id: str
@@ -45,11 +47,16 @@ class Run:
 class Record:
     """The stored state of one debounce, throttle or unique key.
 
-    Times are in microseconds since the epoch. *id* is the id of the waiting task, due at *due_us*.
-    *since_us* is the time of the first of the calls that share this task. A throttle's window ends
-    at *window_us*, and *opener* is the id of the task that began the window. *run* is the running
-    attempt of a unique task. *runs* are the running tasks of a key that allows several. These
-    tasks took about *took_us*, and the last waiting task asks again at *asks_us*.
+    - *id* and *due_us*: the id and the due time of the waiting task.
+    - *since_us*: the time of the first debounced call.
+    - *window_us*: the end of a throttle's window.
+    - *opener*: the id of the task that began a throttle's window.
+    - *run*: the running execution of a unique task.
+    - *runs*: the running tasks of a key with a limit of concurrent tasks.
+    - *took_us*: how long these tasks take.
+    - *asks_us*: the time at which the last waiting task of *runs* tries again.
+
+    All times are in microseconds since the epoch.
     """
 
     id: str | None = None
@@ -68,7 +75,7 @@ class Record:
         return {run.token for run in (self.run, *self.runs) if run is not None}
 
     def encoded(self) -> str:
-        """Return the state of the key as JSON. Equal states give equal texts."""
+        """Return the state of the key as JSON. Equal states give equal JSON."""
         fields: dict[str, Any] = {"v": VERSION}
         for name in ("id", "due_us", "since_us", "window_us", "opener", "took_us", "asks_us"):
             if value := getattr(self, name):
@@ -81,7 +88,7 @@ class Record:
 
     @classmethod
     def decoded(cls, text: str | bytes) -> Record:
-        """Parse the stored JSON of a key's state. Raises TopologyMismatch for another version."""
+        """Parse the JSON of a key's state. Raises TopologyMismatch for an unknown version."""
         fields = json.loads(text)
         if fields.pop("v", None) != VERSION:
             raise TopologyMismatch(
@@ -97,9 +104,10 @@ class Record:
 class Mark:
     """The header of a message with a debounce, throttle or unique key.
 
-    *kind* is ``debounce``, ``throttle``, ``throttle-trailing`` or ``unique``. *task* is the name of
-    the task. A unique task also has *until*, "start" or "end". *token* is the id of a running
-    attempt.
+    - *kind*: "debounce", "throttle", "throttle-trailing" or "unique".
+    - *task*: the name of the task.
+    - *until*: "start" or "end" of the task, when a unique key becomes free; None for other kinds.
+    - *token*: the id of a unique task's execution, or None before a worker has received the task.
     """
 
     kind: str
@@ -110,17 +118,17 @@ class Mark:
 
     @property
     def name(self) -> str:
-        """The name under which the state of this key is stored."""
+        """The name of the key's stored state."""
         return name_of(self.kind, self.task, self.key)
 
     def header(self) -> dict[str, Any]:
-        """Return the header's content, without the task's name, which Celery's own header has."""
+        """Return the header as a dict, without the task's name."""
         said = {"v": VERSION, "kind": self.kind, "key": self.key}
         return said | {name: value for name in _OPTIONAL if (value := getattr(self, name))}
 
     @classmethod
     def of(cls, headers: Mapping[str, Any] | None) -> Mark | None:
-        """Parse the header of a debounce, throttle or unique key, or return None."""
+        """Parse the header of a message. Returns None if the message has no key."""
         header = headers.get(HEADER) if headers else None
         if not isinstance(header, Mapping) or header.get("v") != VERSION:
             return None
@@ -136,13 +144,13 @@ _OPTIONAL = ("until", "token")
 
 
 def key_and_kind(headers: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the key and its kind, such as "debounce", in a message's *headers*, or "" and ""."""
+    """Return a message's key and the kind of key; "" and "" without a key."""
     mark = Mark.of(headers)
     return (mark.key, mark.kind) if mark else ("", "")
 
 
 def name_of(kind: str, task: str, key: str) -> str:
-    """Return the name under which the state of a task's *key* is stored."""
+    """Return the name of a key's stored state. Long names end in a hash."""
     name = f"{kind}:{task}:{key}"
     if len(name.encode()) <= LONGEST_NAME:
         return name

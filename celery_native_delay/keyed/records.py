@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..records.interface import Change, Publish, RecordName, Records, Snapshot
+from ..records.publishing import RecordedPublish
 from .record import Record
 from .rules import Rule, Seen, Step
 
@@ -17,16 +18,20 @@ class KeyRecords:
         self.needs_connection = records.needs_connection
 
     def read(self, name: str) -> Seen:
-        """Read the stored state of a key, and the waiting messages of the key's task."""
+        """Read the stored state of a key, and the waiting messages of its task."""
         return _seen(self._records.read(_name_of(name)))
 
     def change(self, name: str, rule: Rule, publish: Publish | None = None) -> tuple[Seen, Step]:
-        """Change the stored state of a key as the function *rule* decides.
+        """Change the stored state of a key, and publish a message in the same step.
 
-        Returns the state before the change, and the decision. If the decision is to publish, the
-        function *publish* publishes the message in the same step.
+        The function *rule* makes the decision. Returns the old state and the decision.
         """
         return self._records.change(_name_of(name), partial(_decided, rule), publish)
+
+
+def publish_under(name: str, rule: Rule, task_id: str) -> RecordedPublish:
+    """Return a publish of the task *task_id* under the key *name*, if *rule* agrees."""
+    return RecordedPublish(task_id, _name_of(name), partial(_decided, rule))
 
 
 def _name_of(name: str) -> RecordName:

@@ -1,7 +1,6 @@
-"""Decides about debounce, throttle and unique calls: pure functions of a key's stored state.
+"""Pure functions that decide about debounce, throttle and unique calls.
 
-All times are in microseconds since the epoch, by the clock of the Redis or database that stores the
-state.
+All times are in microseconds since the epoch, by the clock of the Redis or database.
 """
 
 from __future__ import annotations
@@ -29,10 +28,11 @@ _OWN_US = 2_000_000
 
 @dataclass(frozen=True)
 class Seen:
-    """The stored state of a debounce, throttle or unique key, as read at *now_us*.
+    """The stored state of a debounce, throttle or unique key, read at the time *now_us*.
 
-    *record* is None if no state is stored. *waiting* holds the name and the due time of each
-    waiting message of the key's task. The due time is 0 if the message is due but has no queue.
+    - *record*: the stored state, or None.
+    - *waiting*: the name and the due time of each waiting message of the key's task. The due time 0
+      means that the task is due but its queue does not exist.
     """
 
     now_us: int
@@ -42,12 +42,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Step:
-    """A decision about a debounce, throttle or unique key, and the key's new stored state.
+    """A decision about a debounce, throttle or unique key, and the key's new state.
 
-    The new state *record* is kept until *kept_us*. If *record* is None, the state is removed. If
-    *due_us* is set, the caller's message is published; *replaces* cancels the key's old waiting
-    task. If another task has the key, *stands* is that task's id. If a unique task is running,
-    *free_us* is the time at which the caller tries again.
+    - *record* and *kept_us*: the new state and its expiry; None removes the state.
+    - *due_us*: the due time of the message to publish, or None to publish no message.
+    - *replaces*: True if the published message replaces the key's waiting task.
+    - *stands*: the id of another task that has the key, or None.
+    - *free_us*: the time to try again if the key's task is running, or None.
     """
 
     record: Record | None
@@ -62,10 +63,9 @@ Rule: TypeAlias = Callable[[Seen], Step]
 
 
 def debounce(seen: Seen, new_id: str, *, quiet_us: int, longest_us: int | None = None) -> Step:
-    """Decide about a debounced call: publish a new task, due *quiet_us* after this call.
+    """Publish a new task in place of the waiting task with the same key.
 
-    The task that waits under the same key is cancelled. The new task is due at most *longest_us*
-    after the first call.
+    The new task is due *quiet_us* after this call, and at most *longest_us* after the first call.
     """
     now_us, known = seen.now_us, seen.record
     waits = _waits(seen)
@@ -78,10 +78,9 @@ def debounce(seen: Seen, new_id: str, *, quiet_us: int, longest_us: int | None =
 
 
 def throttle(seen: Seen, new_id: str, *, window_us: int, trails: bool) -> Step:
-    """Decide about a throttled call: the first call's task runs at once, and the window begins.
+    """Publish the first task of each window of *window_us*, and drop later tasks.
 
-    Later calls within *window_us* are dropped. If *trails* is true, the last of these calls is
-    kept: its task runs at the end of the window, and begins the next window.
+    If *trails* is true, the last task of a window runs when the window ends.
     """
     now_us, known, waits = seen.now_us, seen.record, _waits(seen)
     if known is not None and known.id is not None and now_us >= known.due_us and not waits:
@@ -99,9 +98,9 @@ def throttle(seen: Seen, new_id: str, *, window_us: int, trails: bool) -> Step:
 
 
 def unique(seen: Seen, new_id: str, *, wait_us: int = 0, at_us: int | None = None) -> Step:
-    """Decide about a unique call: publish the task if no waiting or running task has the key.
+    """Publish the task if no waiting or running task has the key.
 
-    The new task is due after *wait_us*, or at the time *at_us*.
+    The task is due after *wait_us*, or at the time *at_us*.
     """
     now_us, known = seen.now_us, seen.record
     if known is not None:
@@ -115,7 +114,7 @@ def unique(seen: Seen, new_id: str, *, wait_us: int = 0, at_us: int | None = Non
 
 
 def begin(seen: Seen, task_id: str, *, token: str) -> Step:
-    """Give a unique task its key before the task runs, or return the time to ask again."""
+    """Give a unique task the lock of its key, or return the time to try again."""
     now_us, known = seen.now_us, seen.record or Record()
     if known.run is not None and known.run.token != token and _runs(known.run, now_us):
         free_us = known.run.lease_us
@@ -127,7 +126,7 @@ def begin(seen: Seen, task_id: str, *, token: str) -> Step:
 
 
 def receive(seen: Seen, task_id: str, *, token: str) -> Step:
-    """Give a received unique task with until="start" a lease on its key."""
+    """Lock the key of a received unique task with ``until="start"``."""
     now_us, known = seen.now_us, seen.record
     if known is None or task_id not in (known.id, known.run and known.run.id):
         return Step(known)
@@ -136,7 +135,7 @@ def receive(seen: Seen, task_id: str, *, token: str) -> Step:
 
 
 def renew(seen: Seen, *, token: str) -> Step:
-    """Prolong the lease of a running unique task if the attempt *token* has the lease."""
+    """Extend the lock of a unique key, if the execution *token* has the lock."""
     known = seen.record
     if known is None or known.run is None or known.run.token != token:
         return Step(known)
@@ -145,9 +144,10 @@ def renew(seen: Seen, *, token: str) -> Step:
 
 
 def end(seen: Seen, *, token: str, retry: tuple[str, int] | None = None) -> Step:
-    """Free the key of a unique task that has ended, or keep the key for a retry.
+    """Unlock the key of a unique task that has ended.
 
-    *retry* is the id of the retried task, and the retry's delay in microseconds.
+    *retry* is None, or the id and the delay (in microseconds) of a retried task, which keeps the
+    key.
     """
     known = seen.record
     if known is None or known.run is None or known.run.token != token:
@@ -174,7 +174,7 @@ def runs(seen: Seen) -> bool:
 
 
 def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
-    """Store the state of a key when the key's task is moved here from another broker."""
+    """Store the key of a task that moves from another broker to this broker."""
     here = seen.record or Record()
     runs_here = here.run is not None and here.run.id == task_id
     if here.id == task_id or runs_here:
@@ -187,7 +187,7 @@ def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
 
 
 def let_go(seen: Seen, *, task_id: str) -> Step:
-    """Free the key of a task that was moved to another broker, and end its throttle window."""
+    """Free the key of a task that was moved to another broker."""
     known = seen.record
     if known is None or known.id != task_id:
         return Step(known)

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ..app.installation import installed
+from ..app.schedules import Scheduled
 from ..rates.line import RateLine
 from ..worker.tally import BOUNDS, bucket
 from .listening import Counts, Listener
@@ -27,10 +28,10 @@ _COUNTERS = {
 
 
 class DelayCollector(Collector):
-    """Prometheus collector of the numbers that threads got from the broker and the workers.
+    """Prometheus collector of numbers that two threads got from the broker and the workers.
 
-    Collecting does no I/O. *rated* has the names of tasks with a rate limit. A metric with an
-    unknown value is left out.
+    Collecting does no I/O. *rated* has the names of rate-limited tasks. Metrics with unknown values
+    are left out.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class DelayCollector(Collector):
         reading = self._poll.reading()
         yield from _waiting(reading)
         yield from _lines(None if reading is None else reading.lines, self._rated)
+        yield from _schedules((reading and reading.entries) or ())
         yield _gauge(
             "events_up",
             "1 if the workers' events are received, else 0.",
@@ -141,7 +143,7 @@ def _waiting(reading: Reading | None) -> Iterator[Metric]:
 
 
 def _lines(lines: Sequence[RateLine] | None, rated: Iterable[str]) -> Iterator[Metric]:
-    """Yield the metrics of rate-limited tasks, summed by task; labels by key are too many."""
+    """Yield metrics of rate-limited tasks by task name; labels by key would be too many."""
     by_task: dict[str, list[RateLine]] = {}
     if lines is not None:
         by_task = {task: [] for task in rated}
@@ -166,6 +168,25 @@ def _lines(lines: Sequence[RateLine] | None, rated: Iterable[str]) -> Iterator[M
         count.add_metric([task], len(its))
         held.add_metric([task], sum(line.held_until_us is not None for line in its))
     yield from (waiting, count, held)
+
+
+def _schedules(entries: Sequence[Scheduled]) -> Iterator[Metric]:
+    """Yield metrics of the schedule entries, without paused entries and entries that ended."""
+    next_due = GaugeMetricFamily(
+        "celery_delay_schedule_next_due_timestamp_seconds",
+        "Due time of the next occurrence of a schedule entry. Absent if schedules are off.",
+        labels=["entry"],
+    )
+    late = GaugeMetricFamily(
+        "celery_delay_schedule_late_seconds",
+        "Seconds for which the next occurrence of a schedule entry has been due; 0 if it is not.",
+        labels=["entry"],
+    )
+    for entry in entries:
+        if entry.next_due is not None:
+            next_due.add_metric([entry.name], entry.next_due.timestamp())
+            late.add_metric([entry.name], entry.late_seconds)
+    yield from (next_due, late)
 
 
 def _gauge(name: str, documentation: str, value: float | None) -> GaugeMetricFamily:
@@ -195,7 +216,7 @@ class Exposed:
             thread.start()
 
     def close(self, *, timeout_seconds: float = 5.0) -> None:
-        """Remove the metrics from the registry, and end the threads that collect their values."""
+        """Remove the metrics from the registry, and end the threads that read the values."""
         self._registry.unregister(self._collector)
         for thread in self._threads:
             thread.stop()

@@ -1,4 +1,4 @@
-"""A thread that receives the workers' ``delay-tally`` events, and adds up the counts in the events.
+"""A thread that receives the workers' ``delay-tally`` events, and adds up the events' counts.
 
 The binding key is ``delay.#``, so on RabbitMQ the thread gets no other events.
 """
@@ -115,7 +115,7 @@ class Listener(Thread):
 
 
 class _Receiver(EventReceiver):  # type: ignore[misc]
-    """Celery's event receiver; calls *ready* when it starts to consume."""
+    """Celery's event receiver, which calls ``ready`` when the consumer has started."""
 
     ready: Callable[[], None]
 

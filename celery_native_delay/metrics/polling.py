@@ -1,4 +1,4 @@
-"""A thread that regularly reads metrics from the broker, so that no scrape waits for the broker."""
+"""A thread that regularly reads numbers from the broker, so that no scrape waits for the broker."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from celery import Celery
 from celery.utils.log import get_logger
 
 from ..app.installation import TIMEOUT_SECONDS, admin_part, bounded_connection, delaying_channel
+from ..app.schedules import Scheduled, Schedules
 from ..errors import NativeDelayError, described
 from ..rates.line import RateLine
 from ..transports.interface import Backlog
@@ -27,10 +28,11 @@ MOST_LINES = 10_000
 
 @dataclass(frozen=True)
 class Reading:
-    """The numbers that :class:`Poll` read from the broker; *backlog* is None if reading failed.
+    """The numbers that :class:`Poll` read from the broker.
 
-    *read_at* is a monotonic time, and *first_due* a Unix time. *lines* are the queues of tasks that
-    wait for their rate limit; None if unknown.
+    *backlog* has the message counts; None if reading failed. *read_at* is a monotonic time,
+    *first_due* a Unix time. *lines* has the queues of rate-limited tasks; None if unknown. So has
+    *entries* the schedule entries.
     """
 
     backlog: Backlog | None
@@ -38,6 +40,7 @@ class Reading:
     duration_seconds: float
     first_due: float | None = None
     lines: tuple[RateLine, ...] | None = None
+    entries: tuple[Scheduled, ...] | None = None
 
 
 class Poll(Thread):
@@ -53,7 +56,7 @@ class Poll(Thread):
         self._warned = False
 
     def reading(self) -> Reading | None:
-        """Return the last reading, without an old *backlog*, or None before the first reading."""
+        """Return the last reading, or None at first; an old reading has no message counts."""
         last = self._last
         if last is None or monotonic() - last.read_at < self._every_seconds + PATIENCE_SECONDS:
             return last
@@ -72,7 +75,7 @@ class Poll(Thread):
     def _look(self) -> Reading:
         begin = monotonic()
         try:
-            backlog, lines = self._backlog(), self._lines()
+            backlog, lines, entries = self._backlog(), self._lines(), self._entries()
         except Exception as exc:  # no error of the broker may end the thread
             self._disconnect()
             if not self._warned:
@@ -86,7 +89,7 @@ class Poll(Thread):
             logger.info("native delay: counts the waiting messages again")
         first_us = backlog.until_first_us
         first_due = None if first_us is None else time() + first_us / 1_000_000
-        return Reading(backlog, monotonic(), monotonic() - begin, first_due, lines)
+        return Reading(backlog, monotonic(), monotonic() - begin, first_due, lines, entries)
 
     def _backlog(self) -> Backlog:
         if self._connection is None:
@@ -101,6 +104,14 @@ class Poll(Thread):
             return None
         with suppress(NativeDelayError), closing(channel.lines(settings)) as lines:
             return tuple(lines.look(MOST_LINES))
+        return None
+
+    def _entries(self) -> tuple[Scheduled, ...] | None:
+        _, settings = delaying_channel(self._app, self._connection)
+        if not settings.schedules:
+            return None
+        with suppress(NativeDelayError):
+            return tuple(Schedules(self._app, self._connection))
         return None
 
     def _disconnect(self) -> None:

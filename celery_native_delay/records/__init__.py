@@ -1,1 +1,1 @@
-"""Stores the state about waiting tasks in a Redis or a database."""
+"""Stores state about waiting tasks in a Redis or a database."""

@@ -1,4 +1,4 @@
-"""Connects to a database that keeps waiting messages, or state about waiting tasks."""
+"""Connects to a database with SQLAlchemy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from time import monotonic, time, time_ns
+from time import monotonic, time
 from typing import Any, ClassVar, TypeVar
 
 from sqlalchemy import (
@@ -22,6 +22,7 @@ from sqlalchemy import (
 )
 
 from ..errors import NativeDelayError, SettingsError
+from ..now import time_ns
 from ..urls import without_password
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ READS = "native_delay_reads"
 
 
 def parsed(url: str) -> URL:
-    """Parse a SQLAlchemy URL. Raises SettingsError if *url* is not a SQLAlchemy URL."""
+    """Parse a SQLAlchemy URL. Raises SettingsError if the URL is malformed."""
     try:
         return make_url(url)
     except (exc.ArgumentError, ValueError) as error:
@@ -54,7 +55,7 @@ def parsed(url: str) -> URL:
 
 
 def same_database(one: str, other: str) -> bool:
-    """Return True if both URLs name the same database, maybe with different drivers or users."""
+    """Return True if two URLs differ at most in the driver and the user."""
     return _place(parsed(one)) == _place(parsed(other))
 
 
@@ -136,10 +137,7 @@ _TIMES = {
 
 
 def now_us(connection: Connection) -> int:
-    """Return the database server's time in microseconds since the epoch.
-
-    For SQLite, the time of this machine is returned.
-    """
+    """Return the database server's time in microseconds since the epoch."""
     statement = _TIMES.get(connection.dialect.name)
     if statement is None:  # SQLite uses this machine's clock
         return time_ns() // 1000
@@ -147,7 +145,7 @@ def now_us(connection: Connection) -> int:
 
 
 def clock_ahead_seconds(connection: Connection) -> float | None:
-    """Return the seconds that the database's clock is ahead of this machine's, or None."""
+    """Return how many seconds the database server's clock is ahead of this machine's clock."""
     if connection.dialect.name == "sqlite":
         return 0.0  # it uses this machine's clock
     statement = _TIMES.get(connection.dialect.name)
@@ -167,7 +165,7 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 
 class Database(ABC):
-    """The connections to a database, for any thread. Missing tables are created on first use."""
+    """A thread-safe connection pool for a database; creates missing tables on first use."""
 
     tables: ClassVar[MetaData]
 
@@ -180,17 +178,14 @@ class Database(ABC):
 
     @abstractmethod
     def _unavailable(self, reason: str) -> NativeDelayError:
-        """Make the error for a database that cannot be used. *reason* is the driver's message."""
+        """Make the exception for database errors. *reason* is the driver's message."""
 
     def do(self, work: Callable[[Connection], T]) -> T:
-        """Run the function *work* in a transaction, and return the function's result.
-
-        If another process has written the same row, the function runs again.
-        """
+        """Run *work* in a transaction, and repeat the transaction after a conflict."""
         return self._tried(self.engine.begin, work)
 
     def look_up(self, work: Callable[[Connection], T]) -> T:
-        """Run the function *work* in a read-only transaction, and return the function's result."""
+        """Run *work* in a read-only transaction, and return its result."""
         return self._tried(lambda: self.engine.connect().execution_options(**{READS: True}), work)
 
     def make_tables(self) -> None:
@@ -200,7 +195,7 @@ class Database(ABC):
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turn database errors in a ``with`` block into this package's error for the database."""
+        """Turn database errors in a ``with`` block into this package's exceptions."""
         try:
             yield
         # SQLite's BEGIN runs on the driver's connection, so its errors are not SQLAlchemy's.
@@ -227,6 +222,6 @@ class Database(ABC):
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the first line of the database driver's error message."""
+    """Return the first line of a database driver's error message."""
     said = str(getattr(error, "orig", None) or error).strip()
     return said.splitlines()[0] if said else type(error).__name__

@@ -1,12 +1,12 @@
 """The interface to the stored state about waiting tasks, in a Redis or a database.
 
-A *record* is a stored text, such as the state of a debounce key. A pure function computes the new
-state, and decides if a message is published. State and message change in one step, and only if no
-other process has changed the state.
+An example of a stored state is the task that a debounce key will run. A pure function computes the
+new state, and decides if a message is published. The new state is stored only if no other process
+has changed the state meanwhile.
 
 RabbitMQ, SQS and pgmq cannot list their waiting messages. For these brokers the package keeps an
-index of the waiting messages. A worker reads the index before it runs a waiting task, and does not
-run cancelled tasks.
+index: a list of the waiting messages. A worker reads the index before it runs a waiting task, and
+does not run cancelled tasks.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class RecordName(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A stored state as it was read at the time *now_us*, with the waiting messages of its task.
+    """A stored state, read at the time *now_us*, and the waiting messages of the state's task.
 
-    *now_us* is in microseconds since the epoch, by the clock of the Redis or database. *text* is
-    the state, or None if no state is stored. If *text* is JSON, its field ``id`` is the id of a
-    task. *messages* are the waiting messages of this task: for each message the broker's name and
-    the due time in microseconds, or 0 if the message is due but its queue does not exist.
+    - *now_us*: microseconds since the epoch, by the clock of the Redis or database.
+    - *text*: the stored state, or None. If the state is JSON, its field ``id`` is a task id.
+    - *messages*: name and due time (in microseconds) of each waiting message of this task. The due
+      time 0 means that the task is due but its queue does not exist.
     """
 
     now_us: int
@@ -74,11 +74,12 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Change(Generic[T]):
-    """A decision to change a stored state, and the *answer* for the caller.
+    """A change of a stored state, and the *answer* for the caller.
 
-    *text* is the new state, and is kept until *kept_us*, in microseconds since the epoch. If *text*
-    is None, the stored state is removed. If *due_us* is set, the caller's message is published. If
-    *replaces* is also true, the waiting messages of the :class:`Snapshot` are cancelled.
+    - *text*: the new state, or None to remove the state.
+    - *kept_us*: the expiry of the new state, in microseconds since the epoch.
+    - *due_us*: the due time of a message to publish, or None to publish no message.
+    - *replaces*: True if the waiting messages of the state's task are cancelled.
     """
 
     text: str | None
@@ -98,11 +99,11 @@ Publish: TypeAlias = Callable[[int, str, int], Any]
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """A waiting message in the index, which lists messages for brokers that cannot list messages.
+    """A message in the list of waiting messages.
 
-    *member* is the key in the index, ``<task id>:<delivery id>``. *due_us* is the due time in
-    microseconds since the epoch. *entry* is a text with all fields that are needed to publish the
-    message again; if *entry* is "", the message is not listed.
+    - *member*: the message's name in the list, ``<task id>:<delivery id>``.
+    - *due_us*: the due time in microseconds since the epoch.
+    - *entry*: a text from which the message can be published again, or "" for a cancelled message.
     """
 
     member: str
@@ -112,12 +113,15 @@ class IndexEntry:
 
 @dataclass(frozen=True)
 class CompareAndSet:
-    """Changes of a stored state and of waiting messages: all changes are made, or none.
+    """A compare-and-set of a stored state and of waiting messages.
 
-    The stored state *name* changes from *before* to *after*, and is kept for *kept_ms*. Workers
-    drop the messages *gone*, and the message *new* is added to the index. If the stored state is
-    not *before*, or a message in *gone* has been delivered, nothing changes and workers drop the
-    message *new*.
+    If the state *name* equals *before*, all these changes are made in one step:
+
+    - The state becomes *after*, for *kept_ms* milliseconds.
+    - The waiting messages *gone* are cancelled.
+    - The message *new* is added to the list of waiting messages.
+
+    If the state differs, or a message in *gone* was delivered, the message *new* is cancelled.
     """
 
     name: RecordName | None = None
@@ -129,15 +133,12 @@ class CompareAndSet:
 
 
 def delivery_of(member: str) -> str:
-    """Return the delivery id in an index key ``<task id>:<delivery id>``."""
+    """Return the message's own id in a name ``<task id>:<delivery id>``."""
     return member.rpartition(":")[2]
 
 
 def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
-    """Call the function *attempt* until its result is not None, and return the result.
-
-    Raises CannotDelay after 100 calls. *name* is the name of a stored state, for the error's text.
-    """
+    """Call *attempt* until it returns a result. Raises CannotDelay after 100 calls."""
     for _ in range(TRIES):
         if (answer := attempt()) is not None:
             return answer
@@ -148,18 +149,18 @@ def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
 
 
 class MessageState(Enum):
-    """The state of a waiting message in the index of waiting messages."""
+    """The state of a message in the list of waiting messages."""
 
     KNOWN = "known"
-    """The index lists the message."""
+    """The message is in the list of waiting messages."""
     VOID = "void"
-    """The task of the message was cancelled or moved: no worker may run the message."""
+    """The task of the message was cancelled or rescheduled: no worker may run the message."""
     UNKNOWN = "unknown"
-    """The index does not know the message."""
+    """The message is not in the list of waiting messages."""
 
 
 class Records(ABC):
-    """Reads and changes the stored state about waiting tasks, from any thread.
+    """Reads and changes the stored state about waiting tasks. Thread-safe.
 
     Methods raise RecordsUnavailable if the Redis or database cannot be reached.
     """
@@ -168,18 +169,23 @@ class Records(ABC):
     """The URL of the Redis or database, without its password."""
 
     needs_connection = False
-    """True if the records are in the broker, so that the broker connection must stay open."""
+    """True if the broker itself stores the state, so that its connection must stay open."""
 
     @abstractmethod
     def read(self, name: RecordName) -> Snapshot:
-        """Read the stored state *name*, and the waiting messages of the state's task."""
+        """Read a stored state by its name, and the waiting messages of the state's task."""
 
     @abstractmethod
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
-        """Change the stored state *name*. The function *decide* computes the change.
+        """Change a stored state, and publish a message in the same step.
 
-        If the change has a due time, the function *publish* publishes a message in the same step.
-        Returns the answer of the change.
+        Args:
+            name: the name of the stored state.
+            decide: a function that computes the change. It may be called several times.
+            publish: a function that publishes a message. It is called if the change has a due time.
+
+        Returns:
+            the field *answer* of the change.
         """
 
     def change_all(
@@ -192,13 +198,14 @@ class Records(ABC):
 
     @abstractmethod
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
-        """Read the stored states with these *names*. A missing state gives None."""
+        """Read stored states by their names. A missing state gives None."""
 
     @abstractmethod
     def latest(self, kind: str, limit: int) -> tuple[int, list[tuple[str, str]]]:
-        """Return the server's time, and the *limit* stored states of a *kind* that expire last.
+        """Read up to *limit* stored states of one *kind*, latest expiry first.
 
-        The time is in microseconds since the epoch. Each state comes with its name.
+        Returns:
+            the server's time in microseconds since the epoch, and pairs of a state's name and text.
         """
 
     @abstractmethod
@@ -207,10 +214,10 @@ class Records(ABC):
 
 
 class Index(ABC):
-    """An index of waiting messages, for brokers that cannot list them: RabbitMQ, SQS and pgmq."""
+    """A list of waiting messages, for brokers without such a list: RabbitMQ, SQS and pgmq."""
 
     missed: int
-    """Number of messages for which the index could not be written or read."""
+    """The number of messages that could not be written to or read from the index."""
 
     @abstractmethod
     def note(self, listed: IndexEntry) -> None:
@@ -222,9 +229,9 @@ class Index(ABC):
 
     @abstractmethod
     def received(self, member: str) -> bool | None:
-        """Remove a received message from the index. Returns True if a worker may run the message.
+        """Remove a received message from the index. Returns False if no worker may run the message.
 
-        Returns None if the index did not answer in time.
+        Returns None if the Redis or database did not answer in time.
         """
 
     @abstractmethod
@@ -233,15 +240,17 @@ class Index(ABC):
 
     @abstractmethod
     def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
-        """Read the stored state *name*, and mark a message, so that workers drop the message.
+        """Read a stored state, and tell workers to drop a message that is not confirmed yet.
 
-        *undecided* is the message's delivery id. The mark expires after *mark_ms* milliseconds. If
-        *name* is None, no state is read. If *undecided* is None, no message is marked.
+        Args:
+            name: the name of the stored state, or None to read no state.
+            undecided: the delivery id (the message's own id), or None if there is no message.
+            mark_ms: the milliseconds for which workers drop the message.
         """
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Remove the mark that makes workers drop a message, now or in *left_ms* milliseconds."""
+        """Let workers run a message again after :meth:`look`, now or in *left_ms* milliseconds."""
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:
@@ -249,16 +258,19 @@ class Index(ABC):
 
     @abstractmethod
     def state_of(self, member: str) -> MessageState:
-        """Look up the state of a waiting message: listed, cancelled or unknown."""
+        """Return the state of a waiting message: listed, cancelled or unknown."""
 
     @abstractmethod
     def tasks(self, republishes: Any) -> WaitingTasks:
-        """Return the waiting tasks in the index. *republishes* can publish messages again."""
+        """Return an object that lists, cancels and moves the waiting tasks.
+
+        *republishes* is the broker's object that can publish waiting messages again.
+        """
 
     @abstractmethod
     def sweep(self) -> int:
-        """Remove messages that are overdue by a day from the index, and return their number."""
+        """Remove messages that are overdue by a day from the index. Returns their number."""
 
     @abstractmethod
     def purge(self) -> None:
-        """Remove all messages that are not due yet from the index."""
+        """Remove all messages with a due time in the future from the index."""

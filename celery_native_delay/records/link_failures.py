@@ -1,4 +1,4 @@
-"""Pauses after a failed connection to a Redis or database, and logs one warning."""
+"""Counts failures of a connection, pauses after each failure, and logs one warning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class LinkFailures:
-    """The failures of a connection to a Redis or database. *what* names the connection in logs."""
+    """The failures of one connection. The text *what* names the server in logs."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class LinkFailures:
         left_alone_seconds: tuple[float, float] = LEFT_ALONE_SECONDS,
         logs: bool = True,
     ) -> None:
-        """Set the first and the longest pause after a failure, *left_alone_seconds*."""
+        """Set the first and the longest pause after a failure, in seconds."""
         self._what = what
         self._backoff = Backoff(*left_alone_seconds)
         self._retry_at = 0.0
@@ -36,14 +36,14 @@ class LinkFailures:
             raise RecordsUnavailable(self._reason)
 
     def succeeded(self) -> None:
-        """Note that the connection works. The first success after a failure is logged."""
+        """Reset the pause. The first success after a failure is logged."""
         if self._is_told:
             self._is_told = False
             logger.info("native delay: %s are reachable again", self._what)
         self._backoff.reset()
 
     def failed(self, error: BaseException) -> RecordsUnavailable:
-        """Return the error to raise for a failed connection. The first failure is logged."""
+        """Return an exception for a failed connection. The first failure is logged."""
         self._retry_at = monotonic() + self._backoff.failed()
         said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
         if self._logs and not self._is_told:

@@ -11,7 +11,7 @@ from ..urls import is_redis_url
 
 
 class Place(NamedTuple):
-    """The *url* of the Redis or database that keeps an app's state, and the app's namespace."""
+    """The URL of a Redis or database, and the app's namespace in the Redis or database."""
 
     url: str
     owner: str
@@ -25,7 +25,7 @@ _records: PerProcess[tuple[str, str], Any] = PerProcess(_inherited.append)
 
 
 def records_at(url: str, owner: str) -> Any:
-    """Open the state about waiting tasks at a URL of a Redis or database."""
+    """Connect to the Redis or database that keeps the state about waiting tasks."""
     if is_redis_url(url):
         try:
             from .redis import RedisRecords
@@ -44,12 +44,12 @@ def records_at(url: str, owner: str) -> Any:
 
 
 def records_of_process(url: str, owner: str) -> Any:
-    """Return this process's connection to the state about waiting tasks at *url*."""
+    """Return this process's connection to the Redis or database at *url*."""
     return _records.get((url, owner), lambda: records_at(url, owner))
 
 
 @atexit.register
 def flush() -> None:
-    """Wait up to 0.3 s until the index stores all messages that this process has added."""
+    """Wait up to 0.3 s for unfinished writes to each Redis and database."""
     for found in _records.values():
         found.flush()

@@ -1,7 +1,7 @@
-"""State about waiting tasks, and an index of waiting messages, in a Redis or Valkey.
+"""Stores state about waiting tasks, and a list of waiting messages, in a Redis.
 
-Lua scripts make each step atomic and use the server's clock. A change in the content of the Redis
-keys needs a new VERSION.
+Lua scripts make each change atomic, and use the server's clock. A change of the data format needs
+a new VERSION.
 """
 
 from __future__ import annotations
@@ -160,15 +160,13 @@ class RecordKeys(IndexKeys):
 
     @property
     def space(self) -> str:
-        """The common prefix of all Redis keys of this namespace, without the last dot."""
         return f"{self.owner}.records.v{VERSION}"
 
 
 class RedisRecords(ComparedRecords):
-    """The state about waiting tasks and the index of waiting messages, in a Redis."""
+    """The state about waiting tasks, and the list of waiting messages, in a Redis."""
 
     _of_broker: tuple[str, ...] = ()
-    """On a Redis broker: the keys ``wake``, which wakes promoters, and ``parked``."""
 
     def __init__(self, url: str, owner: str) -> None:
         self.url = url
@@ -310,7 +308,7 @@ class RedisTasks(RecordedTasks, RedisListing):
 
 
 def redis_client(url: str) -> Any:
-    """Make a redis-py client that waits at most 5 s for an answer and does not retry."""
+    """Make a redis-py client with a timeout of 5 s and no retries."""
     return redis.Redis.from_url(
         redis_py_url(url),
         socket_timeout=ANSWER_SECONDS,

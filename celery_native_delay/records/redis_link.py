@@ -1,4 +1,4 @@
-"""Connects to a Redis, and never blocks longer than a timeout."""
+"""Connects to a Redis with a timeout for each call."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ return found
 
 
 class RedisLink:
-    """A client of one Redis, for any thread. Raises RecordsUnavailable if Redis does not answer.
+    """A thread-safe Redis client. Raises RecordsUnavailable if the Redis does not answer.
 
-    The client connects with the parameters of redis-py's *pool*, but has its own connections.
+    The client takes the parameters from redis-py's *pool*, but opens its own connections.
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class RedisLink:
         left_alone_seconds: tuple[float, float] = LEFT_ALONE_SECONDS,
         logs: bool = True,
     ) -> None:
-        """Limit the time to connect, and the time for each answer, to *timeout_seconds*."""
         self._pool = pool
         self._timeout_seconds = timeout_seconds
         self._failures = LinkFailures(what, left_alone_seconds=left_alone_seconds, logs=logs)
@@ -74,7 +73,7 @@ class RedisLink:
     # --- asking --------------------------------------------------------------------------
 
     def run(self, script: str, keys: tuple[str, ...] | list[str], *arguments: Any) -> Any:
-        """Run a Lua *script* on the Redis server, and return the script's answer."""
+        """Run a Lua script on the Redis server, and return the script's answer."""
         words = (len(keys), *keys, *arguments)
         with self._connection_in_use() as connection:
             try:
@@ -133,7 +132,7 @@ class RedisLink:
     # --- posting -------------------------------------------------------------------------
 
     def post(self, script: str, keys: tuple[str, ...], *arguments: Any) -> bool:
-        """Send a Lua *script* without waiting for the answer. Returns False if sending failed."""
+        """Send a Lua script without waiting for the answer. Returns False after an error."""
         with self._post_lock:
             try:
                 if self._post_connection is None:
@@ -156,7 +155,7 @@ class RedisLink:
             return True
 
     def flush(self, timeout_seconds: float | None = None) -> None:
-        """Read the answers to the Lua scripts that :meth:`post` has sent, within a time limit."""
+        """Read the answers to all scripts sent by :meth:`post`, within a time limit."""
         with self._post_lock, suppress(Exception):
             self._read_ready(min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS))
 
@@ -176,7 +175,7 @@ class RedisLink:
     # --- the connections -----------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the connections to the Redis. The next call opens new connections."""
+        """Close all connections to the Redis. The next call opens a new connection."""
         with self._post_lock:
             self._close_post_connection()
         while self._idle:
@@ -184,9 +183,10 @@ class RedisLink:
 
 
 def latest(link: RedisLink, names: str, prefix: str, limit: int) -> tuple[int, list[Any]]:
-    """Return the Redis server's time in µs, and the *limit* stored states that expire last.
+    """Return the Redis server's time, and up to *limit* stored states with their names.
 
-    *names* is the key of a sorted set of the states' names. *prefix* is the states' key prefix.
+    *names* is the key of a sorted set of names, scored by expiry. The latest expiry comes first.
+    *prefix* and a name are the key of a stored state.
     """
     now_us, *found = link.run(_LATEST, [names], limit, prefix)
     texts = [text.decode() for text in found]

@@ -5,7 +5,7 @@ keys hold the messages:
 
 - ``due``: a sorted set of the names, scored by due time in microseconds;
 - ``messages``: a hash from the names to the contents;
-- ``ids``: a sorted set of the names, all with score 0, so in the order of task ids.
+- ``ids``: a sorted set of the names, all with score 0, so that Redis sorts the names by task id.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class IndexKeys:
 
     @property
     def space(self) -> str:
-        """The common prefix of all Redis keys of this namespace, without the last dot."""
+        """The common prefix of all Redis keys of one namespace, without the last dot."""
         raise NotImplementedError
 
     @property
@@ -91,20 +91,20 @@ class IndexKeys:
 
     @property
     def marks(self) -> str:
-        """The prefix of the Redis keys that tell workers not to run a message."""
+        """The prefix of Redis keys; each key tells workers to drop one message."""
         return f"{self.space}.mark."
 
     def record(self, name: RecordName) -> str:
-        """Return the Redis key that holds the stored state *name*."""
+        """Return the Redis key of a stored state, such as the state of a debounce key."""
         return f"{self.space}.{name.kind}.{name.name}"
 
     def names(self, kind: str) -> str:
-        """Return the key of a Redis sorted set with the names of a *kind* of stored states."""
+        """Return the key of a Redis sorted set with the names of stored states."""
         return f"{self.space}.{kind}s"
 
     @property
     def ids(self) -> str:
-        """The key of a Redis sorted set of the waiting messages, in the order of task ids."""
+        """The key of a Redis sorted set of the waiting messages, sorted by task id."""
         return f"{self.space}.ids"
 
     @property
@@ -116,7 +116,7 @@ class RedisListing(WaitingTasks):
     """Lists and searches the waiting tasks in a Redis."""
 
     def __init__(self, client: Any, keys: IndexKeys, decode: Decode) -> None:
-        """Read the Redis *keys* through *client*. *decode* converts a message to a task."""
+        """Set the function *decode*, which converts a stored message to a task."""
         self._client = client
         self._due, self._messages, self._ids = keys.index
         self._decoded = decode
@@ -155,7 +155,7 @@ class RedisListing(WaitingTasks):
         """Turn redis-py's errors in a ``with`` block into RecordsUnavailable."""
 
     def _found(self, task_id: str) -> list[tuple[str, bytes, Waiting]]:
-        """Return the name, the content and the task of each message with this task id."""
+        """Return the name, content and task of each waiting message with one task id."""
         found = []
         with self._explained():
             # In ASCII ";" follows ":".
@@ -171,7 +171,7 @@ class RedisListing(WaitingTasks):
         return found
 
     def _ranks(self, query: Query) -> tuple[int, int]:
-        """Return the range of positions in the sorted set ``due`` that *query* matches."""
+        """Return the range of ranks in ``due`` that matches the query's due times."""
         count = self._client.zcount
         first = 0 if query.from_us is None else count(self._due, "-inf", f"({query.from_us}")
         if query.until_us is None:
@@ -191,7 +191,7 @@ class RedisListing(WaitingTasks):
 
 
 def throw_away(link: Any, keys: Sequence[str], lowest: int | str, highest: int | str) -> int:
-    """Remove all messages with a score from *lowest* to *highest* from Redis; return the number."""
+    """Remove messages from Redis by their scores, and return the number of removed messages."""
     thrown = 0
     while True:
         taken: int = link.run(_THROW_AWAY, keys, lowest, highest, _THROWN_AT_ONCE)

@@ -1,11 +1,11 @@
 """Replaces a waiting message on RabbitMQ, SQS and pgmq, which cannot remove a waiting message.
 
-1. ``Index.look()`` marks the new message as "undecided": a worker drops an undecided message.
+1. ``Index.look()`` stores that the new message is "undecided": workers drop undecided messages.
 2. :func:`publish_undecided` publishes the new message, and waits for the broker's confirm.
-3. ``Index.compare_and_set()`` removes the mark of the new message and marks the old messages as
-   "void", if nothing has changed since step 1. A worker drops a void message.
+3. ``Index.compare_and_set()`` stores that workers drop the old message and run the new message. If
+   another process has changed the task since step 1, step 3 changes nothing.
 
-If the process dies between two steps, the old message runs and the new message is dropped.
+If the process dies between two steps, the old message runs and workers drop the new message.
 """
 
 from __future__ import annotations
@@ -39,13 +39,10 @@ _UNDECIDED_MS = 25 * 366 * 86_400_000
 
 
 class ComparedRecords(Records, Index):
-    """Changes stored states by compare-and-set: read, decide, write if the state is unchanged.
-
-    If another process has changed the state, the change starts again.
-    """
+    """Changes stored states by compare-and-set, and tries again after a conflict."""
 
     has_marks = True
-    """False where waiting messages can be removed from the broker, so that no mark is needed."""
+    """True if the broker cannot remove a waiting message."""
 
     def read(self, name: RecordName) -> Snapshot:
         return self.look(name, None, 0)
@@ -77,7 +74,7 @@ class ComparedRecords(Records, Index):
 
 
 def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Callable[[], T]) -> T:
-    """Publish a message that is marked as undecided, so that workers drop the message."""
+    """Publish a message, which runs only if a later compare-and-set of the index succeeds."""
     try:
         return publish()
     except NativeDelayError:
@@ -95,13 +92,13 @@ class Republishes(Protocol):
     """Publishes waiting messages again, for brokers that cannot change a waiting message."""
 
     def waiting(self, member: str, entry: str, due_us: int) -> Waiting | None:
-        """Convert a message of the index to a waiting task, or to None if the task is cancelled."""
+        """Convert a stored message to a waiting task, or to None if cancelled."""
 
     def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
-        """Publish a waiting message with a new due time, and return the message's new content."""
+        """Publish a waiting message with a new due time, and return its new content."""
 
     def check_reach(self, due_us: int) -> None:
-        """Raise DelayTooLong if *due_us* is beyond the broker's longest delay."""
+        """Raise DelayTooLong if a due time is beyond the broker's longest delay."""
 
 
 class RecordedTasks(WaitingTasks):

@@ -36,9 +36,9 @@ _QUOTED = re.compile(r'\\(["\\])|"')
 
 @dataclass(frozen=True)
 class Word:
-    """One word of a search: the attribute *field* of a task must contain the text *value*.
+    """One word of a search. A task matches if its attribute *field* contains the text *value*.
 
-    If *field* is "", any attribute may contain the text. Case does not matter.
+    If *field* is "", the text may be in any attribute. Case does not matter.
     """
 
     field: str
@@ -55,7 +55,7 @@ class Word:
 
     @property
     def needle(self) -> str:
-        """A text in lower case that every matching message contains, ignoring case."""
+        """A lower-case text that every matching message contains, ignoring case."""
         if not self._is_pair:
             return self.value.lower()
         return max((part.strip() for part in self.value.lower().split("=", 1)), key=len)
@@ -66,11 +66,7 @@ class Word:
 
 
 def parse(text: str) -> tuple[Word, ...]:
-    """Parse the text of a search into words.
-
-    Raises:
-        InvalidQuery: a quote is not closed, a field has no word, or a word begins with ``-``.
-    """
+    """Parse the text of a search into words. Raises InvalidQuery after a syntax error."""
     words, at, end = [], 0, len(text.rstrip())
     while at < end:
         found = _WORD.match(text, at)
@@ -82,7 +78,7 @@ def parse(text: str) -> tuple[Word, ...]:
 
 
 def is_itself_in_json(text: str) -> bool:
-    """Return True if the JSON encoding of *text* is *text* itself, without escapes."""
+    """Return True if the JSON encoding of *text* needs no escapes."""
     return text.isascii() and json.dumps(text) == f'"{text}"'
 
 
@@ -99,7 +95,7 @@ def _word(token: str, text: str) -> Word:
 
 
 def _pairs(kwargs: str) -> set[tuple[str, str]]:
-    """Return the keyword arguments in a repr as pairs of texts: name and value."""
+    """Parse the repr of a task's keyword arguments into pairs of name and value."""
     try:
         found = ast.literal_eval(kwargs)
         pairs = found.items() if isinstance(found, dict) else ()

@@ -1,7 +1,6 @@
-"""State about waiting tasks, and an index of waiting messages, in a database.
+"""Stores state about waiting tasks, and a list of waiting messages, in a database.
 
-Each step is one transaction. Publishes and workers ask the database through one thread, and wait at
-most :data:`~.interface.PATIENCE_SECONDS` for a slow database.
+Each change is one transaction. Producers and workers wait at most 0.3 s for a slow database.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ _RECORD, _WAITING, _MARK = RECORDS.c, WAITING.c, MARKS.c
 
 
 class SqlRecords(Database, ComparedRecords):
-    """The state about waiting tasks and the index of waiting messages, in a database."""
+    """The state about waiting tasks, and the list of waiting messages, in a database."""
 
     tables = METADATA
 
@@ -129,8 +128,10 @@ class SqlRecords(Database, ComparedRecords):
             change = decide(snapshot)
             if change.text != snapshot.text:
                 self.write_row(connection, name, change.text, change.kept_us, row is not None)
+            if change.replaces:
+                self._cancel(connection, [message for message, _ in snapshot.messages])
             if change.due_us is not None:
-                self._publish(connection, snapshot, change, publish)
+                self._publish(connection, change.due_us, publish)
             return change.answer
 
         return self.do(changed)
@@ -153,14 +154,16 @@ class SqlRecords(Database, ComparedRecords):
 
         return self.do(changed)
 
-    def _publish(
-        self,
-        connection: Connection,
-        snapshot: Snapshot,
-        change: Change[Any],
-        publish: Publish | None,
-    ) -> None:
-        """Store the message to publish if this database is also the broker."""
+    def _cancel(self, connection: Connection, members: Sequence[Any]) -> None:
+        at_us = now_us(connection)
+        due_us = self._locked_due_us(connection, [delivery_of(member) for member in members])
+        for delivery in due_us:
+            kept_us = max(due_us[delivery], at_us) + MARK_GRACE_MS * 1000
+            self._set_mark(connection, delivery, VOID, kept_us)
+            connection.execute(delete(WAITING).where(*self._listed(delivery)))
+
+    def _publish(self, connection: Connection, due_us: int, publish: Publish | None) -> None:
+        """Publish a message in the same transaction, if this database is also the broker."""
         raise NotImplementedError
 
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
@@ -236,7 +239,7 @@ class SqlRecords(Database, ComparedRecords):
     def _snapshot(
         self, connection: Connection, row: tuple[str, int] | None, *, locked: bool = False
     ) -> Snapshot:
-        """Return the stored state in *row*, with the waiting messages of the state's task."""
+        """Return the stored state in *row*, and the waiting messages of its task."""
         # Ask for the time after locking the row: the lock may have taken a while.
         at_us = now_us(connection)
         if row is None or row[1] < at_us:
@@ -280,10 +283,7 @@ class SqlRecords(Database, ComparedRecords):
             if step.name is not None:
                 kept_us = at_us + step.kept_ms * 1000
                 self.write_row(connection, step.name, step.after, kept_us, before is not None)
-            for delivery in gone:
-                kept_us = max(due_us[delivery], at_us) + MARK_GRACE_MS * 1000
-                self._set_mark(connection, delivery, VOID, kept_us)
-                connection.execute(delete(WAITING).where(*self._listed(delivery)))
+            self._cancel(connection, step.gone)
             if step.new is not None:
                 connection.execute(delete(MARKS).where(*self._marked(str(new))))
                 if step.new.entry:
@@ -368,10 +368,7 @@ class SqlRecords(Database, ComparedRecords):
     def read_row(
         self, connection: Connection, name: RecordName, *, locked: bool = False
     ) -> tuple[str, int] | None:
-        """Return a stored state and its expiry in microseconds, or None.
-
-        If *locked* is true, the row stays locked until the transaction ends.
-        """
+        """Return a stored state and its expiry in microseconds; optionally lock the row."""
         asked = select(_RECORD.text, _RECORD.kept_us).where(*self._this(name))
         return connection.execute(asked.with_for_update() if locked else asked).first()
 
@@ -383,7 +380,7 @@ class SqlRecords(Database, ComparedRecords):
         kept_us: int,
         is_there: bool,
     ) -> None:
-        """Insert, update or delete the row of a stored state; None as *text* deletes the row."""
+        """Insert, update or delete the row of a stored state."""
         this = self._this(name)
         if text is None:
             connection.execute(delete(RECORDS).where(*this))
@@ -401,7 +398,6 @@ class SqlRecords(Database, ComparedRecords):
     def _messages(
         self, connection: Connection, task_id: str, *, locked: bool
     ) -> tuple[tuple[Any, int], ...]:
-        """Return names and due times of the waiting messages of a task."""
         asked = select(_WAITING.delivery_id, _WAITING.due_us).where(
             _WAITING.owner == self.owner, _WAITING.task_id == task_id[:255]
         )
@@ -470,7 +466,7 @@ class SqlTasks(RecordedTasks, SqlListing):
 
 
 def _note_all(connection: Connection, rows: list[Mapping[str, Any]]) -> None:
-    """Insert rows into the index of waiting messages. Existing rows stay unchanged."""
+    """Insert rows into the table of waiting messages. Existing rows stay unchanged."""
     if connection.dialect.name == "postgresql":
         statement: Any = postgresql.insert(WAITING).on_conflict_do_nothing()
     else:

@@ -17,7 +17,7 @@ _CHUNK = 1000
 
 
 class SqlListing(WaitingTasks):
-    """Lists and searches the waiting tasks in a database table with one row per message."""
+    """Lists and searches waiting tasks in a database table with one row per message."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class SqlListing(WaitingTasks):
         text: Column[Any],
         shown: Sequence[Column[Any]],
     ) -> None:
-        """List the rows that match the condition *mine*, sorted by due time."""
+        """Select the rows that match the condition *mine*, sorted by due time."""
         self._mine = mine
         self._due_us = due_us
         self._text = text
@@ -35,7 +35,7 @@ class SqlListing(WaitingTasks):
 
     @abstractmethod
     def _look_up(self, work: Callable[[Connection], T]) -> T:
-        """Run the function *work* in a read-only transaction, and return the function's result."""
+        """Run *work* in a read-only transaction, and return its result."""
 
     @abstractmethod
     def _decoded(self, row: Any) -> Waiting | None:
@@ -75,7 +75,7 @@ class SqlListing(WaitingTasks):
         return int(connection.execute(asked.where(*self._between(from_us, until_us))).scalar() or 0)
 
     def _matching(self, connection: Connection, query: Query, offset: int = 0) -> Iterator[Waiting]:
-        """Yield the tasks that match *query*, earliest first, without the first *offset* rows."""
+        """Yield the tasks that match *query*, earliest first. Skip *offset* rows."""
         conditions = self._between(query.from_us, query.until_us)
         if query.needle:
             conditions.append(self._text.icontains(query.needle, autoescape=True))

@@ -1,4 +1,4 @@
-"""A thread for database queries, so that publishes and workers wait at most 0.3 s."""
+"""A thread for database queries, so that producers and workers wait at most 0.3 s."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SqlThread:
         self.missed = 0
 
     def note(self, row: Row) -> None:
-        """Queue a row to be inserted into the index of waiting messages."""
+        """Queue a row for insertion into the table of waiting messages."""
         if self._jobs.qsize() >= _MOST_NOTES and not self._is_stuck() and not self.flush():
             self.missed += 1
         else:
@@ -63,7 +63,7 @@ class SqlThread:
     def ask(
         self, work: Callable[[Connection], T], timeout_seconds: float = PATIENCE_SECONDS
     ) -> T | None:
-        """Run the query *work* in the thread. Returns None if the query fails or takes too long."""
+        """Run a query in the thread. Returns None after an error or a timeout."""
         future: Future[T] = Future()
         if not self._queue((work, future)):
             return None
@@ -74,7 +74,7 @@ class SqlThread:
             return None
 
     def flush(self, timeout_seconds: float | None = None) -> bool:
-        """Wait until the thread has run all queued queries. Returns False after the timeout."""
+        """Wait until the thread has run all queued queries. Returns False after a timeout."""
         if self._thread is None:
             return True
         wait_seconds = min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS)
@@ -87,7 +87,7 @@ class SqlThread:
             thread.join(PATIENCE_SECONDS)
 
     def _is_stuck(self) -> bool:
-        """Return True if the oldest query of the thread has waited for over 0.3 s."""
+        """Return True if the current query has been running for over 0.3 s."""
         since = self._busy_since
         return since is not None and monotonic() - since > PATIENCE_SECONDS
 

@@ -20,12 +20,12 @@ PLACE = "native_delay_place"
 class Waiting:
     """A message that waits in the broker until its due time.
 
-    *id* and *name* are the id and the name of the Celery task. If the message is not a task, *name*
-    is "" and *id* is the correlation id. *args* and *kwargs* are texts (``repr``), as in Celery's
-    events. *queue* is the task's queue, or "" if only the message's exchange decides the queue.
-    *due_us* is in microseconds since the epoch. *key* and *kind* are set for ``debounce``,
-    ``throttle`` and ``unique``, for example to "user:7" and "debounce". For other tasks *key* and
-    *kind* are "".
+    - *id*: the task id, or the correlation id if the message is not a Celery task.
+    - *name*: the task name, or "" if the message is not a Celery task.
+    - *args* and *kwargs*: the arguments as texts (``repr``), as in Celery's events.
+    - *queue*: the task's queue, or "" if the message was published to an exchange without a queue.
+    - *due_us*: the due time in microseconds since the epoch.
+    - *key* and *kind*: for example "user:7" and "debounce"; both "" for a task without a key.
     """
 
     id: str
@@ -58,7 +58,7 @@ class Waiting:
         key: str,
         kind: str,
     ) -> Waiting:
-        """Make a waiting message from the AMQP *headers* and *properties* of a message."""
+        """Make a waiting message from the headers and properties of an AMQP message."""
         task_id = headers.get("id") or properties.get("correlation_id") or delivery_id
         return cls(
             str(task_id),
@@ -80,7 +80,7 @@ class Waiting:
 
     @property
     def due(self) -> datetime:
-        """The due time in UTC."""
+        """The due time, an aware datetime in UTC."""
         return datetime.fromtimestamp(self.due_us / 1_000_000, UTC)
 
     def as_json(self) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Waiting:
 
 
 def _number(value: Any) -> int:
-    """Convert a message header to a number, or to 0 if the header is no number."""
+    """Convert the value of a message header to a number; 0 if invalid."""
     try:
         return int(value or 0)
     except (TypeError, ValueError, OverflowError):
@@ -112,10 +112,12 @@ def _number(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Query:
-    """A search for waiting tasks. A task matches if all conditions of the search hold.
+    """A search for waiting tasks. A task matches if all conditions hold; None is no condition.
 
-    The task matches all *words*, and has this *name* and this *queue*. The due time is *from_us* or
-    later, and before *until_us*, in microseconds since the epoch. None means no condition.
+    - *words*: texts that the task must contain, from :meth:`parse`.
+    - *name* and *queue*: the exact name and the exact queue of the task.
+    - *from_us*: the earliest due time in microseconds since the epoch.
+    - *until_us*: the end of the due times (exclusive) in microseconds since the epoch.
     """
 
     words: tuple[Word, ...] = ()
@@ -134,17 +136,17 @@ class Query:
         return cls(parse(text))
 
     def due_within(self, from_us: int | None, until_us: int | None) -> Query:
-        """Return a copy of this search, for tasks due from *from_us* on and before *until_us*."""
+        """Return a copy of this search with a new range of due times, in microseconds."""
         return replace(self, from_us=from_us, until_us=until_us)
 
     @property
     def is_by_time_only(self) -> bool:
-        """True if the due time is the only condition of this search."""
+        """True if this search has no condition except the due time."""
         return not (self.words or self.name or self.queue)
 
     @property
     def needle(self) -> str:
-        """The longest word of this search, in lower case, that a database can search for, or ""."""
+        """The longest lower-case text that every matching task contains, for a database search."""
         texts = [word.needle for word in self.words]
         texts += [text.lower() for text in (self.name, self.queue) if text]
         return max(filter(is_itself_in_json, texts), key=len, default="")
@@ -166,7 +168,7 @@ ALL = Query()
 
 @dataclass(frozen=True)
 class Page(Sequence[Waiting]):
-    """A page of waiting *tasks*, earliest due time first, and the *total* number of matches.
+    """Some waiting tasks, earliest due time first, and the total number of matching tasks.
 
     *total* is None if the matching tasks were not counted.
     """
@@ -187,9 +189,9 @@ class Page(Sequence[Waiting]):
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of a histogram: the *count* of tasks due from *from_us* on and before *until_us*.
+    """A bar of a histogram: the number of tasks due from *from_us* until *until_us*.
 
-    Both times are in microseconds since the epoch.
+    Both times are in microseconds since the epoch. *until_us* is exclusive.
     """
 
     from_us: int
@@ -207,7 +209,7 @@ _WIDTHS = (
 
 
 def edges(first_us: int, last_us: int, *, bars: int) -> list[int]:
-    """Return round times from *first_us* to *last_us* that divide a histogram into its bars."""
+    """Return round times, in microseconds, at which a histogram's bars begin and end."""
     span_us = max(last_us - first_us, 1)
     for width in _WIDTHS:
         width_us = width * 1_000_000
@@ -222,25 +224,27 @@ def edges(first_us: int, last_us: int, *, bars: int) -> list[int]:
 
 
 class Verdict(Enum):
-    """The result of cancelling or moving a task, in one word."""
+    """The result of an attempt to cancel or move a task."""
 
     DONE = "done"
     """The task was cancelled or moved."""
     TOO_LATE = "too late"
     """The task was delivered before the change, or is about to be delivered."""
     UNKNOWN = "unknown"
-    """No task with this id is waiting: the task is due already, or was never delayed."""
+    """No task with this id is waiting. The task is already due, or was never delayed."""
     IMPOSSIBLE = "impossible"
-    """The message cannot be moved: it is not a task of protocol 2. The message still waits."""
+    """The task cannot be moved, and keeps waiting. The outcome's *reason* says why."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of cancelling or moving the task *id*; truthy if the task was changed.
+    """The result of cancelling or moving a task; truthy if the task was cancelled or moved.
 
-    *due_us* is the new due time in microseconds since the epoch, or None for a cancelled task.
-    *tasks* are the task's waiting messages before the change. *verdict* is the result in one word.
-    *reason* explains why the task was not changed, or is "" if *verdict* says enough.
+    - *id*: the task id.
+    - *verdict*: the result.
+    - *due_us*: the new due time in microseconds since the epoch; None for a cancelled task.
+    - *tasks*: the task's waiting messages before the change.
+    - *reason*: a text that explains why the task was not changed, or "".
     """
 
     id: str
@@ -272,20 +276,20 @@ class WaitingTasks(ABC):
     """
 
     _delays: Any
-    """The delays of the broker's channel, which know the longest delay."""
+    """The object that checks a due time against the broker's longest delay."""
 
     @abstractmethod
     def count(self, query: Query = ALL) -> int:
-        """Return the number of waiting tasks that match the search *query*."""
+        """Return the number of waiting tasks that match a search."""
 
     @abstractmethod
     def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
-        """Return up to *limit* tasks that match *query*, earliest first. Skip *offset* tasks."""
+        """Return up to *limit* tasks that match a search, earliest first. Skip *offset* tasks."""
 
     def ids(self, query: Query = ALL) -> Iterator[str]:
-        """Yield the ids of all waiting tasks that match *query*, earliest due time first.
+        """Yield the ids of all waiting tasks that match a search, earliest due time first.
 
-        The tasks are read 1,000 at a time. The same id may be yielded twice.
+        Tasks are read 1,000 at a time. An id may be yielded twice.
         """
         return ids_by_page(self.page, query)
 
@@ -295,7 +299,7 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def counts(self, edges_us: Sequence[int]) -> list[int]:
-        """Count the waiting tasks between neighbouring due times of the list *edges_us*."""
+        """Count the tasks due in each interval between two neighbouring times of *edges_us*."""
 
     @abstractmethod
     def span(self) -> tuple[int, int] | None:
@@ -305,13 +309,13 @@ class WaitingTasks(ABC):
         """Close the connections that this object has opened."""
 
     def cancel(self, task_id: str) -> Outcome:
-        """Cancel a task: its message is delivered, and a worker announces the task as revoked."""
+        """Cancel a task. A worker receives the message at once, and announces the revoked task."""
         return self._change(task_id, None, cancelled=True)
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:
-        """Give the task *task_id* a new due time. The value None means now.
+        """Give a task a new due time, in microseconds since the epoch; None means now.
 
-        Raises DelayTooLong or CannotDelay if the task cannot wait until then.
+        Raises DelayTooLong or CannotDelay if the task cannot wait that long.
         """
         if due_us is not None:
             self._delays.check_reach(due_us)
@@ -319,15 +323,15 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def _found(self, task_id: str) -> list[tuple[Any, Any, Waiting]]:
-        """Return the name, the content and the task of each waiting message with this task id."""
+        """Return the name, content and task of each waiting message with one task id."""
 
     @abstractmethod
     def _replace(
         self, member: Any, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
     ) -> tuple[Any, int] | None:
-        """Replace a waiting message. Returns the new message's name and due time.
+        """Replace a waiting message. Returns the new name and due time, or None.
 
-        Returns None if the old message was delivered or changed meanwhile.
+        None means that the old message was already delivered or replaced.
         """
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
@@ -359,7 +363,7 @@ IDS_AT_ONCE = 1000
 
 
 def ids_by_page(page_of: Callable[..., Page], query: Query) -> Iterator[str]:
-    """Yield the ids of all waiting tasks that match *query*, read page by page."""
+    """Yield the ids of all waiting tasks that match a search, page by page."""
     skipped = 0
     while True:
         page = page_of(query, offset=skipped, limit=IDS_AT_ONCE).tasks
@@ -374,7 +378,7 @@ def ids_by_page(page_of: Callable[..., Page], query: Query) -> Iterator[str]:
 
 
 def histogram(tasks: WaitingTasks, *, bars: int = 40) -> list[Bar]:
-    """Return a histogram of the due times of *tasks*; it is empty if no task is waiting."""
+    """Return a histogram of the due times of *tasks*; empty if no task is waiting."""
     span = tasks.span()
     if span is None:
         return []

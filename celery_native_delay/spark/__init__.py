@@ -1,4 +1,4 @@
-"""Send millions of delayed tasks from a Spark DataFrame, and check later that all of them ran.
+"""Send millions of delayed tasks from a Spark DataFrame, and check later that all tasks ran.
 
 Each task id is computed from a row, so a second send of the row has the same task id. The driver
 and the executors' Python need the extra ``celery_native_delay[spark]``.

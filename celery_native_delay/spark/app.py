@@ -1,4 +1,4 @@
-"""Import the Celery app on an executor, check the task, and describe the app to the driver."""
+"""Import the Celery app on an executor, and describe the app to the driver."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .spreading import Spread, spread_of
 
 @dataclass(frozen=True)
 class Call:
-    """The app, task and argument names of a ``FanOut``, which the driver sends to executors."""
+    """The names of app, task and arguments, which the driver sends to executors."""
 
     app: str
     task: str
@@ -42,15 +42,15 @@ class Call:
 
 @dataclass(frozen=True)
 class AppFacts:
-    """Facts about the Celery app, such as its queues; an executor sends the facts to the driver."""
+    """Facts about the Celery app, such as queues, which an executor sends to the driver."""
 
     longest_seconds: float
-    """The longest delay that the app's settings allow."""
+    """The longest delay in seconds that the app's settings allow."""
     queues: tuple[str, ...]
     route: str
-    """The queue for rows without a queue name; empty if the task is routed to an exchange."""
+    """The queue for rows without a queue name; "" if the app routes the task to an exchange."""
     spread: Spread | None = None
-    """The spacing of due times by a rate limit; None without a rate limit."""
+    """The spacing of due times by the rate limit; None without a rate limit."""
     records: Place | None = field(default=None, repr=False)  # its URL may hold a password
     """URL and namespace of the records (state about waiting tasks); None without records."""
 
@@ -59,7 +59,7 @@ def load_app(path: str) -> Celery:
     """Import the Celery app at *path*, such as ``"pkg.mod:app"``.
 
     Raises:
-        InvalidFanOut: *path* is not a Celery app, or ``install(app)`` was not called.
+        InvalidFanOut: *path* is not an importable Celery app with ``install(app)``.
     """
     try:
         app = symbol_by_name(path)
@@ -83,11 +83,11 @@ def load_app(path: str) -> Celery:
 
 
 def describe(call: Call) -> AppFacts:
-    """Import the Celery app, check that the app can send the task, and return facts about the app.
+    """Import the Celery app, check the task, and return facts about the app.
 
     Raises:
-        InvalidFanOut: the app cannot be imported, the task is not registered or does not take these
-            arguments, or the app's broker cannot delay tasks.
+        InvalidFanOut: the app cannot be imported, lacks a task with these arguments, or has a
+            broker that cannot delay tasks.
     """
     app = load_app(call.app)
     app.loader.import_default_modules()

@@ -1,7 +1,7 @@
 """Encode DataFrame rows as Celery tasks: task ids, due times and message bodies.
 
-``FanOut`` and the Spark sink use this module. Executors encode the rows in Python. Due times are
-microseconds since the epoch, so the time zones of Spark session and executors do not matter.
+Executors encode the rows in Python. Due times are microseconds since the epoch, so the time zones
+of the Spark session and the executors do not matter.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def encoded(
     spread: Spread | None = None,
     keep: Sequence[str] = (),
 ) -> Any:
-    """Encode each row of a DataFrame as a task, in the columns ``SENT_COLUMNS``.
+    """Return a DataFrame with one encoded task per row, in the columns ``SENT_COLUMNS``.
 
-    The column ``error`` is the reason if a row is rejected, else null. The result begins with the
-    columns *keep*, as named by :func:`inputs`.
+    The column ``error`` has the reason for a rejected row, else null. The columns *keep* of
+    :func:`inputs` come first.
     """
     frame, types = inputs(df, options)
     encoder = Encoder(options, types, longest_seconds=longest_seconds)
@@ -92,7 +92,7 @@ def encoded(
 
 
 class Encoder:
-    """Encodes rows in Arrow columns as tasks: one tuple of ``SENT_COLUMNS`` per row."""
+    """Encodes rows in Arrow columns as tasks: one tuple (``SENT_COLUMNS``) per row."""
 
     no_time = "no due time, or none that can be read"
     past = "the due time has passed"
@@ -109,7 +109,7 @@ class Encoder:
         longest_seconds: float,
         queues: tuple[str, ...] | None = None,
     ) -> None:
-        """Prepare to encode rows; reject rows with a queue not in *queues* (None: any queue)."""
+        """Prepare to encode rows; *queues*: the allowed queue names, or None for all names."""
         read = list(slots(options))
         self.slot_names = [slot.name for slot in read]
         self.latest_us = options.now_us + int(longest_seconds * 1_000_000)
@@ -138,7 +138,7 @@ class Encoder:
         )
 
     def rows(self, columns: Sequence[Any], run_id: str) -> Iterator[tuple[Any, ...]]:
-        """Encode each row as a tuple; its last value is the reason of a rejection, or None."""
+        """Yield one tuple per row; the last value is the reason for a rejection, or None."""
         parts = counted(run_id) + counted(self._task)
         lists = [_values(column, kind) for column, kind in zip(columns, self._kinds, strict=True)]
         for place, convert in enumerate(self._conversions):
@@ -151,7 +151,7 @@ class Encoder:
                 yield None, None, None, None, None, None, str(exc)
 
     def texts(self, columns: Sequence[Any], name: str) -> list[str | None]:
-        """Return the rate limit's key of each row as text; parameter *name*: the key's column."""
+        """Return the rate limit's key of each row as text, from the column *name*."""
         place = self.slot_names.index(name)
         values = _values(columns[place], self._kinds[place])
         return [None if one in (None, _Fault.NO_TEXT) else str(one)[:LONGEST_KEY] for one in values]
@@ -218,7 +218,7 @@ class _Rejected(Exception):
 
 
 class _Fault(Enum):
-    """A mark in place of a value; a row with this mark is rejected."""
+    """Replaces a value that cannot be encoded, so that the row is rejected."""
 
     NO_TEXT = "is not valid UTF-8"  # Spark does not check text
     NOT_FINITE = "is NaN or infinite"
@@ -282,7 +282,7 @@ def _value(scalar: Any) -> Any:
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """Return *value* for JSON: a map as a dict, and a float as its shortest text."""
+    """Convert a Spark value for JSON: maps to dicts, 32-bit floats to short decimals."""
     match kind:
         case _ if value is None:
             return None
@@ -300,7 +300,7 @@ def _plain(value: Any, kind: Any) -> Any:
 def _batch_encoder(
     encoder: Encoder, run_id: str, keep: Sequence[str], key: str | None
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """Return a function for mapInArrow() that encodes batches; *keep* names the first columns."""
+    """Return a function for mapInArrow() that encodes batches, and copies the columns *keep*."""
     kept = len(keep)
 
     def encode(batches: Iterator[Any]) -> Iterator[Any]:
@@ -317,7 +317,7 @@ def _batch_encoder(
 
 
 def _check_exists(df: Any, slot: Slot) -> None:
-    """Raise InvalidFanOut if *df* has not exactly one column for *slot*."""
+    """Raise InvalidFanOut if the column does not exist, or if several columns match."""
     name = slot.column
     alike = [one for one in df.columns if isinstance(name, str) and one.lower() == name.lower()]
     if alike == [name]:

@@ -25,7 +25,7 @@ _MOST_ANSWERS = 10_000
 
 
 def checker(call: Call) -> Callable[[Batches], Batches]:
-    """Return a function for mapInArrow() that checks the app; yields AppFacts or InvalidFanOut."""
+    """Return a function for mapInArrow() that checks the app; yields AppFacts or the error."""
 
     def check(batches: Batches) -> Batches:
         for _ in batches:
@@ -38,7 +38,7 @@ def checker(call: Call) -> Callable[[Batches], Batches]:
 
 
 def sender(job: SendJob) -> Callable[[Batches], Batches]:
-    """Return a function for mapInArrow() that sends rows, and yields Failures and a Receipt."""
+    """Return a function for mapInArrow() that sends rows; yields each Failure and a Receipt."""
 
     def send(batches: Batches) -> Batches:
         context = TaskContext.get()
@@ -56,7 +56,7 @@ def sender(job: SendJob) -> Callable[[Batches], Batches]:
 
 
 def answers_of(frame: Any) -> list[Any]:
-    """Run the Spark job of *frame*, and unpickle the answers in its column ``answer``."""
+    """Run the Spark job of a DataFrame, and return the executors' answers."""
     return [pickle.loads(row.answer) for row in frame.collect()]
 
 

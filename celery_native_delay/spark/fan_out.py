@@ -38,9 +38,9 @@ class FanOutResult:
     seconds: float
     receipts: list[Receipt]
     failures: list[Failure] = field(repr=False)
-    """Rows that were accepted, but whose tasks the broker has not confirmed."""
+    """Accepted rows with tasks that the broker has not confirmed."""
     was_committed: bool = False
-    """True if this run (with *fence*) was sent successfully before; then nothing was sent now."""
+    """True if this run was sent before with *fence*, and succeeded. Then nothing was sent again."""
 
     @property
     def rows(self) -> int:
@@ -126,7 +126,7 @@ class FanOut:
 
     @property
     def run_id(self) -> str:
-        """The name of this run. The same row in a run of the same name has the same task id."""
+        """The name of this run. With the same *run_id*, the same row has the same task id."""
         return self.options.run_id
 
     @cached_property
@@ -152,7 +152,7 @@ class FanOut:
 
     @property
     def encoded(self) -> Any:
-        """A DataFrame of the tasks to send; the column ``error`` is the reason of a rejection."""
+        """A DataFrame with one encoded task per row; ``error`` is the reason for a rejection."""
         return self._encoded(self._df)
 
     def _encoded(self, df: Any, *keep: str) -> Any:
@@ -222,11 +222,12 @@ class FanOut:
             InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
                 Nothing was sent.
             FanOutFailed: the broker has not confirmed some tasks; the error's *result* lists them.
-                With *fence* no task of the run runs. Also raised if the result of a run with
-                *fence* could not be stored, or if the run was sent before with other rows.
+                With *fence*, workers run no task of this job. Also raised with *fence* if the
+                    outcome
+                could not be stored, or if the same *run_id* was sent before with other rows.
             RecordsUnavailable: Redis or the database, which *fence* needs, is unreachable. Nothing
                 was sent.
-            NoRecords: the app has no records (state about tasks). Nothing was sent.
+            NoRecords: the app has no records (state about tasks) for *fence*. Nothing was sent.
             pyspark.errors.PySparkException: the Spark job failed.
         """
         spark = self._df.sparkSession

@@ -1,7 +1,7 @@
 """The option *fence* of ``FanOut``: if Spark repeats a partition, each row's task runs once.
 
-Executors write the number of their Spark attempt into each message. In the end the driver stores,
-in Redis or a database, which attempts count. Workers run only the tasks of these attempts.
+Each message has the number of the Spark attempt that sent the message. After the job the driver
+stores the valid attempts in Redis or a database. Workers run only tasks of valid attempts.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Fence:
     records: Place = field(repr=False)
     run: str
     job: str
-    """The id of the Spark job. If several jobs send the same run, such as a replayed batch of a
-    stream, only the tasks of the first committed job run."""
+    """The id of the Spark job. If several jobs send the same rows, such as a replayed batch of a
+    stream, workers run only the tasks of the first committed job."""
     timeout_seconds: float
     longest_seconds: float
     """The longest delay of a message, in seconds."""
@@ -74,9 +74,9 @@ class Fence:
         return Stamp(self.run, partition, f"{attempt}-{token_hex(4)}")
 
     def open(self) -> Record:
-        """Store that the Spark run has begun, restart the run's time-out, and return the run.
+        """Store that the Spark run has begun, restart the time-out, and return the run's state.
 
-        If the state of the run is COMMITTED, the caller must send nothing.
+        If the state is COMMITTED, the caller must send nothing.
 
         Raises:
             RecordsUnavailable: Redis or the database is unreachable; nothing may be sent.
@@ -98,10 +98,10 @@ class Fence:
         return record
 
     def commit(self, receipts: Sequence[Receipt], *, rows: str = "") -> None:
-        """Store which Spark attempt counts for each partition; only tasks of these attempts run.
+        """Store each partition's valid Spark attempt; workers run only tasks of valid attempts.
 
         Args:
-            receipts: one receipt per partition, from the attempt that counts.
+            receipts: one receipt per partition, from the valid attempt.
             rows: the count and checksum of all rows, which must be the same in each job of the run.
 
         Raises:

@@ -1,7 +1,7 @@
 """Compute task ids from rows, so that a second send of a row has the same task id.
 
-A task id is the UUID 5 of the run's name, the task's name and the row's key. Each part is written
-as ``<length>:<text>``, so that different keys never give the same text.
+A task id is the UUID 5 of run name, task name and the values that identify the row. Each part is
+written as ``<length>:<text>``, so that different rows never give the same text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _OF_NAMESPACE = sha1(NAMESPACE.bytes, usedforsecurity=False)
 
 
 def task_id_of(run_id: str, task: str, *key: object) -> str:
-    """Return the task id of a row; the parameter *key*: the row's values of ``id_cols``.
+    """Return the task id of a row; *key*: the row's values in the columns ``id_cols``.
 
     >>> task_id_of("reminders-2026-11-20", "shop.remind", 7)
     'ef7057f5-c7da-5c4e-9bff-be5cb56703eb'
@@ -40,10 +40,10 @@ def key_text(value: object) -> str:
 
 
 def counted(text: str) -> str:
-    """Return a text with its length in front: ``"3:abc"`` for ``"abc"``."""
+    """Prefix a text with its length: ``"abc"`` becomes ``"3:abc"``."""
     return f"{len(text)}:{text}"
 
 
 def smear_us_of(task_id: str, smear_us: int) -> int:
-    """Return the task's extra delay in microseconds: a hash of the task id, below *smear_us*."""
+    """Return a task's extra delay in microseconds, computed from the task id."""
     return int(task_id[:8] + task_id[9:13], 16) % smear_us if smear_us else 0

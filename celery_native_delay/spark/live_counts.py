@@ -1,10 +1,10 @@
-"""Executors report their counts to the driver by UDP while a Spark job runs.
+"""Executors report counts of sent tasks to the driver by UDP, during a Spark job.
 
-If the job is interrupted, the driver logs these counts: Spark reports the result of a task only
-when the task has ended. If a UDP datagram is lost, the logged counts are less exact.
+If the job is interrupted, the driver logs these counts, because Spark has results only of ended
+Spark tasks. If a UDP datagram is lost, the logged counts are too low.
 
-On Ctrl-C PySpark fails to cancel the Spark job: its signal handler calls the JVM on a connection
-that is in use, which py4j refuses. The driver cancels the job here, so that executors stop.
+On Ctrl-C, PySpark fails to cancel the Spark job: PySpark's signal handler calls the JVM on a
+connection that is in use. So the driver cancels the job here, and executors stop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STOP = b"stop"
 
 @dataclass(frozen=True)
 class Report:
-    """The counts so far of one attempt to send a partition."""
+    """Counts of the tasks that one attempt to send a partition has sent, up to now."""
 
     job: str
     partition: int
@@ -42,7 +42,7 @@ class Report:
 
 
 class LiveCounts:
-    """Receives executors' counts on the driver, while a Spark job runs in the ``with`` block."""
+    """Receives executors' counts of sent tasks on the driver, during a ``with`` block."""
 
     def __init__(self, spark: Any, job: str) -> None:
         self._job = job
@@ -150,7 +150,7 @@ def context_of(spark: Any) -> Any:
 
 
 class Reporter:
-    """Reports the counts of one Spark task attempt to the driver, if *address* is not None."""
+    """Reports the counts of sent tasks of one Spark task attempt to the driver."""
 
     def __init__(
         self, address: tuple[str, int] | None, job: str, partition: int, attempt: int
@@ -166,7 +166,7 @@ class Reporter:
                 self._socket.connect(at)
 
     def report(self, batch: Bulk, *, is_last: bool = False) -> bool:
-        """Report the batch's counts, every 0.2 s at most; return True if sending must stop."""
+        """Report the batch's counts at most every 0.2 s. Returns True if sending must stop."""
         if self._socket is None or (monotonic() < self._next and not is_last):
             return False
         self._next = monotonic() + _REPORT_SECONDS
@@ -179,7 +179,7 @@ class Reporter:
         return False
 
     def end(self, batch: Bulk) -> None:
-        """Report the final counts of *batch*, and close the socket."""
+        """Report the final counts of the batch, and close the socket."""
         self.report(batch, is_last=True)
         if self._socket is not None:
             self._socket.close()

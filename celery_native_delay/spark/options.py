@@ -46,7 +46,7 @@ class FanOutOptions:
     kwargs: Sequence[str] | Mapping[str, Columnar] = ()
     """The columns of the keyword arguments, or a mapping from an argument's name to a column."""
     queue: Columnar | None = None
-    """The column of queue names. For a row without a queue name, the app's routes are used."""
+    """The column of queue names. A row without a queue name uses the app's routes."""
     priority: Columnar | None = None
     """The column of message priorities, 0 to 255; null means no priority."""
     expires: Columnar | None = None
@@ -55,10 +55,10 @@ class FanOutOptions:
     """The columns that identify a row. The task id is computed from the values of these columns,
     *run_id* and *task*. By default, arguments, due time and queue identify the row."""
     run_id: str = field(default_factory=lambda: uuid4().hex)
-    """The name of this run. The same row in a run of the same name has the same task id."""
+    """The name of this run. With the same *run_id*, the same row has the same task id."""
     smear: float = 0.0
-    """The longest extra delay in seconds. Extra delays spread tasks that are due at the same time.
-    The extra delay of a task is computed from the task id."""
+    """The longest extra delay in seconds, which spreads tasks that are due at the same time. The
+    extra delay of a task is computed from the task id."""
     rate: Rate | str | bool | None = None
     """A rate limit that spreads the due times: a Rate, ``"100/m"``, or True. True takes the task's
     rate from the setting ``native_delay_rates``, which workers enforce."""
@@ -67,16 +67,16 @@ class FanOutOptions:
     connections: int = 4
     """The largest number of broker connections at a time; two to four suffice for one queue."""
     past: str = "reject"
-    """"reject": reject rows with a due time before *now*. "send": send such tasks, due at once."""
+    """"reject": reject rows with a due time before *now*. "send": send the tasks, due at once."""
     max_body_bytes: int = 128 * 1024
     """The largest size of a task's arguments as JSON, in bytes; larger rows are rejected."""
     check_task: bool = True
     """If True, the task must be registered in the app. Use False for a task of another app."""
     check_queue: bool = True
-    """If True, reject queues that the app's configuration does not name."""
+    """If True, only queues that the app's configuration names are allowed."""
     fence: bool = False
     """If True, each task runs once, even if Spark sends a partition twice. No task of a failed job
-    runs. A *run_id* is not sent again after a success. The app needs ``native_delay_records``."""
+    runs. After a success, the same *run_id* is not sent again. Needs ``native_delay_records``."""
     fence_timeout: float = 3600.0
     """The longest time in seconds from the start of a partition to the end of the job. After this
     time workers assume that the driver died, and apply ``native_delay_fence_policy``."""
@@ -103,12 +103,10 @@ class FanOutOptions:
 
     @property
     def now_us(self) -> int:
-        """The option *now* in microseconds since the epoch."""
         return (self.now - EPOCH) // timedelta(microseconds=1)
 
     @property
     def smear_us(self) -> int:
-        """The option *smear* in microseconds."""
         return round(self.smear * 1_000_000)
 
     @property

@@ -1,4 +1,4 @@
-"""The plan of ``FanOut``: before a send, Spark counts the tasks and the rejected rows."""
+"""The plan of ``FanOut``: counts of tasks and rejected rows, before a send."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Plan:
     rejects: dict[str, int]
     """The number of rows that would be rejected, by reason, most frequent first."""
     duplicates: int
-    """The number of accepted rows, less the number of different task ids."""
+    """The number of accepted rows minus the number of distinct task ids."""
     first_due: datetime | None
     last_due: datetime | None
     queues: dict[str, int]
     """The number of accepted tasks by queue."""
     send_seconds: float
-    """The shortest time in seconds for sending all tasks, from *max_rate* and *connections*."""
+    """The least time in seconds to send all tasks, given *max_rate* and *connections*."""
     due_while_sending: int
     """The number of tasks that fall due before sending can end; some of these tasks run late."""
 
@@ -59,7 +59,7 @@ class Plan:
 
 
 def make_plan(encoded: Any, facts: AppFacts, options: FanOutOptions) -> Plan:
-    """Count the encoded rows; Spark encodes the rows once, and caches the encoded rows."""
+    """Count the encoded rows, which Spark caches, so that each row is encoded once."""
     kept = encoded.select("task_id", "due_us", "queue", "error").persist()
     try:
         return _counted(kept, facts, options)

@@ -1,4 +1,4 @@
-"""The report of each Spark task to the driver: counts, and rows that are not confirmed."""
+"""The report of each Spark partition to the driver: counts, and rows without a confirm."""
 
 from __future__ import annotations
 

@@ -3,17 +3,17 @@
 The table lists the verdicts in order; the first verdict that fits a task counts:
 
 ========== ========================================================================
-unplanned  a worker ran the task, and the task is not in the ledger
+unplanned  a worker ran the task, and the ledger (planned tasks) lacks the task
 duplicate  the task ran to its end twice with the same number of retries
 early      the task started before it was due
 ok         the task is done
 failed     the task raised, was rejected, revoked, expired, or lost its process
-running    the task started, and has not ended; or its worker was killed
-pending    the task is not due, or due for less than *grace_seconds*
-missing    the task is due, and no worker knows of it; or its retry never came
+running    the task started and has not ended, or its worker was killed
+pending    the task is not due, or has been due for less than *grace_seconds*
+missing    the task is due and no worker knows of the task, or a retry never came
 ========== ========================================================================
 
-Spark computes the verdicts when an action needs them. Rows stay on the executors.
+Spark computes the verdicts only for an action, such as ``count()``.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ def reconcile(
         events: the telemetry, from :func:`read_events`. Filter out the events of other runs, for
             example by ``task``: tasks of other runs get the verdict ``unplanned``.
         as_of: the time up to which *events* are complete, an aware datetime; now by default.
-        grace_seconds: a task is ``missing`` only this long after its due time, because telemetry is
-            written after a delay.
-        early_seconds: a task that starts at most this long before its due time is not ``early``,
+        grace_seconds: a task becomes ``missing`` this many seconds after its due time; before, the
+            task is ``pending``, because workers write telemetry with a delay.
+        early_seconds: a start up to this many seconds before the due time is not ``early``,
             because clocks differ.
 
     Raises:
         ValueError: a column is missing, has the wrong type, or has the name of a column that this
-            function adds (``ADDED``); or *as_of* is naive.
+            function adds (``ADDED``); or *as_of* has no time zone.
     """
     _check_columns("ledger", ledger, {"task_id": "string", "due": "timestamp"})
     _check_columns("events", events, FIELDS)
@@ -144,14 +144,14 @@ def reconcile(
 class Reconciliation:
     """One verdict per task, such as ``ok`` or ``missing``, and the counts of the verdicts.
 
-    Every Spark action computes the verdicts again, but reads the verdicts of :meth:`stored`.
+    Every Spark action computes the verdicts again; :meth:`stored` saves the computed verdicts.
     """
 
     verdicts: DataFrame
     """One row per task: the ledger's columns, ``verdict``, ``late_seconds`` (of the first start),
-    ``sent_after_due`` (null if workers cannot tell) and ``ran`` (null if no worker knows of the
-    task). ``ran`` has ``started`` (first), ``finished`` (last), ``worker`` and ``queue`` of the
-    first start, ``outcome`` of the last end, ``retries`` and ``attempts``."""
+    ``sent_after_due`` (null if unknown) and ``ran`` (null if no worker knows of the task). ``ran``
+    has ``started`` (first start), ``finished`` (last end), ``worker`` and ``queue`` of the first
+    start, ``outcome`` of the last end, ``retries`` and ``attempts``."""
     ledger_columns: tuple[str, ...]
 
     def stored(self, path: str) -> Reconciliation:
@@ -178,8 +178,8 @@ class Reconciliation:
         deliver these tasks on time.
 
         Args:
-            *by: the groups' names: ``"queue"`` or ``"worker"`` of the first start (or the planned
-                queue), ``"due"``, or columns of the ledger. Without groups there is one row.
+            *by: columns to group by: ledger columns, ``"due"``, or ``"queue"`` or ``"worker"`` of
+                the first start (or the planned queue). By default, all tasks are one group.
             due_seconds: the length in seconds of each ``"due"`` group, named by its start.
         """
         known = {name: F.col(_quoted(name)) for name in self.ledger_columns}
@@ -214,7 +214,7 @@ class Reconciliation:
 
 
 def _tasks(events: DataFrame) -> DataFrame:
-    """Return one row per task; grouping by prefixes lets Spark shuffle and sort only once."""
+    """Return one row per task. All groups begin with the id, so Spark shuffles once."""
     attempts = (
         events.where("id is not null")
         .repartition("id")

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SendJob:
-    """The Celery app, task, rate and so on, with which every Spark task sends rows."""
+    """The options of a Spark job that sends rows: Celery app, task, rate and so on."""
 
     app: str
     task: str
@@ -46,7 +46,7 @@ class SendJob:
     """The largest number of Celery tasks per second on one connection; None is no limit."""
     fence: Fence | None = None
     id: str = ""
-    """The id of the job that the Spark tasks belong to. Each batch of a stream is one job."""
+    """The id of the Spark job; each batch of a stream has its own id."""
     driver: tuple[str, int] | None = None
     """The host and port to which executors report counts; None if the driver does not listen."""
 
@@ -55,9 +55,9 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     """Send encoded rows as Celery tasks, count the tasks in *receipt*, and yield each Failure.
 
     An outage of the broker does not fail the Spark task, because Spark would send all rows again.
-    After a minute of outage, the remaining rows, and rows of later Spark tasks, are "unsent".
+    After a minute of outage, rows are "unsent", also the rows of later Spark tasks.
 
-    If an earlier send of the run succeeded (option *fence*), rows are counted and not sent.
+    If an earlier send of a run with *fence* succeeded, rows are counted and not sent.
 
     Raises:
         RecordsUnavailable: Redis or the database, which *fence* needs, is unreachable.
@@ -147,7 +147,7 @@ _ABOUT_THE_QUEUE = (NotPermitted, TopologyMismatch, UnsupportedBroker, SettingsE
 
 
 def _is_about_the_row(error: Exception) -> bool:
-    """Return True if *error* concerns one row, not the broker or the connection."""
+    """Return True if the error concerns one row, not the broker or the connection."""
     about_rows = isinstance(error, NativeDelayError | TypeError | ValueError)
     return about_rows and not isinstance(error, StoreUnavailable)
 
@@ -174,7 +174,7 @@ class GivenUp:
         self._path = Path(SparkFiles.getRootDirectory(), name) if job_id else None
 
     def reason(self) -> str:
-        """Return the reason why an earlier Spark task stopped sending; empty without one."""
+        """Return the reason why an earlier Spark task stopped sending; "" if no task stopped."""
         if self._path is not None:
             with suppress(OSError):
                 return self._path.read_text()
@@ -189,14 +189,13 @@ class GivenUp:
 
 
 class Pace:
-    """Limits the tasks sent per second; after a pause, one second's tasks may be sent at once."""
+    """Limits the tasks sent per second; a pause allows a burst of one second's tasks."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0
         self._next = monotonic()
 
     def wait(self) -> None:
-        """Sleep until the next task may be sent."""
         if not self._interval:
             return
         now = monotonic()

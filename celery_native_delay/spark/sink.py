@@ -46,7 +46,7 @@ class Sent(WriterCommitMessage):
 
 
 def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Parse the sink's options: the options of :class:`FanOutOptions`, and ``on_reject``.
+    """Parse the sink's text options to values for :class:`FanOutOptions`, and ``on_reject``.
 
     Raises:
         InvalidFanOut: an option is unknown or missing, or has a wrong value.
@@ -95,10 +95,10 @@ class Writer(DataSourceArrowWriter):
         return self._send(iterator, self._options.run_id, self._fence, self._job_id)
 
     def commit(self, messages: list[Any]) -> None:
-        """Log the counts; with *fence*, first store which attempts count: only their tasks run.
+        """Log the counts. With *fence*, first store the valid Spark attempts.
 
         Raises:
-            FanOutFailed: the attempts that count could not be stored.
+            FanOutFailed: the valid attempts could not be stored.
         """
         receipts = _receipts(messages)
         if self._fence is not None:
@@ -197,7 +197,7 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         return self._send(iterator, f"{run_id}-{batch}", fence, f"{self._job_id}-{batch}")
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Log the counts of the batch; with *fence*, first store which Spark attempts count."""
+        """Log the counts of the batch. With *fence*, first store the valid Spark attempts."""
         receipts = _receipts(messages)
         if self._fence is not None and receipts:
             # Spark makes a new writer to commit, which learns the query's id from the receipts.
@@ -217,7 +217,7 @@ _QUERY_AND_BATCH = ("sql.streaming.queryId", "streaming.sql.batchId")
 
 
 def _position(slot: Slot, columns: Sequence[str]) -> int:
-    """Return the index of the column of *slot* in *columns*, ignoring upper and lower case.
+    """Find the column that an option names, ignoring case; return the column's position.
 
     Raises:
         InvalidFanOut: there is no such column, or several columns have this name.
@@ -238,7 +238,7 @@ def _shown(batch: Any, number: int) -> str:
 
 
 def _receipts(messages: list[Any]) -> list[Receipt]:
-    """Return the receipts in *messages*. A message is None if its Spark task failed."""
+    """Return the receipts of the Spark tasks that did not fail."""
     return [message.receipt for message in messages if message is not None]
 
 
@@ -253,14 +253,14 @@ def _log_rejects(receipts: list[Receipt]) -> None:
 
 
 def _names(text: str) -> list[str]:
-    """Return the column names in *text*, which is a JSON list or names separated by commas."""
+    """Parse column names from a JSON list, or from names separated by commas."""
     if text.lstrip().startswith("["):
         return list(json.loads(text))
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _named(text: str) -> Any:
-    """Return the column names in *text*, or a JSON object's dict from argument to column."""
+    """Parse column names, or a JSON object from argument names to column names."""
     return json.loads(text) if text.lstrip().startswith("{") else _names(text)
 
 

@@ -78,7 +78,7 @@ def check_type(slot: Slot, kind: t.DataType, *, has_zone: bool) -> None:
 
 
 def no_such_column(slot: Slot, columns: Sequence[str]) -> InvalidFanOut:
-    """Return the error for a column name that is unknown or ambiguous."""
+    """Return the error for an unknown or ambiguous column name."""
     name = slot.column
     alike = [one for one in columns if isinstance(name, str) and one.lower() == name.lower()]
     if len(alike) > 1:
@@ -98,7 +98,7 @@ def column_text(column: Columnar) -> str:
 
 
 def _expected(role: str, kind: t.DataType, *, has_zone: bool) -> str:
-    """Return in words which types *role* allows; "" if *kind* is one of these types."""
+    """Return "" if the column may have this Spark type, else words for the allowed types."""
     if role == "json":
         return _not_json(kind)
     if role == "due" and has_zone and isinstance(kind, _NTZ):
@@ -110,7 +110,7 @@ def _expected(role: str, kind: t.DataType, *, has_zone: bool) -> str:
 
 
 def _not_json(kind: Any) -> str:
-    """Return in words which types JSON has instead of *kind*; "" if JSON has *kind*."""
+    """Return "" if JSON has the Spark type, else words for the types to use instead."""
     match kind:
         case t.StructType():
             if len({*kind.names}) < len(kind.names):

@@ -1,7 +1,7 @@
 """Spread due times by a rate limit: tasks with the same key fall due one after another.
 
-Due times are computed from the rows alone; workers enforce the rate limit later. Other rows, or
-another time, give other due times. To keep due times, send tasks from the stored ``ledger()``.
+Workers enforce the rate limit again. The due times depend on all rows and the current time. To send
+tasks again with the same due times, send the rows of the stored ``ledger()``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COLUMN = "\0"
 
 @dataclass(frozen=True)
 class Spread:
-    """The spacing of due times in microseconds by a rate limit, and the limit's burst.
+    """A rate limit for due times: the spacing in microseconds, and the burst.
 
     The field *column* names the column with the rate limit's key; None: all tasks share the limit.
     """
@@ -42,8 +42,7 @@ class Spread:
     def over(self, frame: Any, now_us: int) -> Any:
         """Return a DataFrame with later due times (``due_us``), which obey the rate limit.
 
-        Rows with the same key of the rate limit (the column ``line``) share the limit. Rejected
-        rows are not counted.
+        Rows with the same key (the column ``line``) share the limit. Rejected rows do not count.
         """
         line = "partition by line, error is null order by due_us, task_id"
         ahead_us = (self.burst - 1) * self.spacing_us

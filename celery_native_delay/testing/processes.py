@@ -1,4 +1,4 @@
-"""Run a server that ends with the Python process that started it, even if the process is killed."""
+"""Run a server that ends with this Python process, even if the process is killed."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ class BrokerFailed(Exception):
 
 _LOWEST = 20_000
 _COUNT = 12_768
-"""Ports up to 32767. Linux gives clients ports from 32768 on, macOS from 49152.
+"""The number of ports from 20000. Linux gives clients ports from 32768, macOS from 49152.
 
-Otherwise a client that reconnects to a dead server could get the server's port as its own.
-"""
+A client that reconnects to a dead server must not get the server's port."""
 
 
 def claim_ports(count: int) -> list[socket.socket]:
-    """Reserve free TCP ports; return a UDP socket that is bound to the number of each port.
+    """Reserve free TCP ports; return one UDP socket per port, bound to the same number.
 
-    Other callers skip these ports, and a server can bind the TCP ports. Close a socket to free
-    the port.
+    Other callers skip these ports, but a server can bind the TCP ports. Close a socket to free the
+    port.
     """
     claims: list[socket.socket] = []
     while len(claims) < count:
@@ -176,7 +175,7 @@ class KeptServer:
             self._tell_keeper("")
 
     def close(self) -> None:
-        """Kill the server and its companion with SIGKILL, and remove a temporary folder."""
+        """Kill the server and its companion (such as epmd), and remove a temporary folder."""
         self.end(signal.SIGKILL)
         with suppress(OSError):
             self._tell_keeper("end")
@@ -186,7 +185,7 @@ class KeptServer:
                 self._keeper.stdin.close()
 
     def log_tail(self, lines: int = 30) -> str:
-        """Return the last *lines* of the server's output and log files."""
+        """Return the last lines of the server's output and log files."""
         text = ""
         for name in self._logs:
             with suppress(FileNotFoundError):

@@ -44,7 +44,7 @@ class RabbitMQInstallation:
     """The path of the server script within *root*. The script on the PATH would switch users."""
     version: str
     root: Path | None = None
-    """The folder to chroot into; None if RabbitMQ runs without chroot."""
+    """The folder to chroot into; None if RabbitMQ needs no chroot."""
 
 
 def find_rabbitmq(version: str | None = None) -> RabbitMQInstallation | None:
@@ -74,7 +74,7 @@ def _installations() -> Iterator[RabbitMQInstallation]:
 
 
 def _version_of(server: Path) -> str | None:
-    """Return the version of the RabbitMQ of *server*, read from its folder of plugins."""
+    """Return the version of a RabbitMQ, read from the server's folder of plugins."""
     for plugin in server.resolve().parent.parent.glob("plugins/rabbit-*"):
         if match := re.fullmatch(r"rabbit-(\d+\.\d+\.\d+.*?)(\.ez)?", plugin.name):
             return match[1]
@@ -240,7 +240,7 @@ class PrivateRabbitMQ:
     # ---- life ------------------------------------------------------------------------------
 
     def start(self, *, within_seconds: float = _BOOT_SECONDS) -> None:
-        """Start the node, always with the same ports and data, and wait until it serves.
+        """Start the node, always with the same ports and data, and wait until the node is ready.
 
         Raises:
             BrokerFailed: the start took over *within_seconds*; the message has the end of the log.
@@ -270,7 +270,7 @@ class PrivateRabbitMQ:
             claim.close()
 
     def log_tail(self, lines: int = 30) -> str:
-        """Return the last *lines* of the node's output and log."""
+        """Return the last lines of the node's output and log."""
         return self._node.log_tail(lines)
 
     # ---- administration --------------------------------------------------------------------
@@ -317,7 +317,7 @@ class PrivateRabbitMQ:
         definition: Mapping[str, object],
         apply_to: Literal["queues", "exchanges", "all"] = "queues",
     ) -> None:
-        """Create or replace a policy; RabbitMQ applies it to existing queues a little later."""
+        """Create or replace a policy; RabbitMQ changes existing queues a little later."""
         body = {"pattern": pattern, "definition": dict(definition), "apply-to": apply_to}
         self.api("PUT", f"/policies/{quote(vhost, safe='')}/{quote(name, safe='')}", body)
 
@@ -380,7 +380,7 @@ class PrivateRabbitMQ:
         return self._inside("epmd", "-address", self.ip, "-port", str(self._epmd_port))
 
     def _server_environment(self) -> dict[str, str]:
-        """All environment variables of the server; the server inherits none of this process."""
+        """All environment variables of the server, which inherits none from this process."""
         home = "/" / self._home.relative_to(self._root)
         return {
             "PATH": f"{self.installation.server.parent}:{_PATH}",
@@ -416,7 +416,7 @@ class PrivateRabbitMQ:
         return ["unshare", "--mount", "sh", "-c", _ENTER_ROOT, str(self._root), *command]
 
     def _serves(self) -> bool:
-        """Return True if AMQP and the management API answer; set *version*."""
+        """Return True if AMQP and the management API answer, and store the node's version."""
         try:
             with socket.create_connection((self.ip, self.port), timeout=5) as connection:
                 connection.sendall(b"AMQP\x00\x00\x09\x01")

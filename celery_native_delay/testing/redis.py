@@ -65,7 +65,7 @@ def find_redis(
 
 
 def require_redis(server: ServerName | None = None, *, embedded: bool = False) -> RedisInstallation:
-    """Return an installed Redis or Valkey; raise BrokerMissing if there is none, or no redis-py."""
+    """Return an installed Redis or Valkey; raise BrokerMissing without a server or redis-py."""
     if installation := find_redis(server, embedded=embedded):
         if find_spec("redis") is None:
             raise BrokerMissing(
@@ -130,7 +130,7 @@ def _who_is(server: str) -> tuple[ServerName, str] | None:
 
 
 _BOOT_SECONDS = 60
-"""A start takes 10 to 50 ms; with a large append-only file or on a busy machine it takes longer."""
+"""A start takes 10 to 50 ms, and longer with a large append-only file or on a busy machine."""
 
 _LONGEST_SOCKET_PATH = 103
 """The limit of macOS in bytes. Linux allows four more bytes."""
@@ -174,8 +174,8 @@ def private_redis(*, server: ServerName | None = None, **options: Any) -> Iterat
 def embedded_broker(folder: Path | str | None = None) -> Iterator[PrivateRedis]:
     """Run the Valkey of the extra `embedded` until the ``with`` block ends, for development.
 
-    The server listens only on a Unix socket in *folder*. The server keeps its messages in *folder*
-    for the next time. Without a *folder* the messages are lost.
+    The server listens only on a Unix socket in *folder*, and keeps its messages in *folder* for the
+    next start. Without a *folder* the messages are lost.
 
     Raises:
         BrokerMissing: the extra is not installed.
@@ -257,7 +257,7 @@ class PrivateRedis:
 
     @property
     def url(self) -> str:
-        """The URL of database 0 for Celery: over TCP if there is a port, else *socket_url*."""
+        """The URL of database 0 for Celery: over TCP if there is a port, else the Unix socket."""
         if self.port is None:
             return self.socket_url
         if self._certificate is None:
@@ -276,7 +276,7 @@ class PrivateRedis:
         return self._server.pid
 
     def start(self, *, within_seconds: float = _BOOT_SECONDS) -> None:
-        """Start the server, always with the same port and data, and wait until it serves.
+        """Start the server, always with the same port and data, and wait until the server is ready.
 
         Raises:
             BrokerFailed: the start took over *within_seconds*; the message has the end of the log.
@@ -306,7 +306,7 @@ class PrivateRedis:
         os.close(self._lock)
 
     def log_tail(self, lines: int = 30) -> str:
-        """Return the last *lines* of the server's log."""
+        """Return the last lines of the server's log."""
         return self._server.log_tail(lines)
 
     @cached_property
@@ -328,7 +328,7 @@ def quoted(text: str) -> str:
 
 
 def client_of(**server: Any) -> Any:
-    """Return a redis-py client without retries, for the arguments of `redis.Redis`."""
+    """Return a redis-py client without retries."""
     from redis import Redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
@@ -347,7 +347,7 @@ def answers(client: Any) -> bool:
 
 
 def _lock(folder: Path) -> int:
-    """Lock *folder*, because two servers would destroy its append-only file; return the descriptor.
+    """Lock the server's folder against a second server, and return the lock's file descriptor.
 
     The server inherits the descriptor, so the lock is held until this process and the server end.
     """

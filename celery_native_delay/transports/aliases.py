@@ -1,8 +1,6 @@
-"""Register our transports under kombu's own aliases, such as ``amqp``.
+"""Replace kombu's transports with our subclasses, under kombu's aliases such as ``amqp``.
 
-Our transports are subclasses of kombu's transports. Each subclass delays messages only on a
-connection with ``transport_options["native_delay"]``. Connection pools, clones, pickling and
-failover keep this option.
+Each subclass delays messages only if the connection has the transport option ``native_delay``.
 """
 
 from __future__ import annotations
@@ -10,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from kombu import transport
 
 from ..due_time import check_countdown, due_us
 from ..errors import InvalidDueTime, SettingsError, UnsupportedBroker
+from ..now import utc_now
 from ..settings import DelaySettings
 from ..urls import without_password
 
@@ -75,7 +74,6 @@ originals: dict[str, Any] = {}
 
 
 def register_transports() -> None:
-    """Replace kombu's transports with our subclasses in kombu's ``TRANSPORT_ALIASES``."""
     for alias, path in ALIASES.items():
         present = transport.TRANSPORT_ALIASES.get(alias)
         if present is not None and present != path:
@@ -85,15 +83,15 @@ def register_transports() -> None:
 
 
 def transport_for(url: str | Sequence[str], *, store: str | None = None) -> str | None:
-    """Return the name of our transport for a broker URL.
+    """Return the name of this package's transport for a broker URL.
 
     Args:
-        url: the broker URL, or a list of URLs, of which the first URL decides.
-        store: ``native_delay_store``, the URL of the database for waiting messages. Most of kombu's
-            transports need this database to delay messages.
+        url: the broker URL, or a list of broker URLs. In a list, only the first URL counts.
+        store: the URL of the database for waiting messages (``native_delay_store``), or None.
+            Without this database, most of kombu's transports cannot delay messages.
 
     Returns:
-        "rabbitmq", "redis", "sqs", "pgmq" or "sql"; None if we have no transport for the broker.
+        "rabbitmq", "redis", "sqs", "pgmq" or "sql"; None if the broker cannot delay messages.
     """
     if not isinstance(url, str) and not (isinstance(url, Sequence) and url):
         raise TypeError(f"expected a broker's URL, or a list of them, got {url!r}")
@@ -103,7 +101,6 @@ def transport_for(url: str | Sequence[str], *, store: str | None = None) -> str 
 
 
 def transport_of(alias: object, *, store: str | None) -> str | None:
-    """Return the name of our transport for kombu's transport *alias*, or None."""
     path = ALIASES.get(alias) if isinstance(alias, str) else None
     if path is None or (needs_store(alias) and store is None):
         return None
@@ -151,10 +148,7 @@ _URLS = ("records", "store")
 
 
 def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
-    """Return *settings* as the value of the transport option ``native_delay``.
-
-    The value is plain JSON data in a fixed order, because its repr is part of kombu's pool key.
-    """
+    """Return *settings* as JSON data for the transport option ``native_delay``."""
     if isinstance(settings, SettingsError):
         return {"misconfigured": str(settings)}
     defaults = DelaySettings()
@@ -169,6 +163,7 @@ def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
             shown = without_password(changed[name])
             _whole_urls[shown] = changed[name]
             changed[name] = shown
+    # The order of the fields is fixed, because kombu's pool key contains the repr of the option.
     return changed or True
 
 
@@ -185,11 +180,11 @@ def asks_for_delays(option: Any) -> bool:
 
 
 def settings_from_option(option: Any) -> DelaySettings:
-    """Return the settings in ``transport_options["native_delay"]``.
+    """Return the delay settings that the transport option ``native_delay`` contains.
 
     Args:
-        option: True for the defaults, a mapping of settings without their prefix, or a
-            :class:`DelaySettings`.
+        option: True for the defaults, a :class:`DelaySettings`, or a mapping of settings whose
+            names have no prefix ``native_delay_``.
 
     Raises:
         SettingsError: *option* has another type, or a setting is wrong.
@@ -220,18 +215,18 @@ def delay_headers(
     eta: datetime | str | None = None,
     now: datetime | None = None,
 ) -> dict[str, str]:
-    """Return message headers that delay a message published by plain kombu.
+    """Return message headers with a due time, for messages that you publish with kombu.
 
     Args:
-        countdown: seconds from *now*.
-        eta: the due time; a time without a time zone is in UTC. Give either *countdown* or *eta*.
-        now: the current time; defaults to this machine's clock.
+        countdown: the delay after *now*, in seconds. Give either *countdown* or *eta*.
+        eta: the due time, a datetime or ISO 8601 text; without a time zone, the time is in UTC.
+        now: the current time; the default is the time of this machine's clock.
 
     Returns:
-        ``{"eta": ISO 8601 text}``: merge this dict into the message's own headers.
+        ``{"eta": ISO 8601 text}``. Add this dict to the headers of the message.
 
     Raises:
-        InvalidDueTime: both or neither of *countdown* and *eta* are given, or the time is invalid.
+        InvalidDueTime: *countdown* and *eta* are both given, both missing, or invalid.
     """
     if (countdown is None) == (eta is None):
         raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")
@@ -240,7 +235,7 @@ def delay_headers(
             raise InvalidDueTime(f"expected a countdown in seconds, got {countdown!r}")
         check_countdown(countdown, longest_delay_seconds=LONGEST_COUNTDOWN_SECONDS)
         try:
-            eta = (now or datetime.now(UTC)) + timedelta(seconds=countdown)
+            eta = (now or utc_now()) + timedelta(seconds=countdown)
         except OverflowError as exc:
             raise InvalidDueTime(f"expected a countdown in seconds, got {countdown!r}") from exc
     assert eta is not None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from secrets import token_bytes
-from time import time_ns
 from typing import Any, Self
 
 from kombu import Producer
 
+from ..now import time_ns
 from .outbox import Outbox
 
 #: Seconds until a template is made anew, because the bindings of its exchange may have changed.
@@ -34,24 +34,24 @@ class TaskTemplate(ABC):
     @classmethod
     @abstractmethod
     def of(cls, message: Any, channel: Any) -> Self | None:
-        """Make a template from *message*; return None if the template cannot copy kombu's bytes."""
+        """Encode a task as a template for tasks with equal options; return None if impossible."""
 
     @staticmethod
     @abstractmethod
     def headers_of(message: Any) -> Mapping[str, Any]:
-        """Return the headers of a message that kombu made."""
+        """Return the task headers of an encoded message."""
 
     @abstractmethod
     def makes(self, message: Any, values: TaskValues) -> bool:
-        """Return True if this template with *values* produces the same bytes as *message*."""
+        """Return True if this encoded task, filled with *values*, equals the bytes of *message*."""
 
     @abstractmethod
     def another(self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues) -> Any:
-        """Make a message with *values*; return None if the message is already due."""
+        """Fill this encoded task with *values*; return None if the new task is already due."""
 
 
 class BulkPublisher:
-    """Publishes many messages through *outbox*, which keeps unconfirmed messages."""
+    """Publishes many messages, and keeps each message until the broker confirms the message."""
 
     def __init__(self, outbox: Outbox[Any, Any], template: type[TaskTemplate]) -> None:
         self.outbox = outbox
@@ -61,9 +61,9 @@ class BulkPublisher:
         self._last: list[Any] = []
 
     def publish(self, publish: Callable[[Any], object]) -> None:
-        """Publish one message with kombu: call the function *publish* with a kombu producer.
+        """Call the function *publish* with a kombu producer, and send the published message.
 
-        After an error the message was not sent.
+        If this method raises an error, the broker does not get the message.
         """
 
         def collect(channel: Any) -> Any:
@@ -80,25 +80,25 @@ class BulkPublisher:
 
     @property
     def last_headers(self) -> Mapping[str, Any] | None:
-        """Return the headers of the last published message, or None."""
+        """Return the last message's headers if exactly one queue gets the message, else None."""
         last = self._one()
         return None if last is None else self._template.headers_of(last)
 
     def learn(self) -> TaskTemplate | None:
-        """Make a template (an encoded task message) of the last message, or return None."""
+        """Return a template for tasks with the same options as the last published task."""
         last = self._one()
         return None if last is None else self._template.of(last, self.outbox.channel)
 
     def made_by(self, template: TaskTemplate, values: TaskValues) -> bool:
-        """Return True if *template* with *values* produces the bytes of the last message."""
+        """Return True if *template*, filled with *values*, equals the last message's bytes."""
         last = self._one()
         return last is not None and template.makes(last, values)
 
     def send(self, template: TaskTemplate, due_us: int, values: TaskValues) -> bool:
-        """Publish a task with *template* (an encoded task message) and *values*.
+        """Publish a task: the encoded message *template*, filled with the task's *values*.
 
-        Returns False if the caller must call :meth:`publish` instead. After an error the task was
-        not sent.
+        Returns False if the caller must call :meth:`publish` instead. If this method raises an
+        error, the broker does not get the task.
         """
         now_us = time_ns() // 1000
         if due_us <= now_us or now_us > template.valid_until_us:
@@ -134,7 +134,7 @@ class RandomIds:
         return self._left.pop()
 
     def uuid(self) -> str:
-        """Return a UUID of version 4. https://www.rfc-editor.org/rfc/rfc9562#section-5.4"""
+        """Return a random UUID, version 4 of RFC 9562."""
         bits = self.hex()
         variant = _UUID_VARIANTS[int(bits[16], 16) & 3]
         return f"{bits[:8]}-{bits[8:12]}-4{bits[13:16]}-{variant}{bits[17:20]}-{bits[20:]}"

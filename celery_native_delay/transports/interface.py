@@ -1,4 +1,4 @@
-"""The interface of all transports for workers, the command line and ``bulk(app)``.
+"""The operations of a transport that workers, ``celery delay`` commands and ``bulk(app)`` call.
 
 A channel that can delay messages has the methods ``worker_part(settings)`` and
 ``admin_part(settings)``. The channel's transport has the method ``bulk_publisher(window=…)``.
@@ -25,10 +25,10 @@ from ..settings import DelaySettings
 
 @dataclass(frozen=True)
 class Wait:
-    """An early message that a worker puts back into the broker until the due time.
+    """A message that a worker received early, and returns to the broker until the due time.
 
-    At the due time, *message* returns only to *queue*, where the worker received it. *due_us* is in
-    microseconds since the epoch. Without *delivery_id*, the message gets a new id.
+    At the due time, only *queue* gets the message. *due_us* is the due time in microseconds since
+    the epoch. *delivery_id* identifies this copy of the message; None means a new id.
     """
 
     message: Any
@@ -38,20 +38,20 @@ class Wait:
     headers: Mapping[str, Any] = field(default_factory=dict)
 
     def on(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of kombu's *message* with :attr:`headers` added."""
+        """Return *message* (kombu's dict) with :attr:`headers` added to the message's headers."""
         if not self.headers:
             return message
         return {**message, "headers": {**(message.get("headers") or {}), **self.headers}}
 
     @cached_property
     def new_id(self) -> str:
-        """Return a new delivery id for this message; repeated attempts use the same id."""
+        """Return a random delivery id for the message; every retry uses the same id."""
         return token_hex(16)
 
 
 @dataclass
 class Rescue:
-    """Counts of parked (due, but undeliverable) messages after another delivery attempt."""
+    """Message counts after an attempt to deliver parked (due, but undeliverable) messages."""
 
     delivered: int = 0
     waiting_again: int = 0
@@ -60,7 +60,7 @@ class Rescue:
 
     @property
     def rescued(self) -> int:
-        """Return how many messages were delivered, put back to wait, or dropped as expired."""
+        """Return how many undeliverable messages are now delivered, delayed again, or expired."""
         return self.delivered + self.waiting_again + self.expired
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Rescue:
 
 
 class WorkerPart(ABC):
-    """A worker's operations on its broker besides consuming, on a separate channel."""
+    """A worker's broker operations for delayed messages, on a separate channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         self.settings = settings
@@ -79,7 +79,7 @@ class WorkerPart(ABC):
         self._delays = channel.delays
 
     comes_back_late_seconds = 0.05
-    """The longest lateness of a message that a worker put back, in seconds, on a healthy broker."""
+    """The usual longest lateness (seconds) of a message that a worker returned to the broker."""
 
     @abstractmethod
     def prepare(self, where: str) -> str:
@@ -91,19 +91,19 @@ class WorkerPart(ABC):
 
     @property
     def terms(self) -> str:
-        """Return the end of the worker's log line at startup, such as the longest delay."""
+        """Return text for the worker's startup log, such as the longest delay."""
         longest = duration(self.settings.longest_delay_seconds)
         return f"longest delay {longest}; adopting {'on' if self.settings.adopt else 'off'}"
 
     def dangers(self) -> list[Finding]:
-        """Return findings about broker settings that may lose messages or deliver early.
+        """Find broker settings that may lose delayed messages, or deliver messages too early.
 
         Raises ManagementUnavailable if RabbitMQ's management API does not answer.
         """
         return []
 
     def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
-        """Put early messages back to wait; return an error or None for each message."""
+        """Publish early messages to wait again; return an error or None for each message."""
         refusals: list[NativeDelayError | None] = []
         for wait in waits:
             try:
@@ -115,29 +115,29 @@ class WorkerPart(ABC):
 
     @abstractmethod
     def put_one_back(self, wait: Wait) -> None:
-        """Put one early message back to wait. Raises NativeDelayError if that is impossible."""
+        """Publish one early message to wait again, or raise NativeDelayError if impossible."""
 
     def rescue(self) -> Rescue | None:
-        """Publish parked messages (due, but undeliverable so far) again.
+        """Publish parked (due, but so far undeliverable) messages again.
 
-        Returns None if another process is already doing so. Raises NotPermitted if the broker user
-        lacks a permission.
+        Returns None if another process is publishing these messages now. Raises NotPermitted if the
+        broker user lacks a permission.
         """
         return Rescue()
 
     def promoter(self, connect: Callable[..., Any]) -> Promoter | None:
-        """Return a loop that moves due messages to their queues; None if the broker does so.
+        """Return a loop that moves due messages to queues; None if the broker does this itself.
 
         The function *connect* takes ``transport_options`` and returns a kombu connection.
         """
         return None
 
     def receipts(self) -> Receipts | None:
-        """Return the check for cancelled tasks; None if the app keeps no task records."""
+        """Return an object that recognises messages of cancelled tasks, or None."""
         return None
 
     def sweep(self) -> int:
-        """Delete old records of lost messages; return the number of deleted records."""
+        """Delete stored copies of messages that the broker lost; return the number of copies."""
         return 0
 
 
@@ -158,7 +158,7 @@ class ServesQueues(Protocol):
     """A WorkerPart or AdminPart that needs the names of the app's queues."""
 
     def serve(self, queues: Sequence[str]) -> None:
-        """Prepare the broker to delay messages for the named queues."""
+        """Set the names of the app's queues, which later operations need."""
 
 
 class Answer(Enum):
@@ -166,13 +166,13 @@ class Answer(Enum):
 
     RUN = "run"
     DROP = "drop"
-    """The worker drops the message: its task was cancelled, or rescheduled as another message."""
+    """The worker drops the message, because the task was cancelled or rescheduled."""
     AWAY = "away"
-    """The records (state about waiting tasks, in Redis or a database) are unreachable."""
+    """The stored list of waiting tasks (in Redis or a database) is unreachable."""
 
 
 class Receipts(Protocol):
-    """Decides, from the records of waiting tasks, whether a delayed message may run."""
+    """Decides, from the stored list of waiting tasks, whether a delayed message may run."""
 
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
         """Decide whether the message with these *headers* may run."""
@@ -182,7 +182,7 @@ class Receipts(Protocol):
 
 @dataclass(frozen=True)
 class ParkedTask:
-    """A parked task: due, but undeliverable. Unknown attributes are None."""
+    """A task whose message is due, but could not be delivered. Unknown attributes are None."""
 
     task: str | None
     id: str | None
@@ -192,7 +192,6 @@ class ParkedTask:
 
     @classmethod
     def of(cls, headers: Mapping[str, Any], delayed: Delayed | None) -> ParkedTask:
-        """Return the parked (due, but undeliverable) task of a message with these *headers*."""
         task, task_id = headers.get("task"), headers.get("id")
         if delayed is None:
             return cls(task, task_id, None, None, None)
@@ -203,18 +202,18 @@ class ParkedTask:
 
 
 class Report(Protocol):
-    """A report that a command prints."""
+    """A report that a ``celery delay`` command prints."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as data for ``--json``."""
+        """Return the report as data for the option ``--json``."""
 
     def lines(self, table: Callable[[tuple[str, ...], list[tuple[Any, ...]]], str]) -> list[str]:
-        """Return the report's lines for people; the function *table* formats rows as a table."""
+        """Return the report as lines of text. The function *table* formats headings and rows."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """A report with *facts* for ``--json`` and *sentences* for people."""
+    """A report with data (*facts*) for ``--json`` and text (*sentences*) for the terminal."""
 
     facts: Mapping[str, Any]
     sentences: Sequence[str]
@@ -239,10 +238,10 @@ class Level:
 class Backlog:
     """The numbers of waiting and parked (due, but undeliverable) messages on a broker.
 
-    Unknown numbers are None. *in_records* counts the waiting messages in the task records.
-    *records_answer* is False if the records are unreachable, and None if the app keeps no records.
-    *until_first_us* is the time in microseconds until the first message is due; negative means
-    overdue.
+    Unknown numbers are None. The records are the stored list of waiting tasks. *in_records* is the
+    length of this list. *records_answer* is False if the list is unreachable, and None if there is
+    no list. *until_first_us* is the time until the first message is due, in microseconds; negative
+    if overdue.
     """
 
     waiting: int
@@ -254,18 +253,18 @@ class Backlog:
 
 
 class AdminPart(Protocol):
-    """The operations of the ``delay`` commands on one broker."""
+    """The operations of the ``celery delay`` commands on one broker."""
 
     name: str
-    """The name of the place where messages wait, such as ``celery_delay.v1.31x125ms.quorum``."""
+    """The name of the queues, keys or tables that hold the waiting messages."""
     parking: str
-    """The name of the place that holds parked (due, but undeliverable) messages."""
+    """The name of the queue, key or table that holds due but undeliverable messages."""
 
     def declare(self, queues: Sequence[Any]) -> Report:
-        """Create everything that delays need on the broker; *queues* are the app's queues."""
+        """Create everything on the broker that delays need; *queues* are the app's queues."""
 
     def verify(self) -> list[Finding]:
-        """Compare declarations and policies of the broker with the needs of delays."""
+        """Find wrong or missing queues, attributes and policies on the broker."""
 
     def examine(self) -> list[Finding]:
         """Look for problems, such as overdue messages, wrong clocks and lost task records."""
@@ -277,16 +276,19 @@ class AdminPart(Protocol):
         """Count waiting and parked (due, but undeliverable) messages quickly, for monitoring."""
 
     def purge(self) -> int:
-        """Delete all waiting messages; return how many were deleted."""
+        """Delete all waiting messages; return the number of deleted messages."""
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
-        """Return number and first *limit* of undeliverable messages; None during retries."""
+        """Return the number of undeliverable messages and the first *limit* of these messages.
+
+        Returns None while a worker publishes these messages again.
+        """
 
     def requeue(self) -> Rescue | None:
-        """Publish undeliverable messages again; return None if a worker is already doing so."""
+        """Publish due but undeliverable messages again; return None if a worker does this now."""
 
     def purge_parked(self) -> int:
-        """Delete all due but undeliverable messages; return how many were deleted."""
+        """Delete all due but undeliverable messages; return the number of deleted messages."""
 
 
 @runtime_checkable
@@ -298,7 +300,7 @@ class ExpectsQueues(Protocol):
 
 
 def lines_of(channel: Any, settings: DelaySettings) -> Lines:
-    """Return the queues of rate-limited tasks. Raises NoRecords if the app keeps no records."""
+    """Return the stored queues of rate-limited tasks. Raises NoRecords if there is no store."""
     if not hasattr(channel, "lines"):
         raise NoRecords(
             "native_delay_rates has no place to count tasks beside this broker: use Redis or a "

@@ -1,8 +1,4 @@
-"""Recognise lasting connection errors: another attempt would fail too.
-
-Examples are a wrong password, a missing database and an untrusted certificate. An unreachable host
-is no lasting error.
-"""
+"""Recognise connection errors that a retry cannot fix, such as a wrong password."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ def with_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_lasting_tls(error: BaseException) -> bool:
-    """Return True if client or server rejects the peer's TLS, or does not speak TLS."""
+    """Return True for TLS errors that a retry cannot fix, such as untrusted certificates."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return True
     reason = (isinstance(error, ssl.SSLError) and error.reason) or ""
@@ -51,7 +47,7 @@ def is_lasting_tls(error: BaseException) -> bool:
 
 
 def is_lasting_sql(error: BaseException) -> bool:
-    """Return True if another attempt would end with the same database error."""
+    """Return True for database errors that a retry cannot fix, such as wrong passwords."""
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     if isinstance(state, str) and state.startswith(_SQL_STATES):
         return True

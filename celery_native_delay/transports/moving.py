@@ -1,4 +1,4 @@
-"""The interface of transports for ``delay migrate`` and ``delay prune``."""
+"""The operations of a transport that ``delay migrate`` and ``delay prune`` call."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any, NamedTuple
 
 from ..due_time import due_us
 from ..errors import InvalidDueTime, UnsupportedBroker
-from ..keyed.publishing import KeyedPublish
 from ..keyed.records import KeyRecords
 from ..message import Delayed
+from ..records.publishing import RecordedPublish
 
 
 @dataclass(frozen=True)
 class Moving:
-    """A waiting message that ``delay migrate`` moves, with its properties and body as published.
+    """A waiting message that ``delay migrate`` moves, with the published properties and body.
 
-    AMQP's *properties* contain the headers (``application_headers``). *again* is True if an earlier
-    run may already have moved the message. *known* is True if the task records list the message.
+    *properties* are AMQP properties, including ``application_headers``. *again* is True if an
+    earlier run may have moved the message already. *known* is True if the stored list of waiting
+    tasks contains the message.
     """
 
     body: bytes
@@ -38,7 +39,6 @@ class Moving:
         return task_id_of(self.headers, self.properties)
 
     def without(self, header: str) -> Moving:
-        """Return a copy of the message without *header*."""
         if header not in self.headers:
             return self
         headers = {name: value for name, value in self.headers.items() if name != header}
@@ -47,7 +47,7 @@ class Moving:
 
 @dataclass(frozen=True)
 class Stays:
-    """A message that ``delay migrate`` does not move; *should* is True if this is a failure."""
+    """A message that ``delay migrate`` does not move; *should* is True if this is an error."""
 
     why: str
     should: bool = True
@@ -70,7 +70,7 @@ class Source(ABC):
     """True if moved messages keep their debounce, throttle or unique key."""
 
     def key_records(self) -> KeyRecords | None:
-        """Return the stored debounce, throttle and unique keys; None if they are unknown."""
+        """Return the store of debounce, throttle and unique keys, or None without a store."""
         return None
 
     @abstractmethod
@@ -86,14 +86,14 @@ class Source(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Delete the last message of :meth:`found`; return False if the message has changed."""
+        """Delete the message that :meth:`found` yielded last; return False if already changed."""
 
     def close(self) -> None:  # noqa: B027  nothing to do where nothing is held
-        """Unlock the last message. If :meth:`done` was not called, the message stays."""
+        """Unlock the message that :meth:`found` yielded last."""
 
 
 class Reach(NamedTuple):
-    """A binding of one of the app's queues; in the default exchange, the queue's name."""
+    """A binding through which one of the app's queues gets messages."""
 
     exchange: str
     kind: str
@@ -102,48 +102,48 @@ class Reach(NamedTuple):
 
 
 class MovingPart(ABC):
-    """Moves waiting messages from and to one broker, on one channel."""
+    """The operations of ``delay migrate`` on one broker."""
 
     name: str
-    """The name of the place into which ``delay migrate`` moves messages."""
+    """The name of the queues or database to which ``delay migrate`` moves messages."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
 
     def prepare(self, queues: Sequence[Any]) -> None:
-        """Create everything that delays need on the broker, and declare the app's *queues*."""
+        """Declare the app's *queues*, and everything on the broker that delays need."""
         for queue in queues:
             queue(self._channel).declare()
 
     @abstractmethod
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """Return the sources that the option ``--from`` names; for None, the default sources.
+        """Return the sources that the option ``--from`` (*what*) names, or the default sources.
 
-        Raises UnsupportedBroker if this broker has no such source.
+        Raises UnsupportedBroker if this broker has no source with this name.
         """
 
     def key_records(self) -> KeyRecords | None:
-        """Return the stored debounce, throttle and unique keys; None if there are none."""
+        """Return the store of debounce, throttle and unique keys, or None without a store."""
         try:
             return KeyRecords(self._channel.records(self._channel.delays.settings))
         except UnsupportedBroker:
             return None
 
     @abstractmethod
-    def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
-        """Publish a moved message to wait on this broker; return False if a copy may exist too.
+    def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
+        """Publish a moved message on this broker; return False if the broker may have two copies.
 
         Raises:
             NativeDelayError: the message cannot wait on this broker, and was not sent.
-            AnotherStands: another task already has the message's key; the message was not sent.
+            NotPublished: another task already has the debounce, throttle or unique key.
         """
 
 
 @dataclass(frozen=True)
 class Remnant:
-    """Queues and exchanges of former settings or of Celery's own delayed delivery.
+    """Delay queues and exchanges of former settings or of Celery's own delayed delivery.
 
-    *waiting* counts the messages in these queues. *bindings* are Celery's own bindings.
+    *waiting* counts the messages in these queues. *bindings* are bindings that Celery added.
     """
 
     name: str
@@ -154,7 +154,7 @@ class Remnant:
 
 
 def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str | None:
-    """Return a message's task id; without a task, the message's correlation id."""
+    """Return a message's task id, or the correlation id if there is no task."""
     if "task" in headers:
         return headers.get("id")
     return properties.get("correlation_id")
@@ -163,10 +163,7 @@ def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str
 def derived_id(
     headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes, *where: object
 ) -> str | None:
-    """Compute a message's delivery id from the message and its place, equal at each reading.
-
-    Returns None if the message has no task id.
-    """
+    """Return a hash of the message as the delivery id; None without a task id."""
     task_id = task_id_of(headers, properties)
     if not task_id:
         return None
@@ -175,7 +172,7 @@ def derived_id(
 
 
 def expires_ms_of(properties: Mapping[str, Any], *, now_us: int) -> int | None:
-    """Return the time at which a message expires, in ms since the epoch, or None."""
+    """Return the time when a message expires, in milliseconds since the epoch, or None."""
     expiration = properties.get("expiration")
     if expiration is None or not str(expiration).isdecimal():
         return None

@@ -1,7 +1,4 @@
-"""Keep the unconfirmed messages of a bulk publisher, and send them again after a reconnect.
-
-The module ``outbox`` of each broker defines and sends the batches.
-"""
+"""Keep a bulk publisher's unconfirmed messages, and send these messages again after a reconnect."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ _BATCH_BYTES = 1_000_000
 
 
 class OutboxBatch(Generic[MessageT]):
-    """A batch of messages that are sent together; confirmed messages are removed from the batch."""
+    """Messages that are sent together; each confirm removes messages from the batch."""
 
     def __init__(self, puts: Sequence[MessageT]) -> None:
         self.puts = list(puts)
@@ -65,20 +62,19 @@ BatchT = TypeVar("BatchT", bound=OutboxBatch[Any])
 
 
 class Outbox(ABC, Generic[MessageT, BatchT]):
-    """Keeps a bulk publisher's messages until the broker confirms them, or sends them again.
+    """Keeps a bulk publisher's messages until confirmed, and sends unconfirmed messages again.
 
-    An outbox is not thread-safe. A second thread of the outbox sends batches that do not fill up in
-    time.
+    An outbox is not thread-safe. A second thread sends a batch that does not fill up in time.
     """
 
     lost: tuple[type[Exception], ...] = (OSError, OperationalError, RecoverableConnectionError)
-    """The exception classes that mean that the connection to the broker is lost."""
+    """The exception classes that mean a lost connection to the broker."""
 
     connection_options: ClassVar[dict[str, Any]] = {}
-    """Transport options that a bulk publisher adds for its own connection."""
+    """The transport options of the bulk publisher's own connection."""
 
     def __init__(self, client: Any, window: int) -> None:
-        """Open a clone of *client*, a kombu connection to the broker."""
+        """Clone the connection *client*, for at most *window* unconfirmed messages."""
         options = {**(client.transport_options or {}), **self.connection_options}
         # The connection has no heartbeats, because no thread would send heartbeats.
         self._clone = partial(client.clone, heartbeat=0, transport_options=options)
@@ -108,7 +104,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         self._thread = Thread(target=self._send_in_time, name="native-delay-bulk", daemon=True)
 
     def take(self, put: MessageT) -> None:
-        """Add a message to the next batch. Call :meth:`make_room` before."""
+        """Add a message to the next batch, after a call of :meth:`make_room`."""
         if not self._held:
             self._held_since = monotonic()
             self._want()
@@ -116,13 +112,10 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         self._held_bytes += put.size_bytes
 
     def refuse_returned(self, returned: list[Any]) -> None:
-        """Report messages as refused, because no queue is bound for the messages."""
+        """Report unroutable messages as refused messages."""
 
     def make_room(self) -> None:
-        """Send a full batch, and wait while too many messages are unconfirmed.
-
-        Call this method before :meth:`take`.
-        """
+        """Send a full batch, and wait while too many messages are unconfirmed."""
         if len(self._held) >= self._batch_size or self._held_bytes >= _BATCH_BYTES:
             self._close_batch()
         if self._written < len(self._batches):
@@ -131,10 +124,10 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
             self.patiently(lambda _: self._read_down())
 
     def patiently(self, attempt: Callable[[Any], T]) -> T:
-        """Call *attempt* with a channel, and return its result; try again after a lost connection.
+        """Call the function *attempt* with a channel; repeat the call after a lost connection.
 
-        Raises the errors of *attempt*. Raises a connection error if another attempt would fail too,
-        or after :data:`PATIENCE_SECONDS` without a connection.
+        Raises the errors of *attempt*. Raises a connection error if a retry cannot help, or after
+        :data:`PATIENCE_SECONDS` without a connection.
         """
         while True:
             try:
@@ -156,19 +149,17 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
                 return done
 
     def is_lasting(self, error: BaseException) -> bool:
-        """Return True if another attempt would fail too, as with a wrong password."""
+        """Return True for errors that a retry cannot fix, such as a wrong password."""
         return is_lasting_tls(error)
 
     @property
     def unconfirmed_count(self) -> int:
-        """Return the number of messages that the broker has not confirmed yet."""
         return len(self._held) + self._unanswered
 
     def settle(self, *, timeout_seconds: float | None) -> None:
         """Wait until the broker has confirmed or refused every message.
 
-        Raises TimeoutError after *timeout_seconds*. In a long outage, the method makes one attempt
-        only.
+        Raises TimeoutError after *timeout_seconds*, or if the broker stays unreachable.
         """
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         with self.lock:
@@ -196,7 +187,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
             return refused
 
     def give_up(self) -> list[RefusedMessage]:
-        """Remove the unconfirmed messages, and return them as refused messages."""
+        """Remove all unconfirmed messages, and report these messages as refused."""
         with self.lock:
             self._close_batch()
             puts = [put for batch in self._batches for put in batch.puts]
@@ -221,28 +212,28 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
 
     @abstractmethod
     def _opened(self, client: Any) -> Any:
-        """Return a channel that collects published messages, on an open kombu connection."""
+        """Open a channel that collects the published messages, on kombu's connection *client*."""
 
     @abstractmethod
     def _reports(self, reason: str, puts: Iterable[MessageT]) -> list[RefusedMessage]:
-        """Return a report for each refused message."""
+        """Return a RefusedMessage with this *reason* for each message."""
 
     @abstractmethod
     def _packed(self, puts: list[MessageT]) -> Iterable[BatchT]:
-        """Return batches of these messages. There may be no connection."""
+        """Divide messages into batches, without using the connection."""
 
     @abstractmethod
     def _write(self) -> None:
-        """Connect if necessary, and send all batches that were not sent on this connection."""
+        """Connect if necessary, then send every batch that this connection has not sent."""
 
     def _read_down(self) -> None:
-        """Read confirms until another batch fits into the window."""
+        """Read the broker's confirms until another batch may be sent."""
 
     def _read_ready(self, *, timeout_seconds: float = 0) -> None:
-        """Read the confirms that have arrived, or that arrive within *timeout_seconds*."""
+        """Read the broker's confirms that arrive within *timeout_seconds*."""
 
     def _forget(self) -> None:
-        """Delete what the broker keeps about this bulk publisher, which is about to close."""
+        """Delete this bulk publisher's data on the broker before the publisher closes."""
 
     # --- batches ----------------------------------------------------------------------------
 

@@ -1,7 +1,6 @@
 """Delay messages in pgmq, with a subclass of kombu's pgmq transport (kombu 5.7).
 
-pgmq delays by whole seconds. The delay is rounded up, so no message is early. With
-``native_delay_records``, waiting tasks can be listed, cancelled and moved.
+pgmq delays messages by whole seconds; delays are rounded up.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
     """A channel of kombu's pgmq transport whose delayed messages stay invisible until due."""
 
     def _pgmq_send_kwargs(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments that kombu passes to pgmq's ``send`` and ``send_topic``."""
+        """Add the delay to the arguments that kombu passes to pgmq's ``send``."""
         due_us = self.due_of(message)
         return self.told(message, 0 if due_us is None else due_us - time_ns() // 1000)
 
     def told(self, message: dict[str, Any], wait_us: int) -> dict[str, Any]:
-        """Return the arguments of pgmq's ``send`` that hide *message* for *wait_us* µs."""
+        """Return the arguments of pgmq's ``send`` to hide *message* for *wait_us* microseconds."""
         if wait_us > 0:
             seconds = -(-wait_us // 1_000_000)
             # A copy is changed, because a second attempt, perhaps when due, must not delay again.
@@ -50,7 +49,7 @@ class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
 
 
 class Delays(recorded.Delays):
-    """Publishes delayed messages on one pgmq channel, and adds each to the task records."""
+    """Publishes delayed messages to pgmq, and stores a copy of each message."""
 
     def _put(self, queue: str, message: dict[str, Any], due_us: int) -> PlainMessage:
         return PlainMessage(queue, message, due_us)
@@ -62,7 +61,7 @@ class Delays(recorded.Delays):
 
 
 class RecordedChannel(recorded.Channel, Channel):
-    """A pgmq channel with records of waiting tasks, except tasks to topic or fanout exchanges."""
+    """A pgmq channel that lists waiting tasks, except tasks to topic or fanout exchanges."""
 
     delays_class = Delays
 
@@ -86,10 +85,8 @@ class RecordedChannel(recorded.Channel, Channel):
 
 
 class PgmqWorkerPart(RecordedWorkerPart):
-    """A worker's operations on pgmq besides consuming."""
-
     comes_back_late_seconds = 2.0
-    """Longest lateness of a message put back: delays are rounded up, and kombu pauses a second."""
+    """Two seconds, because the delay is rounded up, and kombu polls every second."""
 
     def prepare(self, where: str) -> str:
         return f"{where} delays by itself; {self.terms}"
@@ -114,7 +111,7 @@ class PgmqWorkerPart(RecordedWorkerPart):
 
 
 class PgmqAdminPart(NothingParked):
-    """The operations of the ``delay`` commands on pgmq."""
+    """The operations of the ``celery delay`` commands on pgmq."""
 
     name = "the queues of this app"
     parking = "none: nothing is parked"
@@ -148,7 +145,7 @@ class PgmqAdminPart(NothingParked):
         return self._of_waiting("DELETE")
 
     def _of_waiting(self, verb: str) -> int:
-        """Select or delete all messages that are not due; return their number."""
+        """Count or delete all messages that are not due yet; return the number of messages."""
         count = 0
         for queue in self._queues:
             table = f"q_{self._channel._queue_name(queue)}"
@@ -181,7 +178,7 @@ class PgmqCollecting(Collecting):
 
 
 class Outbox(recorded.Outbox[PlainMessage]):
-    """Publishes many messages to pgmq, 100 in a transaction."""
+    """Publishes many messages to pgmq, 100 messages in each transaction."""
 
     collecting = PgmqCollecting
 
@@ -226,7 +223,6 @@ class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
         return Channel
 
     def waits_in(self, settings: DelaySettings) -> str:
-        """Return the place where delayed messages wait, as text."""
         return "their queue of pgmq, invisible"
 
     def bulk_publisher(self, *, window: int) -> BulkPublisher:

@@ -1,4 +1,4 @@
-"""Shared code for brokers that cannot list waiting messages: separate records list them."""
+"""Shared code for brokers that need a separate list of waiting messages."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .interface import (
 
 
 def records_beside(settings: DelaySettings, place: str) -> Any:
-    """Return the records of waiting tasks in one *place*, such as a virtual host, or None."""
+    """Return the stored list of waiting tasks for *place* (such as a virtual host)."""
     if settings.records is None:
         return None
     return records_of_process(settings.records, f"{settings.namespace}.{place}")
 
 
 def lines_beside(records: Any) -> Lines:
-    """Return the queues of rate-limited tasks. Raises NoRecords if *records* is None."""
+    """Return the stored queues of rate-limited tasks. Raises NoRecords if *records* is None."""
     if records is None:
         raise NoRecords(
             "native_delay_rates needs records beside this broker: set native_delay_records = "
@@ -52,7 +52,7 @@ def lines_beside(records: Any) -> Lines:
 
 
 def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
-    """Return the name of a waiting task in the records: ``task id:delivery id``.
+    """Return ``task id:delivery id``, the name of a waiting message in the stored list.
 
     Returns None if the message is not a Celery task of protocol 2.
     """
@@ -63,7 +63,7 @@ def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
 
 
 def with_records(backlog: Backlog, channel: Any, settings: DelaySettings) -> Backlog:
-    """Return a copy of the broker's numbers (*backlog*) with the numbers of the task records."""
+    """Add counts from the stored list of waiting tasks to *backlog*, the broker's counts."""
     if channel.delays.records is None:
         return backlog
     try:
@@ -82,17 +82,17 @@ class RecordedChannel:
     delays: Any
 
     republisher: ClassVar[type[Any]]
-    """The class that reads a message from the records and publishes it again."""
+    """The class that publishes the stored copy of a waiting message again."""
 
     def records(self, settings: DelaySettings) -> Records:
-        """Return the records of waiting tasks. Raises UnsupportedBroker if there are none."""
+        """Return the stored state of waiting tasks. Raises UnsupportedBroker if not configured."""
         records: Records | None = self.delays.records
         if records is None:
             raise without_records(self)
         return records
 
     def waiting_tasks(self, settings: DelaySettings) -> WaitingTasks:
-        """Return the waiting tasks in the records. May raise NoRecords."""
+        """Return the stored list of waiting tasks, or raise NoRecords if not configured."""
         if self.delays.records is None:
             raise NoRecords(
                 f"{self.connection.client.as_uri()} cannot list its waiting messages: to list, "
@@ -103,12 +103,12 @@ class RecordedChannel:
         return tasks
 
     def lines(self, settings: DelaySettings) -> Lines:
-        """Return the queues of rate-limited tasks. May raise NoRecords."""
+        """Return the queues of rate-limited tasks, or raise NoRecords if not configured."""
         return lines_beside(self.delays.records)
 
 
 class IndexReceipts:
-    """Asks *records* (state about waiting tasks) whether a message that waited may run."""
+    """Decides from the stored list of waiting tasks whether a delayed message may run."""
 
     def __init__(self, records: Any) -> None:
         self._records = records
@@ -142,7 +142,7 @@ class RecordedWorkerPart(WorkerPart):
 
 
 class NothingParked:
-    """Methods for parked (due, but undeliverable) messages, for brokers that never have any."""
+    """Reports no parked (due, but undeliverable) messages, because this broker keeps none."""
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
         return 0, []

@@ -1,4 +1,4 @@
-"""A task message that a worker has received, and the possible decisions about the message."""
+"""A received task message, and the possible decisions about the message."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ AWAY_US = 5_000_000
 
 @dataclass(eq=False)
 class Arrival:
-    """A task message that a worker received, at *now_us* (microseconds since the epoch).
+    """A task message that a worker received at *now_us* (microseconds since the epoch).
 
-    *fields* are the message's headers, or the payload in task protocol 1.
+    *fields* are the message's headers. In task protocol 1, *fields* are the message's body.
     """
 
     message: Any
@@ -38,7 +38,7 @@ class Arrival:
 
     @property
     def id(self) -> str:
-        """The task's id, or "" if the id is not a text. Celery rejects such a message."""
+        """The task's id, or "" if the id is not a string."""
         found = self.fields.get("id")
         return found if isinstance(found, str) else ""
 
@@ -48,12 +48,12 @@ class Arrival:
 
     @property
     def queue(self) -> str:
-        """The queue that delivered the message, or "" for a broadcast message."""
+        """The queue that delivered the message, or "" if the message cannot return to a queue."""
         return queue_of(self.consumer, self.message)
 
     @cached_property
     def delayed(self) -> Delayed | None:
-        """The delay header of a message that waited in the broker, or None for other messages."""
+        """The parsed header ``native_delay``, or None if the message did not wait."""
         return getattr(self.message, "native_delay", None)
 
     @property
@@ -63,19 +63,19 @@ class Arrival:
 
     @property
     def has_headers(self) -> bool:
-        """True if the message uses task protocol 2, with the task's id and ETA in headers."""
+        """True if the message uses task protocol 2."""
         return self.fields is self.message.headers
 
     @property
     def is_connected(self) -> bool:
-        """False if the message's connection is lost. The broker then redelivers the message."""
+        """False if the message's connection is lost, so that the broker redelivers the message."""
         return self.message.channel.connection is not None
 
     @cached_property
     def is_early(self) -> bool:
-        """True if the message must go back to the broker, because the task's ETA is far ahead.
+        """True if the message must return to the broker to wait for its ETA.
 
-        False for a revoked or expired task, or an invalid ETA: Celery handles these tasks.
+        False for a revoked or expired task, which Celery itself handles.
         """
         eta_us = due_us_or_none(self.fields.get("eta"))
         if eta_us is None or self.is_cancelled:
@@ -88,20 +88,20 @@ class Arrival:
         )
 
     def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
-        """Put the message back for five seconds, because the state of tasks is unreachable."""
+        """Decide that the message waits in the broker for five seconds."""
         return WaitUntil(self.now_us + AWAY_US, delivery_id, AskAgain(AWAY_US / 1e6))
 
 
 @dataclass(frozen=True)
 class Announce:
-    """Decision: give the task to Celery, which announces the task as revoked. No check follows."""
+    """Decision: give the task to Celery, which announces the task as revoked."""
 
 
 @dataclass(frozen=True)
 class Drop:
-    """Decision: acknowledge the message without running the task, and log the reason *why*.
+    """Decision: acknowledge the message, log the reason *why*, and do not run the task.
 
-    Monitors receive *event* with *fields*. *expired* counts the message as expired.
+    *event* and *fields* are a Celery event for monitors. *expired* is true if the message expired.
     """
 
     why: str
@@ -114,8 +114,9 @@ class Drop:
 class AskAgain:
     """Decision: keep the message unacknowledged, and check the task again after *after_seconds*.
 
-    With *from_here*, earlier checks are not repeated. With *beside_prefetch*, the prefetch count is
-    one higher during the wait. *once* is called with a function that starts the wait.
+    - *beside_prefetch*: raise the prefetch count by one until then.
+    - *from_here*: do not repeat earlier checks.
+    - *once*: None, or a function that gets a callback. The callback starts the wait.
     """
 
     after_seconds: float
@@ -126,10 +127,10 @@ class AskAgain:
 
 @dataclass(frozen=True)
 class WaitUntil:
-    """Decision: put the message back into the broker until *due_us*, with more *headers*.
+    """Decision: return the message to the broker until *due_us*, with more *headers*.
 
-    The message keeps *delivery_id*; None means a new id. If the broker refuses the message, the
-    decision *otherwise* is carried out; None means that the next check decides.
+    - *delivery_id*: the delivery id that the message keeps, or None for a new id.
+    - *otherwise*: the decision if the broker refuses the message; None: go on with the next check.
     """
 
     due_us: int

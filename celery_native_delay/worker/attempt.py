@@ -1,13 +1,13 @@
-"""The fields of a telemetry line. Workers write a line when a task starts, and when a task ends.
+"""The fields of telemetry: a worker writes one line of JSON when a task starts or ends.
 
-The process that runs a task writes two lines per attempt: at the start, with ``finished`` and
-``outcome`` null, and at the end. The main process writes a line with ``started`` null for a task
-that never started (revoked, expired), or whose process was killed or timed out.
+- The process that runs the task writes a line at the start, with ``finished`` and ``outcome`` null,
+  and a line at the end.
+- The main process writes a line with ``started`` null if the task never started (revoked, expired),
+  or if the process was killed or timed out.
 
-``waited`` is true if the message waited in the broker until its due time, and false if a producer
-with this package sent the message after its due time. ``waited`` is null if unknown: the task had
-no due time, was put back, waited in a worker, or the broker does not say. Before Celery 5.7 other
-fields may be null, too.
+``waited`` is true if the message waited in the broker until its due time. ``waited`` is false if a
+producer with this package sent the message after its due time. Otherwise ``waited`` is null. Before
+Celery 5.7 other fields may be null, too.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ ATTEMPT_KEY = ("id", "retries", "started", "worker", "pid")
 
 SUCCESS = "success"
 IGNORED = "ignored"
-"""The task raised ``Ignore``, or replaced itself by another task with the same id."""
+"""The task raised ``Ignore``, for example by ``self.replace()``."""
 FAILURE = "failure"
 RETRY = "retry"
 REQUEUED = "requeued"
-"""The task comes again with the same number of retries: it raised ``RetryAfter``, or rejected its
-message with requeue."""
+"""The task comes again with the same number of retries: it raised ``RetryAfter``, or
+``Reject(requeue=True)``."""
 REJECTED = "rejected"
 LOST = "lost"
-"""The task's process died."""
+"""The process that ran the task died."""
 TIMEOUT = "timeout"
 REVOKED = "revoked"
 EXPIRED = "expired"
@@ -54,7 +54,7 @@ DONE = (SUCCESS, IGNORED)
 GIVEN_UP = (FAILURE, REJECTED, LOST, TIMEOUT, REVOKED, EXPIRED, TERMINATED)
 COMES_AGAIN = (RETRY, REQUEUED)
 RAN_TO_ITS_END = (SUCCESS, FAILURE, RETRY, REJECTED)
-"""A message was delivered twice if one number of retries has two attempts with such outcomes."""
+"""Outcomes of a task whose function returned or raised; used to find tasks that ran twice."""
 
 _EPOCH = datetime(1970, 1, 1)  # UTC
 

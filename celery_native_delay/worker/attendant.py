@@ -1,6 +1,7 @@
-"""A worker's thread that puts early tasks back, and republishes due messages without a queue.
+"""A worker's thread that returns tasks to the broker until their due time.
 
-The thread has its own connection, because waiting for a confirm runs other callbacks.
+The thread also publishes unroutable messages again. The thread has its own connection, because
+py-amqp runs other callbacks while it waits for a confirm.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ _ERRORS = (AMQPError, OSError, AttributeError)
 
 @dataclass(frozen=True)
 class Task:
-    """An early task. The thread calls *done* if the broker confirms the message, else *instead*."""
+    """A task that a worker received before its due time.
+
+    The thread calls *done* after the broker's confirm, or *instead* after a failure.
+    """
 
     wait: Wait
     done: Callable[[], Any]
@@ -60,9 +64,9 @@ class Task:
 
 
 class Attendant(Thread):
-    """A thread that puts early tasks back, and republishes due messages without a queue.
+    """A thread that returns tasks to the broker until their due time.
 
-    The consumer's thread calls the public methods.
+    The thread also publishes unroutable messages again.
     """
 
     def __init__(self, app: Any, settings: DelaySettings) -> None:
@@ -80,9 +84,9 @@ class Attendant(Thread):
     # --- called from the consumer's thread ----------------------------------------------
 
     def put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Let the thread put a message back. Returns False if the thread is stopping.
+        """Let the thread return a message to the broker. Returns False if the thread is stopping.
 
-        *done* is called if the broker confirms the message, *instead* if the broker refuses it.
+        The thread calls *done* after the broker's confirm, or *instead* after a failure.
         """
         if self._stopping.is_set():
             return False
@@ -90,12 +94,12 @@ class Attendant(Thread):
         return True
 
     def look_for_parked(self) -> None:
-        """Publish due messages without a queue again now, because a queue may have been bound."""
+        """Publish unroutable messages again now, because a queue may have been bound."""
         self._next_look = monotonic()
         self._tasks.put(None)
 
     def stop(self, *, timeout_seconds: float = 5.0) -> None:
-        """End the thread. The broker redelivers the messages that were not put back."""
+        """End the thread. The broker redelivers the remaining messages."""
         self._stopping.set()
         self._tasks.put(None)
         self.join(timeout_seconds)
@@ -113,7 +117,7 @@ class Attendant(Thread):
         self._disconnect()
 
     def _take_batch(self) -> list[Task]:
-        """Return up to 32 early tasks, or none when it is time to look for parked messages."""
+        """Return up to 32 tasks, or none if unroutable messages come next."""
         batch: list[Task] = []
         timeout: float = max(self._next_look - monotonic(), 0.0)
         while len(batch) < BATCH:
@@ -180,7 +184,7 @@ class Attendant(Thread):
                 logger.warning("native delay: %s", finding)
 
     def _guarded(self, step: Callable[[], None]) -> bool:
-        """Run *step*. If *step* raises, log the error, close the connection and return False."""
+        """Call *step*. After an error, log, close the connection and return False."""
         try:
             step()
         except Exception as exc:  # no message may end the thread

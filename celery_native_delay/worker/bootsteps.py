@@ -1,10 +1,9 @@
-"""The worker's bootstep, which prepares the broker and starts the threads of this package."""
+"""The worker's bootstep: prepares the broker and starts this package's threads."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from datetime import UTC, datetime
 from threading import Thread
 from typing import Any
 
@@ -14,7 +13,9 @@ from celery.worker.consumer.tasks import Tasks
 
 from ..app.installation import installation_of, keep_celerys_own_off, records_place
 from ..app.retrying import teach_tasks
+from ..app.schedules import schedule_records
 from ..errors import NativeDelayError, SettingsError
+from ..now import utc_now
 from ..records.opened import flush
 from ..settings import DelaySettings
 from ..transports.interface import (
@@ -28,6 +29,7 @@ from .attendant import Attendant
 from .fencing import Fence
 from .gates import Moved, gates
 from .rating import Rated
+from .scheduling import Scheduling
 from .strategies import GatedStrategies, Waker, forget_eta
 from .tallying import Tallying
 from .telemetry import Telemetry
@@ -41,10 +43,13 @@ keep_celerys_own_off(celery.worker.consumer.delayed_delivery)
 
 
 class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
-    """The worker's bootstep: prepare the broker, put early tasks back, deliver due messages."""
+    """A bootstep that prepares the broker and starts this package's threads."""
 
     label = "NativeDelay"
     requires = (Tasks,)
+
+    attendant_class = Attendant
+    scheduling_class = Scheduling
 
     def __init__(self, c: Any, **kwargs: Any) -> None:
         super().__init__(c, **kwargs)
@@ -57,8 +62,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         if installation is None or not installation.enabled:
             return
         self._installation = installation
-        if installation.has("rates"):
-            _check_lines(c.app, installation.settings())
+        if installation.has("rates") or installation.has("schedules"):
+            _check_records(c.app, installation.settings())
         try:
             settings = installation.settings()
         except SettingsError:
@@ -69,9 +74,12 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._rated: Rated | None = None
         if settings.rates:
             self._rated = Rated(settings, c.app.tasks, c.app)
+        self._scheduling: Scheduling | None = None
+        if settings.schedules:
+            self._scheduling = self.scheduling_class(c.app, c.timer)
         # Unique comes last: this gate takes the key's lease, after which the task must not wait.
         fence = Fence(settings, str(c.hostname), records_place(c.app, settings))
-        passed = gates(settings, self._moved, fence, self._rated, Unique(c.app))
+        passed = gates(settings, self._moved, self._scheduling, fence, self._rated, Unique(c.app))
         c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)
         if settings.telemetry is not None:
             self._telemetry = Telemetry(installation, c, settings.telemetry)
@@ -84,7 +92,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         return hasattr(self, "_installation")
 
     def start(self, c: Any) -> None:
-        """Prepare the broker for delays. If that fails, log, and run only tasks without a delay."""
+        """Prepare the broker for delayed tasks. After an error only immediate tasks run."""
         self._tallying.start()
         channel = c.connection.default_channel
         if hasattr(c.connection.transport, "waker"):
@@ -115,33 +123,38 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             return
         logger.info("native delay: %s", prepared)
         if self._attendant is None:
-            self._attendant = Attendant(c.app, settings)
+            self._attendant = self.attendant_class(c.app, settings)
             self._attendant.start()
         self._attendant.look_for_parked()
+        if self._scheduling is not None:
+            self._scheduling.start()
         if self._promoter is None:
-            self._promoter = promoter = part.promoter(c.app.connection_for_write)
-            if promoter is None:
-                return
-            name = "native-delay-promoter"
-            self._promoting = Thread(target=promoter.run, name=name, daemon=True)
-            self._promoting.start()
+            self._promoter = part.promoter(c.app.connection_for_write)
+            if self._promoter is not None:
+                self.begin_promoting(self._promoter)
+
+    def begin_promoting(self, promoter: Promoter) -> None:
+        """Start the thread that moves due messages to their queues."""
+        name = "native-delay-promoter"
+        self._promoting = Thread(target=promoter.run, name=name, daemon=True)
+        self._promoting.start()
 
     def register_with_event_loop(self, c: Any, hub: Any) -> None:
-        """Register a new waker, because the event loop drops the waker at each new connection."""
+        """Let other threads wake up the event loop of a new connection."""
         if self._waker is not None:
             self._waker.close()
         self._waker = Waker(hub)
         c.strategies.wake = self._waker.wake
 
     def _put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Let the attendant put a message back. Return False if there is no attendant."""
+        """Let another thread return a message to the broker. Returns False without this thread."""
         return self._attendant is not None and self._attendant.put_back(wait, done, instead)
 
     def stop(self, c: Any) -> None:
         self._tallying.stop()
 
     def shutdown(self, c: Any) -> None:
-        for part in (self._waker, self._rated, self._moved.receipts):
+        for part in (self._scheduling, self._waker, self._rated, self._moved.receipts):
             if part is not None:
                 part.close()
         self._tallying.shutdown()
@@ -154,28 +167,30 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._promoting.join(5.0)
 
 
-def _check_lines(app: Any, settings: DelaySettings) -> None:
-    """Raise NoRecords if this broker cannot keep rates.
+def _check_records(app: Any, settings: DelaySettings) -> None:
+    """Raise NoRecords if rate limits or schedules need ``native_delay_records`` on this broker.
 
-    An error raised here reaches the caller. Celery's ``start_worker`` waits for ever if a worker
-    fails later. If the broker is unreachable, :meth:`NativeDelay.start` raises the error.
+    The check is made here because Celery's ``start_worker`` hangs if a worker fails later.
     """
     with app.connection_for_read() as connection:
         try:
             connection.connect()
         except connection.connection_errors:
             return
-        lines_of(connection.default_channel, settings).close()
+        if settings.rates:
+            lines_of(connection.default_channel, settings).close()
+        if settings.schedules:
+            schedule_records(connection.default_channel, settings)
 
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]
 def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Keep a due task out of the worker's ETA timer, because the timer costs throughput."""
+    """Keep a due task out of the worker's ETA timer, because the timer is slow."""
     if installation_of(sender.app) is not None:
-        forget_eta(request, datetime.now(UTC))
+        forget_eta(request, utc_now())
 
 
 @signals.worker_process_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
 def flush_at_the_end_of_a_child(**_: Any) -> None:
-    """Write unsaved state of waiting tasks when a pool process ends; atexit would not run."""
+    """Finish writes to the Redis or database when a pool process ends: atexit does not run."""
     flush()

@@ -1,6 +1,6 @@
-"""A check: of the tasks that a fenced Spark run sent, only the winning attempts' tasks may run.
+"""Drops tasks of failed or repeated Spark attempts before the tasks run.
 
-Until the Spark driver has recorded the winning attempts, the tasks wait in the broker.
+Until the Spark driver has stored which attempts succeeded, the tasks wait in the broker.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WARN_SECONDS = 30.0
 
 
 class Fence:
-    """A check: of a fenced Spark run's tasks, only the winning attempts' tasks may run."""
+    """A check before a task runs: drop tasks of failed or repeated Spark attempts."""
 
     def __init__(self, settings: DelaySettings, worker: str, place: Place | None) -> None:
         self._policy = settings.fence_policy
@@ -74,7 +74,7 @@ class Fence:
         return _hold(arrival, record)
 
     def _stamp(self, arrival: Arrival) -> Stamp | None:
-        """Return the Spark attempt that sent the message, or None if the task runs unfenced."""
+        """Return the Spark attempt that sent the message, or None to skip the check."""
         if self._place is None:
             self._warn_once(
                 "native delay: task %s is of a fenced run, but this worker has no "
@@ -94,7 +94,7 @@ class Fence:
             logger.warning(text, *args)
 
     def _record_of(self, run: str) -> Record | None:
-        """Return the record of *run*, or None. After the run's deadline this worker decides."""
+        """Return the stored state of a Spark run, or None if the state is unreadable."""
         record, until = self._known.get(run, (None, 0.0))
         if monotonic() < until:
             return record
@@ -143,7 +143,7 @@ class Fence:
 
 
 def _hold(arrival: Arrival, record: Record | None) -> Ruling | None:
-    """Let the task wait in the broker. A broadcast has no queue to go back to, so its task runs."""
+    """Let the task wait in the broker. A broadcast message cannot wait, so its task runs."""
     if not arrival.queue:
         logger.warning("native delay: task %s runs unfenced: it has no queue", arrival.id)
         return None

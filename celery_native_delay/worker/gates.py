@@ -1,8 +1,8 @@
-"""The gates: functions that check a received task, one after another, before the task runs.
+"""Functions that check a received task, one after another, before the task runs.
 
-Each gate takes an :class:`~celery_native_delay.worker.arrival.Arrival` and returns a decision. The
-module :mod:`~celery_native_delay.worker.strategies` carries out the decisions. To add a gate, write
-the gate and list the gate in :func:`gates`.
+Each function takes an :class:`~celery_native_delay.worker.arrival.Arrival` and returns a decision.
+:mod:`~celery_native_delay.worker.strategies` carries out the decisions. To add a check, write a
+function and add the function to :func:`gates`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from ..transports.interface import Answer, Receipts
 from .arrival import Announce, Arrival, Drop, Gate, Ruling, WaitUntil
 
 
-def gates(settings: DelaySettings, moved: Moved, *more: Gate | None) -> tuple[Gate, ...]:
-    """Return a worker's gates (checks before a task runs), in the order of the calls."""
+def gates(
+    settings: DelaySettings, moved: Moved, scheduling: Gate | None, *more: Gate | None
+) -> tuple[Gate, ...]:
+    """Return the functions that check a received task, in the order of the calls."""
     # Early tasks go back first, so that the records are asked once per task, when it is due.
-    ordered = (early if settings.adopt else None, moved, cancelled, expired, *more)
+    # A cancelled occurrence of a schedule entry publishes the next one, and then is announced.
+    ordered = (early if settings.adopt else None, moved, scheduling, cancelled, expired, *more)
     return tuple(gate for gate in ordered if gate is not None)
 
 
 class Moved:
     """A check before a task runs: drop the message of a cancelled or rescheduled task.
 
-    *receipts* reads the stored state of tasks; if *receipts* is None, all tasks pass. While this
-    state is unreachable, ``native_delay_records_away`` decides if tasks run or wait.
+    If the state of tasks is unreachable, ``native_delay_records_away`` decides if the tasks run.
     """
 
     def __init__(self, settings: DelaySettings) -> None:
@@ -49,10 +51,9 @@ def cancelled(arrival: Arrival) -> Ruling | None:
 
 
 def expired(arrival: Arrival) -> Ruling | None:
-    """A check before a task runs: drop a message whose ``expiration`` passed during the wait.
+    """A check before a task runs: drop a message whose ``expiration`` has passed.
 
-    RabbitMQ removes the property ``expiration`` at dead-lettering, so our header has a copy. Celery
-    itself handles a task's option ``expires``.
+    RabbitMQ removes ``expiration`` when it dead-letters a message, so our header has a copy.
     """
     delayed = arrival.delayed
     if delayed is None or delayed.expires_ms is None or arrival.fields.get("expires"):
@@ -62,9 +63,9 @@ def expired(arrival: Arrival) -> Ruling | None:
 
 
 def early(arrival: Arrival) -> Ruling | None:
-    """A check before a task runs: put the task back into the broker if its ETA is not reached.
+    """A check before a task runs: return the task to the broker until its ETA.
 
-    The producer lacks this package, or the delay is longer than the broker supports.
+    A task is early if the producer lacks this package, or the delay is too long for the broker.
     """
     if not arrival.is_early:
         return None

@@ -32,10 +32,12 @@ RETRY_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Held:
-    """A unique task's lease (a lock with an expiry) on its key, in this process.
+    """A lock on the key of a unique task, which this process renews.
 
-    *is_here* returns False when the task has left this process. *token* is the attempt's id. *runs*
-    is true in the process that runs the task. *shares* is true if several tasks may have the key.
+    - *is_here*: returns False when the task has left this process.
+    - *token*: the id of the task's execution.
+    - *runs*: True in the process that runs the task.
+    - *shares*: True if several tasks may have the key.
     """
 
     name: str
@@ -47,7 +49,7 @@ class Held:
 
 
 class Leases:
-    """One app's leases (locks on unique keys) in this process. Can be used from any thread."""
+    """The locks on unique keys that this process renews for one app. Thread-safe."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -71,10 +73,9 @@ class Leases:
         *,
         shares: bool = False,
     ) -> tuple[str, Step]:
-        """Try to take the lease (a lock with an expiry) of the key *name* for a unique task.
+        """Try to lock the key of a unique task. Returns a token and the decision.
 
-        Returns the lease's token and the decision. If another task has the key, the decision says
-        when to try again. Raises an error if the state of the key cannot be read.
+        If another task has the key, the decision says when to try again.
         """
         token = token_hex(8)
         step = self._change(name, partial(rule, task_id=task_id, token=token))
@@ -83,15 +84,15 @@ class Leases:
         return token, step
 
     def hold(self, held: Held) -> None:
-        """Renew a lease (a lock on a unique key) until the key's task has left this process."""
+        """Renew the lock on a unique key until its task has left this process."""
         with self._changed:
             self._held.append(held)
             self._work()
 
     def settle(self, name: str, rule: Rule, *, token: str | None = None) -> None:
-        """Change the state of the key *name* by the function *rule*, and stop renewing the lease.
+        """Change a key's stored state by the function *rule*, and stop renewing the lock.
 
-        If the state cannot be written now, the write is tried again every two seconds.
+        After an error the change is tried again every two seconds.
         """
         with self._changed:
             self._held = [held for held in self._held if token is None or held.token != token]
@@ -108,7 +109,7 @@ class Leases:
                 self._work()
 
     def lost(self, task_id: str, *, retry_us: int | None = None) -> None:
-        """End the key locks of a task whose process died. A retried task keeps its key."""
+        """Unlock the keys of a task whose process died. A retried task keeps its key."""
         with self._changed:
             gone = [held for held in self._held if held.task_id == task_id]
         retry = None if retry_us is None else (task_id, retry_us)
@@ -216,3 +217,8 @@ _leases: PerProcess[Any, Leases] = PerProcess()
 
 def leases_of(app: Any) -> Leases:
     return _leases.get(app, lambda: Leases(app))
+
+
+def forget_leases(app: Any) -> None:
+    """Use a new connection for the leases of *app*, because its broker has changed."""
+    _leases.forget(app)

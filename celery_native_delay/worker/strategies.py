@@ -1,6 +1,7 @@
 """Wrappers of Celery's task strategies, which check each received task before the task runs.
 
-Only this module acknowledges messages, puts messages back, and gives messages to Celery.
+Only this module acknowledges messages, returns messages to the broker, and gives messages to
+Celery.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
 from socket import socketpair
-from threading import Timer
-from time import time_ns
+from threading import Thread, Timer
 from typing import Any
 
 from celery import signals, states
@@ -23,6 +23,7 @@ from celery.worker import state
 from kombu.exceptions import ContentDisallowed, DecodeError
 
 from ..keyed.record import HEADER
+from ..now import time_ns
 from ..transports.interface import Wait
 from .arrival import (
     CLOCK_SKEW_US,
@@ -42,13 +43,13 @@ _cancelled: dict[str, bool] = {}
 
 
 def announce_cancelled(task_id: str) -> None:
-    """Let Celery announce the task *task_id* as revoked when Celery receives the task."""
+    """Let Celery announce the task as revoked when Celery receives the task."""
     _cancelled.setdefault(task_id, False)
 
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]
 def list_as_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Add a cancelled task to Celery's revoked list, so that Celery does not run the task.
+    """Add a cancelled task to Celery's revoked list, so that the task does not run.
 
     https://github.com/celery/celery/blob/v5.5.0/celery/worker/request.py#L711
     """
@@ -92,7 +93,7 @@ _NONE = timedelta()
 
 @dataclass(eq=False)
 class _Task:
-    """A task at the gates. *run* gives the task to Celery, and *ack* acknowledges its message."""
+    """A received task before it runs. *run* gives the task to Celery."""
 
     arrival: Arrival
     payload: Any
@@ -101,7 +102,7 @@ class _Task:
 
 
 class GatedStrategies(dict[str, Any]):
-    """A consumer's strategies by task name. Each asks the *gates* (checks) about a task first."""
+    """A dict of Celery's task strategies, which check each task before the task runs."""
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class GatedStrategies(dict[str, Any]):
         super().__setitem__(name, on_task)
 
     def _pass(self, task: _Task, first: int = 0) -> None:
-        """Ask the gates about *task*, from the gate number *first* on."""
+        """Make the checks of a task, from number *first* on, then run the task."""
         for number, gate in enumerate(self._gates[first:], first):
             try:
                 ruling = gate(task.arrival)
@@ -215,7 +216,7 @@ class GatedStrategies(dict[str, Any]):
     def _reject(
         self, arrival: Arrival, reject: Callable[..., Any], log: Any, errors: Any, requeue: bool
     ) -> None:
-        """Free the key of a message that Celery rejects, then *reject* it."""
+        """Free the unique key of a message that Celery rejects, then reject the message."""
         rejected(self._consumer.app, arrival.id, requeue=requeue)
         reject(log, errors, requeue)
 
@@ -231,7 +232,7 @@ class GatedStrategies(dict[str, Any]):
             self._carry_out(ruling.otherwise, task, number)
 
     def _resume(self, task: _Task, first: int) -> None:
-        """Ask the gates again, and handle the errors that Celery handles for strategies."""
+        """Check a task again, and handle errors as Celery does."""
         if not task.arrival.is_connected:
             return
         consumer, message = self._consumer, task.arrival.message
@@ -245,21 +246,20 @@ class GatedStrategies(dict[str, Any]):
     # --- from any thread ---------------------------------------------------------------------
 
     def _ack_soon(self, message: Any) -> None:
-        """Acknowledge *message* in the consumer's thread.
+        """Acknowledge a message in the consumer's thread.
 
-        Celery's own callback runs one loop later, and nothing wakes the loop up for it.
+        Celery's own callback runs one loop later, and does not wake up the event loop.
         """
         consumer = self._consumer
         call_soon = getattr(consumer, "call_soon_ack", consumer.call_soon)
         self._call(call_soon, message.ack_log_error, logger, consumer.connection_errors)
 
     def _after(self, seconds: float, call: Callable[[], Any]) -> None:
-        """Call *call* after *seconds*, in any thread.
+        """Call a function after some seconds, in any thread.
 
-        Without a hub Celery's timer thread sleeps until its first call. So an earlier call that is
-        added meanwhile would be up to a second late.
+        Celery's timer, if it is a thread, may be up to a second late.
         """
-        if self._consumer.hub is not None or self._is_green:
+        if not isinstance(self._consumer.timer, Thread):
             self._consumer.timer.call_after(seconds, call)
             return
         timer = Timer(seconds, call)
@@ -270,9 +270,9 @@ class GatedStrategies(dict[str, Any]):
         self._call(self._consumer.call_soon, call, *args)
 
     def _call(self, call_soon: Callable[..., Any], call: Callable[..., Any], *args: Any) -> None:
-        """Call *call* by *call_soon*, or at once with greenlets.
+        """Call a function in the consumer's thread; with greenlets, call it at once.
 
-        With greenlets call_soon() waits until drain_events() times out after 2 s.
+        With greenlets ``call_soon()`` may be 2 s late.
         """
         if self._is_green:
             call(*args)
@@ -287,10 +287,10 @@ class GatedStrategies(dict[str, Any]):
 
 
 class Waker:
-    """Wakes up a worker's event loop, from any thread and from the loop's own timers.
+    """Wakes up a worker's event loop, from any thread and from the loop's timers.
 
-    Without a waker a callback is up to a second late. kombu 5.7 wakes up its event loop itself, but
-    not for callbacks that a timer adds.
+    Otherwise a callback is up to a second late. kombu 5.7 does not wake up its event loop for
+    callbacks that a timer adds.
     """
 
     def __init__(self, hub: Any) -> None:
@@ -305,7 +305,6 @@ class Waker:
             self._writer.send(b"\0")
 
     def close(self) -> None:
-        """Close the sockets of the waker."""
         self._reader.close()
         self._writer.close()
 
@@ -315,10 +314,7 @@ class Waker:
 
 
 def forget_eta(request: Any, now: datetime) -> None:
-    """Keep a request out of the worker's ETA timer if the request is due, or waited in the broker.
-
-    ``task.request.eta`` keeps the original ETA.
-    """
+    """Keep a due request out of the worker's ETA timer. ``task.request.eta`` does not change."""
     kept: str | None = getattr(request.message, "kept_eta", None)
     if kept is not None:
         request.request_dict["eta"] = kept

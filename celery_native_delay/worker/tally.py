@@ -1,4 +1,4 @@
-"""Counts of delayed messages, which workers send in events to the metrics exporter."""
+"""Counts of delayed messages, which workers send as Celery events to the metrics exporter."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0
 
 
 def count_start(tally: Counter[str], late_us: int) -> None:
-    """Count a task that started *late_us* microseconds after its due time; early counts as 0."""
+    """Count a started task in the histogram of lateness."""
     late_us = max(late_us, 0)
     tally[bucket(BOUNDS[bisect_left(BOUNDS, late_us / 1_000_000)])] += 1
     tally["late_us"] += late_us
 
 
 def bucket(bound: float) -> str:
-    """Return the name of the histogram bucket for tasks at most *bound* seconds late."""
+    """Return the name of the histogram bucket with this upper bound in seconds."""
     return f"late_{bound}"
 
 
 def counts_of(fields: Mapping[str, Any]) -> Counter[str]:
-    """Return an event's counts. Raises ValueError, TypeError or AttributeError if invalid."""
+    """Return the counts in an event. Raises ValueError, TypeError or AttributeError."""
     for name, count in fields.items():
         if not isinstance(count, int) or not 0 <= count < 1 << 63:
             raise ValueError(f"expected {name} to be a count, got {count!r}")

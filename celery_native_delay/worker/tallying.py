@@ -1,7 +1,7 @@
 """Counts the delayed messages that a worker receives, and sends an event every second.
 
 The worker counts while events are on (``celery worker -E``, ``celery control enable_events``). The
-metrics exporter listens to these events, so no worker needs a port.
+metrics exporter listens to these events, so workers need no HTTP port.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INTERVAL_SECONDS = 1.0
 
 
 class Tallying:
-    """Counts a worker's delayed messages, and the starts of *rated* tasks (with a rate limit)."""
+    """Counts a worker's delayed messages, and the starts of rate-limited tasks."""
 
     def __init__(self, consumer: Any, rated: Container[str] = ()) -> None:
         self._consumer = consumer
@@ -33,17 +33,17 @@ class Tallying:
         self._sends_events = False
         self._timer: Any = None
         self.passing: Any = None
-        """The message that Celery handles now, as the signal ``task_revoked`` has no message."""
+        """The message that Celery handles now; the signal ``task_revoked`` has no message."""
 
     def start(self) -> None:
-        """Start to send the counts every second, over a new connection."""
+        """Send the counts of delayed messages every second, over a new connection."""
         signals.task_received.connect(self._on_received, weak=False)
         signals.task_revoked.connect(self._on_revoked, weak=False)
         self.send()
         self._timer = self._consumer.timer.call_repeatedly(INTERVAL_SECONDS, self.send)
 
     def stop(self) -> None:
-        """Send the counts for the last time, before the connection is closed."""
+        """Send the last counts of delayed messages before the connection is closed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -63,9 +63,9 @@ _ENDED_FROM_OUTSIDE: tuple[tuple[type[BaseException], str], ...] = (
 
 
 class Telemetry:
-    """Writes telemetry of one app's tasks in this worker, from connect() to disconnect().
+    """Writes telemetry of one app's tasks in this worker, by receivers of Celery's signals.
 
-    The object is made before the pool forks, so that children inherit its signal receivers.
+    Create the object before the pool forks, so that children inherit the receivers.
     """
 
     def __init__(self, installation: Installation, consumer: Any, folder: str) -> None:
@@ -130,7 +130,7 @@ class Telemetry:
     def _on_failure(
         self, sender: Any = None, task_id: Any = None, exception: Any = None, **_: Any
     ) -> None:
-        """Write the end of a task whose own process could not write it."""
+        """Write the end of a task whose process was killed or timed out."""
         for kind, outcome in _ENDED_FROM_OUTSIDE:
             if isinstance(exception, kind) and self._is_ours(sender):
                 # Celery sets the task's request only for some of these failures.
@@ -157,7 +157,7 @@ class Telemetry:
         return installation_of(task.app) is self._installation
 
     def _request_of(self, task: Any) -> Any:
-        """Return the running request, or None if it is another app's or from no broker."""
+        """Return the running request, or None for an eager task or another app."""
         if not self._is_ours(task) or task.request.is_eager:
             return None
         return task.request
@@ -200,21 +200,21 @@ class Telemetry:
 
 
 class LineFiles:
-    """Appends lines to one file per process and day, from any thread, without a lock.
+    """Appends lines to one file per process and day. Thread-safe.
 
-    Another thread could hold a lock while a pool process is forked. A lock is not needed: the
-    operating system never mixes two writes to a file that is open for appending.
+    There is no lock, because another thread could hold the lock during a fork. The operating system
+    never mixes two writes to a file that is open for appending.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
         self._name = re.sub(r"[^\w.@-]", "_", name)
         self._open: tuple[int, int, LineFile] | None = None
-        """The process id, the day since the epoch, and their file."""
+        """The process id, the day (a number since the epoch), and the open file."""
         self._warned = False
 
     def append(self, at_us: int, line: str) -> None:
-        """Append *line* to the file for the day of *at_us*. Logs only the process's first error."""
+        """Append a line to the file of the day. Logs only the first error."""
         data = line.encode() + b"\n"
         try:
             if self._file(at_us // DAY_US).write(data) < len(data):
@@ -230,7 +230,7 @@ class LineFiles:
                 )
 
     def close(self) -> None:
-        """Drop the open file. The next write opens the file again."""
+        """Close the file. The next write opens the file again."""
         self._open = None
 
     def _file(self, day: int) -> LineFile:
@@ -245,7 +245,7 @@ class LineFiles:
 
 
 class LineFile:
-    """A file open for appending, closed when the last thread no longer uses the file."""
+    """A file opened for appending, closed when no thread uses the file."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = -1
@@ -279,7 +279,7 @@ def waited(message: Any, *, now_ms: int) -> bool | None:
 
 
 def outcome_of(state: str | None, retval: Any) -> str:
-    """Return the outcome of an attempt with this *state* and return value or exception."""
+    """Return an attempt's outcome from Celery's state and the return value or exception."""
     if state == states.REJECTED and getattr(retval, "requeue", False):
         return attempt.REQUEUED
     refused = getattr(retval, "exc", None)
@@ -290,7 +290,7 @@ def outcome_of(state: str | None, retval: Any) -> str:
 
 
 def retry_due_us(outcome: str, raised: Any, finished_us: int) -> int | None:
-    """Return the next attempt's time in microseconds, or None if there is no next attempt."""
+    """Return the due time of the next attempt in microseconds, or None."""
     if outcome not in attempt.COMES_AGAIN:
         return None
     when = getattr(raised, "when", None)

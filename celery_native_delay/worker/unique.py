@@ -1,4 +1,4 @@
-"""A check that lets unique tasks wait for their key, and signal receivers that free keys.
+"""Lets unique tasks wait while another task has their key, and frees keys of ended tasks.
 
 A debounced or throttled task frees its key only if the task will never run.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from time import time_ns
 from typing import Any
 
 from billiard.exceptions import TimeLimitExceeded, WorkerLostError
@@ -21,6 +20,7 @@ from ..due_time import due_us_or_none
 from ..errors import described
 from ..keyed import rules
 from ..keyed.record import HEADER, Mark
+from ..now import time_ns
 from .arrival import Arrival, AskAgain, Ruling, WaitUntil
 from .leases import Held, Leases, leases_of
 
@@ -67,7 +67,7 @@ def _unique_mark_of(headers: Any) -> Mark | None:
 
 
 def is_here(arrival: Arrival) -> bool:
-    """Return True while the message is unacknowledged, or its task is in the pool."""
+    """Return True while this worker holds the unacknowledged message, or runs its task."""
     unsettled = not arrival.message.acknowledged and arrival.is_connected
     return unsettled or arrival.id in worker_state.requests
 
@@ -76,7 +76,7 @@ def is_here(arrival: Arrival) -> bool:
 
 
 def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
-    """Return the leases and the key's header of a unique task, or None for other tasks."""
+    """Return the locks and the message header of a unique task, or None."""
     mark = _unique_mark_of(vars(request))
     if mark is None or request.is_eager or installation_of(task.app) is None:
         return None
@@ -85,7 +85,7 @@ def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
 
 @signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
 def start(sender: Any = None, **_: Any) -> None:
-    """Free the key of a starting unique task (until="start"), or renew the lock on the key."""
+    """Free the key of a starting task with ``until="start"``, or renew the lock."""
     found = _marked(sender, sender.request)
     if found is None or (token := found[1].token) is None:
         return
@@ -98,7 +98,7 @@ def start(sender: Any = None, **_: Any) -> None:
 
 @signals.task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
 def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> None:
-    """Free the key of a unique task that has ended. A task that is retried keeps its key."""
+    """Free the key of a unique task that has ended, unless the task is retried."""
     found = _marked(sender, sender.request)
     if found is None or found[1].until == "start" or (token := found[1].token) is None:
         return
@@ -114,7 +114,7 @@ def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> 
 
 
 def never_runs(sender: Any, headers: Any, task_id: str) -> None:
-    """Free the key of a message whose task will never run. *sender* has the attribute ``app``."""
+    """Free the debounce, throttle or unique key of a task that will never run."""
     mark = Mark.of(headers)
     if mark is not None and installation_of(sender.app) is not None:
         rule = partial(rules.release, task_id=task_id, token=mark.token)
@@ -135,7 +135,7 @@ def revoked(sender: Any = None, request: Any = None, terminated: bool = False, *
 @signals.task_unknown.connect(weak=False)  # type: ignore[untyped-decorator]
 @signals.task_rejected.connect(weak=False)  # type: ignore[untyped-decorator]
 def discarded(sender: Any = None, message: Any = None, **_: Any) -> None:
-    """Free the key of a message that Celery discards, because its task is unknown or invalid."""
+    """Free the debounce, throttle or unique key of a message that Celery discards."""
     headers = message.headers
     if isinstance(headers, Mapping):
         never_runs(sender, headers, headers.get("id") or "")
@@ -143,20 +143,20 @@ def discarded(sender: Any = None, message: Any = None, **_: Any) -> None:
 
 @signals.task_failure.connect(weak=False)  # type: ignore[untyped-decorator]
 def lost(sender: Any = None, task_id: Any = None, exception: Any = None, **_: Any) -> None:
-    """Free the key of a unique task (one per key at a time) whose process was killed."""
+    """Free the key of a unique task whose process was killed."""
     if _is_from_outside(exception) and installation_of(sender.app) is not None:
         leases_of(sender.app).lost(task_id)
 
 
 @signals.task_retry.connect(weak=False)  # type: ignore[untyped-decorator]
 def retried(sender: Any = None, request: Any = None, reason: Any = None, **_: Any) -> None:
-    """Keep the key of a unique task whose process was killed, if Celery retries the task."""
+    """Keep the key of a retried unique task whose process was killed."""
     if _is_from_outside(reason.exc) and installation_of(sender.app) is not None:
         leases_of(sender.app).lost(request.id, retry_us=_wait_us(reason.when))
 
 
 def rejected(app: Any, task_id: str, *, requeue: bool) -> None:
-    """Free the key of a task whose message is rejected, unless the message is requeued."""
+    """Free the key of a rejected message's task, unless the message is requeued."""
     leases_of(app).lost(task_id, retry_us=0 if requeue else None)
 
 

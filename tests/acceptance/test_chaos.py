@@ -1,4 +1,7 @@
-"""30 s of ``make chaos``: no task is lost, early or misrouted, and no cancelled task runs."""
+"""30 s of ``make chaos``: no task is lost, early or misrouted, and no cancelled task runs.
+
+No due time of a schedule entry is skipped, early, or doubled without a fault.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +46,8 @@ def test_all_promises_hold_while_the_broker_fails(
         outcome = run(found, Plan(SEED, MINUTES, RATE, faults), folders[1])
     assert not outcome.judgement.forbidden, findings_as_text(outcome)
     assert outcome.judgement.ran > 100
+    assert outcome.entries is not None
+    assert outcome.entries.ran > 100
     assert len(outcome.struck) >= 2
     update(folders[2], broker, outcome)
     told = (folders[2] / "chaos.md").read_text()

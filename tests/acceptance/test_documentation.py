@@ -172,6 +172,41 @@ def installed_settings(app: Celery) -> DelaySettings:
     return installation.settings()
 
 
+def test_the_examples_of_the_test_clock_pass(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No broker runs for them."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    pytester.makepyfile(
+        shop=only("clock-app").text,
+        conftest=only("clock-conftest").text,
+        test_reminder=only("clock-test").text,
+        test_cancelling=only("clock-cancel").text,
+        test_rates=only("clock-rates").text,
+        test_unittest=only("clock-unittest").text,
+    )
+    pytester.runpytest_subprocess("-Werror").assert_outcomes(passed=4)
+
+
+@pytest.mark.ci
+def test_doctor_reads_the_management_api_of_a_private_node(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(require_rabbitmq)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    pytester.makepyfile(
+        conftest=only("private-app").text,
+        test_doctor="""
+            from celery_native_delay.app.doctor import examine
+
+            def test_doctor(app):
+                app.send_task("shop.remind", countdown=60)
+                assert "management" not in "".join(map(str, examine(app)))
+        """,
+    )
+    pytester.runpytest_subprocess("-Werror").assert_outcomes(passed=1)
+
+
 @pytest.mark.ci
 def test_the_example_test_passes(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
@@ -317,17 +352,6 @@ def test_settings_are_taken_from_the_configuration_and_from_keywords() -> None:
     assert found == DelaySettings(resolution=0.05, fused_bits=8)
 
 
-def test_a_django_app_reads_settings_with_celerys_prefix(tmp_path: Path) -> None:
-    """Django's settings are a module; the test makes one without Django."""
-    settings = only("django-settings").text
-    app = only("django").text.replace("django.conf:settings", "shop_settings")
-    (tmp_path / "shop_settings.py").write_text(settings)
-    (tmp_path / "shop.py").write_text(app.replace("app.autodiscover_tasks()\n", ""))
-    asked = "from shop import app; from celery_native_delay.app.install import installation_of as i"
-    asked += "; print(i(app).settings().namespace, i(app).settings().telemetry)"
-    assert output(tmp_path, sys.executable, "-c", asked) == "shop_delay /var/log/shop/telemetry\n"
-
-
 def test_the_documented_flower_configuration_adds_the_page(tmp_path: Path) -> None:
     """Runs in a separate process, because it changes Flower's classes."""
     asked = f"{only('flower-config').text}\nfrom flower import command; print(command.Flower)"
@@ -463,6 +487,7 @@ def test_every_benchmark_exists(line: str) -> None:
 
 def test_the_docs_show_only_tested_programs() -> None:
     known = ("celery ", "pip ", "make ", "python -m benchmarks", "python -m celery_native_delay")
+    known += ("python -m django ", "python manage.py ")  # run by test_django
     others = {line for where, line in CONSOLE_LINES if not line.startswith(known)}
     start = "".join(example.text for example in EXAMPLES if example.page == "docs/start.md")
     assert all(f"$ {line}\n" in start for line in others)

@@ -73,7 +73,8 @@ def main(
 ) -> None:
     """Send delayed tasks, break the broker, and report the result of each task.
 
-    Exits with 1 if a task was lost, early or misrouted, or if a cancelled task ran.
+    Exits with 1 if a task was lost, early or misrouted, if a cancelled task ran, or if a schedule
+    entry was skipped, early or doubled without a fault.
     """
     signal.signal(signal.SIGTERM, _stop)
     seed = randrange(10_000) if seed is None else seed

@@ -53,6 +53,8 @@ class Place:
     conf: dict[str, Any]
     posts: tuple[Post, ...] = (Post("default"), Post("default"), Post("side"), Post("invoices"))
     faults: dict[FaultKind, Strike] = field(default_factory=dict)
+    schedule_queues: tuple[str, ...] = ("default", "side", "invoices")
+    """The queues that schedule entries use; only workers with the package consume them."""
 
 
 BROKERS = (
@@ -301,8 +303,9 @@ def _on_postgresql(server: PrivatePostgreSQL, folder: Path) -> Place:
         f"{server.version}, a store beside filesystem://",
         f"filesystem://{folder}",
         conf,
-        posts=(*dispatchers, *consumers),
+        posts=(*dispatchers, *consumers, Post("orders", mortal=False)),
         faults=faults,
+        schedule_queues=("orders",),
     )
 
 

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.charts import GREY, OTHERS, OURS, figure, short
 from celery_native_delay.durations import duration
+from tests.chaos import entries
 from tests.chaos.oracle import FORBIDDEN, Verdict
 from tests.chaos.run import Outcome
 
@@ -48,6 +49,7 @@ def result_of(outcome: Outcome) -> Result:
         },
         "verdicts": {verdict.value: judgement.count(verdict) for verdict in Verdict},
         "doubled_because": dict(judgement.reasons),
+        "entries": outcome.entries and entries.as_json(outcome.entries, began),
         "workers_ended_by_themselves": outcome.ended_by_themselves,
         "faults": [
             {
@@ -93,13 +95,18 @@ def as_markdown(results: Sequence[Result]) -> str:
 
 
 def findings_as_text(outcome: Outcome) -> str:
-    """The tasks that broke a promise, each with its history."""
+    """The tasks and due times of entries that broke a promise, each with its history."""
     found = outcome.judgement.forbidden
     lines = []
+    of_entries = outcome.entries.forbidden if outcome.entries else []
+    for each in of_entries[:SHOWN_FINDINGS]:
+        at = each.due_at - outcome.began_at
+        lines.append(f"{each.verdict.value}: entry {each.number}, due at {at:.3f} s")
+        lines += [f"    {event}" for event in each.story]
     for finding in found[:SHOWN_FINDINGS]:
         lines.append(f"{finding.verdict.value}: {finding.task_id}")
         lines += [f"    {event}" for event in finding.history]
-    more = len(found) - SHOWN_FINDINGS
+    more = max(len(found), len(of_entries)) - SHOWN_FINDINGS
     return "\n".join(lines + ([f"and {more} more"] if more > 0 else []))
 
 
@@ -155,8 +162,14 @@ def _fault_table(result: Result) -> str:
 
 
 def _notes(result: Result) -> str:
-    """Notes on tasks that ran twice, workers that gave up, and tasks deleted with their vhost."""
+    """Notes on doubled tasks, schedule entries, workers that gave up, and deleted tasks."""
+    faults = result["faults"]
     notes = [f"doubled {count} times: {why}" for why, count in result["doubled_because"].items()]
+    if found := result.get("entries"):
+        counts = [f"{name} {count}" for name, count in found["verdicts"].items() if count]
+        late = _p50_p99([late for due, late in found["lateness"] if not _is_hit(faults, due)])
+        told = f"{found['ran']:,} due times ran; {', '.join(counts) or 'nothing to report'}"
+        notes.append(f"schedule entries: {told}; late, calm: p50, p99 {late}")
     if gave_up := result["workers_ended_by_themselves"]:
         notes.append(f"workers that ended by themselves, and were started again: {gave_up}")
     if wiped := result["verdicts"][Verdict.WIPED.value]:

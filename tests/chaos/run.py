@@ -12,6 +12,15 @@ from pathlib import Path
 from time import sleep, time
 
 from tests.acceptance.worker import REPOSITORY, Fleet, Record, Worker
+from tests.chaos.entries import (
+    COUNT,
+    REVIVED_SECONDS,
+    EntriesJudgement,
+    Occurrence,
+    entries,
+    judge_entries,
+    seconds_of,
+)
 from tests.chaos.oracle import (
     PRODUCER_KILLED,
     WORKER_KILLED,
@@ -71,6 +80,8 @@ class Outcome:
     judgement: Judgement
     ended_by_themselves: int
     """The number of workers that ended by themselves and were started again."""
+    entries: EntriesJudgement | None = None
+    """The judgement of the schedule entries; None with plain Celery."""
 
 
 class Crew:
@@ -78,6 +89,11 @@ class Crew:
 
     def __init__(self, place: Place, plan: Plan, folder: Path, stack: ExitStack) -> None:
         conf = {"native_delay_fused_bits": 0} | place.conf
+        if not plan.plain:
+            conf |= {
+                "native_delay_schedules": True,
+                "beat_schedule": entries(place.schedule_queues),
+            }
         self.fleet = Fleet(place.url, folder, conf, shows_logs=False)
         stack.callback(self.fleet.close)
         stack.callback(self._kill_producers)
@@ -182,6 +198,9 @@ def run(
     with ExitStack() as stack:
         kinds = _chosen(place, plan.only)
         crew = Crew(place, plan, folder, stack)
+        record = crew.fleet.record
+        if not plan.plain:
+            wait_until(lambda: all(map(occurrences_of(record).__contains__, range(COUNT))))
         strikes: dict[FaultKind, Strike] = place.faults | crew.faults
         by_name = {kind.name: (kind, strikes[kind]) for kind in kinds}
         began = time()
@@ -205,11 +224,16 @@ def run(
         crew.wait_for_producers()
         sent = _read_notes(crew.notes_path)
         _wait_for_all(sent, struck, crew, lambda: pause(time() + 0.5, "waiting for the last"))
-        judgement = judge(
-            sent, starts_of(crew.fleet.record), struck, patience_seconds=PATIENCE_SECONDS
-        )
+        judgement = judge(sent, starts_of(record), struck, patience_seconds=PATIENCE_SECONDS)
+        of_entries = None
+        if not plan.plain:
+            _wait_for_entries(struck, crew, lambda: pause(time() + 0.5, "waiting for entries"))
+            runs = [run for all_of in occurrences_of(record).values() for run in all_of]
+            of_entries = judge_entries(runs, struck, began_at=began, ended_at=time())
         what = f"{place.what}, plain Celery" if plan.plain else place.what
-        return Outcome(what, plan, began, tuple(struck), judgement, crew.ended_by_themselves)
+        return Outcome(
+            what, plan, began, tuple(struck), judgement, crew.ended_by_themselves, of_entries
+        )
 
 
 def _chosen(place: Place, only: Sequence[str]) -> list[FaultKind]:
@@ -252,6 +276,30 @@ def _wait_for_all(
         missing -= {start.id for start in starts_of(crew.fleet.record)}
     while time() < last_due_at + AFTERWARDS_SECONDS:
         wait()
+
+
+def _wait_for_entries(struck: Sequence[Struck], crew: Crew, wait: Callable[[], None]) -> None:
+    """Wait until every entry has run again after the last fault, or will not any more."""
+    mended_at = max((fault.ended_at for fault in struck), default=time())
+    deadline = time() + 2 * REVIVED_SECONDS + PATIENCE_SECONDS
+    while time() < deadline:
+        wait()
+        runs = occurrences_of(crew.fleet.record)
+        if all(
+            any(run.due_at > mended_at + seconds_of(number) for run in runs.get(number, []))
+            for number in range(COUNT)
+        ):
+            return
+
+
+def occurrences_of(record: Record) -> dict[int, list[Occurrence]]:
+    """The runs of each schedule entry so far, from the workers' notes."""
+    found: dict[int, list[Occurrence]] = {}
+    for run in record.runs():
+        if run.args:
+            occurrence = Occurrence.of(run)
+            found.setdefault(occurrence.number, []).append(occurrence)
+    return found
 
 
 def starts_of(record: Record) -> list[Start]:

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.chaos.entries import Occurrence, judge_entries
+from tests.chaos.entries import Verdict as EntryVerdict
 from tests.chaos.load import ROUTES, Step, Wish, immediate, steps
 from tests.chaos.oracle import (
     FORBIDDEN,
@@ -298,3 +300,59 @@ def test_every_kind_of_fault_comes_once_before_any_comes_twice() -> None:
         assert set(names[first : first + 3]) == {kind.name for kind in KINDS}
     assert schedule(7, 10, KINDS) != schedule(8, 10, KINDS)
     assert schedule(7, 10, []) == []
+
+
+# ---- schedule entries ---------------------------------------------------------------------------
+
+KILL = Struck("worker-killed", "default-1", began_at=1010, ended_at=1011)
+STRIKES = (KILL,)
+
+
+def runs_of_entry(*times: tuple[float, float]) -> list[Occurrence]:
+    """Runs of entry 4, which is due every 5 s from 1000: each with a due time and a start."""
+    return [Occurrence(4, due, at, f"id-{due}", "default-1") for due, at in times]
+
+
+def on_time(*due: float) -> list[tuple[float, float]]:
+    return [(each, each + 0.1) for each in due]
+
+
+@pytest.mark.parametrize(
+    ("runs", "struck", "expected"),
+    [
+        pytest.param(on_time(1005, 1010, 1015, 1020), (), [], id="every due time ran"),
+        pytest.param(on_time(1005, 1010, 1020), (), [EntryVerdict.SKIPPED], id="one is missing"),
+        pytest.param(on_time(1005, 1010, 1020), STRIKES, [EntryVerdict.MISSED], id="in a fault"),
+        pytest.param(on_time(1005, 1010), (), [EntryVerdict.SKIPPED], id="the chain ended"),
+        pytest.param(
+            [*on_time(1005), (1010, 1009.9), *on_time(1015, 1020)],
+            (),
+            [EntryVerdict.EARLY],
+            id="early",
+        ),
+        pytest.param(
+            on_time(1005, 1010, 1012, 1015, 1017, 1020),
+            (),
+            [EntryVerdict.TWO_CHAINS] * 2,
+            id="two chains",
+        ),
+        pytest.param(
+            on_time(1005, 1005, 1010, 1015, 1020),
+            (),
+            [EntryVerdict.DOUBLED_IN_CALM],
+            id="twice without a fault",
+        ),
+        pytest.param(
+            on_time(1005, 1010, 1010, 1015, 1020), STRIKES, [EntryVerdict.DOUBLED], id="twice"
+        ),
+    ],
+)
+def test_each_due_time_of_an_entry_is_judged(
+    runs: list[tuple[float, float]],
+    struck: tuple[Struck, ...],
+    expected: list[EntryVerdict],
+) -> None:
+    found = judge_entries(runs_of_entry(*runs), struck, began_at=1000, ended_at=1025)
+    assert [finding.verdict for finding in found.findings if finding.number == 4] == expected
+    never_ran = [finding for finding in found.findings if finding.number != 4]
+    assert {finding.verdict for finding in never_ran} >= {EntryVerdict.SKIPPED}

@@ -105,5 +105,5 @@ def test_the_order_of_the_gates() -> None:
         return None
 
     moved = Moved(DelaySettings())
-    assert gates(DelaySettings(), moved, fence) == (early, moved, cancelled, expired, fence)
-    assert early not in gates(DelaySettings(adopt=False), moved, fence)
+    assert gates(DelaySettings(), moved, None, fence) == (early, moved, cancelled, expired, fence)
+    assert early not in gates(DelaySettings(adopt=False), moved, None, fence)

@@ -11,11 +11,11 @@ import pytest
 from celery_native_delay.app.moving import Account, move
 from celery_native_delay.due_time import due_us
 from celery_native_delay.errors import CannotDelay
-from celery_native_delay.keyed.publishing import KeyedPublish
 from celery_native_delay.keyed.record import HEADER, Mark, Record, Run
 from celery_native_delay.keyed.records import KeyRecords
 from celery_native_delay.keyed.rules import Rule, Seen, Step
 from celery_native_delay.message import Delayed
+from celery_native_delay.records.publishing import RecordedPublish
 from celery_native_delay.transports.moving import (
     Found,
     Moving,
@@ -79,7 +79,7 @@ class Other:
     def key_records(self) -> KeyRecords | None:
         return None
 
-    def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
+    def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
         if moving.task_id in self._refuses:
             raise CannotDelay("it is too far away")
         self._log.append(f"{moving.task_id} in")
@@ -136,7 +136,7 @@ def test_an_error_of_the_destination_leaves_the_message_in_its_source() -> None:
     log: list[str] = []
 
     class Broken(Other):
-        def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
+        def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
             raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):

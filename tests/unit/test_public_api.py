@@ -18,7 +18,7 @@ import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
 
-PUBLIC = ("", "bulk", "flower", "metrics", "spark", "testing")
+PUBLIC = ("", "bulk", "clock", "flower", "metrics", "spark", "testing")
 """The modules whose ``__all__`` users import from."""
 
 

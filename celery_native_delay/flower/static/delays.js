@@ -10,6 +10,7 @@
         escapeHtml = shared.escapeHtml, isolated = shared.isolated, number = shared.number,
         clock = shared.clock, iso = shared.iso, timeTag = shared.timeTag, duration = shared.duration,
         inWords = shared.inWords, sayWhy = shared.sayWhy, zone = shared.zone,
+        toast = shared.toast, post = shared.post,
         mayChange = urls.mayChange === "yes",
         REFRESH_MS = 5000,
         BATCH = 100,
@@ -32,24 +33,6 @@
 
     function plural(count) {
         return number(count) + (count === 1 ? " task" : " tasks");
-    }
-
-    function toast(message, kind) {
-        var element = $('<div class="toast align-items-center border-0" aria-atomic="true">')
-            .addClass("text-bg-" + kind)
-            .attr("role", kind === "danger" ? "alert" : "status")
-            .append($('<div class="d-flex">')
-                .append($('<div class="toast-body">').text(message))
-                .append('<button type="button" class="btn-close btn-close-white me-2 m-auto"' +
-                    ' data-bs-dismiss="toast" aria-label="Close"></button>'));
-        $("#toast-container").append(element);
-        element.on("hidden.bs.toast", function () { element.remove(); });
-        new bootstrap.Toast(element[0], {delay: kind === "danger" ? 10000 : 5000}).show();
-    }
-
-    function post(verb, body) {
-        return $.ajax({type: "POST", url: page.getAttribute("data-" + verb),
-            contentType: "application/json", data: JSON.stringify(body)});
     }
 
     // ---- cards, histogram, levels ---------------------------------------------------------
@@ -464,7 +447,6 @@
         var first = ofAddress();
         address = location.search.slice(1);
         showRange();
-        $.fn.dataTable.ext.errMode = "none";
         table = $("#delays-table").DataTable({
             rowId: "delivery_id",
             searching: true, searchDelay: 300, ordering: false, autoWidth: false,

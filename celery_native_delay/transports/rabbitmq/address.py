@@ -1,11 +1,7 @@
-"""Compute addresses: the last words of a delayed message's routing key name the destination.
+"""Compute the words of a delayed message's routing key that name the destination.
 
-An address is ``%<exchange>.<routing key>``. The exchange is one word, with escaped dots. The
-routing key keeps the user's words, so that topic patterns match the words. Addresses of landing
-queues begin with ``%%``. (A landing queue passes due messages on to the user's exchange.)
-
-A direct binding and a topic binding without wildcards have the same address. So a publisher
-computes the address without knowing the type of the exchange.
+These words, the address, are ``%<exchange>.<routing key>``. A direct and a topic exchange have the
+same address, so a publisher need not know the type of the exchange.
 """
 
 from __future__ import annotations
@@ -36,13 +32,13 @@ def message_address(exchange: str, routing_key: str) -> str:
 
 
 def topic_binding_address(exchange: str, pattern: str) -> str:
-    """Return the last words of the binding key that copies a user's topic binding."""
+    """Return the last words of the binding key in our copy of a user's topic binding."""
     words = [word if word in _WILDCARDS else _literal(word) for word in _words(pattern)]
     return _join(exchange, words)
 
 
 def hashed_address(exchange: str, routing_key: str) -> str:
-    """Return a hash of a destination whose name is too long for a routing key."""
+    """Return a hash of a destination that is too long for a routing key."""
     return "%%h" + _digest(f"{exchange}\0{routing_key}")
 
 
@@ -56,7 +52,7 @@ def queue_address(queue: str) -> str:
 
 
 def queue_of_address(routing_key: str) -> str | None:
-    """Return the queue's name that :func:`queue_address` put into a routing key, or None."""
+    """Return the queue name that :func:`queue_address` put into a routing key, or None."""
     _, mark, word = routing_key.rpartition(".%%q.")
     return unquote(word) if mark and not word.startswith(_HASHED) else None
 
@@ -69,10 +65,10 @@ def short_word(name: str) -> str:
 
 
 def refusal_fits(*names: str) -> bool:
-    """Return True if one error text of the broker has room for all *names*.
+    """Return True if the broker's error text can hold all *names* without a cut.
 
     RabbitMQ cuts the error text at 255 bytes. If the text is not ASCII, RabbitMQ 4.3 closes the
-    connection (541), and RabbitMQ 3.10 may send half a letter, which py-amqp cannot decode.
+    connection (541), and RabbitMQ 3.10 may send half a character, which py-amqp cannot decode.
     """
     text = "".join(names)
     return text.isascii() or len(text.encode()) <= SHORTSTR_BYTES - _REFUSAL_BYTES

@@ -1,4 +1,4 @@
-"""Carry out the ``celery delay`` commands on RabbitMQ."""
+"""The ``celery delay`` commands on RabbitMQ."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from .status import RecordsStatus, Status, levels, status
 
 
 class RabbitMQAdminPart:
-    """Carries out the ``celery delay`` commands on RabbitMQ, on one channel."""
-
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         self._channel = channel
         self._delays = channel.delays
@@ -65,7 +63,7 @@ class RabbitMQAdminPart:
         return replace(found, records=self._records_status()) if self._records else found
 
     def backlog(self) -> Backlog:
-        """Count the waiting messages over AMQP; read due times from Redis or the database."""
+        """Count waiting messages over AMQP; read due times from the list of waiting tasks."""
         with permissions_explained(self._topology):
             found, parked = tuple(levels(self._delays)), count(self._delays)
         backlog = Backlog(sum(level.waiting for level in found), parked, found)
@@ -92,7 +90,7 @@ class RabbitMQAdminPart:
             return rescue(self._delays)
 
     def purge_parked(self) -> int:
-        """Delete the due messages whose queue does not exist; return the number of messages."""
+        """Delete due messages for which no queue is bound; return the number of messages."""
         with permissions_explained(self._topology):
             return self._purged(self.parking) if self._records is None else purge(self._delays)
 

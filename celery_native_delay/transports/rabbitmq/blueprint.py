@@ -18,10 +18,9 @@ from .topology import Binding, Declaration, Exchange, Queue, Topology, Unbinding
 
 @dataclass(frozen=True)
 class Exported:
-    """The queues, exchanges and bindings of one app as JSON, for other tools to import.
+    """The queues, exchanges and bindings of one app as RabbitMQ's definitions (JSON text).
 
-    The attribute *left_out* names queues and exchanges that are not in the JSON, because these
-    queues and exchanges are not durable.
+    *left_out* names the queues and exchanges that are not durable, and are missing in *text*.
     """
 
     text: str
@@ -39,7 +38,7 @@ class Blueprint:
     left_out: tuple[str, ...]
 
     def delays(self) -> Iterator[Declaration]:
-        """Yield this package's queues, exchanges and bindings, without the app's own."""
+        """Yield this package's queues, exchanges and bindings, without the app's own queues."""
         yield from self.topology.plan()
         yield from self.surroundings
 
@@ -87,7 +86,6 @@ def definitions(plan: Blueprint, vhost: str) -> str:
     """Return RabbitMQ's definitions as JSON text, with one queue, exchange or binding per line.
 
     ``rabbitmqctl import_definitions`` imports the text, but does not create the virtual host.
-    https://www.rabbitmq.com/docs/definitions
     """
     items: dict[str, list[dict[str, Any]]] = {"exchanges": [], "queues": [], "bindings": []}
     lasting = {"vhost": vhost, "durable": True, "auto_delete": False}
@@ -116,9 +114,9 @@ def _lines(items: list[dict[str, Any]]) -> str:
 
 
 def _own(queues: Sequence[Any]) -> tuple[list[Declaration], list[str]]:
-    """Return the app's own declarations, and the names of queues and exchanges that do not last.
+    """Return the app's durable declarations, and the names of other queues and exchanges.
 
-    Queues and exchanges with ``no_declare`` are included, because another app must declare them.
+    The result includes queues with ``no_declare``, because another app must declare these queues.
     """
     exchanges: dict[str, Exchange] = {}
     lasting: list[Declaration] = []

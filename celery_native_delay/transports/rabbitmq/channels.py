@@ -1,6 +1,6 @@
-"""AMQP channels of this package on the user's connection.
+"""AMQP channels on the user's connection, besides the user's own channel.
 
-The user's own channel stays open after an error, and stays without confirm mode.
+If RabbitMQ closes one of these channels, the user's own channel stays open.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Publication(NamedTuple):
 
 
 def id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -> Hashable:
-    """Return an id by which a returned message is found among the published messages."""
+    """Return an id that a returned message and the published message have in common."""
     header = (properties.get("application_headers") or {}).get(HEADER)
     known_by = header.get("id") if isinstance(header, dict) else None
     known_by = known_by or properties.get("correlation_id") or body
@@ -56,13 +56,13 @@ def id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -
 
 
 def received(message: amqp.Message) -> amqp.Message:
-    """Return the received *message* with its body in bytes."""
+    """Replace a missing body of the received *message* by empty bytes."""
     message.body = message.body or b""
     return message
 
 
 class OwnChannel(amqp.Channel):  # type: ignore[misc]
-    """An AMQP channel of this package on the user's connection, without publisher confirms."""
+    """An AMQP channel on the user's connection, without publisher confirms."""
 
     #: Reply code and text with which the broker closed this channel; None if it is open.
     closed_with: tuple[int, str] | None = None
@@ -117,7 +117,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         self._returned.append(Publication(received(message), exchange, routing_key))
 
     def _on_close(self, reply_code: int, reply_text: str, class_id: int, method_id: int) -> None:
-        """Give up the channel, because py-amqp would open it again without confirm mode."""
+        """Unlike py-amqp, do not reopen the channel, because confirm mode would be lost."""
         self.closed_with = (reply_code, reply_text)
         self.send_method(spec.Channel.CloseOk)
         self.collect()
@@ -125,7 +125,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
 
 
 class WindowChannel(OwnChannel):
-    """A channel with publisher confirms; each message is kept until the broker's confirm."""
+    """A channel with publisher confirms, which keeps each message until the broker's confirm."""
 
     def __init__(self, connection: Any) -> None:
         super().__init__(connection)
@@ -167,7 +167,7 @@ class WindowChannel(OwnChannel):
         self._unconfirmed[self._published] = publication
 
     def send_all(self, messages: Sequence[Any]) -> None:
-        """Send all *messages* in one socket write, and keep *messages* until the confirms."""
+        """Publish many messages in one socket write, and keep the messages until confirmed."""
         for message in messages:
             self._published += 1
             self._unconfirmed[self._published] = message
@@ -192,9 +192,9 @@ class WindowChannel(OwnChannel):
             self.read()
 
     def read_down_to(self, unconfirmed: int, *, deadline: float | None = None) -> None:
-        """Wait until at most *unconfirmed* messages have no confirm.
+        """Wait until the number of unconfirmed messages falls to *unconfirmed*.
 
-        Raises TimeoutError after *deadline*, in seconds of the monotonic clock.
+        Raises TimeoutError at *deadline*, a time of the monotonic clock in seconds.
         """
         while len(self._unconfirmed) > unconfirmed:
             if deadline is None:
@@ -229,7 +229,7 @@ class WindowChannel(OwnChannel):
         self._nacked += self._settle(delivery_tag, multiple)
 
     def _settle(self, delivery_tag: int, multiple: bool) -> list[Any]:
-        """Remove and return the unconfirmed messages that an ack or nack is about."""
+        """Remove and return the messages that an ack or nack from the broker answers."""
         unconfirmed = self._unconfirmed
         settled = []
         while multiple and unconfirmed and next(iter(unconfirmed)) <= delivery_tag:

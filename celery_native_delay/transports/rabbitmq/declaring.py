@@ -28,7 +28,7 @@ OLDEST_RABBITMQ = (3, 10)
 
 
 class Declarer:
-    """Declares queues and exchanges, and looks for existing ones, on a separate channel.
+    """Declares and finds queues and exchanges, on a separate AMQP channel.
 
     If RabbitMQ refuses a request, RabbitMQ closes this channel, but not the user's channel.
     """
@@ -45,7 +45,7 @@ class Declarer:
         return self._channel
 
     def apply(self, declarations: Iterable[Change]) -> None:
-        """Make or remove each of these queues, exchanges and bindings."""
+        """Declare queues, exchanges and bindings, and remove the binding of each Unbinding."""
         apply(self.channel, declarations)
 
     def refusal_fits(self, name: str) -> bool:
@@ -54,10 +54,9 @@ class Declarer:
 
     @contextmanager
     def channel_for(self, name: str, *, unreadable: type[ChannelError]) -> Iterator[OwnChannel]:
-        """Give a channel on which to ask whether the queue or exchange *name* exists.
+        """Open a channel for asking whether the queue or exchange *name* exists.
 
-        RabbitMQ may close the connection if *name* is long and not ASCII. Then the channel is on a
-        separate connection.
+        A long *name* that is not ASCII gets a separate connection, which RabbitMQ may close.
         """
         if self.refusal_fits(name):
             yield self.channel
@@ -76,18 +75,15 @@ class Declarer:
                 client.close()
 
     def look_for_exchange(self, name: str, *, unreadable: type[ChannelError] = NotFound) -> None:
-        """Ask the broker whether an exchange exists.
-
-        Raises NotFound if the exchange is missing, and AccessRefused if the user may not ask.
-        """
+        """Raise NotFound if an exchange is missing, or AccessRefused if the user may not ask."""
         with self.channel_for(name, unreadable=unreadable) as channel:
             channel.exchange_declare(name, "fanout", passive=True)
 
     def has_exchange(self, name: str, *, if_refused: bool) -> bool:
         """Return True if a fanout exchange of this package exists.
 
-        RabbitMQ 4.3 refuses the question of a user without the permission configure. Then the
-        method publishes a message to the exchange instead. No queue gets this message.
+        If the user lacks the permission to ask (RabbitMQ 4.3), the method publishes a message to
+        the exchange instead. No queue gets this message.
         """
         try:
             try:
@@ -115,10 +111,9 @@ class Declarer:
             return None
 
     def _publish_to_marker(self, exchange: str) -> None:
-        """Publish to an exchange without bindings; the broker returns the message.
+        """Test by a publish that an exchange exists; no queue is bound to the exchange.
 
-        Raises NotFound if the exchange does not exist, and AccessRefused if this user may not write
-        to it.
+        Raises NotFound if the exchange is missing, and AccessRefused if the user may not publish.
         """
         with self.channel_for(exchange, unreadable=NotFound) as channel:
             channel.send(Publication(amqp.Message(), exchange, ""))

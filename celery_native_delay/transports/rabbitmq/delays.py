@@ -21,9 +21,9 @@ from amqp.exceptions import (
 
 from ...due_time import check_reach, eta_of, units_until
 from ...errors import CannotDelay, NativeDelayError, TopologyMismatch
-from ...keyed.publishing import KeyedPublish
 from ...message import Delayed
 from ...records.interface import IndexEntry
+from ...records.publishing import RecordedPublish
 from ...settings import DelaySettings
 from ..moving import expires_ms_of
 from ..recorded import records_beside
@@ -52,7 +52,7 @@ class Delays:
     def __init__(
         self, connection: Any, settings: DelaySettings, *, refusal: NativeDelayError | None = None
     ) -> None:
-        """Every delayed publish raises *refusal*, if *refusal* is not None."""
+        """*refusal* is an error that every delayed publish raises, or None."""
         self.connection = connection
         self.settings = settings
         self.topology = Topology(settings)
@@ -72,12 +72,12 @@ class Delays:
 
     @cached_property
     def records(self) -> Any:
-        """The state of waiting tasks in Redis or a database; None if not configured."""
+        """The stored state of waiting tasks (in Redis or a database); None if not configured."""
         return records_beside(self.settings, self.connection.virtual_host)
 
     @cached_property
     def recorder(self) -> Recorder | None:
-        """The object that lists waiting messages in Redis or a database; None if not configured."""
+        """The object that stores copies of delayed messages; None if not configured."""
         return None if self.records is None else Recorder(self.records)
 
     @cached_property
@@ -88,7 +88,7 @@ class Delays:
         return self.preparation.prepare(redeclare=redeclare, consuming=consuming)
 
     def units(self, due_us: int, *, now_us: int) -> int:
-        """Return the delay until *due_us* in units of ``native_delay_resolution``; 0 if past."""
+        """Return the delay until *due_us* in units of ``native_delay_resolution``; 0 if due."""
         resolution_ms = self.topology.resolution_ms
         units = units_until(due_us, now_us=now_us, resolution_ms=resolution_ms)
         check_reach(units, max_units=self.topology.max_units, resolution_ms=resolution_ms)
@@ -110,11 +110,9 @@ class Delays:
     ) -> bool:
         """Publish a delayed message, which waits in queues with a TTL.
 
-        If the message is already due, the method sends nothing and returns False.
-
-        Raises DelayTooLong, CannotDelay, NotPermitted, NotDeclared, TopologyMismatch or
-        UnsupportedBroker before sending; the error's text says what to do. Raises NotFound if the
-        exchange does not exist, and MessageNacked if the broker nacked the message.
+        If the message is already due, the method sends nothing and returns False. An error of this
+        package means that the message was not sent. Raises NotFound if the exchange does not exist,
+        and MessageNacked if the broker nacks the message.
         """
         confirmed = self.settings.confirm_publish
         headers = publication.message.properties.get("application_headers")
@@ -144,10 +142,7 @@ class Delays:
     def into_levels(
         self, publication: Publication, *, due_us: int, delivery_id: str | None = None
     ) -> Publication:
-        """Return *publication* changed so that its message waits in queues with a TTL.
-
-        If the message is already due, the method returns *publication* unchanged.
-        """
+        """Address *publication* to the queues with a TTL, unless the message is already due."""
         if not self.units(due_us, now_us=time_ns() // 1000):
             return publication
         message, exchange, routing_key, _ = publication
@@ -172,11 +167,11 @@ class Delays:
         if not exchange and not self.mirror.is_pending:
             self._declared_queues[routing_key] = self.mirror.version
 
-    def publish_keyed(self, keyed: KeyedPublish, message: amqp.Message, like: Delayed) -> None:
+    def publish_keyed(self, keyed: RecordedPublish, message: amqp.Message, like: Delayed) -> None:
         """Publish a message under a debounce, throttle or unique key, and wait for the confirm.
 
-        The parameter *like* has the message's destination. Raises AnotherStands if another task has
-        the key. Then no worker runs the message, even if the message was sent.
+        *like* contains the message's destination. Raises NotPublished if another task has the key;
+        then no worker runs the message.
         """
         message = _in_bytes(message)
         properties, body = message.properties, message.body
@@ -208,9 +203,8 @@ class Delays:
     ) -> None:
         """Publish a received message again, so that the message waits until its due time.
 
-        If *recorded* is true, the message is also listed in Redis or the database. The parameter
-        *clock_ahead_us*: how many microseconds this machine's clock is ahead of the clock that set
-        the due time.
+        If *recorded* is true, Redis or a database stores a copy of the message. *clock_ahead_us* is
+        this machine's clock minus the clock that set the due time, in microseconds.
         """
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:
@@ -240,7 +234,7 @@ class Delays:
 
     @contextmanager
     def one_confirm(self) -> Iterator[None]:
-        """Let :meth:`put_back` wait for all confirms at the end of the ``with`` block.
+        """Wait for the confirms of all :meth:`put_back` calls at the end of the ``with`` block.
 
         Raises AMQPError if the broker did not confirm some messages.
         """
@@ -265,11 +259,10 @@ class Delays:
         user: str | None = None,
         recorded: bool = True,
     ) -> Publication:
-        """Return *message* as it enters the delay levels (queues with a TTL).
+        """Add header, expiration and routing key to *message*, for the queues with a TTL.
 
-        With *landing*, the message goes through a landing queue (which passes due messages on to
-        the user's exchange) and keeps its own routing key. Then our routing key is in the header
-        BCC.
+        If *landing* is true, an extra queue dead-letters the due message to the user's exchange. So
+        the message keeps its own routing key, and our routing key is in the header BCC.
         """
         topology = self.topology
         properties = wrap(
@@ -336,7 +329,7 @@ class Delays:
                 self.preparation.declare_again()
 
     def _settle(self, channel: OwnChannel, timeout_seconds: float | None = None) -> None:
-        """Wait for confirms; publish messages again if their level queue was deleted."""
+        """Wait for confirms; publish a message again if the message's delay queue was deleted."""
         channel.wait_all(timeout_seconds=timeout_seconds)
         returned = channel.take_returned()
         if not returned:
@@ -355,7 +348,7 @@ class Delays:
 
 
 def _in_bytes(message: amqp.Message) -> amqp.Message:
-    """Return *message* with its body encoded as py-amqp would encode it the first time."""
+    """Encode the body of *message* to bytes as py-amqp does."""
     if not isinstance(message.body, str):
         return message
     encoding = message.properties.setdefault("content_encoding", "utf-8")

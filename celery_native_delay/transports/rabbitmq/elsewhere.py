@@ -1,4 +1,4 @@
-"""Read messages of Celery's own delay queues, and of this package's queues of former settings."""
+"""Read messages from Celery's delay queues, and from this package's queues of former settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CELERYS = re.compile(r"(?:(.+)_)?celery_delayed_(\d|1\d|2[0-7])")
 
 @dataclass(frozen=True)
 class CelerysLevels:
-    """The names of Celery's own delay queues, with an optional prefix."""
+    """The names of Celery's own delay queues, which may have a prefix."""
 
     prefix: str = ""
 
@@ -52,7 +52,7 @@ class CelerysLevels:
 
 
 def celerys_levels(names: Iterable[str]) -> list[CelerysLevels]:
-    """Find Celery's own delay queues among *names*; return one object for each prefix."""
+    """Group Celery's delay queues among *names* by the prefix of the queue name."""
     matches = map(_CELERYS.fullmatch, names)
     return [CelerysLevels(prefix) for prefix in sorted({m[1] or "" for m in matches if m})]
 
@@ -69,10 +69,7 @@ def read_celerys(
     now_us: int,
     reaches: Sequence[Reach],
 ) -> Found:
-    """Read a message from one of Celery's own delay queues.
-
-    Returns the message to move, or the reason why the message stays.
-    """
+    """Decide whether ``delay migrate`` moves this message from a delay queue of Celery."""
     whole_key = str(info["routing_key"])
     words = whole_key.split(".", CELERYS_BITS)
     if len(words) <= CELERYS_BITS or not set(words[:CELERYS_BITS]) <= {"0", "1"}:
@@ -103,8 +100,8 @@ def read_celerys(
 def _exchanges_of(whole_key: str, routing_key: str, reaches: Iterable[Reach]) -> list[str]:
     """Return the exchanges to which Celery would deliver the message.
 
-    If some exchanges bind exactly this key, only these are returned. Celery binds each exchange
-    with ``#.<key>``, which also matches longer keys with this ending.
+    Celery's binding key ``#.<key>`` also matches longer routing keys. If an exchange has a binding
+    for exactly *routing_key*, exchanges with other bindings are ignored.
     https://github.com/celery/kombu/blob/v5.7.0/kombu/transport/native_delayed_delivery.py
     """
     keys = [
@@ -141,10 +138,7 @@ _SET = re.compile(
 
 
 def sets_of(names: Iterable[str], like: DelaySettings) -> list[DelaySettings]:
-    """Return the former settings that the names of this package's queues contain.
-
-    The parameter *like*: the source of the settings that the names do not contain.
-    """
+    """Read former settings from the names of delay queues; *like* has the remaining settings."""
     found: dict[str, DelaySettings] = {}
     for name in names:
         if (match := _SET.match(name)) is None or match[0] in found:
@@ -165,7 +159,7 @@ def sets_of(names: Iterable[str], like: DelaySettings) -> list[DelaySettings]:
 
 
 def read_ours(body: bytes, properties: Mapping[str, Any], info: Mapping[str, Any]) -> Found:
-    """Return the message to move from this package's queue, or why the message stays."""
+    """Decide whether ``delay migrate`` moves this message from a delay queue of this package."""
     own, _, delayed = unwrap(properties, info) or (properties, info, None)
     if delayed is None:
         return Stays("it has no header of this package")
@@ -186,7 +180,7 @@ def foreign_bindings(
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the bindings (exchange, queue, routing key) that Celery's delayed delivery added.
 
-    Celery added the key ``#.<key>`` for each queue that was bound with ``<key>``.
+    Celery adds a binding with the key ``#.<key>`` for each binding with the key ``<key>``.
     """
     there = set(bound)
     own = {(each.exchange, each.queue, each.routing_key) for each in reaches}

@@ -28,10 +28,10 @@ _plain_json: Callable[[str], Any] = JSONDecoder().decode
 
 @dataclass(frozen=True)
 class Entry:
-    """A waiting message as stored in Redis or a database, to publish the message again.
+    """A stored copy of a waiting message, from which the message can be published again.
 
-    The field *queue*: the only queue that gets the message; None means all queues bound to the
-    exchange. The field *expires_ms*: the end of the ``expiration``, in milliseconds since 1970.
+    *queue* is the only queue that gets the message, or None for all bound queues. *expires_ms* is
+    the end of the message's ``expiration``, in milliseconds since the epoch.
     """
 
     properties: Mapping[str, Any]
@@ -68,7 +68,7 @@ class Entry:
 
 
 def waiting(member: str, text: str, due_us: int) -> Waiting:
-    """Return the waiting task that the stored *text* describes, without decoding its body."""
+    """Decode the stored *text* of a waiting task, except for the message's body."""
     known = _plain_json(text[: text.index("\n")])
     exchange, routing_key, queue, _, properties = known
     headers = properties.get("application_headers") or {}
@@ -88,16 +88,16 @@ def waiting(member: str, text: str, due_us: int) -> Waiting:
 
 
 class Recorder:
-    """Lists each delayed message of one connection in Redis or a database.
+    """Stores a copy of each delayed message in Redis or a database.
 
-    The methods do not wait for Redis or the database, and raise no error during an outage.
+    The methods do not wait for Redis or the database. During an outage, no method raises an error.
     """
 
     def __init__(self, index: Index) -> None:
         self._index = index
 
     def record(self, message: amqp.Message, wrapped: amqp.Message, delayed: Delayed) -> None:
-        """Store a copy of a message in Redis or a database, before the message is published."""
+        """Store a copy of a delayed message, before the message is published."""
         header = wrapped.properties["application_headers"][HEADER]
         headers = message.properties.get("application_headers") or {}
         member = member_of(headers, delayed.delivery_id)
@@ -134,7 +134,7 @@ class Republisher:
         return waiting(member, entry, due_us)
 
     def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
-        """Publish the stored message with another due time; return the new stored text."""
+        """Publish a stored message with another due time; return the new text to store."""
         before = Entry.decoded(entry)
         headers = {**before.headers, "eta": eta_of(due_us)}
         again = replace(before, properties={**before.properties, "application_headers": headers})

@@ -43,7 +43,7 @@ _HELD_UP = (
 
 
 def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> list[Finding]:
-    """Compare the broker's queues, exchanges and bindings with the needs of delays.
+    """Compare the broker's queues, exchanges and bindings with this package's declarations.
 
     Without the management API, the function only looks for missing queues and exchanges.
     """
@@ -128,7 +128,7 @@ def _compare(
 
 
 def _missing(delays: Delays, plan: Sequence[Declaration]) -> Iterator[Finding]:
-    """Return findings for missing exchanges and queues, over AMQP; arguments are not compared."""
+    """Find missing exchanges and queues over AMQP, without a comparison of arguments."""
     for declaration in plan:
         if isinstance(declaration, Binding):
             continue
@@ -174,9 +174,9 @@ def _finding(problem: str, way_out: str) -> Finding:
 
 
 def known_faults(version: tuple[int, ...], *, replicated: bool | None) -> list[Finding]:
-    """Return findings about RabbitMQ bugs in this *version* that affect delayed messages.
+    """Find bugs of this RabbitMQ *version* that affect delayed messages.
 
-    The parameter *replicated*: True if the delay queues have several members, None if unknown.
+    *replicated* is True if the quorum queues have several members, and None if unknown.
     """
     name = f"RabbitMQ {'.'.join(map(str, version))}"
     found = []

@@ -1,4 +1,4 @@
-"""Compute how many messages per second each queue with a TTL gets."""
+"""Compute how many messages per second enter each delay queue (a queue with a TTL)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CEILINGS = (
 
 @dataclass(frozen=True)
 class Delays:
-    """Delays that are equally distributed between *first_us* and *last_us*."""
+    """Uniformly distributed delays from *first_us* to *last_us* microseconds."""
 
     first_us: int
     last_us: int
@@ -31,7 +31,7 @@ class Delays:
 
 @dataclass(frozen=True)
 class QueueLoad:
-    """A queue in which delayed messages wait, and its number of messages per second."""
+    """A delay queue, and the number of messages that enter the queue per second."""
 
     queue: str
     ttl_seconds: float
@@ -39,14 +39,14 @@ class QueueLoad:
 
     @property
     def waiting(self) -> float:
-        """Return how many messages wait in the queue at any time."""
+        """Return the mean number of messages in the queue."""
         return self.per_second * self.ttl_seconds
 
 
 def queue_loads(topology: Topology, per_second: float, delays: Sequence[Delays]) -> list[QueueLoad]:
-    """Return the queues with a TTL that a load uses, busiest queue first.
+    """Return the delay queues that messages with these *delays* use, busiest queue first.
 
-    The parameter *per_second*: all messages per second, in equal parts for each of *delays*.
+    *per_second* counts all messages; each of *delays* gets an equal part.
     """
     found = []
     for level in topology.levels:
@@ -59,7 +59,7 @@ def queue_loads(topology: Topology, per_second: float, delays: Sequence[Delays])
 
 
 def _share(delays: Delays, level: Level, units: int, resolution_ms: int) -> float:
-    """Return the share of *delays* whose messages wait *units* in *level*."""
+    """Return the fraction of messages that enter the queue with a TTL of *units*."""
     unit_us = resolution_ms * 1000
     low_us = units * unit_us
     width_us = unit_us << level.lowest

@@ -68,7 +68,7 @@ class ManagementAPI:
         return [item for item in self._containing(kind, prefix) if item["name"].startswith(prefix)]
 
     def names(self, kind: str, *, containing: str) -> list[str]:
-        """Return the names of queues or exchanges that contain a given text."""
+        """Return the queue names or exchange names that contain the text *containing*."""
         return [item["name"] for item in self._containing(kind, containing)]
 
     def policies(self, kind: str) -> list[dict[str, Any]] | None:
@@ -133,10 +133,10 @@ def management_of(connection: Any, settings: DelaySettings) -> ManagementAPI:
 
 
 def overriding_policies(api: ManagementAPI, topology: Topology) -> list[Finding]:
-    """Return a finding for each policy that overrides arguments of this package's queues.
+    """Find the policies that override arguments of this package's queues.
 
-    RabbitMQ's description of a new queue names the policy only after some seconds. So the function
-    compares the policies' patterns with the queues' names.
+    The management API shows a new queue's policy only after some seconds. So the function compares
+    the patterns of policies with the names of queues.
     """
     levels = f"{topology.settings.queue_type}_queues"
     queues = {hop.queue: levels for hop in topology.level_queues}

@@ -1,7 +1,7 @@
 """Copy the user's bindings to this package's exchange, which routes due messages to the queues.
 
-:class:`Mirror` remembers what the user declares and binds on one connection. The next delayed
-publish, or the next consumer, copies the bindings.
+:class:`Mirror` remembers the user's declarations and bindings on one connection. The next delayed
+publish or the next consumer copies the bindings.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _INTERNAL = re.compile(r"(^|\.)(pidbox|celeryev)($|\.)")
 
 
 def is_internal(name: str) -> bool:
-    """Return True if the queue or exchange *name* belongs to Celery or kombu."""
+    """Return True for Celery's internal queues and exchanges (remote control and events)."""
     return _INTERNAL.search(name) is not None
 
 
 class Mirrored(NamedTuple):
-    """A user's binding, to copy to this package's exchange for due messages."""
+    """A user's binding of a queue, of which this package makes a copy."""
 
     queue: str
     exchange: str
@@ -66,7 +66,6 @@ class Mirror:
     # --- what the user does --------------------------------------------------------------
 
     def exchange_declared(self, exchange: str, kind: str, arguments: dict[str, Any] | None) -> None:
-        """Remember that the user declared an exchange."""
         self.types[exchange] = kind
         self.version += 1
         if arguments and "alternate-exchange" in arguments:
@@ -75,14 +74,13 @@ class Mirror:
     def exchange_bound(self, source: str) -> None:
         """Remember that the user bound another exchange to *source*.
 
-        The bindings of the other exchange cannot be copied. So delayed messages to *source* go
-        through an extra queue, which passes due messages on to *source*.
+        Then delayed messages to *source* need an extra queue, because we cannot copy this binding.
         """
         if not is_internal(source):
             self._note_landing(source)
 
     def exchange_deleted(self, exchange: str) -> list[Binding]:
-        """Forget a deleted exchange; return the copies of its bindings, which must be removed."""
+        """Forget a deleted exchange; return our copies of the exchange's bindings, for removal."""
         known = [mirrored for mirrored in self.known if mirrored.exchange == exchange]
         mirrors = map(self.binding_of, known) if exchange in self.types else ()
         gone = [binding for binding in mirrors if binding is not None]
@@ -104,7 +102,7 @@ class Mirror:
             self.queue_bound(queue, "", queue)
 
     def queue_bound(self, queue: str, exchange: str, routing_key: str) -> None:
-        """Remember a user's binding of a queue, except for Celery's own queues."""
+        """Remember that the user bound a queue; ignore Celery's internal queues."""
         if not queue or is_internal(exchange) or is_internal(queue):
             return
         mirrored = Mirrored(queue, exchange, routing_key)
@@ -112,12 +110,12 @@ class Mirror:
         self.version += 1
 
     def queue_bound_once(self, queue: str) -> None:
-        """Remember that delayed messages go to *queue* by the queue's name."""
+        """Remember the binding of *queue* to the default exchange."""
         if Mirrored(queue, "", queue) not in self.known:
             self.queue_bound(queue, "", queue)
 
     def queue_unbound(self, queue: str, exchange: str, routing_key: str) -> Mirrored:
-        """Remember that the user removed a binding; return this binding."""
+        """Forget a binding that the user removed; return this binding."""
         mirrored = Mirrored(queue, exchange, routing_key)
         self.known.pop(mirrored, None)
         self.version += 1
@@ -147,10 +145,7 @@ class Mirror:
         return bool(self.pending or self.pending_landings)
 
     def take_pending(self) -> tuple[list[Mirrored], list[str]]:
-        """Return and clear the bindings to copy, and the exchanges that need a landing queue.
-
-        A landing queue passes due messages on to the user's exchange.
-        """
+        """Return and clear the bindings to copy, and the exchanges that need an extra queue."""
         pending = list(self.pending), list(self.pending_landings)
         self.pending, self.pending_landings = {}, {}
         return pending
@@ -159,7 +154,7 @@ class Mirror:
         self.pending = dict.fromkeys(bindings) | self.pending
 
     def forget_mirrored(self) -> None:
-        """Let all bindings be copied again, because the broker may have lost copies."""
+        """Mark all bindings as not yet copied, because the broker may have lost copies."""
         self.pending, self.pending_landings = dict(self.known), dict(self._landings)
 
     def declarations(self, mirrored: Mirrored) -> Iterator[Change]:
@@ -186,8 +181,8 @@ class Mirror:
     ) -> list[list[Declaration]]:
         """Return landing queues and marker exchanges, grouped by the user's exchange.
 
-        A landing queue passes due messages on to the user's exchange. Producers look for a marker
-        exchange, to find out how delayed messages reach the queues.
+        A landing queue dead-letters due messages to the user's exchange. A marker exchange tells
+        producers that a landing queue or copied bindings exist.
         """
         groups = [list(marked_landing(self._topology, exchange)) for exchange in landings]
         if consuming:
@@ -196,7 +191,7 @@ class Mirror:
         return groups
 
     def binding_of(self, mirrored: Mirrored) -> Binding | None:
-        """Return the copy of a user's binding, or None if the binding cannot be copied."""
+        """Return our copy of a user's binding, or None if a copy is impossible."""
         topology, (queue, exchange, routing_key) = self._topology, mirrored
         kind = self.types[exchange]
         if kind not in MIRRORED_TYPES:
@@ -215,7 +210,7 @@ class Mirror:
 
 
 def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declaration]:
-    """Yield the queue that passes due messages on to *exchange*, and the queue's binding."""
+    """Yield the queue that dead-letters due messages to *exchange*, and the queue's binding."""
     landing = topology.landing(exchange)
     pattern = topology.delivery_pattern(landing_address(exchange))
     yield landing
@@ -223,9 +218,9 @@ def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declarat
 
 
 def marked_landing(topology: Topology, exchange: str) -> Iterator[Declaration]:
-    """Yield the queue that passes due messages on to *exchange*, and a marker exchange.
+    """Yield the queue that dead-letters due messages to *exchange*, and a marker exchange.
 
-    Publishers look for the marker exchange, to find out whether this queue exists.
+    The existence of the marker exchange tells publishers that this queue exists.
     """
     yield from landing_declarations(topology, exchange)
     yield Exchange(topology.landing_marker(exchange), "fanout")

@@ -1,7 +1,7 @@
 """Move waiting messages on RabbitMQ into this package's delay queues (with a TTL).
 
-The messages come from Celery's own delay queues, or from our delay queues of former settings. Each
-message is read by ``basic.get``, without prefetch. So a process that dies returns only one message.
+The messages come from Celery's own delay queues, or from our delay queues of former settings.
+``basic.get`` reads one message at a time, so a crash requeues only one message.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import amqp
 from amqp.exceptions import AMQPError, MessageNacked, NotFound
 
 from ...errors import CannotDelay, ManagementUnavailable, RecordsUnavailable, UnsupportedBroker
-from ...keyed.publishing import KeyedPublish
 from ...keyed.records import KeyRecords
 from ...records.interface import MessageState
+from ...records.publishing import RecordedPublish
 from ...settings import DelaySettings
 from ..moving import Found, Moving, MovingPart, Reach, Source, Void
 from ..recorded import member_of, records_beside
@@ -47,10 +47,7 @@ Read = Callable[..., Found]
 
 
 class QueueSource(Source):
-    """Reads the waiting messages of several queues, one queue after the other.
-
-    A message that arrives after a queue was read stays in the queue.
-    """
+    """Reads the waiting messages of several queues, one queue after another."""
 
     def __init__(self, delays: Delays, name: str, queues: Sequence[str], read: Read) -> None:
         self.name = name
@@ -95,7 +92,7 @@ class QueueSource(Source):
         self._return_last()
 
     def _return_last(self) -> None:
-        """Close the channel, so that the message that was not acked returns to its queue."""
+        """Close the channel, so that RabbitMQ requeues the unacked message."""
         channel, self._channel = self._channel, None
         if channel is not None and channel.connection is not None:
             with suppress(AMQPError, OSError):
@@ -107,7 +104,7 @@ class QueueSource(Source):
 
 
 class SetSource(QueueSource):
-    """Reads waiting messages from this package's delay queues with other settings."""
+    """Reads waiting messages from delay queues that have other settings than the app."""
 
     def __init__(
         self, delays: Delays, topology: Topology, settings: DelaySettings, *, here: bool
@@ -148,7 +145,7 @@ class SetSource(QueueSource):
         return found
 
     def _received(self, member: str, found: Moving) -> Found:
-        """Delete the records' entry of *found*; return *found*, or Void if it must not run."""
+        """Delete the stored copy of *found*; return Void for a cancelled or rescheduled task."""
         may_run = self._records.received(member)
         if may_run is None:
             raise RecordsUnavailable(
@@ -159,8 +156,6 @@ class SetSource(QueueSource):
 
 
 class RabbitMQMovingPart(MovingPart):
-    """Moves waiting messages from RabbitMQ and to RabbitMQ."""
-
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(channel)
         self._delays: Delays = channel.delays
@@ -175,11 +170,7 @@ class RabbitMQMovingPart(MovingPart):
             super().prepare(queues)
             self._delays.prepare(consuming=True)
 
-    def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
-        """Publish a message that waits on this broker until due, and wait for the confirm.
-
-        Returns False if the broker may already have had a copy of the message.
-        """
+    def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
         member = member_of(moving.headers, moving.delayed.delivery_id)
         if moving.again and not moving.known and self._is_in_records(moving, member):
             return True
@@ -188,7 +179,7 @@ class RabbitMQMovingPart(MovingPart):
         try:
             if keyed is not None:
                 self._delays.publish_keyed(keyed, message, moving.delayed)
-                return not moving.again or keyed.due_us is None
+                return not moving.again
             self._delays.put_back(message, moving.delayed, recorded=False)
         except NotFound as exc:
             raise CannotDelay(f"there is no exchange {moving.delayed.exchange!r}") from exc
@@ -239,9 +230,9 @@ class RabbitMQMovingPart(MovingPart):
         return [QueueSource(self._delays, levels.name, levels.queues, read) for levels in found]
 
     def _sets(self, name: str, *, here: bool) -> list[Source]:
-        """Return the sets of delay levels in a namespace, or the set with this full name.
+        """Find delay queues of other settings by namespace or by full name.
 
-        If *here*, the app's present set is left out, because messages are moved into that set.
+        If *here* is true, the app's present delay queues are left out.
         """
         wanted = name or self._settings.namespace
         try:

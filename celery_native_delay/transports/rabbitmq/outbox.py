@@ -1,7 +1,4 @@
-"""Publish in bulk to RabbitMQ: a hundred messages in one write, without a wait for each confirm.
-
-If a connection is lost, unconfirmed messages are sent again, with the same delivery ids.
-"""
+"""Publish many messages to RabbitMQ, a hundred messages in each socket write."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ NACKED = "the broker refused it (basic.nack)"
 
 
 class SingleMessage(OutboxBatch[Message]):
-    """One message, sent alone to find the message for which RabbitMQ closed the channel."""
+    """A batch of one message, to find the message for which RabbitMQ closed the channel."""
 
 
 class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
@@ -67,10 +64,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
             raise exc.__cause__ or exc from None
 
     def is_lasting(self, error: BaseException) -> bool:
-        """Return True if a retry cannot help: the user, password or virtual host is wrong.
-
-        Returns False if RabbitMQ limits connections, or if the virtual host is down.
-        """
+        """Return True for a wrong user, password or virtual host, not for connection limits."""
         if isinstance(error, NotAllowed):
             text = str(error)
             return "limit (" not in text and "is down" not in text

@@ -1,8 +1,7 @@
 """Manage the parking queue, which holds due messages for which no queue was bound.
 
-A rescue publishes these messages again. A rescue never requeues, because RabbitMQ 4.3 drops a
-message at its 21st return. If a message still has no queue, the rescue publishes the message to the
-end of the parking queue, and then acks the old copy. A crash in between leaves two copies.
+Messages are published again, not requeued, because RabbitMQ 4.3 drops a message at its 21st return.
+The publish comes before the ack of the old copy, so a crash may leave two copies.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ ROUND = 10_000
 
 @dataclass(frozen=True)
 class Parked:
-    """A due message for which no queue was bound, in the parking queue.
+    """A message in the parking queue: due, but no queue was bound for the message.
 
-    The field *properties*: the user's own message properties. The field *delayed*: the message's
-    destination and due time, or None if the message has no header of this package.
+    *properties* are the user's own message properties. *delayed* is the message's destination and
+    due time, or None if the message has no header of this package.
     """
 
     message: amqp.Message
@@ -59,7 +58,7 @@ class Parked:
 
 @dataclass
 class _RescueState:
-    """The state of one rescue: its channel, its numbers, and its knowledge of destinations."""
+    """The state of one attempt to deliver the messages of the parking queue."""
 
     delays: Delays
     publisher: WindowChannel
@@ -77,8 +76,8 @@ def count(delays: Delays) -> int:
 def rescue(delays: Delays) -> Rescue | None:
     """Publish each message of the parking queue again, to the message's own destination.
 
-    The parking queue holds due messages for which no queue was bound. A message for which still no
-    queue is bound stays in the parking queue. Returns None if another process does this now.
+    If still no queue is bound for a message, the message stays in the parking queue. Returns None
+    if another process is publishing these messages now.
     """
     connection = delays.connection
     parked = min(count(delays), ROUND)
@@ -187,7 +186,7 @@ def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
 
 
 def _as_parked(parked: Parked, user: str) -> amqp.Message:
-    """Return the message that *user* publishes to the end of the parking queue."""
+    """Prepare a message so that *user* may publish it to the parking queue."""
     properties = dict(parked.message.properties)
     if parked.delayed is None:
         keep_user_id(properties, {}, user)
@@ -200,10 +199,8 @@ def _as_parked(parked: Parked, user: str) -> amqp.Message:
 
 
 def _is_in_reach(work: _RescueState, delayed: Delayed) -> bool:
-    """Return False if the message's delay is longer than the delay levels allow.
-
-    A worker without this package would run such a message early.
-    """
+    """Return False if the message's delay is too long for the delay queues."""
+    # put_back() would shorten the delay: a worker without this package would run the task early.
     try:
         work.delays.check_reach(delayed.due_us)
     except DelayTooLong:
@@ -227,7 +224,7 @@ def _wait_again(work: _RescueState, parked: Parked, delayed: Delayed) -> None:
 def _publish_original(
     work: _RescueState, parked: Parked, delayed: Delayed, destination: tuple[str, str], now_ms: int
 ) -> None:
-    """Publish a parked message to its own destination, with our header (the delivery id)."""
+    """Publish a due message to the message's own destination, with this package's header."""
     properties = dict(parked.properties)
     header = dict(parked.message.headers[HEADER])
     keep_user_id(properties, header, work.delays.user)
@@ -242,7 +239,7 @@ def _publish_original(
 
 
 def _exists(work: _RescueState, exchange: str) -> bool:
-    """Return True if *exchange* exists, because publishing to a missing one closes the channel."""
+    """Return True if *exchange* exists; a publish to a missing exchange closes the channel."""
     if exchange and exchange not in work.exchanges:
         work.exchanges[exchange] = True
         try:
@@ -257,8 +254,8 @@ def _exists(work: _RescueState, exchange: str) -> bool:
 class Arrivals:
     """Consumes messages of a queue, and acks many messages with one ack.
 
-    With quorum queues, RabbitMQ holds back acks beyond 32 (rabbit_fifo_client). If the channel
-    closes, these acks are lost and the messages come again. One ack for all messages is safe.
+    For a quorum queue, RabbitMQ holds back acks after the first 32 (rabbit_fifo_client), and loses
+    these acks if the channel closes. One ack for all messages is safe.
     """
 
     def __init__(self, channel: OwnChannel, queue: str, *, prefetch: int) -> None:
@@ -290,7 +287,7 @@ def _arrivals(delays: Delays) -> closing[Arrivals]:
 
 @contextmanager
 def _lock(connection: Any, topology: Topology) -> Iterator[None]:
-    """Hold a lock between processes (an exclusive queue). Raises ResourceLocked if it is held."""
+    """Lock out other processes with an exclusive queue, or raise ResourceLocked."""
     channel = OwnChannel(connection)
     channel.queue_declare(topology.rescue_lock_queue, exclusive=True, auto_delete=True)
     try:

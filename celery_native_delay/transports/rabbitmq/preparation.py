@@ -1,4 +1,4 @@
-"""Declare what delayed messages need: queues with a TTL, and copies of the user's bindings."""
+"""Declare the delay queues (queues with a TTL), and copy the user's bindings."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 class Prepared:
     """The result of :meth:`Preparation.prepare`.
 
-    The field *declared*: True if the delay queues were declared. The field *mirrored*: the number
-    of copied bindings.
+    *declared* is True if this call declared the delay queues. *mirrored* counts the copied
+    bindings.
     """
 
     declared: bool
@@ -59,8 +59,8 @@ class Preparation:
     def prepare(self, *, redeclare: bool = False, consuming: bool = False) -> Prepared:
         """Declare the queues for delayed messages, and copy the user's bindings, if not done yet.
 
-        If *consuming* is true, the caller will consume from this connection's queues. Raises
-        UnsupportedBroker, NotPermitted, NotDeclared or TopologyMismatch: the text says what to do.
+        *consuming* is True if the caller will consume from queues of this connection. Raises
+        UnsupportedBroker, NotPermitted, NotDeclared or TopologyMismatch.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -77,7 +77,7 @@ class Preparation:
         return Prepared(declared, mirrored, monotonic() - started)
 
     def prepare_to_consume(self, queue: str) -> None:
-        """Copy the bindings of a queue before consuming; only log errors."""
+        """Copy the user's bindings before *queue* is consumed; only log errors."""
         if queue not in self._mirror.rejects:
             # Another process has declared the queue.
             self._mirror.queue_bound_once(queue)
@@ -91,9 +91,9 @@ class Preparation:
             logger.log(level, "native delay: delayed messages may park (no binding): %s", exc)
 
     def _is_there(self, *, redeclare: bool) -> bool:
-        """Return True if the delay levels (queues with a TTL) are declared and may be kept.
+        """Return True if the delay queues (with a TTL) need no new declaration.
 
-        Raises NotDeclared if the levels are missing, and this app may not declare them.
+        Raises NotDeclared if the queues are missing, and this app may not declare queues.
         """
         if self._declares:
             return not redeclare and self._is_complete()
@@ -103,7 +103,7 @@ class Preparation:
         return True
 
     def _is_complete(self) -> bool:
-        """Return True if the delay levels are declared, or if this user may not ask."""
+        """Return True if the delay queues are declared, or if the user may not ask."""
         return self._declarer.has_exchange(self._topology.ready_exchange, if_refused=True)
 
     def _mirror_pending(self, consuming: bool) -> int:
@@ -133,7 +133,7 @@ class Preparation:
         return len(mirrored)
 
     def _can_bind(self, queue: str) -> bool:
-        """Return False if *queue* is missing, and the broker's error cannot hold its name."""
+        """Return False for a missing queue whose name is too long for RabbitMQ's error text."""
         return (
             queue in self._mirror.rejects
             or self._declarer.refusal_fits(queue)
@@ -159,13 +159,13 @@ class Preparation:
         self.prepare(redeclare=True)
 
     def forget_all(self) -> None:
-        """Let everything be declared again, because the broker may have lost queues."""
+        """Let the next publish declare everything again, in case the broker lost queues."""
         self.is_ready = False
         self._mirror.forget_mirrored()
         self._routes.forget()
 
     def queue_deleted(self, queue: str) -> None:
-        """Delete the extra queue that passes due messages on to a deleted queue."""
+        """Delete the extra queue that dead-letters due messages to a deleted queue."""
         may_reject = self._mirror.rejects.get(queue, not is_internal(queue))
         if self._declares and may_reject:
             landing = self._topology.queue_landing_queue(queue)
@@ -176,7 +176,7 @@ class Preparation:
         self._mirror.queue_deleted(queue)
 
     def exchange_deleted(self, exchange: str) -> None:
-        """Remove the copies of the bindings of an exchange that the user deleted."""
+        """Remove our copies of a deleted exchange's bindings."""
         gone = self._mirror.exchange_deleted(exchange)
         try:
             if self._declares and gone and self._is_complete():
@@ -187,7 +187,7 @@ class Preparation:
             logger.debug("not unbound: %s: %s", exchange, exc)
 
     def queue_unbound(self, queue: str, exchange: str, routing_key: str) -> None:
-        """Remove the copy of a binding that the user removed."""
+        """Remove our copy of a binding that the user removed."""
         binding = self._mirror.queue_unbound(queue, exchange, routing_key)
         try:
             if self._declares and self._is_complete() and self._routes.exists(exchange):

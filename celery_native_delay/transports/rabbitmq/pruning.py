@@ -1,7 +1,7 @@
 """Delete queues and exchanges of former settings and of Celery's own delayed delivery.
 
-First the exchanges that receive new messages are deleted. Six seconds later the empty queues are
-deleted. A producer that still has the former settings declares the queues again.
+The exchanges that receive new messages are deleted first, and the empty queues six seconds later. A
+producer that still has the former settings declares the queues again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .topology import Topology
 
 @dataclass(frozen=True)
 class _Place:
-    """The parts of one :class:`Remnant`; *bindings* are (exchange, queue, routing key)."""
+    """Old queues, exchanges and bindings (exchange, queue, routing key) to delete together."""
 
     name: str
     queues: tuple[str, ...]
@@ -46,7 +46,8 @@ class Pruning:
     def remnants(self, namespaces: Sequence[str], reaches: Sequence[Reach]) -> list[Remnant]:
         """Find the delay queues of former settings and of Celery's own delayed delivery.
 
-        The parameter *namespaces*: namespaces besides the app's own. Raises ManagementUnavailable.
+        *namespaces* are searched besides the app's own namespace. Raises ManagementUnavailable if
+        RabbitMQ's management API does not answer.
         """
         self._places = {
             place.name: place for place in [*self._sets(namespaces), *self._celerys(reaches)]
@@ -63,7 +64,7 @@ class Pruning:
         ]
 
     def prune(self, chosen: Sequence[Remnant]) -> list[Remnant]:
-        """Delete the chosen sets of empty queues; return the sets that got messages meanwhile."""
+        """Delete the chosen sets of empty queues; return the sets that got new messages."""
         places = [self._places[remnant.name] for remnant in chosen if not remnant.waiting]
         with permissions_explained(self._delays.topology):
             for place in places:

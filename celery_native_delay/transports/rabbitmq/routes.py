@@ -1,6 +1,6 @@
-"""Find how due messages reach an exchange's queues: by copied bindings or by a landing queue.
+"""Decide how due messages reach a user's exchange: by copied bindings or by a landing queue.
 
-A landing queue passes due messages on to the user's exchange.
+A landing queue dead-letters due messages to the user's exchange.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ ASKED_TYPES = ("direct", "topic", "fanout", "headers")
 
 @dataclass(frozen=True)
 class _KnownExchange:
-    """The knowledge of one exchange, until a time in seconds of the monotonic clock.
+    """Cached facts about an exchange; *until* is the expiry on the monotonic clock, in seconds.
 
-    If *needs_landing*, all messages to the exchange go through its landing queue. If *mirrored*,
-    the exchange's consumers copy their bindings.
+    *needs_landing*: delayed messages go through a landing queue, which dead-letters due messages to
+    the exchange. *mirrored*: consumers have copied the bindings of the exchange.
     """
 
     needs_landing: bool
@@ -41,7 +41,7 @@ class _KnownExchange:
 
 
 class Routes:
-    """Remembers how delayed messages reach each of the user's exchanges, for one connection."""
+    """Caches, for one connection, how delayed messages reach each of the user's exchanges."""
 
     def __init__(self, mirror: Mirror, declarer: Declarer) -> None:
         self._topology = declarer.topology
@@ -55,8 +55,8 @@ class Routes:
     def needs_landing(self, exchange: str, routing_key: str) -> bool:
         """Return True if delayed messages to *exchange* must go through a landing queue.
 
-        A landing queue passes due messages on to the user's exchange. Messages need a landing queue
-        if the bindings of the exchange cannot be copied. The method declares the landing queue.
+        A landing queue dead-letters due messages to the user's exchange. An exchange needs this
+        queue if we cannot copy the bindings of the exchange. The method declares the queue.
 
         Raises CannotDelay for an unsuitable exchange type, and NotFound for a missing exchange.
         """
@@ -78,7 +78,7 @@ class Routes:
         return not known.mirrored and self._has_landing(exchange)
 
     def forget(self) -> None:
-        """Forget all exchanges, because the user or the broker may have changed an exchange."""
+        """Clear the cache, because the user or the broker may have changed an exchange."""
         self._version = self._mirror.version
         self._known.clear()
         self._reached.clear()
@@ -92,12 +92,11 @@ class Routes:
         return True
 
     def type_of(self, exchange: str) -> str:
-        """Return the type of *exchange*, remembered or asked from the broker.
+        """Return the type of *exchange*, from the cache or from the broker.
 
-        Raises NotFound if *exchange* does not exist. RabbitMQ tells the type only by refusing a
-        declaration with another type. If the user may not declare, the method returns "direct".
-        Direct and topic exchanges have equal addresses. For other types, a worker must publish due
-        messages a second time.
+        Raises NotFound if *exchange* does not exist. RabbitMQ reveals the type only by refusing a
+        declaration with another type. If the user may not declare, the method returns "direct",
+        which also works for topic exchanges. To other exchanges, a worker publishes messages again.
         """
         kind = self._mirror.types.get(exchange)
         if kind is None:
@@ -129,7 +128,7 @@ class Routes:
         return _KnownExchange(needs_landing=False, mirrored=mirrored, until=until)
 
     def _is_too_long(self, exchange: str, routing_key: str) -> bool:
-        """Return True if only a hash of the routing key fits; patterns match no hash."""
+        """Return True if this routing key for a topic exchange is too long."""
         return self._mirror.types[exchange] == "topic" and not self._topology.fits(
             message_address(exchange, routing_key)
         )

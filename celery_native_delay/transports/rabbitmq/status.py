@@ -17,10 +17,10 @@ from .parking import count
 
 @dataclass(frozen=True)
 class LevelStatus:
-    """The number of messages in one queue with a TTL, in which delayed messages wait.
+    """The number of messages in one delay queue (a queue with a TTL).
 
-    The field *waiting*: None if the queue does not exist. The field *stuck*: the number of due
-    messages that RabbitMQ has not dead-lettered yet, or None if unknown.
+    *waiting* is None if the queue does not exist. *stuck* is the number of due messages that
+    RabbitMQ has not dead-lettered yet, or None if unknown.
     """
 
     queue: str
@@ -41,8 +41,8 @@ class LandingStatus:
 class RecordsStatus:
     """The numbers of waiting tasks in Redis or a database, or the error that prevented counting.
 
-    The field *ahead*: the number of tasks that are not due yet. The field *overdue*: the number of
-    due tasks that no worker with this package has received.
+    *ahead* counts the tasks that are not due yet. *overdue* counts the due tasks that no worker
+    with this package has received.
     """
 
     where: str
@@ -54,7 +54,7 @@ class RecordsStatus:
 
     @classmethod
     def of(cls, tasks: WaitingTasks, where: str, *, now_us: int) -> RecordsStatus:
-        """Count the waiting tasks that are due before *now_us*, and after *now_us*."""
+        """Count the waiting tasks that are due before *now_us* and after *now_us*."""
         ahead = Query(from_us=now_us)
         page, count = tasks.page(ahead, limit=1), tasks.count(ahead)
         next_due_seconds = (page.tasks[0].due_us - now_us) / 1e6 if page.tasks else None
@@ -66,7 +66,7 @@ class RecordsStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """The numbers of messages and tasks that ``delay status`` prints."""
+    """The counts of messages and tasks that ``delay status`` prints."""
 
     name: str
     levels: list[LevelStatus]
@@ -84,14 +84,14 @@ class Status:
     def waiting(self) -> int:
         """Return the number of waiting tasks, including overdue tasks.
 
-        If Redis or the database cannot tell, return the number of waiting messages in RabbitMQ.
+        Without a stored list of tasks, this is the number of delayed messages in RabbitMQ.
         """
         known = self._known
         return self.in_levels if known is None else known.ahead + known.overdue
 
     @property
     def not_in_records(self) -> int | None:
-        """The number of waiting messages that Redis or the database does not list; may be None."""
+        """The number of delayed messages without a stored copy, or None if unknown."""
         return None if self._known is None else self.in_levels - self._known.ahead
 
     @property
@@ -223,7 +223,7 @@ def status(delays: Delays, api: ManagementAPI) -> Status:
 
 
 def levels(delays: Delays) -> Iterator[Level]:
-    """Yield each existing queue with a TTL, with the queue's number of messages, by AMQP."""
+    """Yield each existing delay queue, with the queue's number of messages, over AMQP."""
     topology = delays.topology
     for hop in topology.level_queues:
         waiting = delays.declarer.depth(hop.queue)

@@ -1,7 +1,7 @@
 """Encode tasks with equal options into AMQP frames: encode once, then fill in each task.
 
-Encoding the headers of a task takes py-amqp about 60 µs. Tasks with the same options differ in a
-few fields. A template is one encoded task with gaps for these fields.
+py-amqp takes about 60 µs to encode the headers of a task. So one task is encoded as a template,
+with gaps for the few fields in which tasks with equal options differ.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ class TaskFields(NamedTuple):
 class Template:
     """Makes AMQP frames for tasks with equal options, without encoding the options again.
 
-    The parameter *properties*: the message properties of one such task, which is delayed. Raises
-    ValueError for other messages.
+    *properties*: the message properties of a delayed task. Raises ValueError for other messages.
     """
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
@@ -145,7 +144,7 @@ class FramedTask:
     __slots__ = ("fields", "frames", "template", "to")
 
     def __init__(self, template: Template, fields: TaskFields, to: tuple[str, str]) -> None:
-        """*to* is the user's own exchange and routing key."""
+        """*to* is the exchange and the routing key that the user gave."""
         self.template = template
         self.fields = fields
         self.to = to
@@ -180,7 +179,7 @@ def _method(channel_id: int, exchange: str, routing_key: str) -> bytes:
 
 
 def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
-    """Return *table* as a format with a hole at each mark: one value, or two for a string."""
+    """Replace each text of *marks* in *table* by a ``%`` placeholder."""
     parts = []
     at = 0
     for mark in marks:
@@ -192,7 +191,7 @@ def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
 
 
 def _frame(table: bytes, properties: Mapping[str, Any]) -> tuple[bytes, int]:
-    """Return the header frame and the following bytes as a format, and its size when unfilled."""
+    """Return a ``%`` format for the header frame, and the frame's size without values."""
     marks = {"correlation_id": _ID, "expiration": _EXPIRATION}
     marked = {**properties, "application_headers": {}, **marks}
     whole = bytes(amqp.Message("", **marked)._serialize_properties())
@@ -233,7 +232,7 @@ class FramedPublication:
     """A message encoded as AMQP frames, kept until the broker confirms the message."""
 
     def __init__(self, publication: Publication, to: tuple[str, str]) -> None:
-        """*to* is the user's own exchange and routing key."""
+        """*to* is the exchange and the routing key that the user gave."""
         self.publication = publication
         self.to = to
         self.exchange = publication.exchange
@@ -364,7 +363,7 @@ def fields_of(publication: Publication) -> TaskFields:
 
 
 class _Written:
-    """A connection and transport for py-amqp's frame writer; it keeps the written bytes."""
+    """A fake connection for py-amqp's frame writer, which keeps the written bytes."""
 
     def __init__(self, frame_max: int) -> None:
         self.frame_max = frame_max

@@ -1,19 +1,19 @@
 """The queues, exchanges and bindings in which delayed messages wait on RabbitMQ.
 
 Only this module decides names, arguments and binding keys on the broker. The module does no I/O,
-reads no clock, and imports only the standard library. A change in what ``plan()`` yields needs a
-new VERSION, because brokers in production hold these declarations (tests/unit/golden).
+reads no clock, and imports only the standard library. A change to ``plan()`` needs a new VERSION,
+because production brokers hold the old declarations (tests/unit/golden).
 
-A delay is a binary number of units of ``native_delay_resolution``. The routing key begins with one
-word for each bit, the most significant bit first. Each high bit has one queue, whose TTL is the
-bit's value. The lowest 15 bits (``native_delay_fused_bits``) are in groups of three or four bits.
-A group has one queue for each value of the group's bits except 0. So a message waits at most once
-for each group, and the queues of a group share the load.
+A delay is a binary number of units of ``native_delay_resolution``. A bit has a queue whose TTL is
+the bit's value. A message waits in the queue of each bit that is 1, the highest bit first. With a
+delay of 10 units (binary 1010), the message waits 8 units, then 2 units. The lowest 15 bits
+(``native_delay_fused_bits``) form groups of three or four bits. A group has one queue for each
+value except 0. So a message waits at most once per group, and the queues share the load.
 
-A message first waits in the queue of the highest bits that are not 0. When the message expires, the
-queue dead-letters the message to the exchange for the next lower bits. That exchange routes the
-message to the next queue in which the message waits. The last exchange (the delivery exchange)
-routes the message by the rest of the routing key, the address, to the destination queue.
+The routing key begins with one word per bit, the highest bit first. The other words, the address,
+name the destination. Each queue dead-letters its messages to the exchange for the next lower bits,
+which routes a message to the next queue. The last exchange (the delivery exchange) routes due
+messages by the address to the user's queues.
 """
 
 from __future__ import annotations
@@ -77,20 +77,23 @@ Change = Declaration | Unbinding
 
 @dataclass(frozen=True)
 class Hop:
-    """One wait of a message in one queue with a TTL."""
+    """A delay queue: the queue's name, and the TTL in milliseconds."""
 
     queue: str
     ttl_ms: int
 
     @cached_property
     def entry(self) -> str:
-        """Return the name of the fanout exchange from which the queue gets its messages."""
+        """Return the name of the fanout exchange to which this queue is bound."""
         return f"{self.queue}.entry"
 
 
 @dataclass(frozen=True)
 class Level:
-    """The queues with a TTL for one bit, or for some neighbouring bits, of the binary delay."""
+    """The delay queues for one bit, or for one group of bits, of the binary delay.
+
+    *lowest* is the number of the lowest bit, and *width* is the number of bits.
+    """
 
     lowest: int
     width: int
@@ -108,7 +111,7 @@ def is_delay_name(name: str) -> bool:
 
 
 class Topology:
-    """The names, queues, exchanges and bindings with which messages wait on RabbitMQ."""
+    """Computes the names and declarations of the delay queues for the given settings."""
 
     def __init__(self, settings: DelaySettings) -> None:
         self.settings = settings
@@ -133,7 +136,7 @@ class Topology:
     # --- names ---------------------------------------------------------------------------
 
     def level_exchange(self, bit: int) -> str:
-        """Return the exchange's name for messages that have waited for all bits above *bit*."""
+        """Return the exchange for messages that have waited for all delay bits above *bit*."""
         return f"{self.name}.level-{bit:02d}"
 
     def level_queue(self, units: int) -> str:
@@ -141,25 +144,25 @@ class Topology:
         return self._first_hop(units).queue
 
     def landing_queue(self, exchange: str) -> str:
-        """Return the name of the queue that passes due messages on to a user's exchange."""
+        """Return the name of the queue that dead-letters due messages to a user's exchange."""
         return f"{self.name}.landing-exchange.{short_word(exchange)}"
 
     def is_landing(self, queue: str) -> bool:
         return queue.startswith(f"{self.name}.landing-")
 
     def landing_marker(self, exchange: str) -> str:
-        """Return an exchange whose existence says: messages to *exchange* use its landing queue.
+        """Return the exchange that exists only if *exchange* has a landing queue.
 
-        A landing queue passes due messages on to the user's exchange.
+        A landing queue dead-letters due messages to the user's exchange.
         """
         return f"{self.name}.lands.{short_word(exchange)}"
 
     def copied_marker(self, exchange: str) -> str:
-        """Return an exchange whose existence says: consumers copy the bindings of *exchange*."""
+        """Return the exchange that exists only if consumers copy the bindings of *exchange*."""
         return f"{self.name}.mirrored.{short_word(exchange)}"
 
     def queue_landing_queue(self, queue: str) -> str:
-        """Return the name of the queue that passes due messages on to *queue*.
+        """Return the name of the queue that dead-letters due messages to *queue*.
 
         If *queue* is full and rejects due messages, these messages wait in the returned queue.
         """
@@ -179,17 +182,17 @@ class Topology:
     def entry_exchange(self, units: int) -> str:
         """Return the fanout exchange to which a message with a delay of *units* is published.
 
-        A topic exchange would compare all words of the routing key. That takes a quarter of the
-        time of a confirmed publish on RabbitMQ 3.10.
+        A topic exchange would compare all words of the routing key, which takes a quarter of the
+        time of a confirmed publish (RabbitMQ 3.10).
         """
         return self._first_hop(units).entry if units else self.delivery_exchange
 
     def first_ttl_ms(self, units: int, *, remaining_us: int) -> int:
         """Return the expiration in milliseconds with which a delayed message is published.
 
-        The delay was rounded up to *units*. The expiration is the first queue's TTL minus this
-        rounding, so the message leaves the first queue earlier. TTL and expiration differ by less
-        than a unit. So a message waits less than a unit for an earlier message in the queue.
+        *units* is the delay, rounded up. The expiration is the TTL of the message's first queue
+        minus the rounding. The rounding is less than a unit, so an earlier message in the queue
+        delays a later message by less than a unit.
         https://www.rabbitmq.com/docs/ttl#per-message-ttl-in-publishers
         """
         ttl_ms = self._first_hop(units).ttl_ms
@@ -231,11 +234,10 @@ class Topology:
         return address if self.fits(address) else hashed_address(exchange, routing_key)
 
     def delivery_pattern(self, address: str) -> str:
-        """Return the binding key that matches a destination *address* after any delay.
+        """Return the binding key for *address* after any delay: one ``*`` for each delay bit.
 
-        A delayed message's routing key begins with the delay, one word per binary digit. So the
-        binding key begins with one ``*`` per digit. With a ``#`` instead, RabbitMQ would try every
-        suffix, and would also match longer addresses (rabbit_db_topic_exchange.erl).
+        With a ``#`` instead, RabbitMQ would try every suffix, and would also match longer addresses
+        (rabbit_db_topic_exchange.erl).
         """
         return "*." * self.bit_count + address
 
@@ -254,7 +256,7 @@ class Topology:
     # --- declarations --------------------------------------------------------------------
 
     def plan(self) -> Iterator[Declaration]:
-        """Yield all declarations that delayed messages need, in an order for the broker."""
+        """Yield the queues, exchanges and bindings for delayed messages, in declaration order."""
         yield Exchange(self.parking_exchange, "fanout")
         yield Queue(
             self.parking_queue,
@@ -289,13 +291,12 @@ class Topology:
     def landing(self, exchange: str) -> Queue:
         """Return the queue that dead-letters due messages to the user's *exchange*.
 
-        The message keeps its own routing key. If *exchange* has no queue for the message, the
-        message blocks only this queue.
+        If *exchange* has no queue for a message, the message blocks only this queue.
         """
         return Queue(self.landing_queue(exchange), _landing_arguments(exchange))
 
     def queue_landing(self, queue: str) -> Queue:
-        """Return the queue that passes due messages on to *queue*, and keeps rejected messages."""
+        """Return the queue that dead-letters due messages to *queue* until accepted."""
         arguments = _landing_arguments(self.delivery_exchange)
         arguments["x-dead-letter-routing-key"] = self.routing_key(0, queue_address(queue))
         return Queue(self.queue_landing_queue(queue), arguments)
@@ -304,7 +305,7 @@ class Topology:
         return ValueError(f"expected 0 to {self.max_units} units, got {units}")
 
     def _first_hop(self, units: int) -> Hop:
-        """Return the first delay level queue for *units* (more than 0), in their highest level."""
+        """Return the first delay queue for a delay of *units* (at least 1)."""
         top = units.bit_length() - 1
         bit = self._lowest_bits[top]
         value = units >> bit
@@ -347,7 +348,7 @@ class Topology:
             yield Binding(source, self.delivery_exchange, key, to_exchange=True)
 
     def _pattern(self, level: Level, value: int, zeros: int) -> str:
-        """Return a topic pattern for *value* in the bits of *level*, after *zeros* zeros."""
+        """Return the binding key for *value* in a bit group (*level*), after *zeros* zeros."""
         above = self.bit_count - zeros - level.width - level.lowest
         bits = f"{value:0{level.width}b}" if level.width else ""
         return ".".join(["*"] * above + ["0"] * zeros + [*bits] + ["*"] * level.lowest + ["#"])

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kombu.transport import pyamqp
 
 from ...errors import SettingsError
-from ...keyed.publishing import keyed_publish, underway
 from ...message import Delayed, due_of
+from ...records.publishing import publish_of, underway
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..interface import AdminPart, WorkerPart
@@ -37,8 +37,8 @@ TCP_USER_TIMEOUT_MS = 60_000
 class Message(pyamqp.Message):  # type: ignore[misc]
     """A received message, with the properties that the user published.
 
-    The attribute *native_delay*: the message's destination and due time, or None. The attribute
-    *raw_body*: the body before decompression.
+    *native_delay* is the message's destination and due time, or None. *raw_body* is the body before
+    decompression.
     """
 
     native_delay: Delayed | None = None
@@ -92,7 +92,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         Raises NativeDelayError, and sends nothing, if the message cannot wait in the broker.
         """
         connection, headers = self.connection, msg.properties.get("application_headers")
-        keyed = underway.get() and keyed_publish(headers)
+        keyed = underway.get() and publish_of(headers)
         if keyed is not None and connection is not None:
             connection.delays.publish_keyed(keyed, msg, Delayed("", 0, exchange, routing_key))
             return None
@@ -130,7 +130,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         return result
 
     def exchange_delete(self, exchange: str, *args: Any, **kwargs: Any) -> Any:
-        """Delete an exchange, and this package's copies of the exchange's bindings."""
+        """Delete an exchange, and our copies of the exchange's bindings."""
         result = super().exchange_delete(exchange, *args, **kwargs)
         self.delays.preparation.exchange_deleted(exchange)
         return result
@@ -164,13 +164,13 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     def queue_unbind(
         self, queue: str, exchange: str, routing_key: str = "", *args: Any, **kwargs: Any
     ) -> Any:
-        """Remove a queue's binding, and this package's copy of the binding."""
+        """Remove a queue's binding, and our copy of the binding."""
         result = super().queue_unbind(queue, exchange, routing_key, *args, **kwargs)
         self.delays.preparation.queue_unbound(queue, exchange, routing_key)
         return result
 
     def queue_delete(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Delete a queue, and the extra queue that passes due messages on to this queue."""
+        """Delete a queue, and the extra queue that dead-letters due messages to this queue."""
         result = super().queue_delete(queue, *args, **kwargs)
         self.delays.preparation.queue_deleted(queue)
         return result
@@ -184,7 +184,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         return super().basic_consume(queue, *args, **kwargs)
 
     def dispatch_method(self, method_sig: tuple[int, int], payload: bytes, content: Any) -> Any:
-        """Process a frame from the broker; keep the message's body as bytes for later."""
+        """Keep the bytes of the message's body, then let py-amqp process the broker's frame."""
         if content is not None:
             content.__dict__["raw_body"] = bytes(content.body or b"")
         return super().dispatch_method(method_sig, payload, content)

@@ -1,4 +1,4 @@
-"""Prepare RabbitMQ for a worker, put early tasks back, and deliver messages without a queue."""
+"""A worker's operations on RabbitMQ, besides consuming."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ class RabbitMQWorkerPart(RecordedWorkerPart):
         )
 
     def dangers(self) -> list[Finding]:
-        """Return a finding for each policy that overrides arguments of this package's queues."""
+        """Find the policies that override arguments of this package's queues."""
         api = management_of(self._delays.connection.client, self.settings)
         return overriding_policies(api, self._delays.topology)
 
     @property
     def comes_back_late_seconds(self) -> float:  # type: ignore[override]
-        """Return the usual longest lateness, in seconds, of a message that a worker put back."""
         return self.settings.resolution + WorkerPart.comes_back_late_seconds
 
     def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
@@ -67,7 +66,7 @@ class RabbitMQWorkerPart(RecordedWorkerPart):
 
 
 def _delayed(wait: Wait) -> Delayed:
-    """Return the next wait of a message, whose ``expiration`` ends at the same time as before."""
+    """Describe the message's next delay; the end of the message's ``expiration`` stays the same."""
     info = wait.message.delivery_info
     earlier: Delayed | None = getattr(wait.message, "native_delay", None)
     return Delayed(

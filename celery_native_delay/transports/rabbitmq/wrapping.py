@@ -1,7 +1,4 @@
-"""Add this package's header to a message before the wait, and remove the header on arrival.
-
-The functions do no I/O, and never change the caller's dicts.
-"""
+"""Add this package's header to a delayed message, and remove the header on arrival."""
 
 from __future__ import annotations
 
@@ -42,8 +39,8 @@ def wrap(
 ) -> dict[str, Any]:
     """Return the message properties with which a delayed message waits in RabbitMQ.
 
-    The parameter *user*: the broker user who publishes the message again, or None at the first
-    publish. Raises CannotDelay for a header CC or BCC.
+    *user* is the broker user who publishes the message again, or None at the first publish. Raises
+    CannotDelay for a header CC or BCC.
     """
     headers = dict(properties.get("application_headers") or {})
     if "CC" in headers or "BCC" in headers:
@@ -83,9 +80,8 @@ def wrap(
 
 
 def keep_user_id(properties: dict[str, Any], header: dict[str, Any], user: str) -> None:
-    """Move the property ``user_id`` into *header* if the property names another user.
+    """Move another user's ``user_id`` into *header*, because RabbitMQ would close the channel.
 
-    For another user, RabbitMQ would close the channel.
     https://www.rabbitmq.com/docs/validated-user-id
     """
     if properties.get("user_id", user) != user:
@@ -95,11 +91,10 @@ def keep_user_id(properties: dict[str, Any], header: dict[str, Any], user: str) 
 def unwrap(
     properties: Mapping[str, Any], delivery_info: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any], Delayed | None] | None:
-    """Return the original properties and delivery info of a received message, and a Delayed.
+    """Return a received message's original properties, delivery info, destination and due time.
 
-    Returns None if the message has no header of this package. The Delayed has the due time and the
-    destination. The Delayed is None for a retry by a worker without this package: the retry has a
-    copy of the header, but did not wait.
+    Returns None without this package's header. Destination and due time are None for a retry by a
+    worker without this package: the retry copies the header, but was not delayed.
     """
     headers = dict(properties.get("application_headers") or {})
     header = headers.pop(HEADER, None)
@@ -126,7 +121,7 @@ def unwrap(
 
 
 def _without_our_deaths(headers: dict[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """Return *headers* without dead-lettering by our queues; *earlier* headers are appended."""
+    """Remove our queues' dead-letter headers from *headers*, and append the *earlier* headers."""
     if not earlier and headers.keys().isdisjoint(DEATH_HEADERS):
         return headers
     kept = without_deaths(headers)
@@ -140,7 +135,7 @@ def _without_our_deaths(headers: dict[str, Any], earlier: Mapping[str, Any]) -> 
 def without_deaths(
     headers: Mapping[str, Any], ours: Callable[[str], bool] = is_delay_name
 ) -> dict[str, Any]:
-    """Return *headers* without the dead-letter headers that this package's queues caused."""
+    """Return *headers* without the dead-letter headers of this package's queues."""
     kept = {key: value for key, value in headers.items() if key not in DEATH_HEADERS}
     return kept | _users_deaths(headers, ours)
 

@@ -10,8 +10,8 @@ import redis
 
 from ...due_time import milliseconds_up
 from ...finding import Finding
-from ...keyed.publishing import KeyedPublish
 from ...records.interface import IndexEntry
+from ...records.publishing import RecordedPublish
 from ...redis_server import Server, check_server, clock_ahead_seconds, keeping, server_of
 from ...settings import DelaySettings
 from ..virtual import delays
@@ -43,11 +43,11 @@ class Delays(delays.Delays):
 
     @property
     def version(self) -> tuple[int, ...]:
-        """Return the server's version, or () if the version is unknown."""
+        """Return the Redis version as a tuple, or () if unknown."""
         return self.prepare().version
 
     def prepare(self) -> Server:
-        """Check, once per channel, that the Redis server can store delayed messages."""
+        """Check once per channel that the Redis server can store delayed messages."""
         self.check_settings()
         if self._server is None:
             server = server_of(self.store.client)
@@ -56,17 +56,14 @@ class Delays(delays.Delays):
         return self._server
 
     def dangers(self) -> list[Finding]:
-        """Return findings about Redis settings that may lose waiting messages."""
+        """Return a finding for each Redis setting that risks losing messages."""
         server = server_of(self.store.client, thoroughly=True)
         return list(keeping(server, check="server", kept="delayed messages"))
 
     def publish(
         self, message: dict[str, Any], destination: Destination, *, due_us: int, batch: Any = None
     ) -> None:
-        """Store kombu's *message* for *destination* in Redis until the due time.
-
-        *batch* comes from ``Producer.batch()``. After an error nothing was stored.
-        """
+        """Store a delayed message in Redis, directly or in kombu's ``Producer.batch()``."""
         member, entry = self.stored(message, destination, due_us=due_us)
         if batch is None:
             self.store.add(member, due_us, entry)
@@ -77,13 +74,13 @@ class Delays(delays.Delays):
 
     @property
     def records(self) -> BrokerRecords:
-        """Return the records of waiting tasks, which are in the Redis broker."""
+        """Return the storage for the state of waiting tasks: this Redis broker."""
         return BrokerRecords(self.store)
 
     def publish_keyed(
-        self, keyed: KeyedPublish, message: dict[str, Any], destination: Destination
+        self, keyed: RecordedPublish, message: dict[str, Any], destination: Destination
     ) -> None:
-        """Store a message that has a debounce, throttle or unique key."""
+        """Store a message with a debounce, throttle or unique key."""
 
         def put(due_us: int, *_: object) -> IndexEntry:
             member, entry = self.stored(due_then(message, due_us), destination, due_us=due_us)
@@ -93,7 +90,7 @@ class Delays(delays.Delays):
         self.watch()
 
     def watch(self) -> None:
-        """Log a warning, at most once a minute, if no worker moves overdue messages."""
+        """Log a warning if messages are overdue and no process moves due messages."""
         warn_if_nothing_promotes(
             self._place, lambda: Status.of(self.keys.space, self.store.census())
         )
@@ -101,18 +98,16 @@ class Delays(delays.Delays):
     def stored(
         self, message: dict[str, Any], destination: Destination, *, due_us: int
     ) -> tuple[str, bytes]:
-        """Return the name and the encoded form of *message* in Redis."""
+        """Encode *message* for Redis; return the sorted set member and the bytes."""
         self.prepare()
         self.check_reach(due_us)
         return member_of(message, destination.keys[0]), self._entry(message, destination, due_us)
 
     def put_back(self, message: dict[str, Any], destination: Destination, *, due_us: int) -> None:
-        """Store an early message again, for the queue from which a worker received the message.
-
-        The message gets a new delivery tag, because the worker acknowledges the old tag. A second
-        attempt changes nothing. The remaining delay counts from the server's clock.
-        """
+        """Store a message again, because a worker received the message too early."""
+        # The name has the old delivery tag, so a second attempt changes nothing.
         member = member_of(message, destination.keys[0])
+        # The worker acknowledges the old tag. The delay counts from the server's clock.
         properties = {**message["properties"], "delivery_tag": str(uuid4())}
         wait_us = due_us - time_ns() // 1000
         entry = self._entry({**message, "properties": properties}, destination, due_us)

@@ -1,4 +1,4 @@
-"""Encode a waiting message for Redis: its destination and kombu's JSON. No I/O."""
+"""Encode a waiting message for Redis, with the message's destination. No I/O."""
 
 from __future__ import annotations
 
@@ -7,29 +7,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Destination:
-    """The destination of a due message: the Redis list named by the first of *keys*.
-
-    If *ttl_ms* is given, all keys get that TTL, as in kombu for queues with ``x-expires``. If
-    *broadcast* is True, the keys are pub/sub channels.
-    """
+    """The Redis list or the pub/sub channels that receive a due message."""
 
     keys: tuple[str, ...]
+    #: A TTL for all keys, as in kombu for queues with ``x-expires``. The first key is the list.
     ttl_ms: int = 0
     broadcast: bool = False
 
 
 def entry_of(destination: Destination, envelope: str) -> bytes:
-    """Return *destination* and *envelope* (kombu's JSON) as one value for a Redis hash."""
+    """Encode a destination and kombu's JSON message as one Redis hash value."""
     return front_of(destination) + envelope.encode()
 
 
 def front_of(destination: Destination) -> bytes:
-    """Return the encoded *destination*, the first part of a stored message.
-
-    The form is ``<kind> <ttl ms> <bytes of each key>``, a newline, and the keys. A key may contain
-    any byte, so its length is given. The Lua scripts do not parse kombu's JSON, because cjson
-    changes empty lists and long numbers.
-    """
+    """Encode *destination*, in the form ``<kind> <ttl ms> <bytes of each key>\\n<keys>``."""
+    # A key may contain any byte, so its length is given. The Lua scripts do not parse kombu's JSON,
+    # because cjson changes empty lists and long numbers.
     keys = [key.encode() for key in destination.keys]
     kind = "publish" if destination.broadcast else "push"
     head = " ".join([kind, str(destination.ttl_ms), *(str(len(key)) for key in keys)])
@@ -37,7 +31,7 @@ def front_of(destination: Destination) -> bytes:
 
 
 def opened_entry(entry: bytes) -> tuple[Destination, bytes]:
-    """Decode a stored message into its destination and kombu's message."""
+    """Decode a Redis hash value into the destination and kombu's message."""
     head, _, rest = entry.partition(b"\n")
     kind, ttl_ms, *lengths = head.decode().split(" ")
     keys = []

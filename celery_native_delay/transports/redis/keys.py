@@ -1,7 +1,4 @@
-"""The names of this package's Redis keys, and of messages in sorted sets. No I/O.
-
-A new format of the values needs a new VERSION, because old messages wait under the old names.
-"""
+"""Names of this package's Redis keys and sorted set members. No I/O."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from typing import Any
 from ...records.redis_listing import IndexKeys
 from ..virtual.wrapping import id_of
 
+#: A new format of the values needs a new version, because old messages wait under the old names.
 #: Version 1 had scores in milliseconds, and was never released.
 VERSION = 2
 
@@ -24,11 +22,9 @@ _DIGEST_BYTES = 9
 
 @dataclass(frozen=True)
 class Keys(IndexKeys):
-    """The Redis keys of one namespace; *prefix* is kombu's ``global_keyprefix``.
+    """The names of all Redis keys of one namespace."""
 
-    A hash tag in the prefix (``{queue}:``) puts all keys into the cluster slot of the queues.
-    """
-
+    #: kombu's ``global_keyprefix``. A hash tag (``{queue}:``) puts all keys into one cluster slot.
     prefix: str
     namespace: str
 
@@ -39,39 +35,36 @@ class Keys(IndexKeys):
 
     @property
     def wake(self) -> str:
-        """Return the sorted set that wakes a waiting worker when an earlier message is stored."""
+        """Return the sorted set whose new member wakes a sleeping worker."""
         return f"{self.space}.wake"
 
     @property
     def promoting(self) -> str:
-        """Return the key, with a TTL, that exists while a process moves due messages."""
+        """Return the heartbeat key of processes that move due messages."""
         return f"{self.space}.promoting"
 
     @property
     def parked(self) -> str:
-        """Return the sorted set of messages that their queue rejected, sorted by time."""
+        """Return the sorted set of messages that a queue rejected."""
         return f"{self.space}.parked"
 
     @property
     def moving(self) -> str:
-        """Return the key with the name of the message that ``delay migrate`` is moving."""
+        """Return the key that stores which message ``delay migrate`` is moving."""
         return f"{self.space}.moving"
 
     def taken(self, outbox: str) -> str:
-        """Return the set of batch numbers that Redis has stored for one bulk publisher."""
+        """Return the set of batch numbers that one bulk publisher has stored."""
         return f"{self.space}.taken.{outbox}"
 
 
 def member_of(message: Mapping[str, Any], destination: str) -> str:
-    """Return the name of *message* in the sorted sets: ``<task id>:<digest>``.
-
-    The digest (12 characters) is of the delivery tag and the destination. So retries, and copies in
-    several queues, have different names.
-    """
+    """Return the sorted set member of *message*: ``<task id>:<digest>``."""
     return member(id_of(message), str(message["properties"]["delivery_tag"]), destination)
 
 
 def member(name: str, delivery_tag: str, destination: str) -> str:
-    """Return a message's name in the sorted sets: ``<task id>:<digest>``."""
+    """Return a message's sorted set member: ``<task id>:<digest>``."""
+    # Retries, and copies for several queues, have different digests.
     digest = blake2b(f"{delivery_tag}\n{destination}".encode(), digest_size=_DIGEST_BYTES).digest()
     return f"{name}:{urlsafe_b64encode(digest).decode()}"

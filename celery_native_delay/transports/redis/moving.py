@@ -1,4 +1,4 @@
-"""Move waiting messages from and to a Redis broker, for ``delay migrate``."""
+"""Move waiting messages to and from a Redis broker, for ``delay migrate``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KNOWN_SECONDS = 30 * 86_400
 
 
 class RedisMovingPart(moving.MovingPart):
-    """Moves waiting messages from and to one Redis broker."""
+    """Moves waiting messages to and from a Redis broker."""
 
     def __init__(self, channel: Any) -> None:
         super().__init__(channel)
@@ -37,10 +37,7 @@ class RedisMovingPart(moving.MovingPart):
         super().prepare(queues)
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """Return the sources: waiting messages, and app queues that contain future tasks.
-
-        Raises UnsupportedBroker if *what* names another source.
-        """
+        """Return the places to move from: the waiting messages, and queues with early tasks."""
         return [*super().sources(what, reaches), *held_by_queues(self._channel, reaches)]
 
     def _has(self, message: dict[str, Any], queue: str) -> bool:
@@ -54,7 +51,7 @@ class RedisMovingPart(moving.MovingPart):
 
 
 class RedisSource(Source):
-    """Takes all waiting messages from a Redis broker, earliest due time first."""
+    """Takes the waiting messages out of a Redis broker, earliest due time first."""
 
     keeps_keys = False
 
@@ -108,7 +105,7 @@ class RedisSource(Source):
 
 
 class PlainSource(Source):
-    """Tasks with a future ETA in an ordinary queue or a worker. The tasks are not moved."""
+    """Tasks with a future ETA that ``delay migrate`` cannot move."""
 
     def __init__(self, name: str, count: int, why: str) -> None:
         self.name = name
@@ -119,7 +116,7 @@ class PlainSource(Source):
         return self._count
 
     def found(self) -> Iterator[Found]:
-        """Yield the reason why each task is not moved."""
+        """Yield one reason per task that cannot be moved."""
         for _ in range(self._count):
             yield Stays(self._why)
 
@@ -128,7 +125,7 @@ class PlainSource(Source):
 
 
 def held_by_queues(channel: Any, reaches: Sequence[Reach]) -> Iterator[PlainSource]:
-    """Yield the app's queues and unacknowledged messages that contain future tasks."""
+    """Find tasks with a future ETA in ordinary queues and unacknowledged messages."""
     store: Store = channel.delays.store
     prefix, client = store.keys.prefix, store.client
     way_out = "let an installed worker consume its queue, which puts it into the store"

@@ -1,7 +1,7 @@
-"""Publish in bulk to Redis: 100 messages per script, without duplicates.
+"""Publish in bulk to Redis: 100 messages per script call, without duplicates.
 
-Each script has a number, which the server stores with the messages. If the connection is lost
-before the answer, the script is sent again. The server ignores a repeated number.
+Each script call has a number, and the server stores the number with the messages. After a lost
+connection the call is repeated. The server ignores a number that is already stored.
 """
 
 from __future__ import annotations
@@ -35,15 +35,12 @@ _NOT_LET_IN = (
 
 
 class RedisMessage(NamedTuple):
-    """A message of a bulk publisher for the Redis list *destination*.
-
-    If *due_us* is 0, the message does not wait, and has no *member* (name in the sorted set).
-    """
+    """An encoded message of a bulk publish, for one Redis list."""
 
     destination: Destination
     front: bytes
-    due_us: int
-    member: str
+    due_us: int  # 0 for an immediate message
+    member: str  # the message's name in the sorted set
     envelope: bytes
 
     @property
@@ -57,7 +54,7 @@ class RedisMessage(NamedTuple):
 
 
 class RedisCollecting(Collecting):
-    """A Redis channel that collects messages for a bulk publisher instead of sending them."""
+    """A Redis channel that collects messages for a bulk publisher."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> RedisMessage:
         destination = self.destination(queue, message)
@@ -79,7 +76,7 @@ class RedisCollecting(Collecting):
 
 
 class ScriptBatch(outbox.OutboxBatch[RedisMessage]):
-    """A batch of messages that one Redis script stores."""
+    """A batch of messages that one Lua script stores."""
 
     def __init__(
         self, script: str, keys: tuple[str, ...], arguments: list[Any], puts: list[RedisMessage]
@@ -88,13 +85,13 @@ class ScriptBatch(outbox.OutboxBatch[RedisMessage]):
         self.script, self.keys, self.arguments = script, keys, arguments
 
     def packed(self, connection: Any, *, whole: bool = False) -> Any:
-        """Return the bytes of the Redis command; *whole* includes the script itself."""
+        """Return an encoded EVALSHA command, or an EVAL command if *whole*."""
         name = ("EVAL", self.script) if whole else ("EVALSHA", digest_of(self.script))
         return connection.pack_command(*name, len(self.keys), *self.keys, *self.arguments)
 
 
 class Outbox(virtual.Outbox[RedisMessage, ScriptBatch]):
-    """Publishes many messages to Redis, 100 in a script."""
+    """Publishes messages to Redis in bulk, 100 per script call."""
 
     lost = (
         *outbox.Outbox.lost,

@@ -1,10 +1,10 @@
 """Move due messages to their queues, in every worker or in ``delay promote``.
 
-Such a process is a promoter; there is no leader. A promoter sleeps until the next due time. The
-promoter uses its own timer, because Redis checks the timeouts of blocked clients only every 100 ms.
+No process is the leader. Each process sleeps until the next due time by its own timer, because
+Redis checks the timeouts of blocked clients only every 100 ms.
 
-If a message with an earlier due time is stored, Redis wakes one promoter from BZPOPMIN. That
-promoter may die, so no promoter sleeps longer than :data:`LONGEST_SLEEP_SECONDS`.
+If a message with an earlier due time is stored, Redis wakes one process from BZPOPMIN. This process
+may die, so no process sleeps longer than :data:`LONGEST_SLEEP_SECONDS`.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ _SELECTABLE = 1024
 
 
 class Promoter:
-    """A loop that moves due messages to their queues, and sets rejected messages aside."""
+    """A loop that moves due messages to their queues in Redis."""
 
     def __init__(self, connect: Callable[..., Any]) -> None:
-        """The function *connect* opens a kombu connection with the given ``transport_options``."""
+        """*connect* is a function that opens a kombu connection."""
         self.promoted = 0
         self.parked = 0
         self._connect = connect
@@ -72,7 +72,7 @@ class Promoter:
         self._sign = Sign(lambda: None)
 
     def run(self) -> None:
-        """Move due messages until :meth:`stop` is called. Reconnects after a lost connection."""
+        """Move due messages until :meth:`stop` is called; reconnect after errors."""
         while not self._stopping.is_set():
             try:
                 with self._connected() as (rounds, alarm):
@@ -142,7 +142,7 @@ class Promoter:
                 expected_us = None
 
     def _promote_due(self, rounds: Rounds) -> tuple[int, HandedOver]:
-        """Move due messages until none is left; return their number and the last answer."""
+        """Move all due messages; return the number of messages and the last result."""
         taken = 0
         self._sign.keep_up()
         rounds.ask()
@@ -172,7 +172,7 @@ class Promoter:
 
 
 class _Alarm:
-    """A connection that waits in a BZPOPMIN on the key ``wake``."""
+    """A connection that blocks in BZPOPMIN until a message with an earlier due time arrives."""
 
     def __init__(self, connection: Any, key: str) -> None:
         self._connection = connection
@@ -182,7 +182,7 @@ class _Alarm:
         self._selector = selectors.DefaultSelector()
 
     def arm(self, stop_reader: Any) -> None:
-        """Connect and send the BZPOPMIN. A byte in *stop_reader* also ends a wait."""
+        """Connect, and send the first BZPOPMIN."""
         self._connection.connect()
         self._watched = [self._connection._sock, stop_reader]
         for readable in self._watched:
@@ -190,7 +190,7 @@ class _Alarm:
         self._ask()
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most *seconds*; return True if a message was stored that may be due sooner."""
+        """Sleep up to *seconds*; return True if a message with an earlier due time arrived."""
         # With TLS the socket may have input that is no answer.
         if self._connection._sock in self._readable(seconds) and self._connection.can_read(
             timeout=0

@@ -1,9 +1,8 @@
-"""The Lua scripts for a Redis broker. Times are in microseconds of the server's clock.
+"""Lua scripts that store and move messages in Redis. Times are in µs of the server's clock.
 
-An entry is a stored message with its destination, as :func:`~.entry.entry_of` encodes it:
-``<kind> <ttl ms> <bytes of each key>\\n<keys><envelope>``. The envelope is kombu's message as JSON.
-The scripts read destination keys from the entries, so KEYS does not declare these keys. In a
-cluster, all keys must be in one slot.
+The value of a message (an entry) is ``<kind> <ttl ms> <bytes of each key>\\n<keys><envelope>``. The
+envelope is kombu's message as JSON. The scripts read the destination's keys from this value, not
+from KEYS. So in a cluster, all keys must be in one slot.
 """
 
 from __future__ import annotations

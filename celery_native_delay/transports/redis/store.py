@@ -36,63 +36,57 @@ _FLAGS_SINCE = (7,)
 
 @dataclass(frozen=True)
 class HandedOver:
-    """The result of the script that moves due messages to their queues.
+    """The result of the Lua script that moves due messages to their queues."""
 
-    *taken* messages left the sorted set: *delivered* messages went to their queues, and *parked*
-    messages were rejected. *refusal* is the last error. *now_us* is the server's time, and
-    *next_us* the next due time or None, in microseconds since the epoch.
-    """
-
-    taken: int
+    taken: int  # messages that left the sorted set
     delivered: int
-    parked: int
-    now_us: int
-    next_us: int | None
-    refusal: str
+    parked: int  # messages that their queue rejected
+    now_us: int  # by the server's clock
+    next_us: int | None  # the next due time
+    refusal: str  # the last error
 
     @property
     def wait_us(self) -> int | None:
-        """Return the microseconds until the next message is due; None if no message waits."""
+        """Return the microseconds until the next due time; None without waiting messages."""
         return None if self.next_us is None else max(self.next_us - self.now_us, 0)
 
 
 @dataclass(frozen=True)
 class Census(status.Census):
-    """Numbers of messages in Redis; *entries* is the number of all stored messages."""
+    """Counts of delayed messages in Redis at one moment."""
 
-    entries: int
+    entries: int  # all stored messages: waiting, rejected or lost
 
 
 class Store:
     """The waiting messages of one namespace in a Redis broker."""
 
     def __init__(self, client: Any, keys: Keys) -> None:
-        """The *client* is a plain ``redis.Redis`` that returns bytes."""
+        """*client* is a plain ``redis.Redis`` that returns bytes."""
         self.client = client
         self.keys = keys
         self._scripts: dict[str, Any] = {}
 
     def run(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
-        """Run a Lua *script* on the server, and return the script's answer.
-
-        Raises BrokerFull or NotPermitted. After an error nothing was changed.
-        """
+        """Run a Lua script; raise BrokerFull or NotPermitted if Redis refuses."""
         if script not in self._scripts:
             self._scripts[script] = self.client.register_script(script)
         with refusals_explained(self.keys):
             return self._scripts[script](keys=keys, args=arguments)
 
+    def ask(self, *command: Any) -> Any:
+        with refusals_explained(self.keys):
+            return self.client.execute_command(*command)
+
     # --- one message in ------------------------------------------------------------------
 
     def add(self, member: str, due_us: int, entry: bytes) -> None:
-        """Store a message until *due_us*. Storing the same message again changes nothing."""
+        """Store a delayed message; a second call with the same message changes nothing."""
         self.run(ADD, self._add_keys, member, due_us, entry)
 
     def add_command(self, member: str, due_us: int, entry: bytes) -> tuple[str, list[Any]]:
-        """Return a redis-py method and its arguments that store a message in a pipeline.
-
-        The method is ``eval``, because a pipeline cannot load a missing script.
-        """
+        """Return the redis-py method and arguments that store a message in a pipeline."""
+        # A pipeline cannot load a missing script, so the method is not ``evalsha``.
         return "eval", [ADD, len(self._add_keys), *self._add_keys, member, due_us, entry]
 
     @property
@@ -102,30 +96,24 @@ class Store:
     # --- one message changed -------------------------------------------------------------
 
     def replace(self, member: str, old: bytes, due_us: int | None, new: bytes) -> int | None:
-        """Replace a waiting message and its due time; without *due_us*, the message is due now.
-
-        Returns the due time by the server's clock, or None if the message has changed.
-        """
+        """Replace a waiting message; return None if another process changed the message first."""
         keys = [self.keys.due, self.keys.messages, self.keys.wake, self.keys.parked]
         due = int(self.run(REPLACE, keys, member, old, "" if due_us is None else due_us, new))
         return None if due < 0 else due
 
     def remove(self, member: str, old: bytes) -> bool:
-        """Remove a waiting message; return False if the message has changed since *old*."""
+        """Remove a waiting message; return False if another process changed the message first."""
         keys = [self.keys.due, self.keys.messages, self.keys.ids, self.keys.parked]
         return bool(self.run(REMOVE, keys, member, old))
 
     # --- many out ------------------------------------------------------------------------
 
     def promote(self, *, version: tuple[int, ...]) -> HandedOver:
-        """Move at most :data:`BATCH` due messages (by the server's clock) to their queues."""
+        """Move up to :data:`BATCH` due messages to their queues."""
         return self._hand_over(self.keys.due, "", version)
 
     def rescue(self, *, version: tuple[int, ...], before_us: int) -> HandedOver:
-        """Try again to deliver messages that were rejected before *before_us*.
-
-        A call tries at most :data:`BATCH` messages, each of them once.
-        """
+        """Retry up to :data:`BATCH` messages that a queue rejected before a given time."""
         return self._hand_over(self.keys.parked, f"({before_us}", version)
 
     def _hand_over(self, source: str, highest: str, version: tuple[int, ...]) -> HandedOver:
@@ -135,7 +123,7 @@ class Store:
     # --- the sign of a promoter --------------------------------------------------------
 
     def show_promoting(self) -> None:
-        """Record in Redis for :data:`SHOWN_SECONDS` that a process moves due messages."""
+        """Write the heartbeat of processes that move due messages."""
         key = self.keys.promoting
         if not self.client.expire(key, SHOWN_SECONDS):
             self.client.set(key, "", ex=SHOWN_SECONDS)
@@ -152,7 +140,7 @@ class Store:
         return Census(waiting, parked, overdue, until_first_us, bool(promoting), entries)
 
     def peek_parked(self, *, limit: int) -> list[bytes]:
-        """Return the first *limit* parked (due, but rejected) messages without removing them."""
+        """Return up to *limit* messages that a queue rejected."""
         members = self.client.zrange(self.keys.parked, 0, limit - 1)
         entries = self.client.hmget(self.keys.messages, members) if members else []
         return [entry for entry in entries if entry is not None]
@@ -160,16 +148,13 @@ class Store:
     # --- throwing away -------------------------------------------------------------------
 
     def purge(self, *, parked: bool) -> int:
-        """Remove all waiting messages, or all rejected messages; return their number."""
+        """Delete all waiting messages, or with *parked* all rejected messages."""
         source = self.keys.parked if parked else self.keys.due
         return throw_away(self, [source, self.keys.messages, self.keys.ids], "-inf", "+inf")
 
 
 class BrokerRecords(RedisRecords):
-    """The records of waiting tasks in a Redis broker.
-
-    A record and its waiting message change in one atomic step.
-    """
+    """The state of waiting tasks, stored in the Redis broker."""
 
     needs_connection = True
     has_marks = False
@@ -181,13 +166,10 @@ class BrokerRecords(RedisRecords):
 
 
 class Rounds:
-    """Runs the script that moves due messages, on a separate connection.
-
-    Several runs may be sent before the first answer is read.
-    """
+    """Runs the script that moves due messages, on a separate connection."""
 
     def __init__(self, connection: Any, keys: Keys, *, version: tuple[int, ...]) -> None:
-        """The *connection* is a redis-py connection to a server of *version*."""
+        """*connection* is a redis-py connection; *version* is the server's version."""
         self._connection = connection
         self._keys = keys
         script = _hand_over_on(version)
@@ -197,10 +179,10 @@ class Rounds:
         #: The times at which runs were sent that the server has not answered yet.
         self._asked: deque[float] = deque()
         self.last_asked_at = 0.0
-        """The monotonic time at which the last answered run was sent."""
+        """The monotonic time at which the last answered script call was sent."""
 
     def connect(self) -> None:
-        """Connect to Redis; with Sentinel, to the present master."""
+        """Connect to Redis, or through Sentinel to the current master."""
         self._connection.connect()
 
     @property
@@ -212,7 +194,7 @@ class Rounds:
         self._connection.send_packed_command(self._evalsha, check_health=False)
 
     def answer(self) -> HandedOver:
-        """Read the result of the oldest run; if the server lacks the script, send it again."""
+        """Return the oldest unread result of the script that moves due messages."""
         while True:
             try:
                 with refusals_explained(self._keys):
@@ -240,7 +222,7 @@ def _handed_over(reply: Any) -> HandedOver:
 
 @contextmanager
 def refusals_explained(keys: Keys) -> Iterator[None]:
-    """Turn errors of Redis about permissions and memory into NotPermitted and BrokerFull."""
+    """Turn Redis errors about permissions and memory into NotPermitted and BrokerFull."""
     try:
         yield
     except NoPermissionError as exc:

@@ -14,10 +14,10 @@ from kombu.transport import redis
 from redis.exceptions import RedisError
 
 from ...errors import SettingsError, UnsupportedBroker
-from ...keyed.publishing import KeyedPublish
 from ...rates.line import Lines
 from ...records.interface import Records
 from ...records.opened import Place
+from ...records.publishing import RecordedPublish
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
@@ -31,15 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 class QoS(redis.QoS):  # type: ignore[misc]
-    """kombu's QoS class for unacknowledged messages, with a safer :meth:`restore_unacked`."""
+    """kombu's QoS class, with a :meth:`restore_unacked` that survives an outage."""
 
     def restore_unacked(self, client: Any = None) -> None:
-        """Return unacknowledged messages to their queues, without an error after an outage.
-
-        After an outage, Celery may have removed the connection's parameters before it closes the
-        channel. Then the messages stay in Redis, and other consumers restore them after the
-        visibility timeout.
-        """
+        """Requeue unacknowledged messages; after an outage, only log a warning."""
+        # After an outage, Celery may remove the connection's parameters before the channel closes.
+        # Other consumers restore the messages after the visibility timeout.
         transport = self.channel.connection
         if transport is not None and transport.client is not None:
             super().restore_unacked(client)
@@ -54,7 +51,7 @@ class QoS(redis.QoS):  # type: ignore[misc]
 
 
 class RedisDelayingChannel(DelayingChannel):
-    """A mixin for kombu's Redis channel: delayed messages wait in Redis."""
+    """A mixin for kombu's Redis channel that stores delayed messages in Redis."""
 
     QoS = QoS
     delays_class = Delays
@@ -97,13 +94,12 @@ class RedisDelayingChannel(DelayingChannel):
         records: Records = self.delays.records
         return records
 
-    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> None:
+    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: RecordedPublish) -> None:
         self.delays.publish_keyed(keyed, message, self.destination(queue, message))
 
     def _put_fanout(
         self: Any, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
     ) -> Any:
-        """Publish to a fanout exchange, to consumers that listen when the message is due."""
         self.check_unkeyed(message, exchange)
         due_us = self.due_of(message)
         if due_us is None:
@@ -116,7 +112,7 @@ class RedisDelayingChannel(DelayingChannel):
         )
 
     def destination(self: Any, queue: str, message: dict[str, Any]) -> Destination:
-        """Return the Redis list of *queue*, and the keys that get a TTL."""
+        """Return the Redis list that receives a due message for *queue*."""
         prefix = self.delays.keys.prefix
         priority = self._get_message_priority(message, reverse=False)
         key = f"{prefix}{self._q_for_pri(queue, priority)}"
@@ -127,7 +123,7 @@ class RedisDelayingChannel(DelayingChannel):
         return Destination((key, *(other for other in every if other != key)), ttl_ms)
 
     def broadcast(self: Any, exchange: str, routing_key: str) -> Destination:
-        """Return the pub/sub channels to which kombu would publish for a fanout *exchange*."""
+        """Return kombu's pub/sub channels of a fanout exchange."""
         if hasattr(self, "_get_publish_topics"):
             topics = self._get_publish_topics(exchange, routing_key)
         else:  # before kombu 5.7
@@ -137,11 +133,11 @@ class RedisDelayingChannel(DelayingChannel):
 
 
 class Channel(RedisDelayingChannel, redis.Channel):  # type: ignore[misc]
-    """A channel of kombu's redis transport, whose delayed messages wait in Redis."""
+    """kombu's Redis channel, which also stores delayed messages."""
 
 
 class SentinelChannel(RedisDelayingChannel, redis.SentinelChannel):  # type: ignore[misc]
-    """A channel of kombu's sentinel transport, whose delayed messages wait in Redis."""
+    """kombu's Sentinel channel, which also stores delayed messages."""
 
 
 class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
@@ -161,7 +157,7 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         return Keys(prefix, settings.namespace).due
 
     def own_records(self, settings: DelaySettings) -> Place | None:
-        """Return the place of the task records, which is this Redis broker, or None."""
+        """Return this broker's address, because Redis also stores the state of waiting tasks."""
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         url = self.client.as_uri(include_password=True)
         if isinstance(self.client.ssl, dict):
@@ -187,7 +183,7 @@ _looked_at: set[str] = set()
 
 
 def _log_refusal_once(delays: Delays, where: str) -> None:
-    """Log that a Redis server cannot hold delayed messages, before kombu fails on the server."""
+    """Log once per server if Redis cannot store delayed messages."""
     if where in _looked_at:
         return
     _looked_at.add(where)
@@ -206,4 +202,4 @@ class SentinelTransport(Transport, redis.SentinelTransport):  # type: ignore[mis
     delaying_channel = SentinelChannel
 
     def own_records(self, settings: DelaySettings) -> None:
-        """Return None, because no fixed URL leads to the records behind Sentinel."""
+        """Return None: behind Sentinel, the Redis server has no fixed URL."""

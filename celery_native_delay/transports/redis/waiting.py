@@ -1,6 +1,6 @@
 """List, cancel and reschedule the waiting tasks of a Redis broker.
 
-A change is made only if the message has not changed since it was read.
+A change fails if another process has changed the message first.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RedisWaitingTasks(RedisListing):
         return waiting_of(envelope, queue=self.queue_of(destination), due_us=due_us)
 
     def queue_of(self, destination: Destination) -> str:
-        """Return the name of the queue of *destination*; "" for a fanout exchange."""
+        """Return the queue name of *destination*, or "" for a fanout exchange."""
         if destination.broadcast:
             return ""
         key = destination.keys[0].removeprefix(self._prefix)

@@ -1,4 +1,4 @@
-"""A worker's duties on Redis: move due messages, put early ones back, retry rejected ones."""
+"""A worker's duties on Redis: move due messages and retry rejected messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class RedisWorkerPart(WorkerPart):
         self._delays.put_back(message, destination, due_us=wait.due_us)
 
     def rescue(self) -> Rescue:
-        """Try again to deliver rejected messages; several processes may do so at once."""
         return rescue(self._delays)
 
     def promoter(self, connect: Callable[..., Any]) -> Promoter:
@@ -43,7 +42,7 @@ class RedisWorkerPart(WorkerPart):
 
 
 def rescue(delays: Any) -> Rescue:
-    """Try to deliver all parked messages (due, but rejected by their queue)."""
+    """Try again to deliver the messages that a queue rejected."""
     store, version = delays.store, delays.version
     outcome = Rescue()
     before_us = store.now_us()

@@ -1,7 +1,7 @@
-"""The store: a database for delayed messages of brokers that cannot delay messages.
+"""Delayed messages in a database, for brokers that cannot delay messages.
 
-The attributes of this module are kombu's aliases of such brokers. For ``filesystem://``, kombu
-imports the transport ``celery_native_delay.transports.sql:filesystem``.
+This module has one attribute for each kombu transport. For ``filesystem://``, kombu imports
+``celery_native_delay.transports.sql:filesystem``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operations of the ``delay`` commands on a store (the database of waiting messages)."""
+"""The operations of the ``delay`` commands on a database of waiting messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .worker_part import rescue
 
 
 class StoreAdminPart(AdminPart):
-    """The operations of the ``delay`` commands on a store (a database)."""
+    """The operations of the ``delay`` commands on a database of waiting messages."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -29,7 +29,7 @@ class StoreAdminPart(AdminPart):
         self.parking = f"{MESSAGES.name} of {self._store.where}, parked"
 
     def declare(self, queues: Sequence[Any]) -> Told:
-        """Create the store's missing tables. The store is the database in which messages wait."""
+        """Create the missing tables of the database in which messages wait."""
         self._store.records.make_tables()
         sentence = f"{self.name}: its tables are there, in version {VERSION}"
         return Told({"name": self.name, "version": VERSION}, [sentence])
@@ -76,7 +76,7 @@ class StoreAdminPart(AdminPart):
 
 @contextmanager
 def _told() -> Iterator[list[Finding]]:
-    """Give a list of findings, to which a StoreUnavailable in the block adds one."""
+    """Yield a list of findings; turn a StoreUnavailable into a finding."""
     found: list[Finding] = []
     try:
         yield found

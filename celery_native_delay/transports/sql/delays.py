@@ -1,4 +1,4 @@
-"""Publish delayed messages on one channel: each message is inserted into a database."""
+"""Publish delayed messages by inserting each message into a database."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
 from ...due_time import milliseconds_up
-from ...keyed.publishing import KeyedPublish
+from ...records.publishing import RecordedPublish
 from ...settings import DelaySettings
 from ...urls import without_password
 from ..virtual import delays
@@ -21,7 +21,7 @@ BROADCAST = ""
 
 
 class StoreMessage(NamedTuple):
-    """A message to insert into the store (the database of waiting messages)."""
+    """A message to insert into the database of waiting messages."""
 
     queue: str
     due_us: int
@@ -37,7 +37,7 @@ class StoreMessage(NamedTuple):
 
 
 class Delays(delays.Delays):
-    """Publishes delayed messages on one channel, into the database at *url*."""
+    """Publishes delayed messages on one channel, by inserts into a database."""
 
     def __init__(self, settings: DelaySettings, url: str) -> None:
         super().__init__(settings)
@@ -46,24 +46,21 @@ class Delays(delays.Delays):
 
     @property
     def store(self) -> Store:
-        """Return the store (the database of waiting messages), or raise UnsupportedBroker."""
+        """Return the database of waiting messages, or raise UnsupportedBroker."""
         self.check_settings()
         return Store.of(self._url, self.settings.namespace)
 
     @property
     def records(self) -> StoreRecords:
-        """Return the records of waiting tasks, which are in the same database."""
+        """Return the storage for the state of waiting tasks: the same database."""
         return self.store.records
 
     def publish(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
-        """Insert kombu's *message* for *queue* into the database until *due_us*.
-
-        The queue is :data:`BROADCAST` for a fanout exchange. After an error nothing was stored.
-        """
+        """Insert a delayed message for *queue* into the database."""
         self._add(self.stored(message, queue, due_us=due_us))
 
-    def publish_keyed(self, keyed: KeyedPublish, message: dict[str, Any], queue: str) -> None:
-        """Store a message that has a debounce, throttle or unique key."""
+    def publish_keyed(self, keyed: RecordedPublish, message: dict[str, Any], queue: str) -> None:
+        """Insert a message with a debounce, throttle or unique key."""
         keyed.settle(
             self.records,
             lambda due_us, *_: self.stored(due_then(message, due_us), queue, due_us=due_us),
@@ -71,21 +68,19 @@ class Delays(delays.Delays):
         self.watch()
 
     def watch(self) -> None:
-        """Log a warning, at most once a minute, if no worker moves overdue messages."""
+        """Log a warning if messages are overdue and no process moves due messages."""
         warn_if_nothing_promotes(
             self._place, lambda: Status.of(self._place, self.store.look_for_dispatcher())
         )
 
     def stored(self, message: dict[str, Any], queue: str, *, due_us: int) -> StoreMessage:
-        """Return *message* in the form that the database stores."""
+        """Encode *message* for the database, after a check of the delay."""
         self.check_reach(due_us)
         return self._put(message, queue, due_us)
 
     def put_back(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
-        """Store an early message again, for the queue from which a worker received the message.
-
-        The message gets a new delivery tag, because the worker acknowledges the old tag.
-        """
+        """Insert a message again, because a worker received the message too early."""
+        # The worker acknowledges the old delivery tag.
         properties = {**message["properties"], "delivery_tag": str(uuid4())}
         self._add(self._put({**message, "properties": properties}, queue, due_us))
 

@@ -1,8 +1,8 @@
 """Move due messages from the database to the broker's queues.
 
-Every worker or ``delay promote`` runs a dispatcher; there is no leader. The dispatcher sleeps until
-the next due time, or until its own process stores an earlier message. Messages of other processes
-are seen after 0.05 s (file) or 0.25 s (server), so shorter delays can be late.
+Every worker and ``delay promote`` runs this loop; there is no leader. The loop sleeps until the
+next due time, or until the same process stores a message that is due earlier. Messages of other
+processes are read every 0.05 s (SQLite) or 0.25 s (server), so shorter delays can be late.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Event
-from time import monotonic, time_ns
+from time import monotonic
 from typing import Any
 
 from ...backoff import Backoff
 from ...errors import NativeDelayError, RecordsUnavailable, StoreUnavailable
+from ...now import time_ns
 from ..aliases import OPTION
 from ..virtual.watching import Sign
 from .handover import HandOver, hand_over_on
@@ -43,10 +44,10 @@ _FETCHING, _DISPATCHING = "fetching what is due", "dispatching what is due"
 
 
 class Dispatcher:
-    """A loop that moves due messages from the database to their queues in the broker."""
+    """A loop that moves due messages from the database to the broker."""
 
     def __init__(self, store: Store, connect: Callable[..., Any]) -> None:
-        """The function *connect* opens a kombu connection with the given ``transport_options``."""
+        """*connect* is a function that opens a kombu connection."""
         self.promoted = 0
         self.parked = 0
         self._store = store
@@ -82,7 +83,7 @@ class Dispatcher:
             self._alarm.put(None)
 
     def _pause(self, seconds: float) -> None:
-        """Sleep for *seconds*, or until a message is stored that is due sooner."""
+        """Sleep for *seconds*, or until this process stores a message that is due earlier."""
         with suppress(Empty):
             self._alarm.get(timeout=max(seconds, 0))
             while True:
@@ -94,7 +95,7 @@ class Dispatcher:
             self._sign.keep_up()
             # From here on, every message that this process stores wakes the dispatcher.
             self._sleeps_until_us = 1 << 62
-            next_us = self._store.next_due_us()
+            next_us = self.next_due_us()
         except Exception as error:  # the loop must survive any error of a driver
             self._wait_for(_FETCHING, error)
             return
@@ -128,21 +129,33 @@ class Dispatcher:
             self._pause((until_us - time_ns() // 1000) / 1_000_000)
 
     def _hand_over_batch(self) -> Exception | None:
-        """Deliver one batch of due messages; return the error if the broker is unreachable."""
-        if self._hand_over is None:
-            self._hand_over = self._connected()
+        """Deliver a batch, then leave the database to other processes for a moment."""
         began = monotonic()
-        with self._store.taking(until_us=time_ns() // 1000) as batch:
-            away = self._hand_over(batch, park=False)
+        found, away = self.deliver_batch()
         if self._store.is_file:
             self._stopping.wait((monotonic() - began) * _LEFT_TO_OTHERS)
-        self.promoted += len(batch.delivered)
-        if batch.refused:
-            self._tell_of(batch)
-        if not batch.messages and away is None:
+        if not found and away is None:
             # Other dispatchers have locked the due messages, and may release them.
             self._pause(_TAKEN_PAUSE_SECONDS)
         return away
+
+    def next_due_us(self) -> int | None:
+        """Return the earliest due time of a waiting message, in microseconds since the epoch."""
+        return self._store.next_due_us()
+
+    def deliver_batch(self) -> tuple[int, Exception | None]:
+        """Deliver one batch of due messages.
+
+        Returns the number of due messages in the batch, and the error if the broker is unreachable.
+        """
+        if self._hand_over is None:
+            self._hand_over = self._connected()
+        with self._store.taking(until_us=time_ns() // 1000) as batch:
+            away = self._hand_over(batch, park=False)
+        self.promoted += len(batch.delivered)
+        if batch.refused:
+            self._tell_of(batch)
+        return len(batch.messages), away
 
     def _tell_of(self, batch: DispatchBatch) -> None:
         parked = sum(each["due"] is None for each in batch.refused)

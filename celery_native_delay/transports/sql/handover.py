@@ -1,10 +1,10 @@
-"""Deliver each due message from the database to its queue in the broker."""
+"""Deliver due messages from the database to the queues of the broker."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import monotonic, time_ns
+from time import monotonic
 from typing import Any, TypeAlias
 
 import sqlalchemy
@@ -12,6 +12,7 @@ from kombu import Connection
 from kombu.utils.json import loads
 from sqlalchemy import exc, insert, select
 
+from ...now import time_ns
 from ...records.database import reason_of, same_database
 from ..aliases import OPTION
 from .delays import BROADCAST
@@ -37,7 +38,7 @@ HandOver: TypeAlias = Callable[..., Exception | None]
 
 
 def hand_over_on(channel: Any, store: Store) -> HandOver:
-    """Return a function that delivers messages of *store* through kombu's *channel*."""
+    """Return the function that delivers due messages to the broker of *channel*."""
     client = channel.connection.client
     if hasattr(channel, "message_cls") and same_database(client.hostname, store.url):
         return IntoTheSameDatabase(channel)
@@ -46,7 +47,7 @@ def hand_over_on(channel: Any, store: Store) -> HandOver:
 
 @contextmanager
 def handing_over(channel: Any, store: Store) -> Iterator[HandOver]:
-    """Yield a function that delivers messages of *store*, on a connection like the channel's."""
+    """Open a new connection, and yield a function that delivers due messages."""
     # clone() is not used, because kombu 5.7 cannot clone a connection of a pool.
     information = dict(channel.connection.client._info(resolve=False))
     # This is kombu's own channel, because our channel would delay the messages once more.
@@ -56,11 +57,7 @@ def handing_over(channel: Any, store: Store) -> Iterator[HandOver]:
 
 
 class ThroughKombu:
-    """Delivers a message through kombu's channel, then removes the message from the database.
-
-    Each message is delivered at least once. If a full disk prevents the removal, this process still
-    delivers the message only once.
-    """
+    """Delivers due messages through kombu's channel, each message at least once."""
 
     def __init__(self, channel: Any, store: Store) -> None:
         self._channel = channel
@@ -74,6 +71,7 @@ class ThroughKombu:
     def __call__(self, batch: DispatchBatch, *, park: bool) -> Exception | None:
         end = monotonic() + LONGEST_BATCH_SECONDS
         for message in batch.messages:
+            # A full disk may prevent the removal of a delivered message.
             # The envelope is compared too, because SQLite reuses ids.
             known = hash(message.envelope)
             if self._delivered_but_kept.get(message.id) == known:
@@ -111,7 +109,7 @@ class ThroughKombu:
 
 
 class IntoTheSameDatabase:
-    """Delivers messages into kombu's tables in the same database, exactly once."""
+    """Delivers due messages into kombu's tables in the same transaction, exactly once."""
 
     def __init__(self, channel: Any) -> None:
         channel.session  # noqa: B018  makes kombu create its tables
@@ -128,7 +126,7 @@ class IntoTheSameDatabase:
         return None
 
     def _refusal(self, batch: DispatchBatch, messages: list[Any]) -> exc.DBAPIError | None:
-        """Insert all *messages* or none; return the error if the database rejects them."""
+        """Insert all *messages* or none; return the database's error, if any."""
         self._ids.clear()  # they may be of a transaction that was rolled back
         try:
             with batch.connection.begin_nested():
@@ -150,7 +148,7 @@ class IntoTheSameDatabase:
         return None
 
     def _id_of(self, connection: sqlalchemy.Connection, queue: str) -> int:
-        """Return the id of kombu's row for *queue*; insert the row if it is missing."""
+        """Return the id of kombu's row for *queue*; insert a missing row."""
         if queue not in self._ids:
             named = select(self._queues.c.id).where(self._queues.c.name == queue)
             found = connection.execute(named).scalar()
@@ -162,7 +160,7 @@ class IntoTheSameDatabase:
 
 
 def refuse(batch: DispatchBatch, message: Any, error: Exception, *, park: bool) -> None:
-    """Record that a queue rejected a message. After 8 rejections, the message is set aside."""
+    """Schedule another attempt for a message that a queue rejected."""
     tries = message.attempts + 1
     parked = park or tries >= TRIES
     due_us = None if parked else time_ns() // 1000 + (1_000_000 << (tries - 1))

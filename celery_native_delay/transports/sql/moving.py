@@ -1,4 +1,4 @@
-"""Move waiting messages from and to a store (a database), for ``delay migrate``."""
+"""Move waiting messages to and from a database, for ``delay migrate``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .store import Store
 
 
 class StoreMovingPart(moving.MovingPart):
-    """Moves waiting messages from and to one store (a database)."""
+    """Moves waiting messages to and from a database."""
 
     def __init__(self, channel: Any) -> None:
         super().__init__(channel)
@@ -27,7 +27,6 @@ class StoreMovingPart(moving.MovingPart):
         self.name = f"{self._store.namespace} of {self._store.where}"
 
     def prepare(self, queues: Any) -> None:
-        """Create the database's missing tables, and declare *queues*."""
         self._store.prepare()
         super().prepare(queues)
 
@@ -45,7 +44,7 @@ class StoreMovingPart(moving.MovingPart):
 
 
 class StoreSource(Source):
-    """Takes all waiting messages from a database, earliest due time first."""
+    """Takes the waiting messages out of a database, earliest due time first."""
 
     keeps_keys = False
 
@@ -85,5 +84,5 @@ class StoreSource(Source):
         return self._do(delete(MESSAGES).where(*as_it_was(self._last)))
 
     def _do(self, statement: Any) -> bool:
-        """Execute *statement*; return True if its message was unchanged."""
+        """Execute *statement*; return True if a row matched."""
         return bool(self._store.do(lambda found: found.execute(statement).rowcount))

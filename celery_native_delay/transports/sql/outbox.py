@@ -1,19 +1,19 @@
 """Publish in bulk into a database: 100 messages per transaction, without duplicates.
 
-Each transaction also writes the number of its batch. If the answer to a commit is lost, the batch
-is sent again. A transaction with a known number stores nothing.
+Each transaction also writes the number of the batch. If the answer to a commit is lost, the batch
+is sent again. A transaction whose number is already stored inserts nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from time import time_ns
 from typing import Any
 from uuid import uuid4
 
 from sqlalchemy import Connection
 
 from ...errors import RecordsUnavailable, StoreUnavailable
+from ...now import time_ns
 from ...records.interface import Change, RecordName
 from ..lasting import is_lasting_sql
 from ..outbox import OutboxBatch
@@ -27,7 +27,7 @@ _KEPT_US = 86_400_000_000
 
 
 class StoreCollecting(Collecting):
-    """A channel that collects messages for a bulk publisher in the form of database rows."""
+    """A channel that collects messages as database rows, for a bulk publisher."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> StoreMessage | PlainMessage:
         due_us = self.due_of(message)
@@ -42,7 +42,7 @@ class StoreCollecting(Collecting):
 
 
 class Outbox(CallingOutbox[StoreMessage | PlainMessage]):
-    """Stores delayed messages, 100 in a transaction. Immediate messages go to the broker."""
+    """Inserts delayed messages in bulk, and sends immediate messages to the broker."""
 
     collecting = StoreCollecting
 
@@ -97,21 +97,19 @@ class Outbox(CallingOutbox[StoreMessage | PlainMessage]):
 
 
 class NumberedBatches:
-    """Stores the numbered batches of one bulk publisher in the database."""
+    """Inserts the batches of a bulk publisher, each batch only once."""
 
     def __init__(self, store: Store) -> None:
         self._name = RecordName("outbox", uuid4().hex)
         self._store = store
 
     def store(self, number: int, puts: Sequence[StoreMessage]) -> None:
-        """Store all messages as batch *number*. After an error no message is stored.
-
-        The transaction waits for an earlier attempt's transaction, because both write the same row.
-        """
+        """Insert all messages of a batch in one transaction, at most once."""
         records = self._store.records
         rows = [self._store.row(put.queue, put.envelope, put.due_us, put.task_id) for put in puts]
 
         def stored(connection: Connection) -> None:
+            # The lock waits for the transaction of an earlier attempt.
             last = records.read_row(connection, self._name, locked=True)
             if last is None or int(last[0]) < number:
                 kept_us = time_ns() // 1000 + _KEPT_US
@@ -122,5 +120,5 @@ class NumberedBatches:
         self._store.on_add(min(put.due_us for put in puts))
 
     def close(self) -> None:
-        """Delete this bulk publisher's row after the last batch."""
+        """Delete the row with the last batch number of this bulk publisher."""
         self._store.records.change(self._name, lambda _: Change(None, 0, None))

@@ -1,7 +1,8 @@
-"""The records of waiting tasks in a database: a record and its message change together."""
+"""The state of waiting tasks, in the same database as the waiting messages."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, insert, select
@@ -19,7 +20,7 @@ _TAKE_OUT = delete(MESSAGES).where(_ROW.id == bindparam("one"))
 
 
 class StoreRecords(SqlRecords):
-    """The records of waiting tasks in the database of one *store*."""
+    """Changes the state of a task and the waiting message in one transaction."""
 
     has_marks = False
 
@@ -57,17 +58,12 @@ class StoreRecords(SqlRecords):
         rows = connection.execute(_SEE.with_for_update() if locked else _SEE, mine)
         return tuple((row_id, due_us or 0) for row_id, due_us in rows)
 
-    def _publish(
-        self,
-        connection: Connection,
-        snapshot: Snapshot,
-        change: Change[Any],
-        publish: Publish | None,
-    ) -> None:
-        assert publish is not None
-        assert change.due_us is not None
-        queue, due_us, task_id, envelope = publish(change.due_us, "", 0)
-        for row_id, _ in snapshot.messages if change.replaces else ():
+    def _cancel(self, connection: Connection, members: Sequence[Any]) -> None:
+        for row_id in members:
             connection.execute(_TAKE_OUT, {"one": row_id})
+
+    def _publish(self, connection: Connection, due_us: int, publish: Publish | None) -> None:
+        assert publish is not None
+        queue, due_us, task_id, envelope = publish(due_us, "", 0)
         row = self._store.row(queue, envelope, due_us, task_id)
         connection.execute(insert(MESSAGES), row)

@@ -38,7 +38,7 @@ def behind(namespace: str, due_us: int, row_id: int) -> Select[Any]:
 
 
 def as_it_was(row: Any) -> list[ColumnElement[bool]]:
-    """Return conditions that match a message only if it has not changed since *row* was read."""
+    """Return WHERE conditions that match *row* only if the row is unchanged."""
     return [_ROW.id == row.id, _ROW.due_us == row.due_us, _ROW.envelope == row.envelope]
 
 
@@ -66,17 +66,14 @@ _REFUSED = (
 
 @dataclass
 class DispatchBatch:
-    """A batch of due messages that one transaction has locked, with the result of each message.
-
-    Messages that are neither :attr:`delivered` nor :attr:`refused` stay unchanged.
-    """
+    """A batch of due messages that one transaction has locked."""
 
     connection: Connection
     messages: list[Any]
-    """The locked rows with *id*, *queue*, *envelope* (kombu's message), and earlier *attempts*."""
+    """The locked rows: *id*, *queue*, *envelope* (kombu's JSON), *attempts* (rejections so far)."""
     delivered: list[int] = field(default_factory=list)
     refused: list[dict[str, Any]] = field(default_factory=list)
-    """New column values of each rejected message; one without a due time is parked."""
+    """New column values of the rejected messages, for :meth:`settle`."""
 
     def settle(self) -> None:
         """Delete delivered messages and update rejected messages, in this transaction."""

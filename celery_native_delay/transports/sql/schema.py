@@ -1,4 +1,4 @@
-"""The table of waiting messages. A change of its columns needs a new table name."""
+"""The table of waiting messages. A change of the columns needs a new table name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The store: a database table of waiting messages, sorted by due time.
+"""A database table of waiting messages.
 
-A store is thread-safe. After a fork, the child process opens a new store. Several processes may
-move due messages at once: PostgreSQL and MySQL skip locked rows, and SQLite locks the whole file.
+:class:`Store` is thread-safe. After a fork, the child process opens a new ``Store``. Several
+processes may move due messages at once: PostgreSQL and MySQL skip locked rows, and SQLite locks the
+whole file.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
-from time import time_ns
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, exc, func, insert, inspect, select
 
 from ...errors import NativeDelayError, StoreUnavailable
+from ...now import time_ns
 from ...per_process import PerProcess
 from ...records.database import Database
 from ...records.interface import Change, RecordName, Snapshot
@@ -45,7 +46,7 @@ _stores: PerProcess[tuple[str, str], Store] = PerProcess(_inherited.append)
 
 
 class Store(Database):
-    """The waiting messages of one namespace in a database. Methods may raise StoreUnavailable."""
+    """The waiting messages of one namespace in a database."""
 
     tables = METADATA
 
@@ -59,7 +60,7 @@ class Store(Database):
 
     @classmethod
     def of(cls, url: str, namespace: str) -> Store:
-        """Return this process's store (the database of waiting messages) for *url*."""
+        """Return this process's :class:`Store` for the database at *url*."""
         return _stores.get((url, namespace), lambda: cls._made(url, namespace))
 
     @classmethod
@@ -73,6 +74,13 @@ class Store(Database):
             )
         return store
 
+    @classmethod
+    def forget(cls, url: str, namespace: str) -> None:
+        """Close this process's connections to the store at *url*."""
+        store = _stores.forget((url, namespace))
+        if store is not None:
+            store.engine.dispose()
+
     @property
     def is_file(self) -> bool:
         return self.engine.dialect.name == "sqlite"
@@ -84,13 +92,13 @@ class Store(Database):
 
     @cached_property
     def records(self) -> StoreRecords:
-        """Return the records of waiting tasks, which are in the same database."""
+        """Return the storage for the state of waiting tasks: the same database."""
         return StoreRecords(self)
 
     # --- the tables ----------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Create the missing tables, once. Raises StoreUnavailable if that fails."""
+        """Create missing tables at the first call, or raise StoreUnavailable."""
         if not self.is_ready:
             self.do(lambda connection: None)
 
@@ -131,15 +139,11 @@ class Store(Database):
         return None if due_us is None else int(due_us)
 
     def taking(self, *, until_us: int) -> AbstractContextManager[DispatchBatch]:
-        """Lock a batch of due messages, earliest first, for a ``with`` block.
-
-        The end of the block deletes delivered messages and updates rejected messages. After an
-        error nothing changes.
-        """
+        """Lock a batch of due messages; the end of the ``with`` block writes the results."""
         return self._batch(DUE, {"mine": self.namespace, "until": until_us})
 
     def taking_parked(self, *, after_id: int) -> AbstractContextManager[DispatchBatch]:
-        """Lock a batch of parked (rejected) messages for a ``with`` block, as :meth:`taking`."""
+        """Lock a batch of messages that a queue rejected, for a ``with`` block."""
         return self._batch(PARKED, {"mine": self.namespace, "after": after_id})
 
     @contextmanager
@@ -154,7 +158,7 @@ class Store(Database):
     # --- the sign of a dispatcher --------------------------------------------------------
 
     def show_dispatching(self) -> None:
-        """Record for :data:`SHOWN_SECONDS` that a process moves due messages."""
+        """Write the heartbeat of processes that move due messages."""
 
         def renewed(seen: Snapshot) -> Change[None]:
             return Change(str(seen.now_us), seen.now_us + SHOWN_SECONDS * 1_000_000, None)
@@ -162,7 +166,7 @@ class Store(Database):
         self.records.change(_DISPATCHING, renewed)
 
     def _is_shown(self) -> bool:
-        """Return True if a record shows that a dispatcher is running."""
+        """Return True if a process that moves due messages has a fresh heartbeat."""
         return self.records.read(_DISPATCHING).text is not None
 
     # --- looking -------------------------------------------------------------------------
@@ -183,7 +187,7 @@ class Store(Database):
         return Census(int(waiting), parked, int(overdue or 0), until_first_us, self._is_shown())
 
     def look_for_dispatcher(self) -> Census:
-        """Look quickly: *waiting* and *overdue* are 1 if there is such a message, else 0."""
+        """Return counts quickly; *waiting* and *overdue* are 0 or 1."""
         due_us = self.next_due_us()
         until_us = None if due_us is None else due_us - time_ns() // 1000
         overdue = until_us is not None and until_us <= 0
@@ -197,7 +201,7 @@ class Store(Database):
         )
 
     def parked(self, *, limit: int) -> list[str]:
-        """Return the first *limit* parked (due, but rejected) messages as kombu's JSON."""
+        """Return up to *limit* messages that a queue rejected, as kombu's JSON."""
         statement = (
             select(_ROW.envelope).where(_MINE, _ROW.due_us.is_(None)).order_by(_ROW.id).limit(limit)
         )
@@ -205,7 +209,7 @@ class Store(Database):
         return self.look_up(lambda connection: list(connection.execute(statement, mine).scalars()))
 
     def purge(self, *, parked: bool) -> int:
-        """Delete all waiting messages, or all rejected messages; return their number."""
+        """Delete all waiting messages, or with *parked* all rejected messages."""
         which = _ROW.due_us.is_(None) if parked else _ROW.due_us.is_not(None)
         statement = delete(MESSAGES).where(_MINE, which)
         return self.do(
@@ -214,5 +218,5 @@ class Store(Database):
 
 
 def is_about_a_row(error: Exception) -> bool:
-    """Return True if the database rejects only the values of one row."""
+    """Return True if the error is about the values of one row."""
     return isinstance(error.__cause__, exc.DataError | exc.IntegrityError)

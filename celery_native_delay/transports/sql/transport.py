@@ -1,7 +1,7 @@
-"""Extend kombu's transports that cannot delay messages: messages wait in a database.
+"""Extend kombu's transports that cannot delay messages: delayed messages wait in a database.
 
-Each subclass is created at its first use. Without ``transport_options["native_delay"]`` the
-subclass behaves exactly like kombu's transport.
+Each subclass is created at the first use of its transport. Without
+``transport_options["native_delay"]`` the subclass behaves exactly like kombu's transport.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kombu.utils.imports import symbol_by_name
 from kombu.utils.json import dumps
 
 from ...errors import NativeDelayError, UnsupportedBroker
-from ...keyed.publishing import KeyedPublish, underway
 from ...rates.line import Lines
 from ...records.interface import Records
 from ...records.opened import Place
+from ...records.publishing import RecordedPublish, underway
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings, is_store_url
 from ...urls import without_password
@@ -34,10 +34,10 @@ from .whole_files import is_folder, put_file
 
 
 class StoreDelayingChannel(DelayingChannel):
-    """A mixin for kombu's channels: delayed messages wait in a database."""
+    """A mixin for kombu's channels that stores delayed messages in a database."""
 
     own_store: str | None = None
-    """The URL of the broker itself, if the broker is a database."""
+    """The broker's URL if the broker is a database, else None."""
 
     def make_delays(self, settings: DelaySettings) -> Any:
         url = settings.store or self.own_store or ""
@@ -93,7 +93,7 @@ class StoreDelayingChannel(DelayingChannel):
         records: Records = self.delays.records
         return records
 
-    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> None:
+    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: RecordedPublish) -> None:
         self.delays.publish_keyed(keyed, message, queue)
 
     def _put_fanout(
@@ -107,7 +107,7 @@ class StoreDelayingChannel(DelayingChannel):
 
 
 def _require_sqlalchemy() -> None:
-    """Raise UnsupportedBroker if SQLAlchemy 2 is not installed: other modules here need it."""
+    """Raise UnsupportedBroker if SQLAlchemy 2 is not installed."""
     try:
         from . import store  # noqa: F401
     except ImportError as exc:
@@ -118,7 +118,7 @@ def _require_sqlalchemy() -> None:
 
 
 class _Refusing:
-    """Raises *refusal* at every use, because without SQLAlchemy no message can be delayed."""
+    """Raises *refusal* at every use, because SQLAlchemy is not installed."""
 
     def __init__(self, refusal: NativeDelayError) -> None:
         self.refusal = refusal
@@ -128,7 +128,7 @@ class _Refusing:
 
 
 class StoreDelayingTransport(DelayingTransport):
-    """A mixin for kombu's transports: delayed messages wait in a database."""
+    """A mixin for kombu's transports that stores delayed messages in a database."""
 
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)  # type: ignore[call-arg]
@@ -138,7 +138,7 @@ class StoreDelayingTransport(DelayingTransport):
                 _require_sqlalchemy()  # the import takes up to a second
 
     def waker(self) -> Callable[[], None]:
-        """Return a thread-safe function that ends the pause between two polls."""
+        """Return a thread-safe function that makes kombu poll the broker at once."""
         if self._woken is None:
             self._woken = Event()
         return self._woken.set
@@ -157,7 +157,7 @@ class StoreDelayingTransport(DelayingTransport):
         return f"{settings.namespace} of {without_password(self._store_url(settings))}"
 
     def own_records(self: Any, settings: DelaySettings) -> Place | None:
-        """Return the place of the task records, which is the store (a database), or None."""
+        """Return the address of the database, which also stores the state of waiting tasks."""
         url = self._store_url(settings)
         return Place(url, settings.namespace) if is_store_url(url) else None
 
@@ -173,7 +173,7 @@ class StoreDelayingTransport(DelayingTransport):
 
 
 class FolderChannel(StoreDelayingChannel):
-    """A channel of kombu's filesystem transport that writes only complete files."""
+    """kombu's filesystem channel, which writes only complete files."""
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
         if self.due_of(message) is not None or underway.get() is not None:
@@ -185,7 +185,7 @@ class FolderChannel(StoreDelayingChannel):
 
 
 class DatabaseChannel(StoreDelayingChannel):
-    """kombu's sqlalchemy channel; delayed messages wait in the same database or the store."""
+    """kombu's sqlalchemy channel, with delayed messages in a database."""
 
     @property
     def own_store(self: Any) -> str:  # type: ignore[override]
@@ -201,7 +201,7 @@ class DatabaseChannel(StoreDelayingChannel):
 
 
 class DatabaseTransport(StoreDelayingTransport):
-    """kombu's sqlalchemy transport, whose delayed messages wait in the same database."""
+    """kombu's sqlalchemy transport, with delayed messages in the same database by default."""
 
     def establish_connection(self: Any) -> Any:
         options = self.client.transport_options
@@ -214,13 +214,13 @@ class DatabaseTransport(StoreDelayingTransport):
 
 
 def _for_engines(options: dict[str, Any]) -> dict[str, Any]:
-    """Return *options* without those that SQLAlchemy would refuse, because kombu passes all."""
+    """Return the transport options that SQLAlchemy accepts."""
     ours = (OPTION, "polling_interval")
     return {name: value for name, value in options.items() if name not in ours}
 
 
 def delaying(kombus: type[virtual.Transport]) -> type[virtual.Transport]:
-    """Make a subclass of kombu's transport class: delayed messages wait in a database."""
+    """Create a subclass of kombu's transport that stores delayed messages in a database."""
     plain = kombus.Channel
     is_database = hasattr(plain, "_engine_from_config")
     mixin: type = StoreDelayingChannel
@@ -253,7 +253,7 @@ _transports: dict[str, type[virtual.Transport]] = {}
 
 
 def transport_of(alias: str) -> type[virtual.Transport]:
-    """Return our subclass of kombu's transport for *alias*, such as "filesystem"."""
+    """Return this package's transport for kombu's *alias*, such as "filesystem"."""
     if alias not in _transports:
         original = originals[alias]
         found = original() if callable(original) else symbol_by_name(original)

@@ -1,7 +1,7 @@
-"""List, cancel and reschedule the waiting tasks of a store (a database).
+"""List, cancel and reschedule the waiting tasks in a database.
 
-Each change locks the row of a message, and so does each delivery of a due message. The second of
-two transactions finds the row deleted, or with another due time.
+A transaction that changes or delivers a message locks the message's row. A second transaction then
+finds the row deleted or changed.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
-from time import time_ns
 from typing import Any
 
 from sqlalchemy import Connection, delete, select, update
 
 from ...errors import RecordsUnavailable, StoreUnavailable
+from ...now import time_ns
 from ...records.interface import T
 from ...records.sql_listing import SqlListing
 from ...records.waiting import Outcome, Waiting
@@ -26,7 +26,7 @@ from .store import Store
 
 
 class StoreWaitingTasks(SqlListing):
-    """The waiting tasks of a store (a database)."""
+    """The waiting tasks in a database."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -80,7 +80,7 @@ class StoreWaitingTasks(SqlListing):
         return outcome
 
     def _dispatch(self) -> None:
-        """Move a batch of due messages to their queues, so that they are not listed as waiting."""
+        """Deliver a batch of due messages at once, without a worker."""
         lost = self._channel.connection.client.connection_errors
         with suppress(OSError, *lost):  # a worker does it when the broker is back
             hand_over = self._hand_over

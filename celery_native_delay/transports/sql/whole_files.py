@@ -1,7 +1,7 @@
 """Write messages for kombu's filesystem transport so that consumers see only complete files.
 
-kombu creates a file under its final name. A consumer that looks too soon takes an empty file and
-loses the message. So this package writes under another name, and then renames the file.
+kombu creates each file under the final name. A consumer that reads the file too early gets an empty
+file and loses the message. So this package writes under another name, and then renames the file.
 https://github.com/celery/kombu/blob/v5.5.0/kombu/transport/filesystem.py#L238
 """
 
@@ -26,11 +26,7 @@ def is_folder(channel: Any) -> bool:
 
 
 def put_file(channel: Any, queue: str, envelope: str) -> None:
-    """Write a message as a JSON file into the folder of *channel*, under a name like kombu's.
-
-    Raises ChannelError for an impossible file name. Raises OSError if the folder is missing, full
-    or not writable.
-    """
+    """Write a message as a complete JSON file into the transport's folder."""
     folder = Path(channel.data_folder_out)
     name = f"{round(monotonic() * 1000)}_{uuid4()}"
     # Without the queue's name: kombu 5.5's consumers look for that name anywhere in a file's name.

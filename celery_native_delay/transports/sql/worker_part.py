@@ -1,4 +1,4 @@
-"""A worker's duties on a database: move due messages, put early ones back, retry rejected ones."""
+"""A worker's duties on a database: move due messages and retry rejected messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 class StoreWorkerPart(WorkerPart):
     def prepare(self, where: str) -> str:
-        """Create the database's missing tables; in an outage, the dispatcher creates them later."""
+        """Create missing tables; in an outage, only log a warning."""
         store: Store = self._delays.store
         try:
             store.prepare()
@@ -48,18 +48,15 @@ class StoreWorkerPart(WorkerPart):
         way_out = "name the same folder twice in broker_transport_options"
         return [Finding("folders", WRONG, problem, way_out)]
 
-    comes_back_late_seconds = 0.3
-    """Longest lateness of a message put back: other processes look for it every 0.25 s."""
+    comes_back_late_seconds = 0.3  # other processes look for the message every 0.25 s
 
     def put_one_back(self, wait: Wait) -> None:
         self._delays.put_back(wait.on(wait.message._raw), wait.queue, due_us=wait.due_us)
 
     def rescue(self) -> Rescue:
-        """Try again to deliver rejected messages; several processes may do so at once."""
         return rescue(self._channel, self._delays.store)
 
     def sweep(self) -> int:
-        """Delete expired records of waiting tasks; return the number of deleted records."""
         return int(self._delays.records.sweep())
 
     def promoter(self, connect: Callable[..., Any]) -> Dispatcher:
@@ -67,7 +64,7 @@ class StoreWorkerPart(WorkerPart):
 
 
 def rescue(channel: Any, store: Store) -> Rescue:
-    """Try to deliver all parked messages (due, but rejected by their queue)."""
+    """Try again to deliver the messages that a queue rejected."""
     outcome = Rescue()
     if not store.count_parked():
         return outcome

@@ -1,8 +1,8 @@
-"""Amazon SQS: a message waits up to 15 minutes in its own queue, and longer in a delay queue.
+"""Delayed messages on Amazon SQS, which can delay a message by up to 15 minutes.
 
-The delay queue is ``<queue>-delay.fifo``. Every 15 minutes a relay (a worker thread) sends the
-message back to the delay queue. The last time, the relay sends the message to its own queue.
-Install ``celery_native_delay[sqs]``.
+A longer delay is split into several waits in the delay queue ``<queue>-delay.fifo``. After each
+wait, a worker thread sends the message to the delay queue again. For the last wait, the thread
+sends the message to the destination queue. Install ``celery_native_delay[sqs]``.
 """
 
 from .transport import Channel, Transport

@@ -30,14 +30,12 @@ _DELAYED = "ApproximateNumberOfMessagesDelayed"
 
 
 class Status:
-    """Approximate numbers of waiting messages in SQS, which does not report due times.
-
-    For each queue, *here* counts the messages in the queue, and *on_the_way* the messages in its
-    delay queue. *overdue* messages are due in the delay queue, but no worker receives them.
-    """
+    """Approximate counts of waiting messages in SQS, for ``delay status``."""
 
     def __init__(self, name: str, queues: list[dict[str, Any]]) -> None:
         self.name = name
+        #: For each queue: messages *here* and *on_the_way* (in the delay queue), and *overdue*
+        #: messages in the delay queue, which no worker receives.
         self.queues = queues
         self.waiting = sum(each["here"] + (each["on_the_way"] or 0) for each in queues)
         self.overdue = sum(each["overdue"] for each in queues)
@@ -125,7 +123,6 @@ class SqsAdminPart(NothingParked):
         return [*found, *(() if records is None else records.findings())]
 
     def status(self) -> Status:
-        """Count waiting messages. The numbers from SQS are approximate and some seconds old."""
         return Status(self.name, [self._status(queue) for queue in self._queues])
 
     def backlog(self) -> Backlog:
@@ -133,11 +130,7 @@ class SqsAdminPart(NothingParked):
         return with_records(backlog, self._channel, self._delays.settings)
 
     def purge(self) -> int:
-        """Empty the delay queues and the task records; return how many messages were deleted.
-
-        Messages with short delays stay in their own queues, because SQS cannot purge them
-        separately. Such messages are no longer listed.
-        """
+        """Empty the delay queues and delete the stored copies; return the message count."""
         if self._delays.records is not None:
             self._delays.records.purge()
         purged = 0
@@ -146,6 +139,7 @@ class SqsAdminPart(NothingParked):
             if not attributes:
                 continue
             source = delay_queue_of(queue)
+            # Messages with short delays stay in *queue*: SQS cannot purge these separately.
             with administered(name, "sqs:PurgeQueue"):
                 self._delays.queues.client(source).purge_queue(
                     QueueUrl=self._delays.queues.url(source)

@@ -1,4 +1,4 @@
-"""Define names and attributes of SQS delay queues, for waits over 15 minutes. No I/O."""
+"""Names and attributes of SQS delay queues, for delays over 15 minutes. No I/O."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ ASKED = [*_COUNTS, _SIZE, *_FIFO_ONLY, "DelaySeconds", "MessageRetentionPeriod",
 
 
 def asked_of(name: str) -> list[str]:
-    """Return the names of the SQS attributes to read for the queue *name*."""
+    """Return the names of the attributes to read from an SQS queue."""
     return ASKED if name.endswith(FIFO) else [*_COUNTS, _SIZE]
 
 
 def delay_queue_of(queue: str) -> str:
-    """Return kombu's name of the delay queue (for waits over 15 minutes) of *queue*."""
+    """Return the name of the delay queue (for delays over 15 minutes) of *queue*."""
     return f"{queue}{_SUFFIX}"
 
 
 def can_delay(queue: str) -> bool:
-    """Return True if SQS can delay messages in *queue*; SQS cannot do so in FIFO queues."""
+    """Return False for FIFO queues, where SQS cannot delay a single message."""
     return not queue.endswith(FIFO)
 
 
 def why_not_made(name: str) -> str:
-    """Return why the delay queue *name* cannot be created, and what the user can do."""
+    """Explain to the user why the delay queue *name* cannot be created."""
     if len(name) > LONGEST_NAME:
         return (
             f"has {len(name)} characters and SQS takes {LONGEST_NAME}: shorten the name of its "
@@ -59,7 +59,7 @@ def why_not_made(name: str) -> str:
 
 
 def attributes_of(user: Mapping[str, Any]) -> dict[str, str]:
-    """Return a delay queue's SQS attributes; *user* are kombu's ``sqs-creation-attributes``."""
+    """Return the attributes of a new delay queue, including kombu's ``sqs-creation-attributes``."""
     others = {name: value for name, value in user.items() if name != "RedrivePolicy"}
     return others | {
         "FifoQueue": "true",
@@ -93,7 +93,7 @@ def mismatches(name: str, attributes: Mapping[str, str]) -> list[Finding]:
 
 
 def advice(name: str, attributes: Mapping[str, str]) -> list[Finding]:
-    """Return a finding for each attribute of a delay queue that should be improved."""
+    """Return a finding if SQS's high throughput mode is off for a delay queue."""
     if attributes.get("FifoThroughputLimit") == "perMessageGroupId":
         return []
     way = "DeduplicationScope=messageGroup,FifoThroughputLimit=perMessageGroupId"
@@ -111,10 +111,7 @@ def waiting_in(attributes: Mapping[str, str]) -> int:
 
 
 def overdue_in(attributes: Mapping[str, str]) -> int:
-    """Return how many messages in a delay queue are overdue, from the queue's attributes.
-
-    The number is 0 if messages are in flight, because then a worker is receiving messages.
-    """
+    """Return the number of overdue messages in a delay queue."""
     lying = int(attributes.get("ApproximateNumberOfMessages") or 0)
     in_flight = int(attributes.get("ApproximateNumberOfMessagesNotVisible") or 0)
-    return lying if in_flight == 0 else 0
+    return lying if in_flight == 0 else 0  # in flight: a worker is receiving messages

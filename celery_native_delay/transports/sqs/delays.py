@@ -1,4 +1,4 @@
-"""Publish delayed messages on one SQS channel: to their queue, or to its delay queue."""
+"""Publish delayed messages to SQS: to the destination queue or the delay queue."""
 
 from __future__ import annotations
 
@@ -34,15 +34,11 @@ LOOK_FOR_SECONDS = 60.0
 
 
 class KnownDelayQueue(NamedTuple):
-    """The attributes of a delay queue that a producer remembers, read at the monotonic time *at*.
+    """The attributes of a delay queue, which a producer caches."""
 
-    *url* is None if the delay queue does not exist. *most_bytes* is the largest message size that
-    the destination accepts.
-    """
-
-    at: float
-    url: str | None
-    most_bytes: int = MOST_BYTES
+    at: float  # the monotonic time of the look
+    url: str | None  # None if the delay queue does not exist
+    most_bytes: int = MOST_BYTES  # the largest message that the destination accepts
 
 
 class Delays(recorded.Delays):
@@ -54,11 +50,7 @@ class Delays(recorded.Delays):
         self._known: dict[str, KnownDelayQueue] = {}
 
     def send(self, put: SqsMessage, *, now_us: int) -> None:
-        """Send a message to its queue, or to its delay queue if the wait exceeds 15 minutes.
-
-        If the message is sent again, SQS recognises the delivery tag in the delay queue. Raises
-        CannotDelay (message too large), TopologyMismatch or NotPermitted; then nothing was sent.
-        """
+        """Send a message to the destination queue or, for long delays, to the delay queue."""
         queue = put.queue
         self.check_size(put, now_us=now_us)
         if not put.is_far(now_us=now_us) or not self._send_into_delay_queue(
@@ -79,7 +71,7 @@ class Delays(recorded.Delays):
         )
 
     def check_size(self, put: SqsMessage, *, now_us: int) -> None:
-        """Raise CannotDelay if a message is too large for SQS or for its destination queue."""
+        """Raise CannotDelay if a message is too large for SQS or the destination."""
         if not put.is_far(now_us=now_us):
             check_size(put.payload.size_bytes, queue=put.queue)
             return
@@ -89,7 +81,7 @@ class Delays(recorded.Delays):
         check_size(put.payload.size_bytes, queue=put.queue, most_bytes=most_bytes)
 
     def _send(self, queue: str, payload: Payload, delay_seconds: int) -> None:
-        """Send to *queue* itself. If the queue was deleted, kombu creates it, and this repeats."""
+        """Send a message to *queue*, and let kombu recreate a deleted queue."""
         arguments = {"DelaySeconds": delay_seconds, **payload.arguments()}
         for is_last_try in (False, True):
             try:
@@ -101,7 +93,7 @@ class Delays(recorded.Delays):
                 self.queues.forget(queue)
 
     def _send_into_delay_queue(self, queue: str, entry: Entry) -> bool:
-        """Send to the delay queue of *queue*; return False if the delay queue does not exist."""
+        """Send a message to the delay queue; return False if the delay queue is missing."""
         name = delay_queue_of(queue)
         for _ in range(2):
             url = self.known_delay_queue(queue).url
@@ -122,11 +114,7 @@ class Delays(recorded.Delays):
             self.queues.client(queue).send_message(QueueUrl=url, **arguments)
 
     def known_delay_queue(self, queue: str) -> KnownDelayQueue:
-        """Return the attributes of the delay queue of *queue*, at most some minutes old.
-
-        Logs a warning if the delay queue does not exist, or if no worker seems to receive its
-        messages. Raises TopologyMismatch if its attributes are wrong.
-        """
+        """Return the cached attributes of a delay queue, or raise TopologyMismatch if wrong."""
         known = self._known.get(queue)
         if known is None or monotonic() - known.at > (
             LOOK_SECONDS if known.url is not None else LOOK_FOR_SECONDS
@@ -184,7 +172,7 @@ def _say_once(sentence: str) -> None:
 
 
 def leave_to_celery(queue: str) -> None:
-    """Log a warning, once per FIFO queue, that delayed tasks do not wait in SQS."""
+    """Warn once that delayed tasks of a FIFO queue wait in workers' memory."""
     _say_once(
         f"{queue!r} is a FIFO queue, where SQS takes no delay for a single message: its tasks with "
         f"an ETA stay with Celery, in the memory of its workers"

@@ -1,7 +1,7 @@
-"""Encode messages for SQS: as kombu sends them, and for a delay queue. No I/O.
+"""Encode messages for SQS: in kombu's format, and for a delay queue. No I/O.
 
-In a delay queue, a message is an entry: a line of JSON with the remaining delay, a newline, and the
-body for the destination. Only relays (worker threads) read the entries.
+The body of a message in a delay queue is JSON (the remaining delay and more), a newline, and the
+body for the destination. Only this package reads the delay queues.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _ATTRIBUTES = "message_attributes"
 
 @dataclass(frozen=True)
 class Payload:
-    """Body and attributes of an SQS message; *group_id* is the message group of a fair queue."""
+    """The body and the attributes of an SQS message."""
 
     body: str
     attributes: Mapping[str, Any] = field(default_factory=dict)
-    group_id: str | None = None
+    group_id: str | None = None  # the message group of a fair queue
 
     @classmethod
     def of(cls, message: Mapping[str, Any], *, base64: bool) -> Self:
-        """Encode kombu's *message* for SQS; *base64* is kombu's ``sqs_base64_encoding``."""
+        """Encode kombu's *message* as an SQS message."""
         properties = dict(message["properties"])
         attributes = properties.pop(_ATTRIBUTES, None) or {}
         text = encoded({**message, "properties": properties})
         return cls("", attributes, properties.get("MessageGroupId")).holding(text, base64=base64)
 
     def holding(self, text: str, *, base64: bool) -> Self:
-        """Return a copy of this payload with *text*, another message's JSON, as the body."""
+        """Return a copy of this SQS message with *text* as the body."""
         return replace(self, body=b64encode(text.encode()).decode() if base64 else text)
 
     @property
@@ -72,20 +72,16 @@ class Payload:
 
 @dataclass(frozen=True)
 class Entry:
-    """A message in a delay queue, where messages wait over 15 minutes.
-
-    *hop* counts the message's earlier waits in the delay queue. *left_ms* is the remaining delay in
-    milliseconds when the present wait begins. *due_ms* is only for people to read.
-    """
+    """A message in a delay queue, for a delay over 15 minutes."""
 
     id: str
-    left_ms: int
-    due_ms: int
+    left_ms: int  # the remaining delay when the present wait begins
+    due_ms: int  # only for people
     payload: Payload
-    hop: int = 0
+    hop: int = 0  # the number of earlier waits in the delay queue
 
     def again(self, left_ms: int) -> Entry:
-        """Return the message for its next wait of up to 15 minutes in the delay queue."""
+        """Return this message for another wait in the delay queue."""
         return replace(self, left_ms=left_ms, hop=self.hop + 1)
 
     def text(self) -> str:
@@ -98,30 +94,27 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Return the larger of two sizes: in the delay queue, and at the destination."""
+        """Return the larger of two sizes: in the delay queue and at the destination."""
         return max(len(self.text().encode()) + _GROWTH_BYTES, self.payload.size_bytes)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of boto's ``send_message`` to the delay queue.
-
-        Each message has its own message group, so no message blocks another. The deduplication id
-        contains the number of waits, so SQS ignores a repeated send within five minutes.
-        """
+        """Return the arguments of boto's ``send_message`` to the delay queue."""
         return {
             "MessageBody": self.text(),
-            "MessageGroupId": self.id,
+            "MessageGroupId": self.id,  # one group per message, so no message blocks another
+            # Within five minutes, SQS ignores a repeated send for the same wait.
             "MessageDeduplicationId": f"{self.id}:{self.hop}",
         }
 
 
 class SqsMessage(NamedTuple):
-    """A delayed message for *queue*. *base64* is kombu's ``sqs_base64_encoding``."""
+    """An encoded delayed message for an SQS queue."""
 
     queue: str
     due_us: int
     id: str
     payload: Payload
-    base64: bool
+    base64: bool  # kombu's ``sqs_base64_encoding``
 
     @property
     def envelope(self) -> str:
@@ -131,7 +124,7 @@ class SqsMessage(NamedTuple):
 
     @property
     def message(self) -> dict[str, Any]:
-        """Return kombu's message, with its attributes."""
+        """Return kombu's message, with the SQS message attributes."""
         message: dict[str, Any] = loads(self.envelope)
         if self.payload.attributes:
             message["properties"][_ATTRIBUTES] = self.payload.attributes
@@ -153,7 +146,7 @@ class SqsMessage(NamedTuple):
         return hops.seconds_up(self.wait_ms(now_us=now_us)) > hops.HOP_SECONDS
 
     def seconds_here(self, *, now_us: int) -> int:
-        """Return the ``DelaySeconds`` for a message that waits in its own queue."""
+        """Return the ``DelaySeconds`` of a message that is sent to the destination."""
         return min(hops.seconds_up(self.wait_ms(now_us=now_us)), hops.HOP_SECONDS)
 
     def entry(self, *, now_us: int) -> Entry:
@@ -162,7 +155,7 @@ class SqsMessage(NamedTuple):
 
 
 def opened(text: str) -> Entry:
-    """Decode the text of a message from a delay queue. Raises ValueError for another text."""
+    """Decode the body of a message in a delay queue, or raise ValueError."""
     head, newline, body = text.partition("\n")
     found = loads(head) if newline else None
     if not isinstance(found, dict) or found.get("v") != VERSION:
@@ -175,7 +168,7 @@ def opened(text: str) -> Entry:
 
 
 def check_size(size_bytes: int, *, queue: str, most_bytes: int = MOST_BYTES) -> None:
-    """Raise CannotDelay if SQS would refuse a message of this size."""
+    """Raise CannotDelay if a message is larger than *queue* accepts."""
     if size_bytes > most_bytes:
         raise CannotDelay(
             f"expected a message of at most {most_bytes:,} bytes, all that SQS takes there, "

@@ -1,7 +1,7 @@
 """Split long delays into waits of up to 15 minutes, the longest delay in SQS. No I/O.
 
-During each wait the message is in the delay queue. After each wait a relay (a worker thread) sends
-the message back to the delay queue, or to the destination for the last part of the delay.
+The message is in the destination queue during the last wait, and in the delay queue during the
+earlier waits. A worker thread moves the message between two waits.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ REQUESTS_PER_HOP = 3
 
 
 def seconds_up(milliseconds: int) -> int:
-    """Return *milliseconds* as seconds, rounded up, because SQS delays by whole seconds."""
+    """Convert *milliseconds* to seconds, rounded up: SQS delays by whole seconds."""
     return max(0, -(-milliseconds // 1000))
 
 
 def remainders(delay_ms: int) -> list[int]:
-    """Return the remaining seconds of a delay at each send; the last send is to the destination.
+    """Return the remaining delay in seconds at each send of a message.
 
-    For 32 min 5 s these are 1,925 s, 1,025 s and 125 s.
+    For a delay of 1,925 s the result is 1,925, 1,025 and 125.
     """
     left = seconds_up(delay_ms)
     hops = max(0, -(-left // HOP_SECONDS) - 1)
@@ -38,27 +38,22 @@ def remainders(delay_ms: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Reception:
-    """The times at which SQS delivered a message from a delay queue, by the clock of SQS.
-
-    All times are in milliseconds since the epoch. *now_ms* is the date of the answer from SQS, in
-    whole seconds. *now_ms* is needed if another worker received the message before, and died.
-    """
+    """The times when SQS stored and delivered a message of a delay queue."""
 
     sent_ms: int
     first_received_ms: int
     receive_count: int
+    #: The date of SQS's answer, in whole seconds. Needed if an earlier worker received the message.
     now_ms: int
 
     def left_ms(self, delay_ms: int) -> int:
-        """Return the rest of a delay in milliseconds; negative if the delay is over."""
+        """Return the remaining delay in milliseconds, negative if the delay is over."""
         return delay_ms - max(0, self._received_ms - self.sent_ms)
 
     def is_last_hop(self, delay_ms: int) -> bool:
-        """Return True if the message now goes to its destination, not back to the delay queue.
-
-        While SQS recognises a repeated send, a second worker must decide as the first worker did.
-        So the message is never sent to both queues.
-        """
+        """Return True if the message now goes to the destination queue."""
+        # While SQS recognises a repeated send, a second worker must decide as the first worker did.
+        # So the message is never sent to both queues.
         if self._received_ms - self.first_received_ms < RECOGNISED_SECONDS * 1000:
             left = delay_ms - max(0, self.first_received_ms - self.sent_ms)
         else:
@@ -72,5 +67,5 @@ class Reception:
 
 
 def retry_seconds(receive_count: int) -> int:
-    """Return the pause before a failed send is repeated; the pause grows with *receive_count*."""
+    """Return the seconds until a failed send is repeated, doubled after each failure."""
     return min(1 << min(receive_count, 20), 900)

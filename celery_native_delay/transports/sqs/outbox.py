@@ -1,4 +1,4 @@
-"""Publish in bulk to SQS: ten messages per request. Refused messages are reported.
+"""Publish in bulk to SQS: ten messages per request.
 
 A request without an answer is sent again. A delay queue is a FIFO queue, so SQS ignores the
 repetition within five minutes. In a standard queue the messages may arrive twice.
@@ -36,11 +36,11 @@ _NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError, NoRegionError)
 
 
 class NotYet(Exception):
-    """An error: SQS did not accept some messages. The messages are sent again."""
+    """SQS did not accept some messages, which are sent again."""
 
 
 class SqsCollecting(Collecting):
-    """A channel that collects messages for a bulk publisher, encoded for SQS."""
+    """An SQS channel that collects messages for a bulk publisher."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> SqsMessage | PlainMessage:
         due_us = self.due_of(message)
@@ -56,7 +56,7 @@ class SqsCollecting(Collecting):
             super().put_plainly(put)
 
     def check(self: Any, put: SqsMessage) -> None:
-        """Raise an error if SQS cannot accept a message, before the message joins a batch."""
+        """Raise an error if SQS cannot accept a message."""
         delays: Delays = self.delays
         now_us = time_ns() // 1000
         delays.check_size(put, now_us=now_us)
@@ -65,7 +65,7 @@ class SqsCollecting(Collecting):
 
 
 class Outbox(RecordedOutbox[SqsMessage | PlainMessage]):
-    """Sends delayed messages to SQS, ten per request, and other messages one by one."""
+    """Sends delayed messages to SQS, ten per request, and immediate messages one by one."""
 
     lost = (*RecordedOutbox.lost, BotoCoreError, ClientError, NotYet)
     collecting = SqsCollecting
@@ -87,7 +87,6 @@ class Outbox(RecordedOutbox[SqsMessage | PlainMessage]):
     def _packed(
         self, puts: list[SqsMessage | PlainMessage]
     ) -> Iterable[OutboxBatch[SqsMessage | PlainMessage]]:
-        """Return batches of messages, each to one queue."""
         now_us = time_ns() // 1000
         ways: dict[tuple[str, bool], list[SqsMessage | PlainMessage]] = {}
         for put in puts:
@@ -142,7 +141,7 @@ class Outbox(RecordedOutbox[SqsMessage | PlainMessage]):
             raise NotYet(again[0])
 
     def _lose(self) -> None:
-        """Close the connection only at the end, because each request connects by itself."""
+        # Each request connects by itself, so the connection is closed only at the end.
         if self._closed.is_set():
             super()._lose()
 

@@ -24,35 +24,35 @@ _DENIED = ("AccessDenied", "AccessDeniedException")
 
 
 class Failure(NamedTuple):
-    """The reason why SQS did not accept a message; if *is_final*, a retry would fail too."""
+    """SQS's error for one message; if *is_final*, another attempt is useless."""
 
     reason: str
     is_final: bool
 
 
 class Queues:
-    """The SQS queues of one kombu channel, by kombu's names."""
+    """Finds and creates the SQS queues of one kombu channel."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
 
     def client(self, queue: str) -> Any:
-        """Return the boto client for *queue*. Each predefined queue has its own client."""
+        """Return the boto client for *queue*; predefined queues have separate clients."""
         return self._channel.sqs(queue=self.name(queue))
 
     def name(self, queue: str) -> str:
         return str(self._channel.canonical_queue_name(queue))
 
     def url(self, queue: str) -> str:
-        """Return the URL of *queue*. Like kombu, create the queue if it is missing."""
+        """Return the URL of *queue*; like kombu, create a missing queue."""
         return str(self._channel._new_queue(queue))
 
     def forget(self, queue: str) -> None:
-        """Forget the URL of *queue*, because the queue was deleted."""
+        """Remove the URL of a deleted queue from the cache."""
         self._channel._queue_cache.pop(self.name(queue), None)
 
     def find(self, queue: str) -> str | None:
-        """Return the URL of *queue*; None if the queue does not exist or its name is too long."""
+        """Return the URL of *queue*, or None if *queue* does not exist."""
         if len(self.name(queue)) > LONGEST_NAME:
             return None
         try:
@@ -61,11 +61,7 @@ class Queues:
             return None
 
     def make_delay_queue(self, queue: str) -> str | None:
-        """Return the URL of the delay queue of *queue*; create the delay queue if it is missing.
-
-        Returns None if the delay queue must be predefined, or its name is too long. Raises
-        NotPermitted or UnsupportedBroker if SQS refuses.
-        """
+        """Find or create the delay queue of *queue*; return the URL, or None if impossible."""
         name = self.name(delay_queue_of(queue))
         found = self.find(delay_queue_of(queue))
         if found is not None or self._channel.predefined_queues or len(name) > LONGEST_NAME:
@@ -84,11 +80,7 @@ class Queues:
     def send_many(
         self, queue: str, messages: Sequence[Mapping[str, Any]], *, url: Callable[[], str]
     ) -> dict[int, Failure]:
-        """Send up to ten messages; return the failures, each with its message's index.
-
-        *messages* are arguments of boto's ``send_message`` without the queue's URL. The function
-        *url* returns the URL.
-        """
+        """Send up to ten messages in one request; return the failures by message number."""
         entries = [{"Id": str(at), **message} for at, message in enumerate(messages)]
 
         def send() -> dict[str, Any]:
@@ -118,10 +110,7 @@ class Queues:
         }
 
     def attributes(self, queue: str, url: str) -> dict[str, str] | None:
-        """Return the SQS attributes of *queue*; None if the queue was deleted.
-
-        Raises NotPermitted or UnsupportedBroker if SQS refuses.
-        """
+        """Return the SQS attributes of *queue*, or None if *queue* was deleted."""
         name = self.name(queue)
         with administered(name, "sqs:GetQueueAttributes"):
             try:
@@ -137,12 +126,12 @@ class Queues:
 
 
 def is_gone(exc: ClientError) -> bool:
-    """Return True if the error from SQS says that the queue does not exist."""
+    """Return True if SQS says that the queue does not exist."""
     return exc.response.get("Error", {}).get("Code") in _GONE
 
 
 def is_about_a_message(exc: ClientError) -> bool:
-    """Return True if the error is about one message, not about the queue or the connection."""
+    """Return True if the SQS error is about a message, not about the queue."""
     return exc.response.get("Error", {}).get("Code") in _MESSAGE_REFUSED
 
 

@@ -1,8 +1,8 @@
-"""The relay: sends SQS messages on after each wait of up to 15 minutes in a delay queue.
+"""Move messages out of the SQS delay queues, after each wait of 15 minutes.
 
-Every worker, or ``delay relay``, runs a relay with one thread for each queue. A thread first sends
-a message on, and then deletes the received message. If a worker dies between these steps, another
-worker sends the message again; SQS ignores a repetition in the delay queue.
+Every worker, or ``delay relay``, runs one thread for each delay queue. A thread first sends a
+message to the next queue, and then deletes the received message. If a worker dies between these
+steps, another worker sends the message again; SQS ignores a repetition in the delay queue.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _EXPECTED = (NativeDelayError, ClientError, BotoCoreError, KombuError, OSError)
 
 @dataclass(frozen=True)
 class _Received:
-    """A message received from a delay queue at the monotonic time *at*."""
+    """A message that a thread received from a delay queue."""
 
     entry: Entry
     reception: Reception
-    at: float
+    at: float  # the monotonic time
     message_id: str
     receipt: str
 
     @property
     def left_ms(self) -> int:
-        """Return how many milliseconds of the message's delay remain now."""
+        """Return the remaining milliseconds of the message's delay."""
         waited_ms = int((monotonic() - self.at) * 1000)
         return self.reception.left_ms(self.entry.left_ms) - waited_ms
 
@@ -67,27 +67,23 @@ class _Received:
 
 
 class Relay:
-    """Sends SQS messages on after each wait of up to 15 minutes, with a thread for each queue.
-
-    *promoted* counts messages sent to their destination. *relayed* counts messages sent back to a
-    delay queue. *failed* counts sends that SQS refused.
-    """
+    """Moves messages out of the SQS delay queues, with one thread for each queue."""
 
     parked = 0
-    """Always 0: a message that SQS refuses stays in its delay queue and is tried again."""
+    """Always 0: a refused message stays in the delay queue for another attempt."""
 
     def __init__(self, connect: Callable[..., Any], queues: Sequence[str]) -> None:
-        """The function *connect* opens a kombu connection. *queues* are the destination queues."""
-        self.promoted = 0
-        self.relayed = 0
-        self.failed = 0
+        """*connect* opens a kombu connection; *queues* are the destination queues."""
+        self.promoted = 0  # messages sent to the destination
+        self.relayed = 0  # messages sent to a delay queue again
+        self.failed = 0  # sends that SQS refused
         self._connect = connect
         self._queues = list(queues)
         self._stopping = Event()
         self._counting = Lock()
 
     def run(self) -> None:
-        """Send messages on until :meth:`stop` is called. Retries while SQS is unreachable."""
+        """Move messages until :meth:`stop` is called; retry while SQS is unreachable."""
         backoff = Backoff(*PAUSE_SECONDS)
         while not self._stopping.is_set():
             try:
@@ -99,18 +95,15 @@ class Relay:
                 self._stopping.wait(backoff.failed())
 
     def count(self, *, promoted: int = 0, relayed: int = 0, failed: int = 0) -> None:
-        """Add the given numbers to the counters. Thread-safe."""
+        """Add the given numbers to the counters, from any thread."""
         with self._counting:
             self.promoted += promoted
             self.relayed += relayed
             self.failed += failed
 
     def stop(self) -> None:
-        """Make :meth:`run` return soon; a long poll that has begun is not interrupted.
-
-        If the process ends during a long poll, another worker receives the polled messages after
-        :data:`VISIBILITY_SECONDS`.
-        """
+        # A running long poll is not interrupted. If the process ends, another worker receives the
+        # polled messages after VISIBILITY_SECONDS.
         self._stopping.set()
 
     def _run_on(self, channel: Any) -> None:
@@ -147,11 +140,11 @@ class Relay:
 
 
 class _NoDelayQueue(NativeDelayError):
-    """An error: a delay queue is missing among the predefined queues."""
+    """A delay queue is missing among kombu's predefined queues."""
 
 
 class QueueRelay:
-    """A thread that sends messages from one delay queue on to the destination queue."""
+    """Moves the messages of one SQS delay queue after each wait."""
 
     def __init__(self, relay: Relay, channel: Any, queue: str) -> None:
         self._relay = relay
@@ -162,7 +155,7 @@ class QueueRelay:
         self._sent: set[str] = set()
 
     def step(self) -> None:
-        """Receive up to ten messages, and send them on. Refused messages are tried again later."""
+        """Receive up to ten messages, and send each message to the next queue."""
         url = self._url(self._source)
         try:
             answer = self._client().receive_message(
@@ -225,7 +218,7 @@ class QueueRelay:
         received: Sequence[_Received],
         arguments: Callable[[_Received], dict[str, Any]],
     ) -> int:
-        """Send messages to *queue*; delete those that SQS has accepted; return their number."""
+        """Move messages to *queue*; return the number that SQS accepted."""
         taken = 0
         batches = list(in_requests(received, lambda each: each.entry.size_bytes))
         for number, batch in enumerate(batches):
@@ -278,7 +271,7 @@ class QueueRelay:
             )
 
     def _let_rest(self, receipts: Sequence[tuple[str, int]]) -> None:
-        """Return messages to SQS, each with the seconds until SQS delivers the message again."""
+        """Let SQS deliver received messages again after the given seconds."""
         if not receipts:
             return
         entries = [
@@ -300,12 +293,12 @@ class QueueRelay:
         return url
 
     def _client(self) -> Any:
-        """Return the boto client of the delay queue, renewed because tokens may expire."""
+        """Return a boto client with an unexpired token for the delay queue."""
         return self._queues.client(self._source)
 
 
 def _leave_room(connection: Any, threads: int) -> None:
-    """Let boto3 keep a socket for each thread. By default boto3 keeps ten."""
+    """Let boto3 keep one open socket for each thread, at least ten."""
     options = connection.transport_options or {}
     room = {"max_pool_connections": max(threads, 10)}
     config = {"client-config": room | (options.get("client-config") or {})}

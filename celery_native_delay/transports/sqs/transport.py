@@ -18,13 +18,14 @@ from .delays import Delays, leave_to_celery
 
 
 class Channel(recorded.Channel, SQS.Channel):  # type: ignore[misc]
-    """A channel of kombu's SQS transport, whose delayed messages wait in SQS."""
+    """kombu's SQS channel, which can also delay messages."""
 
     delays_class = Delays
 
     @property
     def _queue_cache(self) -> dict[str, str]:
-        """Return this connection's queue URLs; before kombu 5.7 connections share one cache."""
+        """Return the queue URLs of this connection only."""
+        # Before kombu 5.7 all connections share one cache.
         cache: dict[str, str] = self.connection.urls_by_queue
         return cache
 

@@ -1,4 +1,4 @@
-"""A worker's duties on SQS: create delay queues, send messages on, delay early messages again."""
+"""A worker's duties on SQS: create delay queues and move delayed messages."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 class SqsWorkerPart(RecordedWorkerPart):
-    """A worker's operations on SQS besides consuming."""
+    """A worker's operations on SQS for delayed messages."""
 
-    comes_back_late_seconds = 2.0
-    """Longest lateness of a message put back: delays are rounded up, and kombu pauses a second."""
+    comes_back_late_seconds = 2.0  # delays are rounded up, and kombu pauses a second
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(channel, settings)
@@ -37,7 +36,7 @@ class SqsWorkerPart(RecordedWorkerPart):
         self._queues = [queue for queue in queues if can_delay(queue)]
 
     def prepare(self, where: str) -> str:
-        """Create the worker's delay queues, even if one delay queue has wrong attributes."""
+        """Create the delay queues of the worker's queues."""
         self._delays.check_settings()
         found, lacking, wrong = set_up(self._delays, self._queues)
         if not found:
@@ -79,11 +78,7 @@ class SqsWorkerPart(RecordedWorkerPart):
 def set_up(
     delays: Any, queues: Sequence[str]
 ) -> tuple[list[str], list[str], dict[str, list[Finding]]]:
-    """Create the delay queues of *queues*, for messages that wait over 15 minutes.
-
-    Returns the names of correct delay queues, the names of delay queues that cannot be created,
-    and, by queue, the findings about wrong delay queues.
-    """
+    """Create delay queues; return the correct queues, the missing queues, and findings."""
     found, lacking, wrong = [], [], {}
     for queue in queues:
         name = delays.queues.name(delay_queue_of(queue))
@@ -101,7 +96,7 @@ def set_up(
 
 
 def refuse(wrong: Mapping[str, Sequence[Finding]]) -> None:
-    """Raise TopologyMismatch if any delay queue has findings in *wrong*."""
+    """Raise TopologyMismatch if a delay queue has wrong attributes."""
     if wrong:
         raise TopologyMismatch(
             "; ".join(str(finding) for each in wrong.values() for finding in each)
@@ -109,7 +104,7 @@ def refuse(wrong: Mapping[str, Sequence[Finding]]) -> None:
 
 
 def _as_sent(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return a received message as its producer sent it, and its message id in SQS."""
+    """Return a received message as the producer sent it, and the SQS message id."""
     properties = dict(raw["properties"])
     info = dict(properties.get("delivery_info") or {})
     received = info.pop("sqs_message", None) or {}

@@ -1,1 +1,1 @@
-"""Code shared by our transports that extend kombu's virtual transports."""
+"""Shared code of this package's subclasses of kombu's virtual transports."""

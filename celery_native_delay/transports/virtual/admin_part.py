@@ -1,4 +1,4 @@
-"""Shared code of the ``delay`` commands on Redis and databases."""
+"""Code that the ``delay`` commands share for Redis and databases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class AdminPart:
         return Status.of(self.name, self._store.census())
 
     def backlog(self) -> Backlog:
-        """Return the numbers of waiting messages that the broker or database counts."""
         census = self._store.census()
         waiting = census.waiting
         return Backlog(waiting, census.parked, (), True, census.until_first_us, waiting)
@@ -33,6 +32,6 @@ class AdminPart:
 
 
 def parked_task(envelope: str | bytes) -> ParkedTask:
-    """Decode a parked (due, but rejected) task from *envelope*, kombu's message as JSON."""
+    """Decode a task that a queue rejected; *envelope* is kombu's message as JSON."""
     message = json.loads(envelope)
     return ParkedTask.of(*unwrapped(message.get("headers"), message["properties"]))

@@ -1,19 +1,19 @@
-"""Mixins for kombu's virtual transports: delayed messages wait in the broker or a database."""
+"""Mixins that let kombu's virtual transports delay messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from time import time_ns
 from typing import Any, ClassVar
 
 from amqp.exceptions import RecoverableConnectionError
 from kombu.transport import virtual
 
 from ...errors import CannotDelay, SettingsError
-from ...keyed.publishing import KeyedPublish, keyed_publish, underway
 from ...message import Delayed, due_of
+from ...now import time_ns
 from ...records.interface import Records
+from ...records.publishing import RecordedPublish, publish_of, underway
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..interface import without_records
@@ -21,15 +21,11 @@ from .wrapping import due_then, unwrapped
 
 
 class Message(virtual.Message):  # type: ignore[misc]
-    """A received message, without the header of this package.
-
-    *native_delay* describes the message's delay, or is None. *consumed_from* is the queue from
-    which the message came; "" for a broadcast.
-    """
+    """A received message without this package's header ``native_delay``."""
 
     headers: dict[str, Any]
     native_delay: Delayed | None = None
-    consumed_from: str = ""
+    consumed_from: str = ""  # a queue, or "" for a fanout message
 
     def __init__(self, payload: Any, channel: Any = None, **kwargs: Any) -> None:
         super().__init__(payload, channel=channel, **kwargs)
@@ -38,10 +34,10 @@ class Message(virtual.Message):  # type: ignore[misc]
 
 
 class PublishingChannel:
-    """A channel whose publish raises an error that kombu retries, if the channel is closed."""
+    """A delayed publish on a closed channel fails with a recoverable error."""
 
     disconnected: ClassVar[type[Exception]] = RecoverableConnectionError
-    """A closed channel raises this error, from which the transport's connection recovers."""
+    """The recoverable error that a delayed publish on a closed channel raises."""
 
     def basic_publish(
         self: Any, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any
@@ -51,13 +47,13 @@ class PublishingChannel:
         return super().basic_publish(message, exchange, routing_key, **kwargs)  # type: ignore[misc]
 
     def check_connected(self: Any) -> None:
-        """Raise the error :attr:`disconnected` if the channel is closed."""
+        """Raise :attr:`disconnected` if the channel is closed."""
         if self.connection is None:
             raise self.disconnected("the connection of this channel was closed")
 
     @staticmethod
     def due_of(message: dict[str, Any]) -> int | None:
-        """Return the due time of *message* in µs; None if the message does not wait."""
+        """Return a message's future due time (µs since the epoch), or None."""
         if message.get("redelivered"):
             return None
         due_us = due_of(message.get("headers"))
@@ -65,30 +61,27 @@ class PublishingChannel:
 
 
 class DelayingChannel(PublishingChannel):
-    """A channel of a kombu virtual transport on which messages can be delayed."""
+    """A channel of a kombu virtual transport that can delay messages."""
 
     Message = Message
 
     delays_class: ClassVar[Callable[..., Any]]
-    """The broker's own :class:`~.delays.Delays`, which takes a channel and its settings."""
+    """The class that publishes delayed messages to this broker."""
 
     def make_delays(self, settings: DelaySettings) -> Any:
-        """Return a new publisher of delayed messages on this channel."""
+        """Create a publisher of delayed messages for this channel."""
         return type(self).delays_class(self, settings)
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
-        """Publish kombu's *message* to wait for *queue*; *kwargs* are kombu's own arguments.
-
-        Raises NativeDelayError if the message cannot wait. Then the message was not sent.
-        """
+        """Publish a delayed message, which *queue* receives at the due time."""
         raise NotImplementedError
 
-    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> Any:
-        """Publish a message that has a debounce, throttle or unique key."""
+    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: RecordedPublish) -> Any:
+        """Publish a message with a debounce, throttle or unique key."""
         raise without_records(self)
 
     def records(self, settings: DelaySettings) -> Records:
-        """Return the records of waiting tasks, or raise UnsupportedBroker."""
+        """Return the storage for the state of waiting tasks, or raise UnsupportedBroker."""
         raise without_records(self)
 
     @property
@@ -109,8 +102,7 @@ class DelayingChannel(PublishingChannel):
             return delays
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
-        """Deliver *message* to *queue*, after a wait if its header ``eta`` is in the future."""
-        keyed = underway.get() and keyed_publish(message.get("headers"))
+        keyed = underway.get() and publish_of(message.get("headers"))
         if keyed is not None:
             return self._put_keyed(queue, message, keyed, **kwargs)
         due_us = self.due_of(message)
@@ -119,17 +111,17 @@ class DelayingChannel(PublishingChannel):
         return self.let_wait(queue, message, due_us=due_us, **kwargs)
 
     def _put_keyed(
-        self, queue: str, message: dict[str, Any], keyed: KeyedPublish, **kwargs: Any
+        self, queue: str, message: dict[str, Any], keyed: RecordedPublish, **kwargs: Any
     ) -> Any:
-        """Publish by a key; the copy for the first queue replaces the waiting message."""
         due_us = keyed.due_us
         if due_us is None:
             return self.let_wait_keyed(queue, message, keyed)
+        # The first queue's copy has replaced the waiting message; this copy is for another queue.
         return self.let_wait(queue, due_then(message, due_us), due_us=due_us, **kwargs)
 
     def check_unkeyed(self, message: dict[str, Any], exchange: str) -> None:
-        """Raise CannotDelay if a broadcast has a debounce, throttle or unique key."""
-        if keyed_publish(message.get("headers")) is not None:
+        """Raise CannotDelay if a fanout message has a debounce, throttle or unique key."""
+        if publish_of(message.get("headers")) is not None:
             raise CannotDelay(
                 f"expected a task with a key to go to a queue, got the exchange {exchange!r}, "
                 f"which broadcasts: name its queue"
@@ -153,7 +145,7 @@ class DelayingChannel(PublishingChannel):
 
 
 class DelayingTransport:
-    """A transport whose connections use *delaying_channel* if ``native_delay`` is set."""
+    """A mixin for kombu transports: the option ``native_delay`` lets channels delay messages."""
 
     delaying_channel: ClassVar[type]
 

@@ -8,26 +8,26 @@ from kombu.utils.json import dumps
 
 
 class CollectedMessage(Protocol):
-    """A message for one queue that a bulk publisher has not sent yet."""
+    """An unsent message of a bulk publish, for one queue."""
 
     @property
     def due_us(self) -> int:
-        """Return the due time in microseconds since the epoch; 0 if the message does not wait."""
+        """Return the due time (µs since the epoch), or 0 for an immediate message."""
 
     @property
     def envelope(self) -> str | bytes:
-        """Return kombu's message as JSON, with this package's header."""
+        """Return kombu's message as JSON, with this package's header if delayed."""
 
     @property
     def size_bytes(self) -> int:
         """Return the message's approximate size in bytes."""
 
     def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
-        """Return another task's message for the same destination."""
+        """Return a copy of this message for another task."""
 
 
 class PlainMessage(NamedTuple):
-    """A message without delay that kombu sends to *queue*."""
+    """An immediate message of a bulk publish, for one queue."""
 
     queue: str
     message: dict[str, Any]
@@ -46,28 +46,25 @@ class PlainMessage(NamedTuple):
 
 
 class Collecting:
-    """A mixin for our channels that collects messages instead of sending them.
-
-    *collected* are messages for a queue. *returned* are messages, as JSON, for which no queue is
-    bound; kombu would drop such messages.
-    """
+    """A channel mixin that collects published messages instead of sending the messages."""
 
     collected: list[Any]
+    #: Messages as JSON, for which no queue is bound. kombu would drop these messages.
     returned: list[bytes]
     _is_routed = False
 
     def put_for(self, queue: str, message: dict[str, Any]) -> CollectedMessage:
-        """Return *message* in the form that the bulk publisher sends to *queue*."""
+        """Return the encoded message that the bulk publisher sends to *queue*."""
         raise NotImplementedError
 
     def put_for_all(
         self, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
     ) -> CollectedMessage:
-        """Return *message* in the form that waits for all consumers of a fanout *exchange*."""
+        """Return the encoded delayed message for the consumers of a fanout exchange."""
         raise NotImplementedError
 
     def put_plainly(self, put: PlainMessage) -> None:
-        """Send a message without delay through kombu."""
+        """Send an immediate message through kombu."""
         message = put.message
         # Some of kombu's transports remove properties that they send elsewhere.
         message = {**message, "properties": dict(message["properties"])}

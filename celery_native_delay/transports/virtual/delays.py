@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from time import time_ns
-
 from ...due_time import check_due
 from ...errors import NativeDelayError
+from ...now import time_ns
 from ...settings import DelaySettings
 
 
@@ -13,13 +12,13 @@ class Delays:
     """Publishes delayed messages on one channel; each broker has a subclass."""
 
     refusal: NativeDelayError | None = None
-    """The error that every delayed publish raises; None if there is no such error."""
+    """The error that every delayed publish raises; None if delays work."""
 
     def __init__(self, settings: DelaySettings) -> None:
         self.settings = settings
 
     def check_settings(self) -> None:
-        """Raise the error :attr:`refusal`, if there is one."""
+        """Raise :attr:`refusal` if delays do not work."""
         if self.refusal is not None:
             raise self.refusal
 

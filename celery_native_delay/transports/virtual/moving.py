@@ -1,4 +1,4 @@
-"""Shared code to move waiting messages from and to kombu's virtual transports."""
+"""Code of ``delay migrate`` that Redis and databases share."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from ...due_time import eta_of, milliseconds_up
 from ...errors import CannotDelay, UnsupportedBroker
-from ...keyed.publishing import KeyedPublish, publishing
 from ...message import Delayed, cancel, due_ms_of
+from ...records.publishing import RecordedPublish, publishing
 from .. import moving
 from ..moving import Moving, Reach, Source, Stays, derived_id, expires_ms_of
 from .wrapping import unwrapped
@@ -27,13 +27,10 @@ _KOMBUS = ("body_encoding", "delivery_info", "delivery_tag")
 
 
 class MovingPart(moving.MovingPart):
-    """Moves waiting messages from and to a broker of a kombu virtual transport."""
+    """Moves waiting messages to and from a Redis broker or a database."""
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """Return the only source of waiting messages on this broker.
-
-        Raises UnsupportedBroker if *what* names another source.
-        """
+        """Return the only source of messages to move: this broker's waiting messages."""
         if what is not None:
             raise UnsupportedBroker(
                 f"--from {what} is about RabbitMQ, and this app's broker is "
@@ -41,8 +38,7 @@ class MovingPart(moving.MovingPart):
             )
         return [self._source()]
 
-    def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
-        """Publish a moved message to wait for each queue to which the message is routed."""
+    def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
         delayed, channel = moving.delayed, self._channel
         message = self._message(moving)
         exchange, routing_key = delayed.exchange, delayed.routing_key
@@ -56,7 +52,7 @@ class MovingPart(moving.MovingPart):
         is_ahead = channel.due_of(message) is not None
         for queue in queues:
             if not (moving.again and self._has(message, queue)):
-                # The key's record is written with the last copy: then all copies are published.
+                # The key's state is written with the last copy: then all copies are published.
                 last = keyed if queue == queues[-1] else None
                 with nullcontext() if last is None else publishing(last):
                     channel._put(queue, message)
@@ -88,7 +84,7 @@ class MovingPart(moving.MovingPart):
         )
 
     def _message(self, moving: Moving) -> dict[str, Any]:
-        """Return *moving* as kombu's message, with the ETA for which the message waits."""
+        """Encode a moved message for kombu, and update the message's ETA."""
         properties, delayed, channel = dict(moving.properties), moving.delayed, self._channel
         headers = dict(moving.headers)
         if delayed.cancelled:
@@ -109,7 +105,7 @@ class MovingPart(moving.MovingPart):
 
 
 def moving_of(envelope: str | bytes, *, queue: str, due_us: int) -> Moving:
-    """Decode a waiting message for *queue* from *envelope*; the queue "" means a broadcast."""
+    """Decode a waiting message; *envelope* is kombu's message as JSON."""
     message = json.loads(envelope)
     headers, properties = message.get("headers") or {}, message["properties"]
     opened, known = unwrapped(headers, properties)

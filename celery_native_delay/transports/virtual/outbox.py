@@ -20,17 +20,16 @@ BatchT = TypeVar("BatchT", bound=OutboxBatch[Any])
 
 
 class Outbox(outbox.Outbox[MessageT, BatchT]):
-    """Keeps a bulk publisher's messages, which a channel collects, until they are confirmed."""
+    """Keeps the messages of a bulk publish until the broker confirms the messages."""
 
     collecting: ClassVar[type[Collecting]]
-    """The class that collects messages; it is mixed in before the transport's own channel."""
+    """The mixin class with which a channel collects messages."""
 
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
         self._already_named: set[tuple[str | None, str | None]] = set()
 
     def refuse_returned(self, envelopes: list[bytes]) -> None:
-        """Report messages as refused, because no queue is bound for the messages."""
         self._refused += [replace(each, returned=True) for each in self._named(NOWHERE, envelopes)]
 
     def _prepare(self, channel: Any) -> None:
@@ -49,7 +48,7 @@ class Outbox(outbox.Outbox[MessageT, BatchT]):
         return self._named(reason, [put.envelope for put in puts])
 
     def _named(self, reason: str, envelopes: Iterable[str | bytes]) -> list[RefusedMessage]:
-        """Return one report for each message, even if the message was for several queues."""
+        """Return one report per refused message, not one per queue."""
         messages = {
             (message.delivery_id, message.task_id): message
             for message in (refused_of(reason, envelope) for envelope in envelopes)
@@ -60,19 +59,15 @@ class Outbox(outbox.Outbox[MessageT, BatchT]):
 
 
 class NotTaken(Exception):
-    """An error: the broker rejected a whole batch, perhaps because of one message."""
+    """The broker rejected a whole batch, so each message is sent alone."""
 
 
 class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
-    """Keeps a bulk publisher's messages until the call that sends the messages succeeds."""
+    """Sends the messages of a bulk publish by blocking calls."""
 
     @abstractmethod
     def _deliver(self, batch: OutboxBatch[MessageT]) -> None:
-        """Send *batch*, and remove confirmed and refused messages from it.
-
-        After one of the errors :attr:`lost`, the remaining messages are sent again. After NotTaken,
-        each message is sent alone.
-        """
+        """Send *batch*, and remove confirmed and refused messages from *batch*."""
 
     def _put_plainly(self, put: PlainMessage) -> None:
         try:
@@ -107,7 +102,7 @@ class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
     def _settled(
         self, batch: OutboxBatch[MessageT], puts: Sequence[MessageT], *, reason: str = ""
     ) -> None:
-        """Remove *puts* from *batch*: confirmed, or refused if *reason* is given."""
+        """Remove messages from *batch*; with *reason*, report the messages as refused."""
         if reason:
             self._refuse(reason, puts)
         self._unanswered -= len(puts)

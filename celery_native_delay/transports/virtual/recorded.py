@@ -1,4 +1,4 @@
-"""Shared code for SQS and pgmq: separate records list the waiting messages."""
+"""Code for brokers that cannot list waiting messages: SQS and pgmq."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from uuid import uuid4
 from kombu.utils.json import dumps, loads
 
 from ...due_time import check_due, milliseconds_up
-from ...keyed.publishing import KeyedPublish
 from ...message import HEADER
 from ...records.interface import IndexEntry
+from ...records.publishing import RecordedPublish
 from ...records.waiting import Waiting
 from ...settings import DelaySettings
 from ..recorded import RecordedChannel, member_of, records_beside
@@ -30,7 +30,7 @@ MessageT = TypeVar("MessageT", bound=CollectedMessage)
 
 
 class Delays(delays.Delays):
-    """Publishes delayed messages on one channel, and adds each to the task records, if any."""
+    """Publishes delayed messages, and stores copies if ``native_delay_records`` is set."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(settings)
@@ -38,7 +38,7 @@ class Delays(delays.Delays):
 
     @cached_property
     def records(self) -> Any:
-        """Return the records of waiting tasks; None if the app keeps no records."""
+        """Return the storage that ``native_delay_records`` names, or None if not set."""
         client, prefix = self._channel.connection.client, self._channel.queue_name_prefix
         return records_beside(self.settings, f"{client.virtual_host}.{prefix}")
 
@@ -51,10 +51,7 @@ class Delays(delays.Delays):
         delivery_id: str | None = None,
         cancelled: bool = False,
     ) -> Any:
-        """Return kombu's *message* for *queue* in the form that is sent, with our header.
-
-        Without *delivery_id*, a new id is made. Raises an error if the message cannot wait.
-        """
+        """Encode kombu's *message* for *queue*, with this package's header."""
         self.check_settings()
         properties = message["properties"]
         if delivery_id is None:
@@ -69,11 +66,11 @@ class Delays(delays.Delays):
 
     @abstractmethod
     def _put(self, queue: str, message: dict[str, Any], due_us: int) -> Any:
-        """Return a *message* with our header, for *queue*, in the form that is sent."""
+        """Encode a message, which already has this package's header, for *queue*."""
 
     @abstractmethod
     def send(self, put: Any, *, now_us: int) -> None:
-        """Send a message that :meth:`put_of` returned."""
+        """Send a message that :meth:`put_of` has encoded."""
 
     def publish(
         self,
@@ -84,11 +81,7 @@ class Delays(delays.Delays):
         delivery_id: str | None = None,
         recorded: bool = True,
     ) -> None:
-        """Publish kombu's *message* to wait for *queue*.
-
-        If *recorded* is True, the task records list the message. Raises the errors of
-        :meth:`put_of` and :meth:`send`.
-        """
+        """Publish a delayed message for *queue*, and store a copy if *recorded*."""
         put = self.put_of(queue, message, due_us=due_us, delivery_id=delivery_id)
         if recorded:
             self.note(put)
@@ -99,8 +92,8 @@ class Delays(delays.Delays):
                 self.forget(put)
             raise
 
-    def publish_keyed(self, keyed: KeyedPublish, queue: str, message: dict[str, Any]) -> None:
-        """Publish a message that has a debounce, throttle or unique key."""
+    def publish_keyed(self, keyed: RecordedPublish, queue: str, message: dict[str, Any]) -> None:
+        """Publish a message with a debounce, throttle or unique key."""
 
         def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> IndexEntry:
             now_us = time_ns() // 1000 - clock_ahead_us
@@ -121,7 +114,7 @@ class Delays(delays.Delays):
         now_us: int,
         cancelled: bool = False,
     ) -> str:
-        """Send a message before the task records accept it; return the message's record."""
+        """Send a message, and return the copy, which the caller stores afterwards."""
         # With the old delivery tag SQS would drop the message as a duplicate.
         properties = {**message["properties"], "delivery_tag": delivery_id}
         own = due_then({**message, "properties": properties}, due_us)
@@ -130,14 +123,14 @@ class Delays(delays.Delays):
         return _entry_of(put)
 
     def note(self, put: Any) -> None:
-        """Add a message to the task records, if there are any, before the message is sent."""
+        """Store a copy of an unsent message if ``native_delay_records`` is set."""
         member = self._member_of(put)
         if member is not None:
             due_us = put.message["headers"][HEADER]["due"] * 1000
             self.records.note(IndexEntry(member, due_us, _entry_of(put)))
 
     def forget(self, put: Any) -> None:
-        """Delete a message that the broker refused from the task records."""
+        """Delete the stored copy of a message that the broker refused."""
         member = self._member_of(put)
         if member is not None:
             self.records.forget(member)
@@ -150,12 +143,12 @@ class Delays(delays.Delays):
 
 
 def _entry_of(put: Any) -> str:
-    """Return the records' entry of a message: its queue as JSON, a newline, and kombu's message."""
+    """Return the copy to store: the queue as JSON, a newline, and kombu's message."""
     return f"{dumps(put.queue)}\n{encoded(put.message)}"
 
 
 class Republisher:
-    """Publishes messages from the records of waiting tasks again."""
+    """Publishes waiting messages again from the stored copies."""
 
     def __init__(self, delays: Delays) -> None:
         self._delays = delays
@@ -174,17 +167,17 @@ class Republisher:
 
 
 class Channel(RecordedChannel, DelayingChannel):
-    """A channel to SQS or pgmq, for apps with or without records of waiting tasks."""
+    """A channel to SQS or pgmq that can delay messages."""
 
     republisher = Republisher
 
-    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> Any:
+    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: RecordedPublish) -> Any:
         self.records(self.delays.settings)  # raises without records
         self.delays.publish_keyed(keyed, queue, message)
 
 
 class Outbox(CallingOutbox[MessageT]):
-    """Keeps messages until the broker confirms them, and adds delayed ones to the records."""
+    """Publishes messages in bulk to SQS or pgmq, and stores copies of delayed messages."""
 
     def take(self, put: MessageT) -> None:
         if hasattr(self.channel, "delays"):

@@ -1,4 +1,4 @@
-"""Count waiting messages on Redis and in databases, and find problems. No I/O."""
+"""The numbers that ``delay status`` shows for Redis and databases. No I/O."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _WAY_OUT = (
 
 @dataclass(frozen=True)
 class Census:
-    """The numbers of messages in Redis or a database at one moment."""
+    """Counts of delayed messages in Redis or a database at one moment."""
 
     waiting: int
     parked: int
     overdue: int
     until_first_us: int | None
-    """Microseconds until the first message is due, negative if overdue; None if none waits."""
+    """Microseconds until the first due time, negative if overdue; None without waiting messages."""
     promoting: bool
-    """True if a promoter (moves due messages) has written a heartbeat in the last 30 s."""
+    """True if a process that moves due messages has a fresh heartbeat."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """The numbers that ``delay status`` shows for Redis or a database; times in seconds."""
+    """The numbers that ``delay status`` shows for Redis or a database."""
 
     name: str
     waiting: int
@@ -75,7 +75,7 @@ class Status:
         ]
 
     def findings(self) -> list[Finding]:
-        """Return findings, such as overdue or rejected messages."""
+        """Return a finding for each problem, such as overdue messages."""
         found = []
         late = (
             f"{self.overdue} message(s) overdue, the first for {duration(self.overdue_seconds)}"
@@ -95,7 +95,7 @@ class Status:
 
 
 def parked_finding(number: int, why: str) -> Finding:
-    """Return the finding that *number* messages are parked: due, but undeliverable."""
+    """Return the finding about due messages that cannot be delivered."""
     return Finding(
         "parked",
         WRONG,

@@ -1,7 +1,7 @@
-"""Encode kombu's message as JSON once, then fill in the values of each delayed task.
+"""Encode kombu's message as JSON once, then fill in the values of each task.
 
-kombu and this package need about 60 µs to make a message. Tasks with the same options differ in a
-few values. A template is the JSON of one message, split at these values.
+kombu and this package take about 60 µs to encode a message. Messages of tasks with the same options
+differ only in a few values, such as the id and the arguments.
 """
 
 from __future__ import annotations
@@ -25,22 +25,19 @@ from .wrapping import encoded, unwrapped
 
 
 class TaskFields(NamedTuple):
-    """The values in which tasks with the same options differ; *body* is not in base64 yet."""
+    """The values that differ between the messages of tasks with the same options."""
 
     task_id: str
     eta: str
     argsrepr: str
     kwargsrepr: str
-    body: bytes
+    body: bytes  # not in base64
     due_ms: int
     delivery_tag: str
 
 
 class Template:
-    """Makes messages that differ from *envelope* (kombu's message as JSON) in a few values.
-
-    Raises ValueError if the envelope is not a delayed Celery task.
-    """
+    """Makes copies of a delayed message with another task's id, ETA and arguments."""
 
     def __init__(self, envelope: Mapping[str, Any]) -> None:
         headers, properties = envelope.get("headers") or {}, envelope["properties"]
@@ -75,7 +72,7 @@ class Template:
         self._in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*order)
 
     def envelope(self, fields: TaskFields) -> str:
-        """Return the JSON of a task's message with the values in *fields*."""
+        """Return kombu's message as JSON, with the values in *fields*."""
         task_id, eta, argsrepr, kwargsrepr, body, due_ms, delivery_tag = fields
         values = (
             as_json(task_id),
@@ -90,7 +87,7 @@ class Template:
 
 
 def fields_of(envelope: Mapping[str, Any]) -> TaskFields:
-    """Return the values in which task messages differ. Raises ValueError if a value is missing."""
+    """Read the values that differ between tasks from a message."""
     headers, properties = envelope["headers"], envelope["properties"]
     try:
         return TaskFields(
@@ -124,7 +121,7 @@ def refused_of(reason: str, text: str | bytes) -> RefusedMessage:
 
 
 class TaskTemplate(bulk_publisher.TaskTemplate):
-    """Makes messages with the destination and options of the task message *put*."""
+    """Makes messages of many tasks with the same destination and options."""
 
     def __init__(self, template: Template, put: CollectedMessage, body: bytes) -> None:
         super().__init__(body)
@@ -169,10 +166,10 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
 
 
 def publisher(outbox: Any) -> BulkPublisher:
-    """Return a bulk publisher that sends through *outbox*."""
+    """Return a bulk publisher; *outbox* sends the messages to the broker."""
     return BulkPublisher(outbox, TaskTemplate)
 
 
 def text_of(put: CollectedMessage) -> str:
-    """Return kombu's message as JSON."""
+    """Return kombu's message as a JSON string."""
     return put.envelope if isinstance(put.envelope, str) else put.envelope.decode()

@@ -1,7 +1,7 @@
-"""Read and change waiting messages on Redis and in databases. No I/O.
+"""Decode and change waiting messages of Redis and databases. No I/O.
 
 A cancelled task becomes due at once. The worker that receives the message does not run the task,
-but tells the result backend, the chord and the monitors that the task is revoked.
+but reports the task as revoked.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from .wrapping import delivery_id_of, encoded, unwrapped, wrapped
 
 
 def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Waiting | None:
-    """Decode the task in *envelope*, which waits for *queue*; None for a cancelled task.
-
-    *due_us* is None if the message is due, but its queue rejected it.
-    """
+    """Decode a waiting task; *envelope* is kombu's JSON. Returns None if the task is cancelled."""
     message = json.loads(envelope)
     headers, properties = message.get("headers") or {}, message["properties"]
     header = headers.get(HEADER) or {}
@@ -43,10 +40,7 @@ def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Wait
 
 
 def changed(envelope: str | bytes, due_us: int, *, cancelled: bool) -> str | None:
-    """Return the message that replaces *envelope* at the new due time; None to delete it.
-
-    Raises CannotDelay if the message is not a task that can be rescheduled.
-    """
+    """Return the message with a new ETA, or None to delete the message."""
     message = json.loads(envelope)
     headers = dict(message.get("headers") or {})
     if "task" not in headers:

@@ -1,7 +1,6 @@
-"""Heartbeats of promoters (which move due messages to queues), and the check by producers.
+"""Heartbeats of the processes that move due messages.
 
-A promoter writes a heartbeat with an end time every ten seconds. A producer that finds no heartbeat
-logs a warning.
+A producer logs a warning if messages are overdue and no process has a fresh heartbeat.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ LOOK_SECONDS = 60.0
 
 
 class Sign:
-    """The heartbeat of one process that moves due messages."""
+    """The heartbeat of one process that moves due messages to queues."""
 
     def __init__(self, show: Callable[[], object], *errors: type[Exception]) -> None:
-        """The function *show* writes the heartbeat. Expected *errors* are logged."""
+        """*show* is a function that writes the heartbeat; *errors* are only logged."""
         self._show = show
         self._errors = errors
         self._next_at = 0.0
 
     def keep_up(self) -> None:
-        """Write the heartbeat if the last heartbeat is ten seconds old."""
+        """Write a heartbeat if the last heartbeat is ten seconds old."""
         now = monotonic()
         if now < self._next_at:
             return
@@ -51,16 +50,15 @@ _next_looks: dict[str, float] = {}
 
 
 def warn_if_nothing_promotes(place: str, look: Callable[[], Status]) -> None:
-    """Log a warning if messages in *place* are overdue and no worker moves them to queues.
+    """Log a warning if messages are overdue and no process moves due messages.
 
-    Every delayed publish calls this function. The function checks once a minute, and warns once per
-    process and place. All errors are ignored, because the message is already published.
+    Every delayed publish calls this function, but the function checks only once a minute.
     """
     now = monotonic()
     if now < _next_looks.get(place, 0.0):
         return
     _next_looks[place] = now + LOOK_SECONDS
-    with suppress(Exception):
+    with suppress(Exception):  # the message is already published
         status = look()
         if not status.promoting and status.overdue_seconds > PATIENCE_SECONDS:
             _next_looks[place] = float("inf")

@@ -1,4 +1,4 @@
-"""Add our header to kombu's messages before the delay, and remove the header after. No I/O."""
+"""Add this package's header to delayed messages, and remove the header later. No I/O."""
 
 from __future__ import annotations
 
@@ -18,14 +18,10 @@ def wrapped(
     cancelled: bool = False,
     delivery_id: str | None = None,
 ) -> dict[str, Any]:
-    """Return a copy of kombu's *message* with a header that describes the delay.
-
-    The new header replaces an earlier header. A worker does not run a *cancelled* message.
-    *delivery_id* is needed if the broker may change the delivery tag.
-    """
+    """Return a copy of kombu's *message* with this package's header."""
     headers = dict(message.get("headers") or {})
     header: dict[str, Any] = {"v": VERSION, "due": due_ms}
-    if delivery_id is not None:
+    if delivery_id is not None:  # needed if the broker may change the delivery tag
         header["id"] = delivery_id
     if "eta" in headers and due_ms_of(headers) != due_ms:
         header["eta"] = due_ms_of(headers)
@@ -36,41 +32,38 @@ def wrapped(
 
 
 def due_then(message: Mapping[str, Any], due_us: int) -> dict[str, Any]:
-    """Return a copy of kombu's *message* with *due_us* as ETA."""
+    """Return a copy of kombu's *message* with a new ETA."""
     return {**message, "headers": {**(message.get("headers") or {}), "eta": eta_of(due_us)}}
 
 
 def id_of(message: Mapping[str, Any]) -> str:
-    """Return the id by which users search for *message*: the task id, if there is one."""
+    """Return a message's task id, or another id if there is no task."""
     headers, properties = message.get("headers") or {}, message["properties"]
     found = headers.get("id") or properties.get("correlation_id") or properties["delivery_tag"]
     return str(found)
 
 
 def encoded(message: Mapping[str, Any]) -> str:
-    """Return *message* as JSON without blanks, a tenth shorter than kombu's JSON."""
+    """Encode *message* as JSON without spaces, a tenth shorter than kombu's JSON."""
     text: str = dumps(message, separators=(",", ":"))
     return text
 
 
 def delivery_id_of(header: Mapping[str, Any], properties: Mapping[str, Any]) -> str:
-    """Return a message's delivery id: the id in our *header*, or else the delivery tag."""
+    """Return the id that all copies of one published message share."""
     return str(header.get("id") or properties.get("delivery_tag"))
 
 
 def unwrapped(
     headers: Mapping[str, Any] | None, properties: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Delayed | None]:
-    """Return the message's headers without our header, and the data of our header.
-
-    The data are None for a retry by a worker without this package. Such a worker copies our header,
-    but the retry did not wait.
-    """
+    """Return the headers without this package's header, and the decoded header or None."""
     opened = dict(headers or {})
     header = opened.pop(HEADER, None)
     if not is_own(header):
         return opened, None
     # Task protocol 1 has its ETA in the body; this package adds the header.
+    # A worker without this package copies our header into a retry, which did not wait.
     if "eta" in opened and header.get("eta", header.get("due")) != due_ms_of(opened):
         return opened, None
     info = properties.get("delivery_info") or {}

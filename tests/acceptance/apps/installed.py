@@ -14,3 +14,7 @@ if "tests_lease_seconds" in app.conf:
 
     rules.LEASE_US = round(app.conf.tests_lease_seconds * 1_000_000)
     leases.RENEWED_EVERY_SECONDS = app.conf.tests_lease_seconds / 4
+if "tests_overdue_seconds" in app.conf:
+    from celery_native_delay.schedules import state
+
+    state.OVERDUE_US = round(app.conf.tests_overdue_seconds * 1_000_000)

@@ -1,0 +1,349 @@
+"""The schedule entries of an app: read from Celery, published, listed, paused and run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from celery import uuid
+from celery.beat import PersistentScheduler, Scheduler, _evaluate_entry_args, _evaluate_entry_kwargs
+from celery.utils.imports import symbol_by_name
+from celery.utils.log import get_logger
+from kombu.exceptions import OperationalError
+
+from ..errors import CannotDelay, NoRecords, RecordsUnavailable, UnsupportedBroker, described
+from ..now import moment, time_ns
+from ..records.interface import Change, RecordName, Records, Snapshot, tried_again
+from ..records.publishing import RecordedPublish, publishing
+from ..schedules.entry import Entry
+from ..schedules.release import Release, taken_over
+from ..schedules.state import (
+    HEADER,
+    VERSION,
+    State,
+    advanced,
+    paused,
+    planned,
+    resumed,
+    sent_again,
+    swapped,
+    why_dropped,
+)
+from ..settings import DelaySettings
+from .installation import ask_broker, delaying_channel, installed
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+_RELEASE = RecordName("schedules", "release")
+
+#: The task of a plain beat that a worker received last, kept for an hour.
+_BEAT = RecordName("schedules", "beat")
+_BEAT_KEPT_US = 3_600_000_000
+
+
+def schedule_records(channel: Any, settings: DelaySettings) -> Records:
+    """Return the records for schedule entries on the broker of *channel*, or raise NoRecords."""
+    try:
+        found: Records = channel.records(settings)
+    except UnsupportedBroker as exc:
+        raise NoRecords(
+            "native_delay_schedules keeps the state of each entry: set native_delay_records to the "
+            "URL of a Redis or a database, in workers and producers"
+        ) from exc
+    return found
+
+
+class Scheduled(NamedTuple):
+    """A schedule entry as :meth:`Delay.schedules` lists it.
+
+    *schedule* is a text such as ``every 10 s``. *next_due* is None if the entry is paused or has
+    ended. *late_seconds* is above 0 if the waiting occurrence is overdue.
+    """
+
+    name: str
+    task: str
+    schedule: str
+    last_run: datetime | None
+    next_due: datetime | None
+    runs: int
+    is_paused: bool
+    late_seconds: float
+    task_id: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as JSON types, with times in ISO 8601."""
+        times = {"last_run": self.last_run, "next_due": self.next_due}
+        return self._asdict() | {name: each and each.isoformat() for name, each in times.items()}
+
+
+class Schedules:
+    """The schedule entries of an app, whose next occurrences wait in the app's broker."""
+
+    def __init__(self, app: Any, connection: Any = None) -> None:
+        self._app = app
+        self._connection = connection  # by default one of the app's pool
+        self._settings = installed(app).settings()
+        self._scheduler: Any = None
+        self._entries: dict[str, Entry] = {}
+        self._published: Release | None = None
+        self._stored: dict[str, State] = {}
+
+    # --- for users -----------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Scheduled]:
+        """Yield the schedule entries, sorted by name."""
+        for name, state in self._states(self._names()):
+            if state is not None:
+                yield self._shown(name, state)
+
+    def pause(self, name: str) -> None:
+        """Stop the schedule entry *name* until :meth:`resume`. Raises KeyError if it is unknown."""
+        self._known(name)
+        self._change(name, lambda state: state and paused(state))
+
+    def resume(self, name: str) -> None:
+        """Run the schedule entry *name* again at its times. Raises KeyError if it is unknown."""
+        entry = self._entry_of(name, self._known(name))
+        self._change(name, lambda state: state and resumed(state, entry, time_ns() // 1000))
+
+    def run_now(self, name: str) -> str:
+        """Run the task of the entry *name* once more now, and return the task's id.
+
+        The next due time of the entry stays. Raises KeyError if the entry is unknown.
+        """
+        entry = self._entry_of(name, self._known(name))
+        return self._send(entry, uuid(), time_ns() // 1000, {})
+
+    def remove_all(self) -> int:
+        """Remove all entries and their waiting occurrences. Returns the number of entries."""
+        names = self._names()
+        for name in (*map(_name, names), _RELEASE):
+            self._remove(name)
+        return len(names)
+
+    # --- for workers and checks ----------------------------------------------------------
+
+    def publish(self) -> None:
+        """Publish the first occurrences of new and changed entries, and occurrences that were lost.
+
+        Does nothing for the entries of this process if a newer release is running.
+        """
+        self._entries = self._read_entries()
+        ours = Release.of(self._settings.schedules_version, self._entries)
+        rule = partial(taken_over, ours=ours, is_new=ours != self._published)
+        # Removed first: if this process dies, the next one finds the old names, and goes on.
+        for name in self._ask(lambda records: rule(records.read(_RELEASE))).answer.removed:
+            self._remove(_name(name))
+            logger.info("native delay: schedule entry %s is removed", name)
+        in_force = self._ask(lambda records: records.change(_RELEASE, rule))
+        for name, known in self._states(in_force.names):
+            entry = self._entries.get(name) if in_force.is_ours else None
+
+            def wanted(state: State | None, entry: Entry | None = entry) -> State | None:
+                found = entry and planned(state, entry, time_ns() // 1000)
+                return found or (state and sent_again(state, time_ns() // 1000))
+
+            if wanted(known) is not None:
+                try:
+                    self._change(name, wanted)
+                except (RecordsUnavailable, OperationalError):
+                    raise  # the next look tries again
+                except Exception as exc:  # a wrong entry leaves the others alone
+                    text = "native delay: schedule entry %s is not published: %s"
+                    logger.error(text, name, described(exc))
+        self._published = ours
+
+    def advance(self, name: str, number: int, task_id: str, *, redelivered: bool) -> str | None:
+        """Publish the entry's next occurrence when occurrence *number* reaches a worker.
+
+        Returns why the worker must not run this occurrence, or None if the worker runs it.
+        """
+        catch_up = self._settings.schedules_catch_up
+
+        def rule(state: State | None) -> State | None:
+            if state is None or not state.waits_for(number):
+                return None
+            return advanced(
+                state, self._entry_of(name, state), task_id, time_ns() // 1000, catch_up
+            )
+
+        before, after = self._change(name, rule)
+        return why_dropped(before, after, task_id, redelivered=redelivered)
+
+    def note_run(self, name: str) -> None:
+        """Count a run in the database of a scheduler such as django-celery-beat's."""
+        entry = None if type(self._scheduler) is Scheduler else self._scheduler.schedule.get(name)
+        if entry is None:
+            return
+        model = getattr(entry, "model", None)
+        if model is not None:
+            model.refresh_from_db(fields=["total_run_count"])
+        self._scheduler.reserve(entry)
+        self._scheduler.sync()
+        if getattr(model, "one_off", False):
+            entry.is_due()  # django-celery-beat then disables the entry
+
+    def note_beat(self, name: str) -> None:
+        """Store for an hour that a plain beat sends the schedule entry or task *name*."""
+        if name in self._entries or name in [entry.task for entry in self._entries.values()]:
+            kept_us = time_ns() // 1000 + _BEAT_KEPT_US
+            self._ask(lambda records: records.change(_BEAT, lambda _: Change(name, kept_us, None)))
+
+    def beat(self) -> str | None:
+        """Return the entry or task that a plain beat sent within the last hour, or None."""
+        return self._ask(lambda records: records.load([_BEAT]))[0]
+
+    def missing(self) -> list[str]:
+        """Return the names of the app's entries that no worker has published."""
+        self._app.loader.import_default_modules()
+        self._app.finalize()
+        states = self._states(tuple(sorted(self._read_entries())))
+        return [name for name, state in states if state is None]
+
+    # --- Celery's entries ----------------------------------------------------------------
+
+    def _read_entries(self) -> dict[str, Entry]:
+        if self._scheduler is None:
+            chosen = symbol_by_name(self._app.conf.beat_scheduler)
+            # The scheduler of plain Celery also writes a file, which only beat needs.
+            kind = Scheduler if issubclass(chosen, PersistentScheduler) else chosen
+            self._scheduler = kind(self._app)
+        elif type(self._scheduler) is Scheduler:
+            self._scheduler.setup_schedule()
+        found = dict(self._scheduler.schedule)
+        return {name: _entry(name, each, self._app.timezone) for name, each in found.items()}
+
+    def _entry_of(self, name: str, state: State) -> Entry:
+        entries = self._entries or self._read_entries()
+        ours = entries.get(name)
+        if ours is not None and ours.text == state.entry:
+            return ours
+        if (found := Entry.from_text(state.entry)) is not None:
+            return found
+        raise CannotDelay(
+            f"expected the schedule entry {name!r} in this process too: JSON cannot hold its "
+            f"schedule or its arguments"
+        )
+
+    def _shown(self, name: str, state: State) -> Scheduled:
+        try:
+            entry = Entry.from_text(state.entry) or self._entry_of(name, state)
+            task, words = entry.task, entry.words
+        except CannotDelay:
+            task = words = "?"
+        due_us, last_us = state.due_us, state.last_us
+        return Scheduled(
+            name,
+            task,
+            words,
+            moment(last_us) if last_us else None,
+            None if due_us is None else moment(due_us),
+            state.runs,
+            state.paused,
+            0.0 if due_us is None else max(time_ns() // 1000 - due_us, 0) / 1_000_000,
+            state.id,
+        )
+
+    # --- records and messages ------------------------------------------------------------
+
+    def _ask(self, question: Callable[[Records], T]) -> T:
+        if self._connection is not None:
+            return question(schedule_records(*delaying_channel(self._app, self._connection)))
+        return ask_broker(self._app, lambda *channel: question(schedule_records(*channel)))
+
+    def _names(self) -> tuple[str, ...]:
+        return Release.from_text(self._ask(lambda records: records.load([_RELEASE]))[0]).names
+
+    def _states(self, names: tuple[str, ...]) -> Iterator[tuple[str, State | None]]:
+        found = self._ask(lambda records: records.load([_name(name) for name in names]))
+        return zip(names, map(State.from_text, found), strict=True)
+
+    def _remove(self, name: RecordName) -> None:
+        self._ask(lambda records: records.change(name, _removed))
+
+    def _known(self, name: str) -> State:
+        ((_, state),) = self._states((name,))
+        if state is None:
+            known = ", ".join(self._names()) or "none"
+            raise KeyError(f"expected the name of a schedule entry, got {name!r}; known: {known}")
+        return state
+
+    def _change(
+        self, name: str, rule: Callable[[State | None], State | None]
+    ) -> tuple[State | None, State | None]:
+        """Change the state of an entry, and return the states before and after the change.
+
+        If the function *rule* returns None, nothing changes.
+        """
+
+        def attempt() -> tuple[State | None, State | None] | None:
+            stored = self._stored.pop(name, None)  # if it is out of date, the next attempt reads
+            before = stored or next(self._states((name,)))[1]
+            after = rule(before)
+            if after is None:
+                return None if stored else (before, after)
+            return (before, after) if self._put(name, before, after) else None
+
+        return tried_again(name, attempt)
+
+    def _put(self, name: str, before: State | None, after: State) -> bool:
+        """Store the state *after* with its occurrence. Returns False if *before* has changed."""
+        after = replace(after, id=None if after.due_us is None else uuid())
+        rule = partial(swapped, before=before, after=after)
+        if after.id is None or after.due_us is None:
+            return self._ask(lambda records: records.change(_name(name), rule))
+        mark = {"v": VERSION, "entry": name, "number": after.number}
+        headers = {"celery_beat_task": True, HEADER: mark}
+        publish = RecordedPublish(after.id, _name(name), rule)
+        with publishing(publish):
+            entry = self._entry_of(name, after)
+            self._send(entry, after.id, after.due_us - entry.countdown_us, headers)
+        if publish.answer:
+            self._stored[name] = after
+        return bool(publish.answer)
+
+    def _send(self, entry: Entry, task_id: str, from_us: int, headers: dict[str, Any]) -> str:
+        """Send the task of *entry* with beat's headers. A relative expiry counts from *from_us*."""
+        options = {key: value for key, value in entry.options.items() if key not in _OURS}
+        beats = {"periodic_task_name": entry.name, **headers}
+        options["headers"] = {**(options.get("headers") or {}), **beats}
+        if isinstance(options.get("expires"), int | float):
+            options["expires"] = moment(from_us) + timedelta(seconds=options["expires"])
+        task = self._app.tasks.get(entry.task)
+        send = task.apply_async if task else partial(self._app.send_task, entry.task)
+        args, kwargs = _evaluate_entry_args(entry.args), _evaluate_entry_kwargs(entry.kwargs)
+        send(args, kwargs, task_id=task_id, **options)
+        return task_id
+
+
+_OURS = ("countdown", "eta", "task_id")
+
+
+def _name(entry: str) -> RecordName:
+    return RecordName("schedule", entry)
+
+
+def _removed(snapshot: Snapshot) -> Change[None]:
+    return Change(None, 0, None, replaces=bool(snapshot.messages))
+
+
+def _entry(name: str, found: Any, zone: Any) -> Entry:
+    model = getattr(found, "model", None)  # of django-celery-beat
+    starts, ends = getattr(model, "start_time", None), getattr(model, "expires", None)
+    return Entry(
+        name,
+        found.task,
+        found.schedule,
+        getattr(found.schedule, "tz", None) or zone,
+        list(found.args or ()),
+        dict(found.kwargs or {}),
+        dict(found.options or {}),
+        starts and round(starts.timestamp() * 1_000_000),
+        ends and round(ends.timestamp() * 1_000_000),
+        bool(getattr(model, "one_off", False)),
+    )

@@ -1,0 +1,162 @@
+"""``Clock(app)``: a context manager that moves the time of a test, and runs the due tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime, timedelta
+from typing import Any, Self
+
+from celery import Celery, current_app, signals
+from celery.exceptions import NotRegistered
+from celery.result import _set_task_join_will_block
+
+from .. import now
+from ..app.delay import Delay
+from ..app.installation import checked_app, installed
+from ..due_time import due_us
+from ..records.waiting import Page, Query
+from .inline_worker import InlineWorker
+from .replacing import in_memory
+from .running import Running
+
+
+class Clock:
+    """Runs an app's delayed tasks in a test: no broker, no worker, no waiting.
+
+    Within the ``with`` block, the app's tasks wait in memory and a temporary SQLite file, whichever
+    broker the app is configured for. Time stands still until the test moves it. The tasks that fall
+    due run in this process, in the order of their due times.
+
+    With the extra ``testing`` (time-machine), ``time.time()`` and ``datetime.now()`` follow the
+    clock, too.
+
+    Args:
+        app: an app with ``install(app)``. Defaults to Celery's current app.
+        raises: True: an error of a task is raised in the test. False: the errors are collected in
+            :attr:`errors`.
+    """
+
+    def __init__(self, app: Celery | None = None, *, raises: bool = True) -> None:
+        self._app: Any = checked_app(current_app if app is None else app)
+        self.raises = raises
+        #: The errors of tasks that ran while *raises* was false.
+        self.errors: list[BaseException] = []
+        self._undo = ExitStack()
+        self._running: Running | None = None
+        self._traveller: Any = None
+
+    def __enter__(self) -> Self:
+        installation = installed(self._app)
+        with ExitStack() as undo:
+            undo.enter_context(self._stopped_time())
+            undo.enter_context(in_memory(self._app, installation))
+            signals.task_failure.connect(self._note_error, weak=False)
+            undo.callback(signals.task_failure.disconnect, self._note_error)
+            signals.task_unknown.connect(self._note_unknown, weak=False)
+            undo.callback(signals.task_unknown.disconnect, self._note_unknown)
+            worker = InlineWorker(self._app)
+            undo.callback(worker.stop)
+            self._running = Running(worker, self._move, self._raise_error)
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._running = None
+        self._undo.close()
+
+    # --- what tests call -----------------------------------------------------------------
+
+    @property
+    def now(self) -> datetime:
+        """The time at which the clock stands, in UTC."""
+        return now.utc_now()
+
+    def advance(self, **duration: float) -> None:
+        """Move the clock forward, and run every task that is due until then.
+
+        Args:
+            **duration: the arguments of ``timedelta``, such as ``days=3`` or ``hours=1``. Without
+                arguments, only the tasks that are due now run.
+
+        Raises:
+            ValueError: the duration is negative.
+            StillWaiting: 10,000 tasks ran without an end at one moment.
+        """
+        self.advance_to(self.now + timedelta(**duration))
+
+    def advance_to(self, moment: datetime) -> None:
+        """Move the clock forward to *moment*, and run every task that is due until then.
+
+        A *moment* without a time zone is in the app's time zone. Raises as :meth:`advance`.
+        """
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=self._app.timezone)
+        until_us = due_us(moment)
+        if until_us < now.time_ns() // 1000:
+            raise ValueError(f"expected a time from {self.now.isoformat()} on, got {moment!r}")
+        with self._as_worker() as running:
+            running.run_until(until_us)
+
+    def run_all(self, limit: int = 1000) -> int:
+        """Move the clock forward until no task waits. Return the number of tasks that ran.
+
+        Raises:
+            StillWaiting: *limit* tasks ran, and another task waits.
+        """
+        with self._as_worker() as running:
+            return running.run_all(limit)
+
+    def due(self, search: str | Query = "", *, limit: int = 1000) -> Page:
+        """Return the waiting tasks, earliest due time first, as ``Delay(app).ls()`` does."""
+        return Delay(self._app).ls(search, limit=limit)
+
+    # --- private -------------------------------------------------------------------------
+
+    @contextmanager
+    def _as_worker(self) -> Iterator[Running]:
+        """Let ``result.get()`` inside a task fail at once, as in a worker, instead of hanging."""
+        if self._running is None:
+            raise RuntimeError("expected a clock in its with block: with Clock(app) as clock")
+        _set_task_join_will_block(True)
+        try:
+            yield self._running
+        finally:
+            _set_task_join_will_block(False)
+
+    @contextmanager
+    def _stopped_time(self) -> Iterator[None]:
+        # To the millisecond: time-machine's times are floating-point numbers.
+        start_us = now.time_ns() // 1_000_000 * 1000
+        own = vars(self._app).get("now")
+        with ExitStack() as undo:
+            with suppress(ImportError):
+                import time_machine
+
+                travel = time_machine.travel(now.moment(start_us), tick=False)
+                self._traveller = undo.enter_context(travel)
+            undo.callback(now.stop_at, None)
+            now.stop_at(start_us)
+            self._app.now = lambda: now.utc_now().astimezone(self._app.timezone)
+            try:
+                yield
+            finally:
+                del self._app.now
+                if own is not None:
+                    self._app.now = own
+
+    def _move(self, us: int) -> None:
+        now.stop_at(us)
+        if self._traveller is not None:
+            self._traveller.move_to(now.moment(us))
+
+    def _note_error(self, sender: Any = None, exception: Any = None, **_: Any) -> None:
+        if sender.app is self._app:
+            self.errors.append(exception)
+
+    def _note_unknown(self, sender: Any = None, name: str = "", **_: Any) -> None:
+        self._note_error(sender, NotRegistered(name))
+
+    def _raise_error(self) -> None:
+        if self.raises and self.errors:
+            raise self.errors.pop(0)

@@ -1,0 +1,199 @@
+"""A worker without threads: Celery's consumer with this package's gates, run step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from heapq import heappop, heappush
+from itertools import count
+from os import getpid
+from time import monotonic
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from celery.concurrency.base import BasePool
+from celery.exceptions import TaskRevokedError
+from celery.worker import state
+from celery.worker.consumer import Consumer
+
+from ..now import time_ns
+from ..transports.interface import Promoter, Wait
+from ..worker.attendant import Attendant, Task
+from ..worker.bootsteps import NativeDelay
+from ..worker.scheduling import Scheduling
+
+#: Messages that the worker holds unacknowledged: Celery's default for one process.
+PREFETCH_COUNT = 4
+
+
+class InlineWorker:
+    """A worker of *app* in this thread, which runs only when its methods are called."""
+
+    def __init__(self, app: Any) -> None:
+        self.timer = InlineTimer()
+        self.pool = InlinePool(app=app)
+        self._consumer = InlineConsumer(
+            self._start_task,
+            app=app,
+            hostname="test-clock",
+            pool=self.pool,
+            timer=self.timer,
+            controller=SimpleNamespace(state=state, semaphore=None),
+            initial_prefetch_count=PREFETCH_COUNT,
+            # Celery's rate_limit counts by a clock that no test can move.
+            disable_rate_limits=True,
+            task_events=False,
+            without_mingle=True,
+            without_gossip=True,
+            without_heartbeat=True,
+        )
+        self._consumer.blueprint.start(self._consumer)
+        steps = [step for step in self._consumer.steps if isinstance(step, InlineNativeDelay)]
+        self.promoter: Any = steps[0].promoter
+        self._tasks = self._consumer.task_consumer
+        self._tasks.on_message = self._consumer.create_task_handler()
+        self._tasks.consume()
+
+    def step(self) -> bool:
+        """Handle one message, or what the last message left to do. Return False if all is done."""
+        consumer = self._consumer
+        if consumer.qos.prev != consumer.qos.value:
+            consumer.qos.update()
+        has_work = bool(consumer._pending_operations)
+        consumer.perform_pending_operations()
+        if consumer.strategies.keys() != consumer.app.tasks.keys():
+            consumer.update_strategies()  # the test has defined a task
+        for name in list(consumer.app.amqp.queues):
+            if not self._tasks.consuming_from(name):
+                consumer.add_task_queue(name)
+        try:
+            consumer.connection.drain_events(timeout=0)
+        except TimeoutError:
+            return has_work
+        return True
+
+    def has_messages(self) -> bool:
+        """Return True if a queue of the app has a message."""
+        channel = self._consumer.connection.default_channel
+        return any(channel._size(name) for name in self._consumer.app.amqp.queues)
+
+    def deliver_due(self) -> None:
+        """Move a batch of due messages to their queues, and make the due calls of the timer."""
+        self.timer.run_due()
+        _, error = self.promoter.deliver_batch()
+        if error is not None:
+            raise error
+
+    def stop(self) -> None:
+        """Close the worker's connection. Unacknowledged messages return to their queues."""
+        self._consumer.blueprint.stop(self._consumer)
+        self._consumer.shutdown()
+
+    def _start_task(self, request: Any) -> None:
+        with suppress(TaskRevokedError):  # Celery has announced it
+            request.execute_using_pool(self.pool)
+
+
+class InlinePool(BasePool):  # type: ignore[misc]
+    """A pool that runs each task at once, in the thread of the test, and counts the tasks."""
+
+    def __init__(self, app: Any) -> None:
+        super().__init__(limit=1, app=app)
+        self.started = 0
+
+    @property
+    def num_processes(self) -> int:
+        """One more than there are requests, which another test's worker may have left."""
+        return 1 + len(state.reserved_requests)
+
+    def on_apply(
+        self,
+        target: Callable[..., Any],
+        args: Any = (),
+        kwargs: Any = None,
+        callback: Any = None,
+        accept_callback: Any = None,
+        **_: Any,
+    ) -> None:
+        self.started += 1
+        accept_callback(getpid(), monotonic())
+        callback(target(*args, app=self.app, **(kwargs or {})))
+
+
+class InlineTimer:
+    """The timer of the worker, which goes by the package's clock."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, int, Callable[[], Any]]] = []
+        self._number = count()
+
+    def next_us(self) -> int | None:
+        """Return the time of the next call, in microseconds since the epoch, or None."""
+        return self._entries[0][0] if self._entries else None
+
+    def run_due(self) -> None:
+        """Make all calls whose time has come."""
+        while self._entries and self._entries[0][0] <= time_ns() // 1000:
+            heappop(self._entries)[2]()
+
+    def call_after(self, secs: float, fun: Any, args: Any = (), *_: Any, **__: Any) -> None:
+        at_us = time_ns() // 1000 + round(secs * 1_000_000)
+        heappush(self._entries, (at_us, next(self._number), lambda: fun(*args)))
+
+    def call_at(self, at: float, fun: Any, args: Any = (), *_: Any, **__: Any) -> None:
+        """Call *fun* at a time of the monotonic clock, as Celery gives it for an ETA."""
+        self.call_after(at - monotonic(), fun, args)
+
+    def call_repeatedly(self, *_: Any, **__: Any) -> Any:
+        """Do nothing: only events for monitors are sent repeatedly."""
+        return SimpleNamespace(cancel=lambda: None)
+
+    def cancel(self, entry: Any) -> None:
+        """Do nothing: Celery cancels calls only when a connection is lost."""
+
+    def clear(self) -> None:
+        """Forget all calls. Celery 5.5 does so at the end."""
+        self._entries.clear()
+
+
+class InlineAttendant(Attendant):
+    """Puts early tasks back at once, in the thread of the test."""
+
+    def start(self) -> None: ...
+
+    def look_for_parked(self) -> None: ...
+
+    def put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
+        self._put_back([Task(wait, done, instead)])
+        return True
+
+    def stop(self, *, timeout_seconds: float = 5.0) -> None:
+        self._disconnect()
+
+
+class InlineScheduling(Scheduling):
+    """Publishes schedule entries at once, in the thread of the test."""
+
+    def in_thread(self, job: Callable[[], object]) -> None:
+        job()
+
+
+class InlineNativeDelay(NativeDelay):
+    """The bootstep of this package, which starts no thread."""
+
+    attendant_class = InlineAttendant
+    scheduling_class = InlineScheduling
+    promoter: Promoter | None = None
+
+    def begin_promoting(self, promoter: Promoter) -> None:
+        self.promoter = promoter
+
+
+class InlineConsumer(Consumer):  # type: ignore[misc]
+    """Celery's consumer, with the bootsteps that tasks need and none of the app's own."""
+
+    class Blueprint(Consumer.Blueprint):  # type: ignore[misc]
+        default_steps: ClassVar = [InlineNativeDelay]
+
+        def __init__(self, steps: Any = None, **options: Any) -> None:
+            super().__init__(None, **options)

@@ -1,0 +1,149 @@
+"""Puts an app on a broker in memory for one test, and back afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import celery._state
+from celery.app.backends import by_url
+from celery.backends.base import DisabledBackend
+from celery.worker import state
+from kombu import pools
+from kombu.transport import memory, virtual
+
+from ..app.install import drop_pools
+from ..app.installation import Installation
+from ..transports.sql.store import Store
+from ..worker.leases import forget_leases
+
+#: Settings of Celery during the test. Eager tasks would not wait.
+_CELERY: dict[str, Any] = {
+    "broker_transport": None,
+    "broker_transport_options": {},
+    "broker_use_ssl": False,
+    "task_always_eager": False,
+}
+
+#: Attributes of tasks that a starting worker changes.
+_CHANGED = ("__trace__", "run", "_orig_run")
+
+
+@contextmanager
+def in_memory(app: Any, installation: Installation) -> Iterator[None]:
+    """Let *app* use a new broker in memory and a new store, and restore the app afterwards."""
+    with ExitStack() as undo:
+        folder = undo.enter_context(TemporaryDirectory(prefix="native-delay-clock-"))
+        store = f"sqlite:///{Path(folder).absolute() / 'store.db'}"
+        undo.enter_context(_settings(app, installation, store))
+        undo.enter_context(_empty_broker())
+        undo.enter_context(_results(app))
+        undo.enter_context(_tasks(app))
+        undo.enter_context(_current(app))
+        undo.enter_context(_worker_state())
+        undo.callback(forget_leases, app)
+        forget_leases(app)
+        yield
+
+
+@contextmanager
+def _settings(app: Any, installation: Installation, store: str) -> Iterator[None]:
+    app.conf.get("broker_url")  # loads a pending configuration
+    conf, overlay, keywords = app.conf, dict(_CELERY), installation.keywords
+    namespace = installation.settings().namespace
+    conf.maps.insert(0, overlay)
+    installation.test_broker = "memory://localhost"
+    installation.keywords = keywords | {
+        "enabled": True,
+        "store": store,
+        "records": None,
+        "telemetry": None,
+    }
+    drop_pools(app)
+    try:
+        yield
+    finally:
+        _close_pools(app)
+        Store.forget(store, namespace)
+        installation.keywords = keywords
+        installation.test_broker = None
+        conf.maps[:] = [mapping for mapping in conf.maps if mapping is not overlay]
+        drop_pools(app)
+
+
+def _close_pools(app: Any) -> None:
+    connection = app.connection_for_write()
+    for group in (pools.producers, pools.connections):
+        pool = group.pop(connection, None)
+        if pool is not None:
+            pool.force_close_all()
+
+
+@contextmanager
+def _empty_broker() -> Iterator[None]:
+    """Give kombu's transport in memory, which is one for the whole process, new empty queues."""
+    channel, transport = memory.Channel, memory.Transport
+    queues, known = channel.queues, transport.global_state
+    channel.queues, transport.global_state = {}, virtual.BrokerState()
+    try:
+        yield
+    finally:
+        channel.queues, transport.global_state = queues, known
+
+
+@contextmanager
+def _results(app: Any) -> Iterator[None]:
+    """Keep results in memory, unless the app keeps no results."""
+    earlier = app._backend_cache
+    if not isinstance(app.backend, DisabledBackend):
+        backend, url = by_url("cache+memory://", app.loader)
+        app._backend_cache = backend(app=app, url=url)
+    try:
+        yield
+    finally:
+        app._backend_cache = earlier
+
+
+@contextmanager
+def _tasks(app: Any) -> Iterator[None]:
+    app.loader.import_default_modules()
+    app.finalize()
+    changed = [vars(task) for task in app.tasks.values()]
+    before = [{name: own[name] for name in _CHANGED if name in own} for own in changed]
+    queues = app.amqp.queues
+    consumed = queues._consume_from
+    try:
+        yield
+    finally:
+        queues._consume_from = consumed
+        for own, earlier in zip(changed, before, strict=True):
+            for name in _CHANGED:
+                own.pop(name, None)
+            own.update(earlier)
+
+
+@contextmanager
+def _worker_state() -> Iterator[None]:
+    """Forget afterwards which tasks were revoked or started: the next test may use the same ids."""
+    known: Any = (state.revoked, state.reserved_requests, state.active_requests)
+    before = [set(each) for each in known]
+    try:
+        yield
+    finally:
+        for each, earlier in zip(known, before, strict=True):
+            for new in set(each) - earlier:
+                each.discard(new)
+
+
+@contextmanager
+def _current(app: Any) -> Iterator[None]:
+    """Make *app* the current app, as in a worker, so that shared tasks are its tasks."""
+    earlier = celery._state._tls.current_app
+    app.set_current()
+    try:
+        yield
+    finally:
+        celery._state._tls.current_app = earlier

@@ -1,0 +1,79 @@
+"""Runs due tasks in the order of their due times, with the clock at each due time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .. import now
+from ..errors import NativeDelayError
+from .inline_worker import InlineWorker
+
+#: The most tasks that run at one moment: more are probably a task that sends itself at once.
+MOST_AT_ONE_MOMENT = 10_000
+
+#: The most moves of the clock for each task that may run: a task waits again if its key is busy.
+MOVES_PER_TASK = 100
+
+
+class StillWaiting(NativeDelayError):
+    """So many tasks ran under the test clock, and another task still waits."""
+
+
+class Running:
+    """Moves the clock from one due time to the next, and lets the worker run the due tasks."""
+
+    def __init__(
+        self, worker: InlineWorker, move: Callable[[int], None], after_step: Callable[[], None]
+    ) -> None:
+        self._worker = worker
+        self._move = move
+        self._after_step = after_step
+        #: The number of tasks that the worker had started when the present count began.
+        self._before = 0
+
+    def run_until(self, until_us: int) -> None:
+        """Run every task that is due until *until_us*, and let the clock stand there."""
+        self._before = self._worker.pool.started
+        while (next_us := self._run_ready(MOST_AT_ONE_MOMENT)) is not None and next_us <= until_us:
+            if next_us > now.time_ns() // 1000:
+                self._before = self._worker.pool.started
+            self._go_on(next_us)
+        self._move(until_us)
+
+    def run_all(self, limit: int) -> int:
+        """Run waiting tasks until none waits; raise StillWaiting after *limit* tasks."""
+        self._before = self._worker.pool.started
+        moves = 0
+        while (next_us := self._run_ready(limit)) is not None:
+            self._check(limit)
+            moves += 1
+            if moves > MOVES_PER_TASK * limit:
+                raise StillWaiting("expected the waiting tasks to run; the log says why they wait")
+            self._go_on(next_us)
+        return self._worker.pool.started - self._before
+
+    def _run_ready(self, most: int) -> int | None:
+        """Run the tasks that are in queues, at most *most*.
+
+        Returns the time of the next due message or call of the worker's timer, or None.
+        """
+        while self._worker.step():
+            self._after_step()
+            if self._worker.has_messages():
+                self._check(most)
+        times = (self._worker.promoter.next_due_us(), self._worker.timer.next_us())
+        return min((us for us in times if us is not None), default=None)
+
+    def _go_on(self, next_us: int) -> None:
+        """Move the clock to *next_us* if that is ahead, and let the due messages go."""
+        if next_us > now.time_ns() // 1000:
+            self._move(next_us)
+        self._worker.deliver_due()
+
+    def _check(self, most: int) -> None:
+        ran = self._worker.pool.started - self._before
+        if ran >= most:
+            raise StillWaiting(
+                f"{ran} tasks ran, and another one waits: a task may send itself again and again; "
+                f"use advance(), or a higher limit"
+            )

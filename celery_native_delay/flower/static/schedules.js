@@ -1,0 +1,126 @@
+/* The page Schedules. jQuery and Bootstrap are Flower's own. */
+/*global $, bootstrap, delaysShared */
+
+(function () {
+    "use strict";
+
+    var page = document.getElementById("schedules-page"),
+        shared = delaysShared,
+        escapeHtml = shared.escapeHtml, isolated = shared.isolated, displayed = shared.displayed,
+        DONE = {pause: " is paused", resume: " runs at its times again", "run-now": " runs once more"},
+        LATE_SECONDS = 60,
+        asked = null,           // the entry that the dialog asks about
+        list, dialog;
+
+    function byId(id) {
+        return document.getElementById("schedules-" + id);
+    }
+
+    function microseconds(time) {
+        return time === null ? null : Date.parse(time) * 1000;
+    }
+
+    function rows(found) {
+        var entries = found.entries, due, late;
+        entries.forEach(function (entry) {
+            entry.id = "entry-" + encodeURIComponent(entry.name);
+            entry.last_us = microseconds(entry.last_run);
+            entry.due_us = microseconds(entry.next_due);
+        });
+        due = entries.map(function (entry) { return entry.due_us; }).filter(Boolean);
+        late = entries.filter(function (entry) { return entry.late_seconds >= LATE_SECONDS; }).length;
+        byId("entries").textContent = shared.number(entries.length);
+        byId("next").textContent = due.length ?
+            shared.untilInWords(Math.min.apply(null, due)).replace(/^in /, "") : "\u2014";
+        byId("paused").textContent = shared.number(
+            entries.filter(function (entry) { return entry.is_paused; }).length);
+        byId("late").textContent = shared.number(late);
+        $(byId("late-card")).toggleClass("metric-card-danger", late > 0);
+        return entries;
+    }
+
+    function lastRun(us) {
+        return us === null ? "\u2014" : "<span>" + shared.inWords(us).replace(/^in .*/, "now") + "</span> " +
+            shared.timeTag(us);
+    }
+
+    function nextDue(us, entry) {
+        return us === null ? "<span>" + (entry.is_paused ? "paused" : "ended") + "</span>" : shared.timeUntil(us);
+    }
+
+    function late(seconds) {
+        return seconds < 1 ? "\u2014" : '<span class="' + (seconds >= LATE_SECONDS ? "is-late" : "") + '">' +
+            shared.duration(seconds) + "</span>";
+    }
+
+    function button(verb, text, label) {
+        return '<button type="button" class="btn btn-sm btn-outline-secondary" data-change="' + verb +
+            '" aria-label="' + escapeHtml(label) + '">' + text + "</button>";
+    }
+
+    function buttons(name, entry) {
+        return '<span class="delays-buttons">' +
+            (entry.is_paused ? button("resume", "Resume", "Resume " + name) : button("pause", "Pause", "Pause " + name)) +
+            button("run-now", "Run now", "Run " + name + " now") + "</span>";
+    }
+
+    function change(verb, name) {
+        shared.post(verb, {name: name}).done(function () {
+            shared.toast(shared.visible(name) + DONE[verb], "success");
+        }).fail(function (xhr) {
+            shared.toast(shared.sayWhy(xhr), "danger");
+        }).always(list.refresh);
+    }
+
+    function ask(entry) {
+        asked = entry;
+        byId("question").innerHTML = "Run " + isolated(entry.name) + " now?";
+        byId("consequence").innerHTML = isolated(entry.task) + " runs once more. The next due time stays.";
+        dialog.show();
+    }
+
+    $(function () {
+        var columns = [{
+            data: "name", className: "schedules-name", render: displayed(isolated)
+        }, {
+            data: "task", className: "schedules-task", render: displayed(shared.taskLink)
+        }, {
+            data: "schedule", className: "schedules-schedule", render: displayed(isolated)
+        }, {
+            data: "last_us", className: "schedules-last delays-due", searchable: false, render: displayed(lastRun)
+        }, {
+            data: "due_us", className: "schedules-next delays-due", searchable: false, render: displayed(nextDue)
+        }, {
+            data: "runs", className: "schedules-runs", searchable: false, render: displayed(shared.number)
+        }, {
+            data: "late_seconds", className: "schedules-late", searchable: false, render: displayed(late)
+        }];
+        if (page.dataset.mayChange) {
+            columns.push({data: "name", className: "schedules-change", orderable: false, searchable: false,
+                render: displayed(buttons)});
+            dialog = new bootstrap.Modal(byId("dialog"));
+            byId("dialog").addEventListener("shown.bs.modal", function () { byId("no").focus(); });
+            byId("dialog").addEventListener("hidden.bs.modal", function () {
+                $(document.getElementById(asked.id)).find("[data-change=run-now]").trigger("focus");
+            });
+            $(byId("form")).on("submit", function (event) {
+                event.preventDefault();
+                dialog.hide();
+                change("run-now", asked.name);
+            });
+        }
+        list = shared.list("schedules", "entries", ["entries", "next", "paused", "late"], rows, {
+            order: [[0, "asc"]],
+            language: {searchPlaceholder: "name, task or schedule"},
+            columns: columns
+        });
+        $("#schedules-table").on("click", "[data-change]", function () {
+            var entry = list.table.row($(this).closest("tr")).data();
+            if (this.dataset.change === "run-now") {
+                ask(entry);
+            } else {
+                change(this.dataset.change, entry.name);
+            }
+        });
+    });
+}());

@@ -1,0 +1,32 @@
+"""The current time for this package, which the test clock can stop."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+#: The time at which the test clock stands, in nanoseconds since the epoch; None without a clock.
+stopped_at_ns: int | None = None
+
+
+def time_ns() -> int:
+    """Return the current time in nanoseconds since the epoch."""
+    return time.time_ns() if stopped_at_ns is None else stopped_at_ns
+
+
+def utc_now() -> datetime:
+    """Return the current time in UTC."""
+    return moment(time_ns() // 1000)
+
+
+def moment(us: int) -> datetime:
+    """Return the time *us* (microseconds since the epoch) in UTC."""
+    return _EPOCH + timedelta(microseconds=us)
+
+
+def stop_at(us: int | None) -> None:
+    """Let the package's clock stand at *us* (microseconds since the epoch); None lets it go on."""
+    global stopped_at_ns
+    stopped_at_ns = None if us is None else us * 1000

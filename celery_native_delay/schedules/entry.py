@@ -1,0 +1,120 @@
+"""A schedule entry, also as JSON, from which a worker without the entry can publish it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime, timedelta, tzinfo
+from functools import cached_property
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from celery.schedules import crontab, schedule, solar
+from kombu.utils.json import dumps, loads
+
+from ..durations import duration
+from .next_due import next_due
+
+VERSION = 1
+
+_CRONTAB = ("minute", "hour", "day_of_week", "day_of_month", "month_of_year")
+_TIMES = ("schedule", "zone", "starts_us", "ends_us", "one_off")
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A schedule entry of Celery, such as an item of ``beat_schedule``.
+
+    The task runs between *starts_us* and *ends_us*, in microseconds since the epoch. With *one_off*
+    the task runs once.
+    """
+
+    name: str
+    task: str
+    schedule: Any
+    zone: tzinfo
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    starts_us: int | None = None
+    ends_us: int | None = None
+    one_off: bool = False
+
+    def next_us(self, after_us: int) -> int | None:
+        """Return the first due time after *after_us*, in microseconds since the epoch, or None."""
+        after_us = max(after_us - self.countdown_us, (self.starts_us or 0) - 1)
+        found = next_due(self.schedule, _EPOCH + after_us * _MICROSECOND, self.zone)
+        if found is None:
+            return None
+        at_us = (found - _EPOCH) // _MICROSECOND
+        return None if self.ends_us and at_us > self.ends_us else at_us + self.countdown_us
+
+    @property
+    def countdown_us(self) -> int:
+        """The entry's option ``countdown``: the delay after each time of the schedule."""
+        return round((self.options.get("countdown") or 0) * 1_000_000)
+
+    @cached_property
+    def text(self) -> str:
+        """The entry as JSON. Of a value that JSON cannot hold, the text has the class's name."""
+        plain = _plain(self.schedule)
+        made = {each.name: getattr(self, each.name) for each in fields(self)}
+        made |= {"v": VERSION, "zone": str(self.zone), "schedule": plain or _kind(self.schedule)}
+        whole = plain is not None and (self.zone is UTC or isinstance(self.zone, ZoneInfo))
+        try:
+            return str(dumps(made | {"whole": whole}, sort_keys=True))
+        except (TypeError, ValueError):  # such as an argument of Celery's class BeatLazyFunc
+            return json.dumps(made | {"whole": False}, sort_keys=True, default=_kind)
+
+    @classmethod
+    def from_text(cls, text: str) -> Entry | None:
+        """Decode an entry. Returns None if the text has not all values, or a later VERSION."""
+        made = loads(text)
+        if made.pop("v") != VERSION or not made.pop("whole"):
+            return None
+        made |= {"zone": ZoneInfo(made["zone"]), "schedule": _schedule(**made["schedule"])}
+        return cls(**made)
+
+    def has_schedule_of(self, text: str) -> bool:
+        """Return True if the entry in *text* is due at the same times."""
+        mine, other = loads(self.text), loads(text)
+        return all(mine[name] == other.get(name) for name in _TIMES)
+
+    @property
+    def words(self) -> str:
+        """The schedule for people: ``every 10 s``, or ``30 2 * * * Europe/Berlin``."""
+        match self.schedule:
+            case crontab() as cron:
+                times = (cron._orig_minute, cron._orig_hour, cron._orig_day_of_month)
+                days = (cron._orig_month_of_year, cron._orig_day_of_week)
+                return " ".join(map(str, (*times, *days, self.zone)))
+            case schedule(run_every=every):
+                return f"every {duration(every.total_seconds())}"
+            case solar() as sun:
+                return f"{sun.event} at {sun.lat}, {sun.lon}"
+        return str(self.schedule)
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _plain(of: Any) -> dict[str, Any] | None:
+    if isinstance(of, crontab) and type(of).remaining_delta is crontab.remaining_delta:
+        return {"cron": [str(getattr(of, f"_orig_{name}")) for name in _CRONTAB]}
+    if type(of) is schedule:
+        return {"every": of.run_every.total_seconds(), "relative": bool(of.relative)}
+    if type(of) is solar:
+        return {"sun": [of.event, of.lat, of.lon]}
+    return None
+
+
+def _schedule(
+    cron: Sequence[str] = (), every: float = 0, relative: bool = False, sun: Sequence[Any] = ()
+) -> Any:
+    if every:
+        return schedule(timedelta(seconds=every), relative=relative)
+    return crontab(*cron) if cron else solar(*sun)

@@ -1,0 +1,175 @@
+"""The stored state of a schedule entry, and the pure functions that change the state.
+
+An *occurrence* is one run of a schedule entry: a message that waits until its due time. All times
+are in microseconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+from ..records.interface import Change, Snapshot
+from ..texts import is_text
+from .entry import Entry
+
+#: The header of an occurrence: the name of the schedule entry, and the occurrence's number.
+HEADER = "native_delay_schedule"
+
+VERSION = 1
+
+#: An occurrence that is overdue by a minute and does not wait in the broker may be lost.
+OVERDUE_US = 60_000_000
+
+#: At most this many missed occurrences run one after the other.
+MOST_MISSED = 100
+
+#: The state of an entry is kept for ten years.
+KEPT_US = 10 * 365 * 86_400_000_000
+
+CatchUp: TypeAlias = Literal["one", "none", "all"]
+
+
+@dataclass(frozen=True)
+class State:
+    """The stored state of a schedule entry, with the occurrence *number* that waits.
+
+    *entry* is the entry's JSON. *id* is the task id of the waiting occurrence, due at *due_us* and
+    published at *sent_us*; *ran* is the task id of the occurrence before. *runs* occurrences have
+    run, the last at *last_us*. *missed* occurrences in a row ran late.
+    """
+
+    entry: str
+    id: str | None = None
+    number: int = 0
+    due_us: int | None = None
+    sent_us: int = 0
+    ran: str | None = None
+    runs: int = 0
+    last_us: int = 0
+    missed: int = 0
+    paused: bool = False
+
+    def encoded(self) -> str:
+        made = {name: value for name, value in asdict(self).items() if value is not None}
+        return json.dumps(made, separators=(",", ":"))
+
+    @classmethod
+    def from_text(cls, text: str | None) -> State | None:
+        """Decode a state. Fields of later versions of this package are left out."""
+        if text is None:
+            return None
+        made = json.loads(text)
+        return cls(**{name: made[name] for name in cls.__dataclass_fields__ if name in made})
+
+    def waits_for(self, number: int) -> bool:
+        return self.number == number and self.due_us is not None
+
+
+def occurrence_of(headers: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Return the schedule entry and the number of an occurrence; None for any other task."""
+    mark = headers.get(HEADER)
+    if not isinstance(mark, Mapping) or mark.get("v") != VERSION:
+        return None
+    name, number = mark.get("entry"), mark.get("number")
+    return (str(name), number) if is_text(name) and isinstance(number, int) else None
+
+
+def planned(state: State | None, entry: Entry, now_us: int) -> State | None:
+    """Return the state with the first occurrence of a new or changed *entry*, or None.
+
+    If only the task or its arguments changed, the due time stays. So an entry of a week also runs
+    if each day brings a release.
+    """
+    if state is not None and state.entry == entry.text:
+        return None
+    before = state or State("")
+    due_us = None if before.paused else _first_us(entry, before, now_us)
+    if before.due_us is not None and entry.has_schedule_of(before.entry):
+        due_us = before.due_us
+    return _next(before, due_us, now_us, entry=entry.text)
+
+
+def sent_again(state: State, now_us: int) -> State | None:
+    """Return the state if the waiting occurrence may be lost, so that it is published again.
+
+    The message may also lie in a long queue. So the message is published again after 1, 2, 4, …
+    minutes, and the first message that a worker receives runs.
+    """
+    if state.due_us is None:
+        return None
+    wait_us = max(OVERDUE_US, state.sent_us - state.due_us)
+    is_late = now_us - max(state.due_us, state.sent_us) > wait_us
+    return replace(state, sent_us=now_us) if is_late else None
+
+
+def advanced(state: State, entry: Entry, task_id: str, now_us: int, catch_up: CatchUp) -> State:
+    """Return the state with the next occurrence, after the waiting one has reached a worker."""
+    assert state.due_us is not None
+    next_us, missed, runs = entry.next_us(state.due_us), 0, True
+    if next_us is not None and next_us <= now_us:
+        runs, missed = catch_up != "none", state.missed + 1
+        if catch_up != "all" or missed >= MOST_MISSED:
+            next_us, missed = _later_us(entry, state.due_us, next_us, now_us), 0
+    if not runs:
+        return _next(state, next_us, now_us)
+    next_us = None if entry.one_off else next_us
+    ran = {"ran": task_id, "runs": state.runs + 1, "last_us": now_us}
+    return _next(state, next_us, now_us, missed=missed, **ran)
+
+
+def why_dropped(
+    before: State | None, after: State | None, task_id: str, *, redelivered: bool
+) -> str | None:
+    """Return why a worker must not run an occurrence, or None if the worker runs it.
+
+    *after* is the result of :func:`advanced`. A redelivered occurrence runs again: the worker that
+    published the next one has died.
+    """
+    if before is not None and after is not None:
+        skipped = "its time was missed, and native_delay_schedules_catch_up is 'none'"
+        return None if after.runs > before.runs else skipped
+    if before is not None and (redelivered or task_id == before.ran):
+        return None
+    return "another occurrence of its schedule entry took its place"
+
+
+def paused(state: State) -> State:
+    """Return the state of an entry that does not run until a user resumes it."""
+    return replace(state, paused=True, due_us=None, number=state.number + 1)
+
+
+def resumed(state: State, entry: Entry, now_us: int) -> State:
+    """Return the state of an entry that runs again from its next due time."""
+    return _next(state, _first_us(entry, state, now_us), now_us, paused=False)
+
+
+def swapped(snapshot: Snapshot, *, before: State | None, after: State) -> Change[bool]:
+    """Replace the state *before* by *after*, and the waiting occurrence by a new one.
+
+    The answer is False if another process has changed the state *before*.
+    """
+    stored = State.from_text(snapshot.text)
+    if stored != before:
+        return Change(snapshot.text, 0, stored == after)  # an earlier attempt may have been ours
+    due_us = None if after.due_us is None else max(after.due_us, snapshot.now_us)
+    kept_us = snapshot.now_us + KEPT_US
+    return Change(after.encoded(), kept_us, True, due_us, replaces=bool(snapshot.messages))
+
+
+def _next(state: State, due_us: int | None, now_us: int, *, missed: int = 0, **new: Any) -> State:
+    number = state.number + 1
+    return replace(state, number=number, due_us=due_us, sent_us=now_us, missed=missed, **new)
+
+
+def _first_us(entry: Entry, state: State, now_us: int) -> int | None:
+    return None if entry.one_off and state.runs else entry.next_us(now_us)
+
+
+def _later_us(entry: Entry, due_us: int, next_us: int, now_us: int) -> int | None:
+    """Return the first due time after now; an interval counts from *due_us*."""
+    if not hasattr(entry.schedule, "run_every"):
+        return entry.next_us(now_us)
+    return entry.next_us(now_us - (now_us - due_us) % max(next_us - due_us, 1))

@@ -1,0 +1,80 @@
+"""Schedules in a worker: a gate for occurrences, and a thread that publishes schedule entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+from typing import Any
+
+from celery.utils.log import get_logger
+
+from ..app.schedules import Schedules
+from ..errors import described
+from ..schedules.state import HEADER, occurrence_of
+from .arrival import Arrival, Drop, Ruling
+
+logger = get_logger(__name__)
+
+#: A worker compares the schedule entries with the records this often.
+LOOK_SECONDS = 30.0
+
+
+class Scheduling:
+    """The gate that publishes the next occurrence of a schedule entry when one is due."""
+
+    def __init__(self, app: Any, timer: Any) -> None:
+        self._schedules = Schedules(app)
+        self._timer = timer
+        self._look_seconds = min(app.conf.beat_max_loop_interval or LOOK_SECONDS, LOOK_SECONDS)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="native-delay-schedules")
+        self._beat_noted = -LOOK_SECONDS
+
+    def __call__(self, arrival: Arrival) -> Ruling | None:
+        headers = arrival.fields if arrival.has_headers else {}
+        occurrence = occurrence_of(headers)
+        if occurrence is None:
+            if headers.get("celery_beat_task"):
+                # Plain Celery's beat does not send the entry's name.
+                self._note_beat(str(headers.get("periodic_task_name") or arrival.name))
+            return None
+        redelivered = bool((arrival.message.delivery_info or {}).get("redelivered"))
+        try:
+            why = self._schedules.advance(*occurrence, arrival.id, redelivered=redelivered)
+        except Exception as exc:  # then the occurrence waits, so that no run is lost
+            text = "native delay: schedule entry %s waits: %s"
+            logger.warning(text, occurrence[0], described(exc))
+            return arrival.until_records_answer()
+        # Another gate may let the message wait again, longer than until the next occurrence.
+        arrival.message.headers.pop(HEADER)
+        if why is None and not arrival.is_cancelled:
+            self.in_thread(lambda: self._schedules.note_run(occurrence[0]))
+        return None if why is None else Drop(why)
+
+    def start(self) -> None:
+        """Publish the schedule entries now, and compare them with the records each 30 s.
+
+        To be called for each connection, because Celery then clears the timer.
+        """
+        publish = (self._schedules.publish,)
+        self.in_thread(*publish)
+        self._timer.call_repeatedly(self._look_seconds, self.in_thread, publish)
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _note_beat(self, name: str) -> None:
+        if monotonic() - self._beat_noted >= LOOK_SECONDS:
+            self._beat_noted = monotonic()
+            self.in_thread(lambda: self._schedules.note_beat(name))
+
+    def in_thread(self, job: Callable[[], object]) -> None:
+        """Call *job* in the thread for schedule entries, and log an error."""
+        self._thread.submit(_logged, job)
+
+
+def _logged(job: Callable[[], object]) -> None:
+    try:
+        job()
+    except Exception as exc:  # of the records, or of a scheduler with a database
+        logger.warning("native delay: cannot publish schedule entries: %s", described(exc))

@@ -1,0 +1,81 @@
+"""The project of the Django guide, made and tested as the guide shows it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.documents import EXAMPLES, ROOT, only
+
+django = pytest.importorskip("django")
+
+#: The commands that the guide shows; `python` is this Python.
+DJANGO_COMMANDS = [
+    line.removeprefix("$ ")
+    for example in EXAMPLES
+    if example.page == "docs/guides/django.md" and example.language == "console"
+    for line in example.text.splitlines()
+]
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """The folder of the guide's project."""
+    for command in DJANGO_COMMANDS:
+        manage(tmp_path, *command.split()[1:])
+    for path, example in {
+        "shop/celery.py": only("django"),
+        "shop/__init__.py": only("django-init"),
+        "shop/urls.py": only("django-urls"),
+        "orders/models.py": only("django-models"),
+        "orders/tasks.py": only("django-tasks"),
+        "orders/views.py": only("django-views"),
+        "orders/tests.py": only("django-tests"),
+    }.items():
+        (tmp_path / path).write_text(example.text)
+    add(tmp_path / "shop/settings.py", only("django-settings").text)
+    manage(tmp_path, "manage.py", "makemigrations", "orders")
+    return tmp_path
+
+
+def manage(folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-Werror", *command],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def add(path: Path, text: str) -> None:
+    path.write_text(path.read_text() + "\n" + text)
+
+
+def test_the_tests_of_the_guide_pass(site: Path) -> None:
+    """No broker runs for them."""
+    assert "Ran 4 tests" in manage(site, "manage.py", "test")
+
+
+def test_settings_have_celerys_prefix(site: Path) -> None:
+    asked = (
+        "from shop.celery import app; from celery_native_delay.app.install import installation_of; "
+        "print('namespace', installation_of(app).settings().namespace)"
+    )
+    assert "namespace shop_delay\n" in manage(site, "manage.py", "shell", "-c", asked)
+
+
+@pytest.mark.skipif(django.VERSION < (6,), reason="Django 6 has tasks, and needs Python 3.12")
+def test_tasks_of_django_6_wait_as_shown(site: Path) -> None:
+    pytest.importorskip("django_tasks_celery")
+    add(site / "shop/settings.py", only("django6-settings").text)
+    (site / "orders/reviews.py").write_text(only("django6-task").text)
+    (site / "orders/test_reviews.py").write_text(only("django6-tests").text)
+    assert "Ran 6 tests" in manage(site, "manage.py", "test")

@@ -1,0 +1,162 @@
+"""django-celery-beat's entries wait in the broker: its tables are read, and its counts written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from time import time
+
+import pytest
+
+from celery_native_delay.testing import PrivateRedis
+from tests.acceptance.worker import REPOSITORY
+from tests.waiting import PATIENCE_SECONDS, wait_until
+
+PROJECT = """
+import os, time, django
+from celery import Celery
+from django.conf import settings
+settings.configure(
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "site.db"}},
+    INSTALLED_APPS=["django_celery_beat"],
+    USE_TZ=True,
+    TIME_ZONE="Europe/Berlin",
+)
+django.setup()
+from celery_native_delay import install
+app = Celery("site", broker=os.environ["BROKER"])
+app.conf.timezone = "Europe/Berlin"
+app.conf.beat_scheduler = "django_celery_beat.schedulers:DatabaseScheduler"
+app.conf.beat_max_loop_interval = 1
+app.conf.result_expires = None
+install(app, schedules=True)
+
+@app.task(name="site.note")
+def note(*args):
+    with open("ran.txt", "a") as file:
+        file.write(f"{time.time()} {' '.join(args)}\\n")
+"""
+
+
+class Site:
+    """A Django project with django-celery-beat in a folder, and its worker."""
+
+    def __init__(self, folder: Path, broker: str) -> None:
+        self.folder = folder
+        self._env = {
+            **os.environ,
+            "BROKER": broker,
+            "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}",
+        }
+        (folder / "site_app.py").write_text(PROJECT)
+        self.run("from django.core.management import call_command; call_command('migrate', '-v0')")
+
+    def run(self, code: str) -> str:
+        """Run *code* in a process of the site; what it prints."""
+        begin = (
+            "from site_app import app; from datetime import timedelta; "
+            "from django.utils.timezone import now; "
+            "from django_celery_beat.models import *\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", begin + code],
+            cwd=self.folder,
+            env=self._env,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def worker(self) -> subprocess.Popen[bytes]:
+        with (self.folder / "worker.log").open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "celery", "-A", "site_app", "worker", "-c1", "-lINFO"],
+                cwd=self.folder,
+                env=self._env,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def ran(self, word: str) -> list[float]:
+        """When the task ran with this argument."""
+        path = self.folder / "ran.txt"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [float(line.split()[0]) for line in lines if line.endswith(f" {word}")]
+
+    def wait_for(self, word: str, count: int) -> None:
+        def ran() -> bool:
+            return len(self.ran(word)) >= count
+
+        try:
+            wait_until(ran)
+        except BaseException as exc:
+            exc.add_note((self.folder / "worker.log").read_text()[-3000:])
+            raise
+
+
+@pytest.fixture
+def site(tmp_path: Path, records_redis: PrivateRedis) -> Iterator[Site]:
+    pytest.importorskip("django_celery_beat")
+    site = Site(tmp_path, records_redis.url)
+    worker = site.worker()
+    yield site
+    worker.terminate()
+    worker.wait(PATIENCE_SECONDS)
+
+
+SECOND = "IntervalSchedule.objects.get_or_create(every=1, period='seconds')[0]"
+
+
+def entry(word: str, **fields: str) -> str:
+    more = "".join(f", {name}={value}" for name, value in fields.items())
+    return (
+        f"PeriodicTask.objects.create(name='{word}', task='site.note', args='[\"{word}\"]', "
+        f"interval={SECOND}{more})"
+    )
+
+
+def test_an_entry_that_another_process_makes_runs_and_is_counted(site: Site) -> None:
+    site.run(entry("tick"))
+    site.wait_for("tick", 3)
+
+    def is_counted() -> bool:
+        told = site.run(
+            "p = PeriodicTask.objects.get(name='tick'); "
+            "print(p.total_run_count, p.last_run_at is not None)"
+        )
+        return int(told.split()[0]) >= 3 and told.endswith("True")
+
+    wait_until(is_counted)
+
+
+def test_an_entry_that_is_switched_off_or_has_ended_runs_no_more(site: Site) -> None:
+    site.run(entry("off") + ";" + entry("ends", expires="now() + timedelta(seconds=20)"))
+    site.wait_for("off", 1)
+    site.wait_for("ends", 1)
+    site.run("p = PeriodicTask.objects.get(name='off'); p.enabled = False; p.save()")
+    site.run(entry("later"))
+    site.wait_for("later", 1)  # the change before it was taken up, too
+    off, later = len(site.ran("off")), len(site.ran("later"))
+    site.wait_for("later", later + 3)
+    assert len(site.ran("off")) == off
+
+
+def test_an_entry_starts_at_its_time_and_a_one_off_entry_runs_once(site: Site) -> None:
+    start = time() + 8
+    site.run(
+        entry("starts", start_time="now() + timedelta(seconds=8)")
+        + ";"
+        + entry("once", one_off="True")
+        + ";"
+        + entry("tick")
+    )
+    site.wait_for("starts", 1)
+    assert site.ran("starts")[0] >= start - 1
+    site.wait_for("tick", len(site.ran("tick")) + 3)
+    assert len(site.ran("once")) == 1
+    wait_until(lambda: site.run("print(PeriodicTask.objects.get(name='once').enabled)") == "False")

@@ -1,0 +1,334 @@
+"""Schedules in real workers: every occurrence runs, whichever worker is killed, without a beat."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from time import monotonic, sleep, time
+from typing import Any
+
+import pytest
+
+from celery_native_delay import Delay
+from celery_native_delay.testing import (
+    PrivateRabbitMQ,
+    PrivateRedis,
+    private_redis,
+    require_redis,
+    vhost_name,
+)
+from pytest_celery_native_delay import installed
+from tests.acceptance.worker import EARLY_SECONDS, FEW_LEVELS, REPOSITORY, Fleet, Run, fleet_on
+from tests.brokers import in_ci, on_one_version
+from tests.postgresql import PrivatePostgreSQL, private_postgresql
+from tests.sentinel import private_sentinel
+from tests.waiting import SLOWNESS, wait_until
+
+ENTRIES = {
+    f"every-{number}": {"task": "note", "schedule": float(number % 5 + 1), "args": [number]}
+    for number in range(20)
+}
+KILL_EVERY_SECONDS = 5
+KILLS = 4
+
+
+@pytest.fixture(
+    params=["redis", "rabbitmq-3.10-redis", *map(in_ci, ("store", "rabbitmq-4.3-postgresql"))]
+)
+def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+    conf: dict[str, Any] = {"native_delay_schedules": True}
+    match request.param.split("-"):
+        case ["redis"]:
+            records: PrivateRedis = request.getfixturevalue("records_redis")
+            conf["broker_transport_options"] = {"visibility_timeout": 5}
+            with fleet_on(records.url, tmp_path, **conf) as fleet:
+                yield fleet
+        case ["store"]:
+            (tmp_path / "queue").mkdir()
+            folders = {f"data_folder_{way}": str(tmp_path / "queue") for way in ("in", "out")}
+            conf |= {"broker_transport_options": folders | {"control_folder": str(tmp_path)}}
+            conf["native_delay_store"] = f"sqlite:///{tmp_path}/delays.db"
+            with fleet_on("filesystem://", tmp_path, **conf) as fleet:
+                yield fleet
+        case ["rabbitmq", version, kind]:
+            running = request.getfixturevalue("running_rabbitmq")
+            server: PrivateRabbitMQ = running(version)
+            url = server.new_vhost()
+            conf |= {"native_delay_levels": FEW_LEVELS}
+            if kind == "redis":
+                conf["native_delay_records"] = request.getfixturevalue("records_redis").url
+                with fleet_on(url, tmp_path, **conf) as fleet:
+                    yield fleet
+            else:
+                with private_postgresql() as postgresql:
+                    conf["native_delay_records"] = postgresql.new_database()
+                    with fleet_on(url, tmp_path, **conf) as fleet:
+                        yield fleet
+            server.delete_vhost(vhost_name(url))
+
+
+def test_every_occurrence_runs_although_workers_are_killed(fleet: Fleet) -> None:
+    """None early, none left out, none twice but after a kill, and never two chains of an entry."""
+    can_lose = fleet.broker_url.startswith("filesystem")  # a killed worker's message is gone
+    workers = [fleet.worker(beat_schedule=ENTRIES) for _ in range(3)]
+    for number in range(KILLS):
+        sleep(KILL_EVERY_SECONDS)
+        if not can_lose:
+            workers[number % 3].kill()
+            workers[number % 3] = fleet.worker(beat_schedule=ENTRIES, wait=False)
+    before = len(fleet.record.runs())
+    wait_until(lambda: len(fleet.record.runs()) >= before + len(ENTRIES))
+    runs = fleet.record.runs()
+    by_entry: dict[int, list[float]] = {}
+    for run in runs:
+        assert run.due is not None
+        assert run.started >= run.due - EARLY_SECONDS, run
+        by_entry.setdefault(run.args[0], []).append(run.due)
+    assert len(by_entry) == len(ENTRIES)
+    doubled = 0
+    for number, due in by_entry.items():
+        every = ENTRIES[f"every-{number}"]["schedule"]
+        doubled += sum(count - 1 for count in Counter(due).values())
+        for one, other in pairwise(sorted(set(due))):
+            steps = (other - one) / every
+            assert abs(steps - round(steps)) < 0.2, "a second chain"
+            assert can_lose or steps < 1 + 10 * SLOWNESS / every
+    assert doubled <= (0 if can_lose else KILLS * 10)
+
+
+@pytest.mark.parametrize("count", [4, in_ci(10)])
+def test_workers_that_boot_at_once_publish_each_entry_once(fleet: Fleet, count: int) -> None:
+    entries = {f"far-{n}": {"task": "note", "schedule": 900.0, "args": [n]} for n in range(10)}
+    workers = [fleet.worker(beat_schedule=entries, pool="solo", wait=False) for _ in range(count)]
+    for worker in workers:
+        worker.wait_ready()
+    app = fleet.app()
+    wait_until(lambda: len(list(Delay(app).schedules())) == len(entries))
+    assert Delay(app).count() == len(entries)
+
+
+def test_a_changed_entry_is_published_anew_and_one_that_is_gone_is_removed(fleet: Fleet) -> None:
+    def entries(**more: float) -> dict[str, Any]:
+        return {name: {"task": "note", "schedule": every} for name, every in more.items()}
+
+    delay = Delay(fleet.app())
+    first = fleet.worker(beat_schedule=entries(stays=900.0, changes=900.0, goes=900.0))
+    wait_until(lambda: len(list(delay.schedules())) == 3)
+    before = {entry.name: entry for entry in delay.schedules()}
+    fleet.worker(beat_schedule=entries(stays=900.0, changes=960.0))
+    wait_until(lambda: len(list(delay.schedules())) == 2)
+    wait_until(
+        lambda: (
+            {each.name: each for each in delay.schedules()}["changes"].schedule == "every 16 min"
+        )
+    )
+    after = {entry.name: entry for entry in delay.schedules()}
+    assert after["stays"] == before["stays"]
+    assert delay.count() == 2
+    assert first.process.poll() is None
+
+
+def test_a_relative_expiry_counts_from_the_due_time(fleet: Fleet) -> None:
+    options = {"expires": 2}
+    entry = {"task": "note", "schedule": 4.0, "args": ["tick"], "options": options}
+    fleet.worker(beat_schedule={"tick": entry})
+    fleet.record.wait_for(2)
+
+
+def test_an_entry_can_be_paused_resumed_and_run_now(fleet: Fleet) -> None:
+    entries = {"tick": {"task": "note", "schedule": 1.0, "args": ["tick"]}}
+    fleet.worker(beat_schedule=entries)
+    fleet.record.wait_for(2)
+    schedules = Delay(fleet.app()).schedules()
+    schedules.pause("tick")
+    paused_at = len(fleet.record.runs())
+    started = monotonic()
+    task_id = schedules.run_now("tick")
+    fleet.record.wait_for(1, task_id=task_id)
+    wait_until(lambda: monotonic() > started + 3)
+    assert len(fleet.record.runs()) <= paused_at + 2  # one may have been due as it was paused
+    (entry,) = schedules
+    assert entry.is_paused
+    schedules.resume("tick")
+    fleet.record.wait_for(len(fleet.record.runs()) + 2)
+    with pytest.raises(KeyError, match="expected the name of a schedule entry, got 'tock'"):
+        schedules.pause("tock")
+
+
+def test_a_beat_that_is_started_by_mistake_sends_nothing(fleet: Fleet) -> None:
+    entries = {"tick": {"task": "note", "schedule": 0.5, "args": ["tick"]}}
+    log = fleet.folder / "beat.log"
+    with log.open("wb") as output:
+        app_of_workers = ["celery", "-A", "tests.acceptance.apps.installed"]
+        schedule = ["--schedule", str(fleet.folder / "beat.db"), "--pidfile="]
+        beat = subprocess.Popen(
+            [sys.executable, "-m", *app_of_workers, "beat", *schedule],
+            cwd=REPOSITORY,
+            env=fleet.environment(beat_schedule=entries),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until(lambda: "this beat sends nothing" in log.read_text())
+    finally:
+        beat.terminate()
+        beat.wait(30)
+    assert "Sending due task" not in log.read_text()
+
+
+def test_a_cancelled_occurrence_is_followed_by_the_next(fleet: Fleet) -> None:
+    fleet.worker(beat_schedule={"tick": {"task": "note", "schedule": 3.0, "args": ["tick"]}})
+    fleet.record.wait_for(1)
+    delay = Delay(fleet.app())
+    (entry,) = delay.schedules()
+    assert delay.cancel(entry.task_id or "")
+    fleet.record.wait_for(2)
+    assert entry.task_id not in [run.id for run in fleet.record.runs()]
+
+
+@pytest.mark.parametrize("fleet", ["redis"], indirect=True)
+def test_a_lost_occurrence_is_published_again(fleet: Fleet, records_redis: PrivateRedis) -> None:
+    entries = {"tick": {"task": "note", "schedule": 5.0, "args": ["tick"]}}
+    fleet.worker(beat_schedule=entries, tests_overdue_seconds=2, beat_max_loop_interval=1)
+    fleet.record.wait_for(1)
+    lost = [
+        key
+        for key in records_redis.client.scan_iter()
+        if key.endswith((b"due", b"messages", b"ids"))
+    ]
+    assert len(lost) >= 2
+    records_redis.client.delete(*lost)
+    before = len(fleet.record.runs())
+    fleet.record.wait_for(before + 2)
+
+
+def test_a_worker_with_an_embedded_beat_sends_nothing_twice(fleet: Fleet) -> None:
+    more = ("-B", "--schedule", str(fleet.folder / "beat.db"))
+    worker = fleet.worker(beat_schedule=TICKS, more=more)
+    worker.wait_for_log("this beat sends nothing")
+    assert_no_double(fleet.record.wait_for(6))
+    assert not worker.log_lines("Sending due task")
+
+
+@pytest.mark.parametrize("fleet", ["redis"], indirect=True)
+def test_two_plain_beats_of_the_same_entries_are_noticed(fleet: Fleet) -> None:
+    schedules = Delay(fleet.app()).schedules()
+    fleet.worker(beat_schedule=TICKS)
+    fleet.record.wait_for(1)
+    assert schedules.beat() is None
+    fleet.worker(installed=False)
+    with plain_beat(fleet, "one"), plain_beat(fleet, "two"):
+        wait_until(lambda: schedules.beat() == "note")
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("records", ["redis", "postgresql"])
+@on_one_version
+def test_occurrences_wait_while_the_records_are_away(
+    vhost_url: str, tmp_path: Path, records: str
+) -> None:
+    """At boot, and in between; then each entry goes on, and no due time runs twice."""
+    with running_records(records) as (server, url):
+        conf = {"native_delay_schedules": True, "native_delay_records": url}
+        with fleet_on(vhost_url, tmp_path, native_delay_levels=FEW_LEVELS, **conf) as fleet:
+            server.kill()
+            workers = [fleet.worker(beat_schedule=TICKS) for _ in range(2)]
+            assert not fleet.record.runs()
+            server.start()
+            runs = fleet.record.wait_for(6)
+            for _ in range(2):
+                server.kill()
+                wait_until(lambda: any(each.log_lines(" waits: ") for each in workers))
+                server.start()
+                runs = wait_for_all_ticks(fleet)
+            assert_no_double(runs)
+
+
+@pytest.mark.ci
+def test_entries_go_on_after_a_failover_of_redis(tmp_path: Path) -> None:
+    installed(require_redis, "redis")
+    with private_sentinel(server="redis") as sentinel:
+        options = {"master_name": sentinel.master_name, "visibility_timeout": 5}
+        conf = {"native_delay_schedules": True, "broker_transport_options": options}
+        with fleet_on(sentinel.url, tmp_path, **conf) as fleet:
+            for _ in range(2):
+                fleet.worker(beat_schedule=TICKS, tests_overdue_seconds=5, beat_max_loop_interval=2)
+            fleet.record.wait_for(6)
+            for _ in range(2):
+                began = time()
+                sentinel.failover()
+                ended = time()
+                sentinel.heal()
+                wait_for_all_ticks(fleet)
+                # Replication is asynchronous: the new master may not have the last runs.
+                calm = [run for run in fleet.record.runs() if not began - 2 < due_at(run) < ended]
+                assert_no_double(calm)
+
+
+#: A relative expiry counts from the due time, so the expiry of a run tells its due time.
+EXPIRES_SECONDS = 3600.0
+TICKS = {
+    f"tick-{number}": {
+        "task": "note",
+        "schedule": float(number % 2 + 1),
+        "args": [f"tick-{number}"],
+        "options": {"expires": EXPIRES_SECONDS},
+    }
+    for number in range(4)
+}
+
+
+def due_at(run: Run) -> float:
+    return datetime.fromisoformat(run.expires or "").timestamp() - EXPIRES_SECONDS
+
+
+def assert_no_double(runs: list[Run]) -> None:
+    """Assert that no due time ran twice or early, and that no entry has two chains."""
+    for name, entry in TICKS.items():
+        of_entry = [run for run in runs if run.args == [name]]
+        assert all(run.started >= due_at(run) - EARLY_SECONDS for run in of_entry)
+        for one, other in pairwise(sorted(map(due_at, of_entry))):
+            assert other - one > entry["schedule"] / 2, f"{name} ran twice"
+
+
+def wait_for_all_ticks(fleet: Fleet) -> list[Run]:
+    """Wait until each entry has run twice more."""
+    before = len(fleet.record.runs())
+
+    def all_ran() -> bool:
+        ran = Counter(run.args[0] for run in fleet.record.runs()[before:])
+        return all(ran[name] >= 2 for name in TICKS)
+
+    wait_until(all_ran)
+    return fleet.record.runs()
+
+
+@contextmanager
+def running_records(kind: str) -> Iterator[tuple[PrivateRedis | PrivatePostgreSQL, str]]:
+    if kind == "redis":
+        with private_redis() as redis:
+            yield redis, redis.url
+    else:
+        with private_postgresql() as postgresql:
+            yield postgresql, postgresql.new_database()
+
+
+@contextmanager
+def plain_beat(fleet: Fleet, name: str) -> Iterator[None]:
+    files = [f"--schedule={fleet.folder / name}", "--pidfile="]
+    beat = subprocess.Popen(
+        [sys.executable, "-m", "celery", "-A", "tests.acceptance.apps.plain", "beat", *files],
+        cwd=REPOSITORY,
+        env=fleet.environment(beat_schedule=TICKS),
+    )
+    try:
+        yield
+    finally:
+        beat.terminate()
+        beat.wait(30)

@@ -1,0 +1,458 @@
+"""The test clock, which runs an app's delayed tasks in the process of a test."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from typing import Any
+from unittest import TestCase
+
+import pytest
+from celery import Celery, current_app, shared_task
+from celery.exceptions import NotRegistered
+from celery.schedules import crontab
+from kombu.transport import memory
+
+from celery_native_delay import Delay, Rate, RetryAfter, SettingsError, Verdict, install, now
+from celery_native_delay.clock import Clock, StillWaiting, running
+from tests.waiting import SLOWNESS
+
+pytest_plugins = ["pytester"]
+
+UNREACHABLE = "amqp://nowhere.invalid:1//"
+DAY = 86400
+
+
+@pytest.fixture
+def ran() -> list[Any]:
+    return []
+
+
+@pytest.fixture
+def app(ran: list[Any]) -> Celery:
+    """An app whose broker and result backend do not exist, and whose tasks are eager."""
+    app = install(Celery("shop", broker=UNREACHABLE, backend="redis://nowhere.invalid:1"))
+    app.conf.task_always_eager = True
+
+    @app.task(name="note")
+    def note(what: Any) -> Any:
+        ran.append(what)
+        return what
+
+    @app.task(name="tell_time")
+    def tell_time() -> None:
+        ran.append((datetime.now(UTC), time.time()))
+
+    @app.task(name="fail")
+    def fail(what: str) -> None:
+        raise LookupError(what)
+
+    @app.task(name="again", bind=True)
+    def again(self: Any, seconds: float) -> None:
+        ran.append(self.app.now())
+        self.apply_async((seconds,), countdown=seconds)
+
+    @app.task(name="at_once", bind=True)
+    def at_once(self: Any) -> None:
+        self.delay()
+
+    @app.task(name="flaky", bind=True)
+    def flaky(self: Any, tries: int) -> None:
+        ran.append((self.app.now(), self.request.retries))
+        if self.request.retries < tries:
+            raise self.retry(countdown=60)
+
+    return app
+
+
+@pytest.fixture
+def clock(app: Celery) -> Iterator[Clock]:
+    with Clock(app) as clock:
+        yield clock
+
+
+@pytest.fixture
+def without_time_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "time_machine", None)
+
+
+def send(app: Celery, name: str, *args: Any, **options: Any) -> Any:
+    return app.tasks[name].apply_async(args, **options)
+
+
+def own_attributes(app: Celery) -> dict[str, dict[str, Any]]:
+    """Attributes of the app's tasks, without those that Celery sets at the first publish."""
+    return {
+        name: {key: value for key, value in vars(task).items() if key != "_exec_options"}
+        for name, task in app.tasks.items()
+    }
+
+
+def fail_under_a_clock(app: Celery) -> None:
+    with Clock(app) as clock:
+        assert not clock.due()
+        send(app, "note", "lost", countdown=60)
+        send(app, "fail", "x")
+        clock.advance()
+
+
+# ---- what runs, and when -------------------------------------------------------------------------
+
+
+def test_tasks_run_when_the_test_moves_the_clock(app: Celery, clock: Clock, ran: list[Any]) -> None:
+    """Due tasks run in the order of their due times, later ones wait on."""
+    send(app, "note", "third", countdown=3 * DAY)
+    send(app, "note", "first")
+    send(app, "note", "second", eta=clock.now + timedelta(days=2))
+    assert [task.args for task in clock.due()] == ["('second',)", "('third',)"]
+    assert ran == []
+    clock.advance()
+    assert ran == ["first"]
+    clock.advance(days=2, hours=23)
+    assert ran == ["first", "second"]
+    clock.advance_to(clock.now + timedelta(hours=1))
+    assert ran == ["first", "second", "third"]
+    assert not clock.due()
+
+
+def test_the_clock_stands_at_the_due_time_of_the_task_that_runs(
+    app: Celery, clock: Clock, ran: list[Any]
+) -> None:
+    start = clock.now
+    for days in (30, 1):
+        send(app, "tell_time", countdown=days * DAY)
+    clock.advance(days=90)
+    due = [start + timedelta(days=days) for days in (1, 30)]
+    assert ran == [(moment, moment.timestamp()) for moment in due]
+    assert datetime.now(UTC) == clock.now == start + timedelta(days=90)
+
+
+@pytest.mark.usefixtures("without_time_machine")
+def test_without_time_machine_only_due_times_move(app: Celery, ran: list[Any]) -> None:
+    """A task that is retried on the way still runs at its place in the order of due times."""
+    with Clock(app) as clock:
+        start, real = clock.now, time.time()
+        send(app, "flaky", 2, countdown=DAY)
+        send(app, "note", "between", countdown=DAY + 90)
+        send(app, "tell_time", countdown=2 * DAY)
+        clock.advance(days=3)
+        assert clock.now == start + timedelta(days=3)
+    first, second, between, third, (_, seconds) = ran
+    due = start + timedelta(days=1)
+    assert between == "between"
+    assert [first, second, third] == [(due + timedelta(minutes=n), n) for n in range(3)]
+    assert seconds - real < DAY
+
+
+def test_rate_limits_hold_on_the_clock(app: Celery, ran: list[Any]) -> None:
+    install(app, rates={"tell_time": Rate("2/h")})
+    with Clock(app) as clock:
+        for _ in range(4):
+            send(app, "tell_time")
+        clock.run_all()
+    starts = [moment for moment, _ in ran]
+    gaps = [second - first for first, second in pairwise(starts)]
+    assert all(timedelta(minutes=30) <= gap < timedelta(minutes=31) for gap in gaps)
+    assert len(gaps) == 3
+
+
+def test_schedule_entries_run_on_the_clock(app: Celery, ran: list[Any]) -> None:
+    """Each run publishes the next one, which the clock meets on its way."""
+    app.conf.beat_schedule = {
+        "nightly": {"task": "note", "schedule": crontab(hour=2, minute=30), "args": ["night"]},
+        "often": {"task": "note", "schedule": timedelta(hours=6), "args": ["six"]},
+    }
+    install(app, schedules=True)
+    with Clock(app) as clock:
+        clock.advance(days=5)
+        assert (ran.count("night"), ran.count("six")) == (5, 20)
+        Delay(app).schedules().pause("often")
+        clock.advance(days=1)
+    assert (ran.count("night"), ran.count("six")) == (6, 20)
+
+
+def test_tasks_of_every_queue_run(app: Celery, clock: Clock, ran: list[Any]) -> None:
+    send(app, "note", "mail", queue="mails", countdown=60)
+    send(app, "note", "priority", queue="urgent")
+    clock.advance(minutes=1)
+    assert ran == ["priority", "mail"]
+
+
+def test_a_thousand_tasks_of_three_months_run_within_seconds(
+    app: Celery, clock: Clock, ran: list[Any]
+) -> None:
+    """It takes 1.2 s on a quiet machine; the limit is for a busy one."""
+    before = time.process_time()
+    for number in range(1000):
+        send(app, "note", number, countdown=number * 90 * DAY / 1000)
+    clock.advance(days=90)
+    assert ran == list(range(1000))
+    assert time.process_time() - before < 4 * SLOWNESS
+
+
+# ---- run_all and limits --------------------------------------------------------------------------
+
+
+def test_run_all_runs_what_waits_and_tells_how_many(
+    app: Celery, clock: Clock, ran: list[Any]
+) -> None:
+    send(app, "flaky", 2, countdown=DAY)
+    send(app, "note", "now")
+    assert clock.run_all() == 4
+    assert len(ran) == 4
+
+
+def test_run_all_ends_at_its_limit(app: Celery, clock: Clock, ran: list[Any]) -> None:
+    send(app, "again", 60)
+    with pytest.raises(StillWaiting, match="5 tasks ran"):
+        clock.run_all(limit=5)
+    assert len(ran) == 5
+
+
+def test_advance_ends_if_a_task_sends_itself_at_once(
+    app: Celery, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "MOST_AT_ONE_MOMENT", 50)
+    send(app, "at_once")
+    with pytest.raises(StillWaiting, match="50 tasks ran"):
+        clock.advance(seconds=1)
+
+
+def test_a_clock_never_goes_back(app: Celery, clock: Clock) -> None:
+    with pytest.raises(ValueError, match="expected a time from"):
+        clock.advance(seconds=-1)
+
+
+def test_a_moment_without_time_zone_is_in_the_time_zone_of_the_app(app: Celery) -> None:
+    app.conf.timezone = "America/New_York"
+    with Clock(app) as clock:
+        clock.advance_to(datetime(2030, 1, 1, 12))
+        assert clock.now == datetime(2030, 1, 1, 17, tzinfo=UTC)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def test_an_error_of_a_task_is_raised_in_the_test(
+    app: Celery, clock: Clock, ran: list[Any]
+) -> None:
+    """The clock then stands at the due time of that task, and later tasks still wait."""
+    start = clock.now
+    send(app, "fail", "no such order", countdown=60)
+    send(app, "note", "later", countdown=120)
+    with pytest.raises(LookupError, match="no such order"):
+        clock.advance(minutes=5)
+    assert clock.now == start + timedelta(minutes=1)
+    clock.advance(minutes=5)
+    assert ran == ["later"]
+
+
+def test_errors_are_collected_if_the_test_asks_for_it(app: Celery, ran: list[Any]) -> None:
+    with Clock(app, raises=False) as clock:
+        send(app, "fail", "one", countdown=60)
+        send(app, "note", "later", countdown=120)
+        clock.advance(minutes=5)
+        assert [str(error) for error in clock.errors] == ["one"]
+    assert ran == ["later"]
+
+
+def test_a_task_that_the_app_does_not_have_is_an_error(app: Celery, clock: Clock) -> None:
+    app.send_task("misspelled", countdown=60)
+    with pytest.raises(NotRegistered, match="misspelled"):
+        clock.advance(minutes=1)
+
+
+def test_a_task_may_be_defined_during_the_test(app: Celery, clock: Clock, ran: list[Any]) -> None:
+    @app.task(name="new")
+    def new() -> None:
+        ran.append("new")
+
+    new.apply_async(countdown=60)
+    clock.advance(minutes=1)
+    assert ran == ["new"]
+
+
+def test_an_assertion_of_pytest_inside_a_task_ends_the_test(app: Celery) -> None:
+    @app.task(name="asserting")
+    def asserting() -> None:
+        pytest.fail("not expected")
+
+    with Clock(app) as clock:
+        asserting.apply_async(countdown=60)
+        with pytest.raises(pytest.fail.Exception, match="not expected"):
+            clock.advance(minutes=2)
+
+
+def test_waiting_for_a_result_inside_a_task_fails_as_in_a_worker(app: Celery) -> None:
+    @app.task(name="waiting")
+    def waiting() -> None:
+        app.tasks["note"].delay(1).get(timeout=5)
+
+    with Clock(app) as clock:
+        waiting.delay()
+        with pytest.raises(RuntimeError, match=r"Never call result.get\(\) within a task"):
+            clock.advance()
+
+
+def test_an_app_needs_install() -> None:
+    with pytest.raises(SettingsError, match="install"), Clock(Celery("plain")):
+        pass
+
+
+# ---- the app, before and after -------------------------------------------------------------------
+
+
+def test_the_app_is_afterwards_as_it_was(app: Celery, ran: list[Any]) -> None:
+    """Also if the test failed; its waiting messages are gone."""
+    install(app, rates={"note": "1/s"})
+    conf, queues, backend = dict(app.conf), memory.Channel.queues, app.backend
+    tasks = own_attributes(app)
+    current = current_app._get_current_object()
+    for _ in range(2):
+        with pytest.raises(LookupError):
+            fail_under_a_clock(app)
+        assert dict(app.conf) == conf
+        assert app.connection_for_write().hostname == "nowhere.invalid"
+        assert memory.Channel.queues is queues
+        assert app.backend is backend
+        assert own_attributes(app) == tasks
+        assert current_app._get_current_object() is current
+        assert now.stopped_at_ns is None
+        assert abs(datetime.now(UTC).timestamp() - time.time()) < 5
+        assert "now" not in vars(app)
+    assert app.tasks["note"].delay("eager").get() == "eager"
+    assert ran == ["eager"]
+
+
+def test_a_test_may_use_the_task_ids_of_an_earlier_test(app: Celery, ran: list[Any]) -> None:
+    for _ in range(2):
+        with Clock(app) as clock:
+            send(app, "note", "in time", countdown=60, task_id="one")
+            send(app, "note", "expired", countdown=60, expires=30, task_id="two")
+            clock.run_all()
+            assert Delay(app).cancel("one").verdict is Verdict.UNKNOWN
+            send(app, "note", "cancelled", countdown=60, task_id="three")
+            assert Delay(app).cancel("three")
+            clock.run_all()
+    assert ran == ["in time"] * 2
+
+
+@pytest.mark.parametrize("setting", [{"records": "redis://nowhere"}, {"telemetry": "/nowhere"}])
+def test_the_clock_replaces_what_a_setting_names(
+    app: Celery, ran: list[Any], setting: dict[str, str]
+) -> None:
+    install(app, **setting)
+    with Clock(app) as clock:
+        send(app, "note", "ran", countdown=60)
+        clock.advance(minutes=1)
+    assert ran == ["ran"]
+
+
+def test_a_wrong_setting_is_raised_and_changes_nothing(app: Celery) -> None:
+    app.conf.native_delay_levels = 99
+    with pytest.raises(SettingsError, match="native_delay_levels"), Clock(app):
+        pass
+    assert app.connection_for_write().hostname == "nowhere.invalid"
+
+
+def test_results_are_kept_in_memory(app: Celery, clock: Clock) -> None:
+    result = send(app, "note", 7, countdown=60)
+    assert result.state == "PENDING"
+    clock.advance(minutes=1)
+    assert result.get(timeout=1) == 7
+
+
+def test_shared_tasks_run_in_the_app_of_the_clock(app: Celery, ran: list[Any]) -> None:
+    @shared_task(name="shared")
+    def shared() -> None:
+        ran.append(shared.app.main)
+
+    with Clock(app) as clock:
+        shared.apply_async(countdown=60)
+        clock.advance(minutes=1)
+    assert ran == ["shop"]
+
+
+class ReminderTest(TestCase):
+    """The clock in unittest, for an app that is the current one."""
+
+    def test_a_task_runs_after_three_days(self) -> None:
+        app = install(Celery("shop", broker=UNREACHABLE))
+        ran: list[str] = []
+
+        @app.task(name="append")
+        def append(text: str) -> None:
+            ran.append(text)
+
+        clock = self.enterContext(Clock(app))
+        app.send_task("append", ("mail",), countdown=3 * DAY)
+        clock.advance(days=2)
+        assert not ran
+        clock.advance(days=1)
+        assert ran == ["mail"]
+
+
+def test_the_fixture_uses_the_app_that_a_project_names(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        from celery import Celery
+        from celery_native_delay import install
+
+        mails = []
+        app = install(Celery("shop", broker="amqp://nowhere.invalid:1//", set_as_current=False))
+
+        @app.task
+        def remind(order):
+            mails.append(f"order {order} arrives soon")
+
+        @pytest.fixture
+        def native_delay_app():
+            return app
+
+        def test_reminder(native_delay_clock):
+            remind.apply_async((7,), countdown=3 * 86400)
+            native_delay_clock.advance(days=3)
+            assert mails == ["order 7 arrives soon"]
+        """
+    )
+    result = pytester.runpytest_subprocess("-Werror", "-pno:cacheprovider")
+    result.assert_outcomes(passed=1)
+
+
+# ---- eager tasks need no broker ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["apply", "always_eager"])
+def test_rated_tasks_run_at_once_in_eager_mode(app: Celery, ran: list[Any], how: str) -> None:
+    install(app, rates={"note": "1/h"})
+    for number in range(3):
+        task = app.tasks["note"]
+        result = task.apply((number,)) if how == "apply" else task.delay(number)
+        assert result.get() == number
+    assert ran == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", ["apply", "always_eager"])
+@pytest.mark.parametrize("rates", [{}, {"limited": "1/h"}])
+@pytest.mark.parametrize("after_a_worker", [False, True])
+def test_retry_after_is_an_ordinary_failure_in_eager_mode(
+    app: Celery, how: str, rates: dict[str, str], after_a_worker: bool
+) -> None:
+    @app.task(name="limited")
+    def limited() -> None:
+        ran.append(1)
+        raise RetryAfter(30)
+
+    ran: list[int] = []
+    install(app, rates=rates)
+    if after_a_worker:
+        with Clock(app):
+            pass
+    result = limited.apply() if how == "apply" else limited.delay()
+    assert result.failed()
+    assert isinstance(result.result, RetryAfter)
+    assert ran == [1]

@@ -1,0 +1,269 @@
+"""The rules of schedule entries: what is planted, what runs, and what is dropped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from celery.beat import BeatLazyFunc
+from celery.schedules import BaseSchedule, crontab, schedule, solar
+
+from celery_native_delay.records.interface import Change, Snapshot
+from celery_native_delay.schedules.entry import Entry
+from celery_native_delay.schedules.release import InForce, Release, taken_over
+from celery_native_delay.schedules.state import (
+    HEADER,
+    MOST_MISSED,
+    State,
+    advanced,
+    occurrence_of,
+    paused,
+    planned,
+    resumed,
+    sent_again,
+    swapped,
+    why_dropped,
+)
+
+S = 1_000_000
+NOW_US = round(datetime(2026, 11, 23, 12, 0, tzinfo=UTC).timestamp()) * S
+
+
+def entry(every: float = 10, **fields: Any) -> Entry:
+    of = schedule(timedelta(seconds=every))
+    return Entry("tick", "shop.tick", fields.pop("schedule", of), UTC, **fields)
+
+
+def waiting(of: Entry, **fields: Any) -> State:
+    state = planned(None, of, NOW_US)
+    assert state is not None
+    return replace(state, **fields)
+
+
+def runs(
+    before: State | None,
+    after: State | None = None,
+    task_id: str = "",
+    *,
+    redelivered: bool = False,
+) -> bool:
+    return why_dropped(before, after, task_id, redelivered=redelivered) is None
+
+
+# ---- the entry as text ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        crontab(hour="2,14", minute="*/5", day_of_week="mon-fri"),
+        schedule(timedelta(seconds=1.5), relative=True),
+        solar("sunset", 52.5, 13.4),
+    ],
+    ids=str,
+)
+def test_another_worker_can_plant_an_entry_from_its_text(of: Any) -> None:
+    made = entry(
+        schedule=of, args=[1, datetime(2026, 1, 1, tzinfo=UTC)], kwargs={"a": "ü"}, ends_us=7
+    )
+    found = Entry.from_text(made.text)
+    assert found is not None
+    assert found.text == made.text
+    assert (found.args, found.kwargs, found.ends_us) == (made.args, made.kwargs, 7)
+    assert found.words == made.words
+
+
+class Odd(BaseSchedule):
+    def remaining_estimate(self, last_run_at: datetime) -> timedelta:
+        return timedelta(seconds=3)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"schedule": Odd()}, {"args": [BeatLazyFunc(print)]}], ids=["class", "argument"]
+)
+def test_what_json_cannot_hold_only_a_worker_with_the_entry_can_plant(fields: Any) -> None:
+    made = entry(**fields)
+    assert Entry.from_text(made.text) is None
+    assert entry(**fields).text == made.text  # no address of an object
+
+
+def test_a_class_of_the_users_is_due_by_its_own_estimate() -> None:
+    assert entry(schedule=Odd()).next_us(NOW_US) == NOW_US + 3 * S
+
+
+def test_an_entry_is_due_only_between_its_start_and_its_end() -> None:
+    found = entry(starts_us=NOW_US + 25 * S, ends_us=NOW_US + 40 * S)
+    assert found.next_us(NOW_US) == NOW_US + 35 * S - 1
+    assert found.next_us(NOW_US + 35 * S) is None
+
+
+def test_the_countdown_of_an_entry_counts_from_the_times_of_its_schedule() -> None:
+    found = entry(schedule=crontab(hour=0, minute=0), options={"countdown": 900})
+    midnight_us = NOW_US + 12 * 3600 * S
+    assert found.next_us(NOW_US) == midnight_us + 900 * S
+    assert found.next_us(midnight_us + S) == midnight_us + 900 * S
+    assert found.next_us(midnight_us + 900 * S) == midnight_us + (86_400 + 900) * S
+
+
+@pytest.mark.parametrize(
+    ("of", "words"),
+    [
+        (schedule(timedelta(seconds=90)), "every 1 min 30 s"),
+        (crontab(hour=2, minute=30), "30 2 * * * UTC"),
+        (solar("sunset", 52.5, 13.4), "sunset at 52.5, 13.4"),
+    ],
+)
+def test_a_schedule_is_told_in_words(of: Any, words: str) -> None:
+    assert entry(schedule=of).words == words
+
+
+# ---- the chain -----------------------------------------------------------------------------------
+
+
+def test_an_entry_is_published_once() -> None:
+    state = waiting(entry())
+    assert (state.number, state.due_us) == (1, NOW_US + 10 * S)
+    assert planned(state, entry(), NOW_US + S) is None
+
+
+def test_a_changed_entry_is_published_anew_and_its_old_occurrence_dropped() -> None:
+    state = waiting(entry())
+    changed = planned(state, entry(20), NOW_US + S)
+    assert changed is not None
+    assert changed.due_us == NOW_US + 21 * S
+    assert not changed.waits_for(state.number)
+    assert not runs(changed, None, "old")
+
+
+def test_changed_arguments_leave_the_due_time_as_it_is() -> None:
+    """Else an entry for each week would never run, where every day brings a release."""
+    changed = planned(waiting(entry()), entry(args=[1]), NOW_US + 9 * S)
+    assert changed is not None
+    assert changed.due_us == NOW_US + 10 * S
+
+
+def test_the_occurrences_of_an_interval_keep_to_the_times_of_the_first() -> None:
+    state = waiting(entry())
+    for number in range(1, 4):
+        assert state.due_us == NOW_US + number * 10 * S
+        late_us = state.due_us + 300_000
+        after = advanced(state, entry(), f"task-{number}", late_us, "one")
+        assert runs(state, after)
+        state = after
+    assert (state.number, state.runs, state.ran) == (4, 3, "task-3")
+
+
+def test_a_redelivered_occurrence_runs_again_and_publishes_nothing() -> None:
+    state = advanced(waiting(entry()), entry(), "task-1", NOW_US + 10 * S, "one")
+    assert not state.waits_for(1)
+    assert runs(state, None, "task-1")
+    later = advanced(state, entry(), "task-2", NOW_US + 20 * S, "one")
+    assert runs(later, None, "task-1", redelivered=True)
+    assert not runs(later, None, "task-1")
+
+
+def test_an_occurrence_of_an_unknown_entry_is_dropped() -> None:
+    assert not runs(None, None, "task-1", redelivered=True)
+
+
+@pytest.mark.parametrize(
+    ("catch_up", "ran", "due_after_s"), [("one", True, 50), ("none", False, 50), ("all", True, 20)]
+)
+def test_missed_times_run_once_not_at_all_or_each(
+    catch_up: Any, ran: bool, due_after_s: int
+) -> None:
+    before = waiting(entry())
+    after = advanced(before, entry(), "late", NOW_US + 42 * S, catch_up)
+    assert runs(before, after) is ran
+    assert after.due_us == NOW_US + due_after_s * S
+
+
+def test_at_most_a_hundred_missed_times_run() -> None:
+    state, now_us = waiting(entry()), NOW_US + 5000 * S
+    while state.due_us is not None and state.due_us <= now_us:
+        state = advanced(state, entry(), f"task-{state.runs}", now_us, "all")
+    assert state.runs == MOST_MISSED
+
+
+def test_a_one_off_entry_runs_once() -> None:
+    once = entry(one_off=True)
+    state = advanced(waiting(once), once, "task-1", NOW_US + 10 * S, "one")
+    assert (state.runs, state.due_us) == (1, None)
+    again = planned(replace(state, entry="{}"), once, NOW_US)
+    assert again is not None
+    assert again.due_us is None
+
+
+def test_a_lost_occurrence_is_published_again_after_one_two_and_four_minutes() -> None:
+    state, minutes = waiting(entry()), []
+    for second in range(10 * 60):
+        now_us = NOW_US + 10 * S + second * S
+        if (found := sent_again(state, now_us)) is not None:
+            assert (found.number, found.due_us) == (state.number, state.due_us)
+            state = found
+            minutes.append(round(second / 60))
+    assert minutes == [1, 2, 4, 8]
+
+
+def test_a_paused_entry_waits_until_it_is_resumed() -> None:
+    off = paused(waiting(entry()))
+    assert off.due_us is None
+    assert not runs(off, None, "task-1")
+    assert sent_again(off, NOW_US + 3600 * S) is None
+    changed = planned(off, entry(20), NOW_US)
+    assert changed is not None
+    assert changed.due_us is None
+    assert resumed(changed, entry(20), NOW_US + 5 * S).due_us == NOW_US + 25 * S
+
+
+def test_a_state_is_put_only_in_place_of_the_one_that_was_read() -> None:
+    state = waiting(entry())
+    after = advanced(state, entry(), "task-1", NOW_US + 10 * S, "one")
+    seen = Snapshot(NOW_US, state.encoded(), (("place", NOW_US),))
+    assert swapped(seen, before=None, after=after) == Change(seen.text, 0, False)
+    assert swapped(Snapshot(NOW_US, after.encoded()), before=state, after=after).answer
+    change = swapped(seen, before=state, after=after)
+    assert (change.due_us, change.replaces, change.answer) == (after.due_us, True, True)
+    assert State.from_text(change.text) == after
+
+
+@pytest.mark.parametrize(
+    "header", [None, 3, {}, {"v": 9, "entry": "a", "number": 1}, {"v": 1, "entry": 1, "number": 1}]
+)
+def test_a_header_that_cannot_be_read_marks_no_occurrence(header: Any) -> None:
+    assert occurrence_of({HEADER: header}) is None
+
+
+# ---- the newest configuration --------------------------------------------------------------------
+
+
+def release(version: Any = None, **entries: Entry) -> Release:
+    return Release.of(version, entries)
+
+
+def take_over(stored: str | None, ours: Release, *, is_new: bool = True) -> tuple[str, InForce]:
+    change = taken_over(Snapshot(NOW_US, stored), ours=ours, is_new=is_new)
+    assert change.text is not None
+    assert set(Release.from_text(change.text).names) == set(change.answer.names)
+    return change.text, change.answer
+
+
+def test_the_worker_that_booted_last_wins_among_equal_versions() -> None:
+    stored, found = take_over(None, release(a=entry(), b=entry()))
+    assert found == (("a", "b"), True, ())
+    stored, found = take_over(stored, release(a=entry(20)))
+    assert found == (("a",), True, ("b",))
+    _, found = take_over(stored, release(a=entry(), b=entry()), is_new=False)
+    assert found == (("a",), False, ())
+    _, found = take_over(stored, release(a=entry(20)), is_new=False)
+    assert found == (("a",), True, ())
+
+
+@pytest.mark.parametrize(("older", "newer"), [(9, 10), ("2026-09-30", "2026-11-01"), (None, 1)])
+def test_a_worker_of_an_older_version_publishes_nothing(older: Any, newer: Any) -> None:
+    stored, _ = take_over(None, release(newer, a=entry()))
+    assert not take_over(stored, release(older, b=entry()))[1].is_ours
+    assert not take_over(stored, release(older, a=entry()))[1].is_ours
+    assert take_over(stored, release(newer, b=entry()))[1].is_ours
