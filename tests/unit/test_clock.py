@@ -439,9 +439,10 @@ def test_rated_tasks_run_at_once_in_eager_mode(app: Celery, ran: list[Any], how:
 @pytest.mark.parametrize("how", ["apply", "always_eager"])
 @pytest.mark.parametrize("rates", [{}, {"limited": "1/h"}])
 @pytest.mark.parametrize("after_a_worker", [False, True])
-def test_retry_after_is_an_ordinary_failure_in_eager_mode(
+def test_retry_after_retries_at_once_and_counts_in_eager_mode(
     app: Celery, how: str, rates: dict[str, str], after_a_worker: bool
 ) -> None:
+    """After ``max_retries``, 3 by default, the last RetryAfter is the task's error."""
     @app.task(name="limited")
     def limited() -> None:
         ran.append(1)
@@ -455,4 +456,4 @@ def test_retry_after_is_an_ordinary_failure_in_eager_mode(
     result = limited.apply() if how == "apply" else limited.delay()
     assert result.failed()
     assert isinstance(result.result, RetryAfter)
-    assert ran == [1]
+    assert ran == [1] * 4

@@ -71,7 +71,7 @@ class World:
             self.running[task] = self.now_us
             assert len(self.running) <= self.most
             if self.random.random() < killed:
-                self.plan(self.now_us + LEASE_US, "expire", task)
+                self.plan(self.now_us + LEASE_US - 1, "expire", task)
             else:
                 self.plan(self.now_us + LEASE_US // 3, "renew", task)
                 self.plan(self.now_us + self.random.randint(1, 2 * self.took_us), "end", task)
