@@ -19,6 +19,9 @@ VERSION = 1
 #: The header of a message that was published under a key: a :class:`Mark`.
 HEADER = "native_delay_key"
 
+#: The header of a task with shared locks: pairs of a key's name and the id of the execution.
+LOCKS = "native_delay_locks"
+
 #: Bytes. A longer name of a record is shortened to its beginning and a digest.
 LONGEST_NAME = 200
 
@@ -30,11 +33,8 @@ _as_json = json.JSONEncoder(separators=(",", ":")).encode
 class Run:
     """An execution of a task, and the expiry of its lock on the key.
 
-    - *token*: a random id of the execution.
-    - *lease_us*: the expiry of the lock.
-    - *since_us*: the start of the task, if several tasks with the key may run.
-
-    Times are in microseconds since the epoch, by the clock of the Redis or database.
+    *token* is a random id of the execution. *lease_us* is the expiry in microseconds since the
+    epoch, by the clock of the Redis or database. *since_us* is the start of a shared lock, else 0.
     """
 
     id: str
@@ -45,16 +45,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Record:
-    """The stored state of one debounce, throttle or unique key.
+    """The stored state of one debounce, throttle, unique or concurrent key.
 
     - *id* and *due_us*: the id and the due time of the waiting task.
     - *since_us*: the time of the first debounced call.
     - *window_us*: the end of a throttle's window.
     - *opener*: the id of the task that began a throttle's window.
-    - *run*: the running execution of a unique task.
-    - *runs*: the running tasks of a key with a limit of concurrent tasks.
-    - *took_us*: how long these tasks take.
-    - *asks_us*: the time at which the last waiting task of *runs* tries again.
+    - *runs*: the running execution of a unique task, or those that share a concurrent key. Then
+      *due_us* is the time at which the last waiting task tries again.
 
     All times are in microseconds since the epoch.
     """
@@ -64,24 +62,21 @@ class Record:
     since_us: int = 0
     window_us: int = 0
     opener: str | None = None
-    run: Run | None = None
     runs: tuple[Run, ...] = ()
-    took_us: int = 0
-    asks_us: int = 0
 
     @property
-    def tokens(self) -> set[str]:
-        """The tokens of all running attempts."""
-        return {run.token for run in (self.run, *self.runs) if run is not None}
+    def run(self) -> Run | None:
+        return self.runs[0] if self.runs else None
+
+    def run_of(self, token: str) -> Run | None:
+        return next((run for run in self.runs if run.token == token), None)
 
     def encoded(self) -> str:
         """Return the state of the key as JSON. Equal states give equal JSON."""
         fields: dict[str, Any] = {"v": VERSION}
-        for name in ("id", "due_us", "since_us", "window_us", "opener", "took_us", "asks_us"):
+        for name in ("id", "due_us", "since_us", "window_us", "opener"):
             if value := getattr(self, name):
                 fields[name] = value
-        if self.run is not None:
-            fields["run"] = [self.run.id, self.run.token, self.run.lease_us]
         if self.runs:
             fields["runs"] = [[run.id, run.token, run.lease_us, run.since_us] for run in self.runs]
         return _as_json(fields)
@@ -95,9 +90,7 @@ class Record:
                 f"expected the record of a key in version {VERSION}, got {text!r}: use the release "
                 f"of celery_native_delay that has made it in all producers and workers"
             )
-        run = fields.pop("run", None)
-        runs = tuple(Run(*each) for each in fields.pop("runs", ()))
-        return cls(**fields, run=None if run is None else Run(*run), runs=runs)
+        return cls(**fields | {"runs": tuple(Run(*run) for run in fields.get("runs", ()))})
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,10 @@ RENEWED_EVERY_SECONDS = 20.0
 #: that arrived before the attempt ended.
 _OWN_US = 2_000_000
 
+#: Bounds of the time between two tries of the tasks that wait for a shared lock.
+_SHORTEST_US = 5_000
+_LONGEST_US = 5_000_000
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -122,7 +126,21 @@ def begin(seen: Seen, task_id: str, *, token: str) -> Step:
             free_us = min(free_us, now_us + _OWN_US)
         return Step(seen.record, free_us=free_us)
     run = Run(task_id, token, now_us + LEASE_US)
-    return _kept(replace(_without(known, task_id), run=run), now_us)
+    return _kept(replace(_without(known, task_id), runs=(run,)), now_us)
+
+
+def share(seen: Seen, task_id: str, *, token: str, most: int) -> Step:
+    """Give a task one of *most* locks of its key, or return the time to try again."""
+    now_us, known = seen.now_us, seen.record or Record()
+    runs = tuple(run for run in known.runs if _runs(run, now_us))
+    if len(runs) < most:
+        run = Run(task_id, token, now_us + LEASE_US, now_us)
+        return _kept(replace(known, runs=(*runs, run)), now_us)
+    # Running tasks have done half their work on average: two others try until one of them ends.
+    age_us = now_us - sum(run.since_us for run in runs) // most
+    apart_us = min(max(age_us // most, _SHORTEST_US), _LONGEST_US)
+    free_us = max(known.due_us, now_us) + apart_us
+    return replace(_kept(replace(known, runs=runs, due_us=free_us), now_us), free_us=free_us)
 
 
 def receive(seen: Seen, task_id: str, *, token: str) -> Step:
@@ -131,29 +149,29 @@ def receive(seen: Seen, task_id: str, *, token: str) -> Step:
     if known is None or task_id not in (known.id, known.run and known.run.id):
         return Step(known)
     run = Run(task_id, token, now_us + LEASE_US)
-    return _kept(replace(_without(known, task_id), run=run), now_us)
+    return _kept(replace(_without(known, task_id), runs=(run,)), now_us)
 
 
 def renew(seen: Seen, *, token: str) -> Step:
-    """Extend the lock of a unique key, if the execution *token* has the lock."""
+    """Extend the lock of a key, if the execution *token* has a lock."""
     known = seen.record
-    if known is None or known.run is None or known.run.token != token:
+    if known is None or not (mine := known.run_of(token)):
         return Step(known)
-    run = replace(known.run, lease_us=seen.now_us + LEASE_US)
-    return _kept(replace(known, run=run), seen.now_us)
+    mine = replace(mine, lease_us=seen.now_us + LEASE_US)
+    return _kept(replace(known, runs=(*_others(known, token), mine)), seen.now_us)
 
 
 def end(seen: Seen, *, token: str, retry: tuple[str, int] | None = None) -> Step:
-    """Unlock the key of a unique task that has ended.
+    """Unlock the key of a task that has ended.
 
-    *retry* is None, or the id and the delay (in microseconds) of a retried task, which keeps the
-    key.
+    *retry* is None, or the id and the delay (in microseconds) of a retried unique task, which keeps
+    the key.
     """
     known = seen.record
-    if known is None or known.run is None or known.run.token != token:
+    if known is None or not (mine := known.run_of(token)):
         return Step(known)
-    left = replace(known, run=None)
-    if retry is not None and left.id is None:
+    left = replace(known, runs=_others(known, token))
+    if retry is not None and left.id is None and not mine.since_us:
         left = replace(left, id=retry[0], due_us=seen.now_us + retry[1])
     return _kept(left, seen.now_us)
 
@@ -164,9 +182,7 @@ def release(seen: Seen, task_id: str, *, token: str | None = None) -> Step:
     if known is None:
         return Step(None)
     left = known if _waits(seen) else _without(known, task_id)
-    if token is not None and left.run is not None and left.run.token == token:
-        left = replace(left, run=None)
-    return _kept(left, seen.now_us)
+    return _kept(replace(left, runs=_others(left, token)), seen.now_us)
 
 
 def runs(seen: Seen) -> bool:
@@ -182,7 +198,7 @@ def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
     if here.id is not None and seen.waiting:
         return Step(seen.record, stands=here.id)
     later = max(here, known, key=lambda each: each.window_us)
-    record = replace(later, id=task_id, due_us=due_us, since_us=known.since_us, run=here.run)
+    record = replace(later, id=task_id, due_us=due_us, since_us=known.since_us, runs=here.runs)
     return Step(record, max(due_us, later.window_us) + KEPT_US, due_us)
 
 
@@ -200,6 +216,10 @@ def _waits(seen: Seen) -> bool:
     return any(seen.now_us < due_us for _, due_us in seen.waiting)
 
 
+def _others(known: Record, token: str | None) -> tuple[Run, ...]:
+    return tuple(run for run in known.runs if run.token != token)
+
+
 def _runs(run: Run | None, now_us: int) -> bool:
     return run is not None and now_us < run.lease_us
 
@@ -209,7 +229,7 @@ def _without(known: Record, task_id: str) -> Record:
 
 
 def _kept(record: Record, now_us: int) -> Step:
-    if record.id is None and record.run is None and record.window_us <= now_us:
+    until_us = max(record.due_us, record.window_us, *(run.lease_us for run in record.runs), 0)
+    if record.id is None and not record.runs and until_us <= now_us:
         return Step(None)
-    lease_us = 0 if record.run is None else record.run.lease_us
-    return Step(record, max(record.due_us, lease_us, record.window_us) + KEPT_US)
+    return Step(record, until_us + KEPT_US)

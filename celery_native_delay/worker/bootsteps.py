@@ -73,7 +73,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._tallying = Tallying(c, settings.rates_by_task)
         self._rated: Rated | None = None
         if settings.rates:
-            self._rated = Rated(settings, c.app.tasks, c.app)
+            self._rated = Rated(settings, c.app.tasks)
         self._scheduling: Scheduling | None = None
         if settings.schedules:
             self._scheduling = self.scheduling_class(c.app, c.timer)

@@ -19,7 +19,7 @@ from celery.utils.log import get_logger
 
 from ..app.keyed import key_records
 from ..errors import described
-from ..keyed import concurrent, rules
+from ..keyed import rules
 from ..keyed.records import KeyRecords
 from ..keyed.rules import RENEWED_EVERY_SECONDS, Rule, Step
 from ..per_process import PerProcess
@@ -37,7 +37,6 @@ class Held:
     - *is_here*: returns False when the task has left this process.
     - *token*: the id of the task's execution.
     - *runs*: True in the process that runs the task.
-    - *shares*: True if several tasks may have the key.
     """
 
     name: str
@@ -45,7 +44,6 @@ class Held:
     is_here: Callable[[], bool]
     token: str
     runs: bool = False
-    shares: bool = False
 
 
 class Leases:
@@ -65,13 +63,7 @@ class Leases:
     # --- one task ------------------------------------------------------------------------
 
     def begin(
-        self,
-        name: str,
-        task_id: str,
-        is_here: Callable[[], bool],
-        rule: Callable[..., Step],
-        *,
-        shares: bool = False,
+        self, name: str, task_id: str, is_here: Callable[[], bool], rule: Callable[..., Step]
     ) -> tuple[str, Step]:
         """Try to lock the key of a unique task. Returns a token and the decision.
 
@@ -80,7 +72,7 @@ class Leases:
         token = token_hex(8)
         step = self._change(name, partial(rule, task_id=task_id, token=token))
         if step.free_us is None:
-            self.hold(Held(name, task_id, is_here, token, shares=shares))
+            self.hold(Held(name, task_id, is_here, token))
         return token, step
 
     def hold(self, held: Held) -> None:
@@ -114,9 +106,7 @@ class Leases:
             gone = [held for held in self._held if held.task_id == task_id]
         retry = None if retry_us is None else (task_id, retry_us)
         for held in gone:
-            rule: Rule = partial(rules.end, token=held.token, retry=retry)
-            if held.shares:
-                rule = partial(concurrent.end, token=held.token, has_run=False)
+            rule = partial(rules.end, token=held.token, retry=retry)
             self.settle(held.name, rule, token=held.token)
 
     # --- the thread ----------------------------------------------------------------------
@@ -153,8 +143,7 @@ class Leases:
         renewed = True
         for held in tasks:
             try:
-                renew = concurrent.renew if held.shares else rules.renew
-                step = self._change(held.name, partial(renew, token=held.token))
+                step = self._change(held.name, partial(rules.renew, token=held.token))
             except Exception as exc:
                 logger.warning(
                     "native delay: cannot renew the lease of task %s for the key %s: %s",
@@ -164,7 +153,7 @@ class Leases:
                 )
                 renewed = False
                 continue
-            if step.record is None or held.token not in step.record.tokens:
+            if step.record is None or step.record.run_of(held.token) is None:
                 self._lapsed(held)
         return renewed
 

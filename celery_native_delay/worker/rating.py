@@ -29,8 +29,8 @@ from ..rates.line import Asked, Lines, places_header, places_in
 from ..rates.rate import Rate
 from ..records.waiting import PLACE
 from ..settings import DelaySettings
-from . import concurrent
 from .arrival import SHORTEST_WAIT_US, Arrival, AskAgain, Ruling, WaitUntil
+from .unique import give_back, take_locks
 
 logger = get_logger(__name__)
 
@@ -76,8 +76,7 @@ class _InLine:
 class Rated:
     """A check before a task runs: a rate-limited task starts if the rate permits, or else waits."""
 
-    def __init__(self, settings: DelaySettings, tasks: Mapping[str, Any], app: Any = None) -> None:
-        self._app = app
+    def __init__(self, settings: DelaySettings, tasks: Mapping[str, Any]) -> None:
         self.lines: Lines | None = None
         self.come_back_late_us = SHORTEST_WAIT_US
         self._rates = settings.rates_by_task
@@ -197,17 +196,20 @@ class Rated:
         try:
             if self.lines is None:
                 raise RecordsUnavailable("native delay is off in this worker")
-            if may_start and (busy := self._without_lease(arrival, entry)) is not None:
-                return busy
+            if may_start and (free_us := take_locks(arrival, entry.limits)) is not None:
+                self._remove(entry)
+                again = AskAgain(max(free_us - arrival.now_us, SHORTEST_WAIT_US) / 1e6)
+                kept = {PLACE: headers[PLACE]} if PLACE in headers else {}
+                return WaitUntil(free_us, None, again, kept)
             asked = [limit._replace(rate=limit_of(limit.rate, limit.key)) for limit in entry.limits]
             turn = self.lines.ask(asked, may_start=may_start)
-            if not turn.starts:
-                concurrent.release(self._app, headers)
-        except RecordsUnavailable as exc:
+        except Exception as exc:
+            give_back(arrival.consumer, headers)
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "native delay: rate-limited tasks wait until the rates can be read: %s", exc
+                    "native delay: rate-limited tasks wait until the rates can be read: %s",
+                    described(exc),
                 )
             self._remove(entry)
             return arrival.until_records_answer()
@@ -217,6 +219,7 @@ class Rated:
                 arrival.message.waited_in_line = True
             self._remove(entry)
             return None
+        give_back(arrival.consumer, headers)
         if turn.at != entry.at and entry.tag in self._by_tag:
             self._remove(entry)
         entry.at = turn.at
@@ -237,18 +240,6 @@ class Rated:
             return wait
         self._for_process.pop(entry.tag, None)
         return again
-
-    def _without_lease(self, arrival: Arrival, entry: _InLine) -> WaitUntil | None:
-        """Take the leases of a task with a limit of concurrent tasks, or let the task wait."""
-        try:
-            free_us = concurrent.begin(self._app, arrival, entry.limits)
-        except Exception as exc:
-            raise RecordsUnavailable(described(exc)) from exc
-        if free_us is None:
-            return None
-        self._remove(entry)
-        again = AskAgain(max(free_us - arrival.now_us, SHORTEST_WAIT_US) / 1e6)
-        return WaitUntil(free_us, None, again, {PLACE: entry.header})
 
 
 def _free_processes(consumer: Any) -> int:

@@ -1,11 +1,11 @@
-"""Lets unique tasks wait while another task has their key, and frees keys of ended tasks.
+"""Lets unique and concurrent tasks wait while their key is locked, and frees keys of ended tasks.
 
 A debounced or throttled task frees its key only if the task will never run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,8 +19,9 @@ from ..app.installation import installation_of
 from ..due_time import due_us_or_none
 from ..errors import described
 from ..keyed import rules
-from ..keyed.record import HEADER, Mark
+from ..keyed.record import HEADER, LOCKS, Mark, name_of
 from ..now import time_ns
+from ..rates.line import Asked
 from .arrival import Arrival, AskAgain, Ruling, WaitUntil
 from .leases import Held, Leases, leases_of
 
@@ -42,9 +43,9 @@ class Unique:
         if mark is None or arrival.id in worker_state.revoked:
             return None
         rule = rules.receive if mark.until == "start" else rules.begin
-        here = partial(is_here, arrival)
+        is_here = partial(_is_here, arrival)
         try:
-            token, step = leases_of(self._app).begin(mark.name, arrival.id, here, rule)
+            token, step = leases_of(self._app).begin(mark.name, arrival.id, is_here, rule)
         except Exception as exc:
             if not self._warned:
                 self._warned = True
@@ -55,6 +56,7 @@ class Unique:
             return arrival.until_records_answer()
         self._warned = False
         if step.free_us is not None:
+            give_back(arrival.consumer, arrival.message.headers)
             return WaitUntil(step.free_us, otherwise=AskAgain(PAUSE_SECONDS))
         arrival.message.headers[HEADER] = replace(mark, token=token).header()
         return None
@@ -66,10 +68,37 @@ def _unique_mark_of(headers: Any) -> Mark | None:
     return mark if is_unique else None
 
 
-def is_here(arrival: Arrival) -> bool:
+def _is_here(arrival: Arrival) -> bool:
     """Return True while this worker holds the unacknowledged message, or runs its task."""
     unsettled = not arrival.message.acknowledged and arrival.is_connected
     return unsettled or arrival.id in worker_state.requests
+
+
+# ---- limits of concurrent tasks ------------------------------------------------------------------
+
+
+def take_locks(arrival: Arrival, limits: Sequence[Asked]) -> int | None:
+    """Lock the key of each limit of concurrent tasks. Returns None, or the time to try again."""
+    headers = arrival.message.headers
+    headers.pop(LOCKS, None)  # of an earlier execution
+    for limit in limits:
+        if limit.rate.concurrent is None:
+            continue
+        name = name_of("concurrent", limit.name, limit.key or "")
+        rule = partial(rules.share, most=limit.rate.concurrent)
+        leases = leases_of(arrival.consumer.app)
+        token, step = leases.begin(name, arrival.id, partial(_is_here, arrival), rule)
+        if step.free_us is not None:
+            give_back(arrival.consumer, headers)
+            return step.free_us
+        headers.setdefault(LOCKS, []).append([name, token])
+    return None
+
+
+def give_back(sender: Any, headers: Any) -> None:
+    """Free the shared locks of a task that does not start, or has ended."""
+    for name, token in headers.pop(LOCKS, ()):
+        leases_of(sender.app).settle(name, partial(rules.end, token=token), token=token)
 
 
 # ---- in the process that runs the task -----------------------------------------------------------
@@ -85,7 +114,10 @@ def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
 
 @signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
 def start(sender: Any = None, **_: Any) -> None:
-    """Free the key of a starting task with ``until="start"``, or renew the lock."""
+    """Free the key of a starting task with ``until="start"``, or renew the locks."""
+    request = sender.request
+    for name, token in vars(request).get(LOCKS, ()):
+        leases_of(sender.app).hold(Held(name, request.id, lambda: True, token, runs=True))
     found = _marked(sender, sender.request)
     if found is None or (token := found[1].token) is None:
         return
@@ -98,7 +130,8 @@ def start(sender: Any = None, **_: Any) -> None:
 
 @signals.task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
 def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> None:
-    """Free the key of a unique task that has ended, unless the task is retried."""
+    """Free the keys of a task that has ended. A retried unique task keeps its key."""
+    give_back(sender, vars(sender.request))
     found = _marked(sender, sender.request)
     if found is None or found[1].until == "start" or (token := found[1].token) is None:
         return
@@ -114,7 +147,8 @@ def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> 
 
 
 def never_runs(sender: Any, headers: Any, task_id: str) -> None:
-    """Free the debounce, throttle or unique key of a task that will never run."""
+    """Free the keys of a task that will never run."""
+    give_back(sender, headers)
     mark = Mark.of(headers)
     if mark is not None and installation_of(sender.app) is not None:
         rule = partial(rules.release, task_id=task_id, token=mark.token)
@@ -127,7 +161,10 @@ def revoked(sender: Any = None, request: Any = None, terminated: bool = False, *
 
     A debounced or throttled task that was terminated has run, and keeps its key.
     """
-    if request is None or (terminated and _unique_mark_of(vars(request)) is None):
+    if request is None:
+        return
+    give_back(sender, vars(request))
+    if terminated and _unique_mark_of(vars(request)) is None:
         return
     never_runs(sender, vars(request), request.id)
 

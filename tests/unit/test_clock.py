@@ -443,6 +443,7 @@ def test_retry_after_retries_at_once_and_counts_in_eager_mode(
     app: Celery, how: str, rates: dict[str, str], after_a_worker: bool
 ) -> None:
     """After ``max_retries``, 3 by default, the last RetryAfter is the task's error."""
+
     @app.task(name="limited")
     def limited() -> None:
         ran.append(1)

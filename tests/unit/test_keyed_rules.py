@@ -343,7 +343,7 @@ def test_a_redelivery_waits_until_the_lease_of_the_first_run_has_lapsed() -> Non
 
 
 def test_another_task_with_the_same_key_waits_for_the_end_of_the_lease() -> None:
-    place = Place(record=Record(run=Run("a", "1", 100 * SECOND + LEASE_US)))
+    place = Place(record=Record(runs=(Run("a", "1", 100 * SECOND + LEASE_US),)))
     assert place.call(partial(begin, task_id="b", token="2")).free_us == 100 * SECOND + LEASE_US
 
 
@@ -370,7 +370,7 @@ def test_a_lost_message_frees_its_key_after_a_day_unless_it_waits_for_longer() -
 
 _IDS = st.none() | st.text(min_size=1)
 _TIMES = st.integers(0, 1 << 52)
-_RUNS = st.none() | st.builds(Run, st.text(), st.text(), _TIMES)
+_RUNS = st.lists(st.builds(Run, st.text(), st.text(), _TIMES, _TIMES)).map(tuple)
 
 
 @given(st.builds(Record, _IDS, _TIMES, _TIMES, _TIMES, _IDS, _RUNS))

@@ -192,7 +192,7 @@ def test_a_keys_record_is_deleted_before_its_message() -> None:
 
 def test_a_task_stays_while_another_attempt_runs_with_its_key() -> None:
     run = Run("zero", "token", lease_us=200)
-    records = Records(**{MARK.name: Record(id="one", due_us=5, run=run)})
+    records = Records(**{MARK.name: Record(id="one", due_us=5, runs=(run,))})
     log, account = moved_with_records(records, None)
     assert (log, account.moved) == (["closed"], 0)
     assert "a task with its key is running" in next(iter(account.refused))

@@ -14,16 +14,17 @@ from celery import Celery, signals, states
 from celery.exceptions import Reject, Retry
 from celery.worker import state as worker_state
 
-from celery_native_delay import RecordsUnavailable, install
-from celery_native_delay.keyed.record import HEADER, Mark, Record, Run
+from celery_native_delay import Rate, RecordsUnavailable, install
+from celery_native_delay.keyed.record import HEADER, LOCKS, Mark, Record, Run
 from celery_native_delay.keyed.records import KeyRecords
 from celery_native_delay.keyed.rules import LEASE_US, Rule, Seen, Step
+from celery_native_delay.rates.line import Asked
 from celery_native_delay.worker import leases as leases_module
 from celery_native_delay.worker import unique as module
 from celery_native_delay.worker.arrival import AWAY_US, Arrival, AskAgain, Drop, WaitUntil
 from celery_native_delay.worker.leases import Leases
 from celery_native_delay.worker.strategies import GatedStrategies
-from celery_native_delay.worker.unique import PAUSE_SECONDS, Unique
+from celery_native_delay.worker.unique import PAUSE_SECONDS, Unique, give_back, take_locks
 from tests.waiting import wait_until
 
 NOW_US = 1_795_176_000_000_000
@@ -105,7 +106,7 @@ def test_a_task_takes_its_key_and_frees_it_at_its_end(
     comes = arrival()
     assert gate(comes) is None
     token = comes.message.headers[HEADER]["token"]
-    assert records.record == Record(run=Run("1", token, NOW_US + LEASE_US))
+    assert records.record == Record(runs=(Run("1", token, NOW_US + LEASE_US),))
     task = context(app, comes.message.headers)
     module.start(task)
     module.end(task, state=states.SUCCESS)
@@ -113,7 +114,7 @@ def test_a_task_takes_its_key_and_frees_it_at_its_end(
 
 
 def test_a_second_task_with_the_key_waits_in_the_broker(gate: Unique, records: Records) -> None:
-    records.record = Record(run=Run("0", "another", NOW_US + 5))
+    records.record = Record(runs=(Run("0", "another", NOW_US + 5),))
     assert gate(arrival()) == WaitUntil(NOW_US + 5, otherwise=AskAgain(PAUSE_SECONDS))
 
 
@@ -141,12 +142,48 @@ def test_until_start_the_key_is_free_when_the_task_starts(
     comes = arrival("start")
     assert gate(comes) is None
     token = comes.message.headers[HEADER]["token"]
-    assert records.record == Record(run=Run("1", token, NOW_US + LEASE_US))
+    assert records.record == Record(runs=(Run("1", token, NOW_US + LEASE_US),))
     task = context(app, comes.message.headers)
     module.start(task)
     assert records.record is None
     module.end(task, state=states.RETRY, retval=Retry(when=30))
     assert records.record is None
+
+
+def limited(number: str) -> tuple[Arrival, int | None]:
+    """A task with a limit of one concurrent task, and the time at which it tries again."""
+    comes = arrival()
+    comes.message.headers = {"id": number, "task": "shop.sync"}
+    comes.consumer = SimpleNamespace(app=comes)
+    rate = Rate(key="tenant", concurrent=1)
+    return comes, take_locks(comes, [Asked("shop.sync", "42", rate), Asked("x", "42", Rate("1/s"))])
+
+
+@pytest.mark.parametrize("how", ["ends", "is revoked", "is lost", "does not start"])
+def test_a_second_concurrent_task_waits_until_the_first_one_has_left(
+    app: Celery, records: Records, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(records, "name", "concurrent:shop.sync:42")
+    records.record = None
+    (first, free_us), (second, again_us) = limited("1"), limited("2")
+    assert free_us is None
+    assert again_us is not None
+    assert again_us > NOW_US
+    assert LOCKS not in second.message.headers
+    task = context(app, dict(first.message.headers))
+    if how == "does not start":
+        give_back(task, first.message.headers)
+    elif how == "is revoked":
+        module.revoked(task, request=task.request, terminated=True)
+    else:
+        module.start(task)
+        if how == "is lost":
+            module.lost(task, "1", WorkerLostError())
+        else:
+            module.end(task, state=states.RETRY, retval=Retry(when=30))
+    assert records.record is not None
+    assert records.record.runs == ()
+    assert limited("2")[1] is None
 
 
 def test_a_revoked_task_is_left_to_celery_and_frees_its_key(
@@ -277,8 +314,8 @@ def test_a_lease_is_renewed_while_the_worker_has_its_task(
     assert records.record is not None
     assert records.record.run is not None
     old = Run("1", records.record.run.token, 0)
-    records.record = Record(run=old)
-    wait_until(lambda: records.record != Record(run=old))
+    records.record = Record(runs=(old,))
+    wait_until(lambda: records.record != Record(runs=(old,)))
     comes.message.acknowledged = True
     wait_until(lambda: not module.leases_of(None)._held)
 
@@ -294,7 +331,7 @@ def test_a_renewal_that_failed_is_tried_again_soon(
     gate(arrival())
     assert records.record is not None
     assert records.record.run is not None
-    old = Record(run=Run("1", records.record.run.token, 0))
+    old = Record(runs=(Run("1", records.record.run.token, 0),))
     records.is_away = True
     wait_until(lambda: "cannot renew the lease" in caplog.text)
     monkeypatch.setattr(leases_module, "RENEWED_EVERY_SECONDS", 3600)
