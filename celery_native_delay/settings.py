@@ -29,6 +29,8 @@ FUSED_WIDTH = 4
 #: group then begins with whole seconds, and most delays use all of its 15 queues.
 FRACTION_BITS = 3
 
+AnyRate = Rate | str | Mapping[str, Any]
+
 _PREFIX = "native_delay_"
 
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -130,10 +132,7 @@ class DelaySettings:
     valid attempts of the Spark tasks in time. Workers "run" all tasks, perhaps twice, or "drop" all
     tasks. Defaults to "run"."""
 
-    rates: (
-        Mapping[str, Rate | str | Mapping[str, Any] | Sequence[Rate | str | Mapping[str, Any]]]
-        | tuple[tuple[str, Rate | tuple[Rate, ...]], ...]
-    ) = ()
+    rates: Mapping[str, AnyRate | Sequence[AnyRate]] | tuple[tuple[str, tuple[Rate, ...]], ...] = ()
     """Rate limits by task name, such as ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
     ``{"shop.call_api": ["10/s", "5000/d"]}``. Tasks beyond a rate limit wait in the broker.
     Defaults to none."""
@@ -158,9 +157,9 @@ class DelaySettings:
         for name in _names():
             _check(name, getattr(self, name))
         shared: dict[str | None, tuple[str, Rate]] = {}
-        for task, rate in (
+        for task, rate in [
             (task, rate) for task, its in self.rates_by_task.items() for rate in its
-        ):
+        ]:
             other, first = shared.setdefault(rate.name, (task, rate))
             if (rate is not first and other == task) or replace(first, key=rate.key) != rate:
                 raise SettingsError(
@@ -185,8 +184,7 @@ class DelaySettings:
 
     @property
     def rates_by_task(self) -> dict[str, tuple[Rate, ...]]:
-        """The rate limits of each task. Rates without a name are named task, task#2, task#3."""
-        return {task: rates_of(task, rates) for task, rates in dict(self.rates).items()}
+        return dict(self.rates)  # type: ignore[arg-type]
 
     @property
     def while_records_are_away(self) -> str:
@@ -247,13 +245,7 @@ def _normal(name: str, value: Any) -> Any:
         return tuple(value if isinstance(value, list) else sorted(value, key=str))
     if name == "rates" and isinstance(value, Mapping):
         try:
-            return tuple(
-                (
-                    task,
-                    tuple(Rate.of(each) for each in rate) if _is_several(rate) else Rate.of(rate),
-                )
-                for task, rate in sorted(value.items(), key=str)
-            )
+            return tuple((task, named(task, its)) for task, its in sorted(value.items(), key=str))
         except SettingsError as exc:
             raise SettingsError(f"native_delay_rates: {exc}") from exc
     return value
@@ -311,11 +303,11 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
                 and len(pair) == 2
                 and isinstance(pair[0], str)
                 and pair[0]
-                and all(isinstance(each, Rate) for each in _several(pair[1]))
-                and _several(pair[1])
+                and pair[1]
+                and all(isinstance(each, Rate) for each in pair[1])
                 for pair in value
             )
-            return bool(fits), 'a dict of rates by task, such as {"shop.call_api": "100/m"}'
+            return fits, 'a dict of rates by task, such as {"shop.call_api": "100/m"}'
         case "retry_after_limit":
             return _is_number(value) and value > 0, "seconds above 0"
         case "schedules_version":
@@ -335,21 +327,11 @@ def lowest_bit(bit: int, *, fused_bits: int) -> int:
     return max(0, bit - (bit - FRACTION_BITS) % FUSED_WIDTH)
 
 
-def rates_of(task: str, rates: Any) -> tuple[Rate, ...]:
-    """Return the rates in a task's entry of ``native_delay_rates``, each with a name."""
-    given = [Rate.of(each) for each in _several(rates)]
+def named(task: str, rates: Any) -> tuple[Rate, ...]:
+    """Return the rates of a task. Rates without a name are named task, task#2, task#3."""
+    given = [Rate.of(each) for each in (rates if isinstance(rates, list | tuple) else [rates])]
     names = [task, *(f"{task}#{number}" for number in range(2, len(given) + 1))]
-    return tuple(
-        replace(rate, name=rate.name or name) for rate, name in zip(given, names, strict=True)
-    )
-
-
-def _is_several(rates: Any) -> bool:
-    return isinstance(rates, list | tuple)
-
-
-def _several(rates: Any) -> Any:
-    return rates if _is_several(rates) else (rates,)
+    return tuple(replace(rate, name=rate.name or names[at]) for at, rate in enumerate(given))
 
 
 def _is_records_url(value: Any) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, TypeAlias, TypeVar, overload
 
 from celery import Celery, Task
@@ -23,11 +22,11 @@ from ..errors import (
 )
 from ..now import time_ns
 from ..rates.line import Line, RateLine, places_in
-from ..rates.rate import LONGEST_KEY
+from ..rates.rate import LONGEST_KEY, UNLIMITED
 from ..records import waiting
 from ..records.interface import TRIES
 from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
-from ..settings import DelaySettings, rates_of
+from ..settings import DelaySettings, named
 from ..transports.aliases import delay_headers
 from .installation import ask_broker, checked_app, installed
 from .keyed import KeyedCalls, KeyKind, revoke_result
@@ -128,10 +127,8 @@ class Delay(KeyedCalls):
                 found, rates = lines.look(limit), settings.rates_by_task.values()
             usual = {rate.name: rate.shown for its in rates for rate in its}
             return [
-                replace(line, overridden=line.rate != usual.get(line.task, line.rate))
-                if not line.overridden
-                else line
-                for line in found
+                replace(row, overridden=row.overridden or row.rate != usual.get(row.task, row.rate))
+                for row in found
             ]
 
         return ask_broker(self._app, looked)
@@ -144,17 +141,21 @@ class Delay(KeyedCalls):
         """
         return Schedules(self._app)
 
-    def set_rate(self, name: str, key: str | None, limit: str) -> int:
+    def unset_rate(self, name: str, key: str | None) -> int:
+        """Give one key the limit from the settings again, after :meth:`set_rate`."""
+        return self.set_rate(name, key, None)
+
+    def set_rate(self, name: str, key: str | None, limit: str | None) -> int:
         """Change the limit of one key, such as ``set_rate("shop.call_api", "gold-corp", "500/m")``.
 
-        Every worker uses the new limit at once, until :meth:`unset_rate`. Waiting tasks of the key
-        keep their order. If the limit is higher, their due times move.
+        Every worker uses the new limit at once. Waiting tasks of the key keep their order. If the
+        limit is higher, their due times move.
 
         Args:
             name: the name of the rate, or of the task if the rate has none. The second of several
                 rates without names is named ``shop.call_api#2``.
             key: the key, or None for a rate without a key, and for tasks without a key.
-            limit: the new limit. The burst of the rate stays.
+            limit: the new limit, or None for the limit from the settings. The burst stays.
 
         Returns:
             the number of waiting tasks that got an earlier due time.
@@ -162,23 +163,16 @@ class Delay(KeyedCalls):
         Raises:
             SettingsError: *limit* is malformed, or ``native_delay_rates`` has no such name.
         """
-        return self._change_rate(name, key, limit)
-
-    def unset_rate(self, name: str, key: str | None) -> int:
-        """Give one key the limit from the settings again, after :meth:`set_rate`."""
-        return self._change_rate(name, key, None)
-
-    def _change_rate(self, name: str, key: str | None, limit: str | None) -> int:
         rates = installed(self._app).settings().rates_by_task
-        known = [rate for its in rates.values() for rate in its if rate.name == name]
-        if not known:
-            names = sorted({str(rate.name) for its in rates.values() for rate in its})
+        limits = [(task, at, rate) for task, its in rates.items() for at, rate in enumerate(its)]
+        limits = [limit for limit in limits if limit[2].limit != UNLIMITED]
+        mine = [limit for limit in limits if limit[2].name == name]
+        if not mine:
+            names = ", ".join(sorted({str(each.name) for *_, each in limits}))
             raise SettingsError(
-                f"expected the name of a rate in native_delay_rates ({', '.join(names)}), got "
-                f"{name!r}"
+                f"expected the name of a rate in native_delay_rates ({names}), got {name!r}"
             )
-        key = key and key[:LONGEST_KEY]
-        usual = known[0]
+        key, usual = key and key[:LONGEST_KEY], mine[0][2]
         rate = usual.for_key(key) if limit is None else replace(usual, limit=limit, overrides=())
 
         def change(channel: Any, settings: DelaySettings) -> Line:
@@ -188,15 +182,11 @@ class Delay(KeyedCalls):
 
         line = ask_broker(self._app, change)
         due: dict[str, int] = {}
-        for task, its in rates.items():
-            at = next((at for at, each in enumerate(its) if each.name == name), None)
-            now_us = time_ns() // 1000
-            if at is None:
-                continue
-            for each in self._ask(partial(_named, task)):
+        for task, at, _ in mine:
+            for each in self.ls(Query(name=task), limit=_MOST_MOVED):
                 for place, its_key in places_in(each.place)[at : at + 1]:
                     if place is not None and its_key == key:
-                        at_us = max(line.slot_us(rate, place), line.held_until, now_us)
+                        at_us = max(line.slot_us(rate, place), line.held_until, time_ns() // 1000)
                         if at_us < each.due_us:
                             due[each.id] = at_us
 
@@ -216,7 +206,7 @@ class Delay(KeyedCalls):
         rates = installed(self._app).settings().rates_by_task
         held = []
         for task in tasks:
-            its = rates.get(task.name) or rates_of(task.name, "1/s")
+            its = rates.get(task.name) or named(task.name, "1/s")
             keys = [key for _, key in places_in(task.place)]
             untils = (until_us.get((str(r.name), k), 0) for r, k in zip(its, keys, strict=False))
             held.append(replace(task, due_us=max(task.due_us, *untils, 0)))
@@ -396,10 +386,6 @@ def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, b
         total = delay.count(query) if behind else offset + len(page.tasks)
     counted = not searched or len(page.tasks) < limit + _COUNTED
     return Page(page.tasks[:limit], total), counted
-
-
-def _named(task: str, found: WaitingTasks) -> Page:
-    return found.page(Query(name=task), limit=_MOST_MOVED)
 
 
 def _some_of(ids: Iterable[str], limit: int | None) -> list[str]:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ..records.interface import Change, RecordName, Records, Snapshot
-from .line import (
-    Asked,
-    Line,
-    RateLine,
-    Turn,
-    ask_all,
-    at_rate,
-    name_of,
-    seen_longest_first,
-)
+from .line import Asked, Line, RateLine, Turn, ask_all, at_rate, name_of, seen_longest_first
 from .rate import Rate
 
 T = TypeVar("T")
+Lines: TypeAlias = Sequence[Line]
 
 
 class RecordLines:
@@ -28,29 +20,21 @@ class RecordLines:
         self._records = records
 
     def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
-        def decide(
-            lines: Sequence[Line], rates: Sequence[Rate], now_us: int
-        ) -> tuple[Sequence[Line], Turn]:
-            places = [each.place for each in asked]
-            return ask_all(lines, rates, now_us, places, may_start=may_start)
-
-        return self._change(asked, decide)
+        places = [each.place for each in asked]
+        return self._change(
+            asked,
+            lambda lines, rates, now_us: ask_all(lines, rates, now_us, places, may_start=may_start),
+        )
 
     def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
-        wait_us = round(seconds * 1_000_000)
-
-        def decide(
-            lines: Sequence[Line], rates: Sequence[Rate], now_us: int
-        ) -> tuple[Sequence[Line], int]:
-            line, place = lines[0].hold(rates[0], now_us, wait_us)
+        def decide(lines: Lines, rates: Sequence[Rate], now_us: int) -> tuple[Lines, int]:
+            line, place = lines[0].hold(rates[0], now_us, round(seconds * 1_000_000))
             return [line], place
 
         return self._change([Asked(task, key, rate)], decide)
 
     def change_rate(self, task: str, key: str | None, rate: Rate, *, is_set: bool) -> Line:
-        def decide(
-            lines: Sequence[Line], rates: Sequence[Rate], now_us: int
-        ) -> tuple[Sequence[Line], Line]:
+        def decide(lines: Lines, *_: Any) -> tuple[Lines, Line]:
             line = lines[0]._replace(is_set=int(is_set))
             return [line], line
 
@@ -66,19 +50,18 @@ class RecordLines:
     def _change(
         self,
         asked: Sequence[Asked],
-        decide: Callable[[Sequence[Line], Sequence[Rate], int], tuple[Sequence[Line], T]],
+        decide: Callable[[Lines, Sequence[Rate], int], tuple[Lines, T]],
         *,
         sets: bool = False,
     ) -> T:
         def change(snapshots: Sequence[Snapshot]) -> tuple[list[Change[None]], T]:
             now_us = snapshots[-1].now_us
-            texts = [("" if each.text is None else each.text).split("\n") for each in snapshots]
             before = [
-                at_rate(text, each.rate, now_us, sets=sets)
-                for text, each in zip(texts, asked, strict=True)
+                at_rate((seen.text or "").split("\n"), each.rate, now_us, sets=sets)
+                for seen, each in zip(snapshots, asked, strict=True)
             ]
-            rates = [rate for _, rate in before]
-            after, answer = decide([line for line, _ in before], rates, now_us)
+            lines, rates = zip(*before, strict=True)
+            after, answer = decide(lines, rates, now_us)
             return [_stored(*each) for each in zip(after, rates, strict=True)], answer
 
         names = [RecordName("rate", name_of(each.name, each.key)) for each in asked]

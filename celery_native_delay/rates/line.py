@@ -31,7 +31,7 @@ from functools import lru_cache
 from math import ceil, floor
 from typing import Any, NamedTuple, Protocol, Self
 
-from .rate import MOST_KEPT_STARTS, Rate
+from .rate import MOST_KEPT_STARTS, UNLIMITED, Rate
 
 #: The version at the beginning of every record. A change in the record needs a new one.
 VERSION = 2
@@ -417,4 +417,4 @@ def name_of(task: str, key: str | None) -> str:
 @lru_cache
 def _rate(limit: str, burst: int) -> Rate:
     """Make a :class:`Rate`, or return an equal rate from the cache."""
-    return Rate(limit, burst=burst)
+    return Rate(limit, burst=burst, concurrent=1 if limit == UNLIMITED else None)

@@ -193,8 +193,7 @@ class Records(ABC):
         names: Sequence[RecordName],
         decide: Callable[[Sequence[Snapshot]], tuple[Sequence[Change[Any]], T]],
     ) -> T:
-        """Change several stored states in one step. Only a database can do that."""
-        raise NotImplementedError
+        raise NotImplementedError  # only a database can do that
 
     @abstractmethod
     def load(self, names: Sequence[RecordName]) -> list[str | None]:

@@ -146,8 +146,8 @@ class SqlRecords(Database, ComparedRecords):
             rows = {name: self.read_row(connection, name, locked=True) for name in sorted(names)}
             snapshots = [self._snapshot(connection, rows[name], locked=True) for name in names]
             changes, answer = decide(snapshots)
-            for name, snapshot, change in zip(names, snapshots, changes, strict=True):
-                if change.text != snapshot.text:
+            for name, seen, change in zip(names, snapshots, changes, strict=True):
+                if change.text != seen.text:
                     is_old = rows[name] is not None
                     self.write_row(connection, name, change.text, change.kept_us, is_old)
             return answer

@@ -25,8 +25,8 @@ from celery.worker import state
 
 from ..app.retrying import key_of, limit_of
 from ..errors import RecordsUnavailable, described
-from ..rates.line import Asked, Lines, places_header, places_in
-from ..rates.rate import Rate
+from ..rates.line import Asked, Lines, Turn, places_header, places_in
+from ..rates.rate import UNLIMITED, Rate
 from ..records.waiting import PLACE
 from ..settings import DelaySettings
 from .arrival import SHORTEST_WAIT_US, Arrival, AskAgain, Ruling, WaitUntil
@@ -193,6 +193,10 @@ class Rated:
         headers, lines = arrival.message.headers, [limit[:2] for limit in entry.limits]
         is_behind = entry.place is None and any(line in self._by_line for line in lines)
         may_start = wait is None and not is_behind
+        asked = [limit._replace(rate=limit_of(limit.rate, limit.key)) for limit in entry.limits]
+        is_unlimited = all(limit.rate.limit == UNLIMITED for limit in asked)
+        if is_unlimited and wait is not None:
+            return wait
         try:
             if self.lines is None:
                 raise RecordsUnavailable("native delay is off in this worker")
@@ -201,8 +205,7 @@ class Rated:
                 again = AskAgain(max(free_us - arrival.now_us, SHORTEST_WAIT_US) / 1e6)
                 kept = {PLACE: headers[PLACE]} if PLACE in headers else {}
                 return WaitUntil(free_us, None, again, kept)
-            asked = [limit._replace(rate=limit_of(limit.rate, limit.key)) for limit in entry.limits]
-            turn = self.lines.ask(asked, may_start=may_start)
+            turn = Turn() if is_unlimited else self.lines.ask(asked, may_start=may_start)
         except Exception as exc:
             give_back(arrival.consumer, headers)
             if not self._warned:

@@ -159,6 +159,24 @@ def test_rate_limits_hold_on_the_clock(app: Celery, ran: list[Any]) -> None:
     assert len(gaps) == 3
 
 
+def test_concurrent_tasks_give_their_locks_back_on_the_clock(app: Celery, ran: list[Any]) -> None:
+    """Also a task that is retried, or waits for another limit."""
+    limits = [Rate(concurrent=1), Rate("2/h", name="hourly")]
+    install(app, rates={"note": Rate(concurrent=1), "flaky": Rate(concurrent=1), "again": limits})
+    with Clock(app) as clock:
+        start = clock.now
+        for number in range(3):
+            send(app, "note", number)
+        send(app, "flaky", 2)
+        clock.advance(minutes=2.1)
+        assert ran[:3] == [0, 1, 2]
+        assert [tries for _, tries in ran[3:]] == [0, 1, 2]
+        ran.clear()
+        send(app, "again", 60)
+        clock.advance(hours=2)
+    assert [(at - start) // timedelta(minutes=30) for at in ran] == [0, 1, 2, 3]
+
+
 def test_schedule_entries_run_on_the_clock(app: Celery, ran: list[Any]) -> None:
     """Each run publishes the next one, which the clock meets on its way."""
     app.conf.beat_schedule = {
