@@ -25,9 +25,8 @@ SINCE = "native_delay_retry_after"
 
 
 def task_from_fun(installation: Installation, *args: Any, **options: Any) -> Any:
-    """Make a task of a function, in place of Celery's method. The task may raise RetryAfter."""
-    app = installation.app
-    task = type(app)._task_from_fun(app, *args, **options)
+    """Make a task that may raise RetryAfter. Replaces ``app._task_from_fun``."""
+    task = type(installation.app)._task_from_fun(installation.app, *args, **options)
     _teach(installation, task)
     return task
 
@@ -62,8 +61,10 @@ def _retrying(installation: Installation, task: Any, run: Callable[..., Any]) ->
             since = headers.setdefault(SINCE, now)
             for rate in settings.rates_by_task.get(task.name, ())[: 1 - request.is_eager]:
                 known = rate.signature_of(task.name, run)
-                key = key_of(task.name, request.id, rate, known, lambda: (args, kwargs), headers)
-                _hold(installation.app, task.name, key, limit_of(rate, key), seconds, headers)
+                key, limit = limit_of_call(
+                    task.name, request.id, rate, known, lambda: (args, kwargs), headers
+                )
+                _hold(installation.app, task.name, key, limit, seconds, headers)
             if not isinstance(since, int | float) or now - since > settings.retry_after_limit:
                 raise
             # In eager mode every retry counts: Celery retries at once, and would never end.
@@ -84,12 +85,7 @@ def _retrying(installation: Installation, task: Any, run: Callable[..., Any]) ->
 
 
 def _hold(
-    app: Any,
-    task: str,
-    key: str | None,
-    rate: Rate,
-    seconds: float,
-    headers: dict[str, Any],
+    app: Any, task: str, key: str | None, rate: Rate, seconds: float, headers: dict[str, Any]
 ) -> None:
     """Stop the starts of a rate for some *seconds*, and put the first place into *headers*."""
     try:
@@ -106,39 +102,28 @@ def _hold(
         )
 
 
-def key_of(
+def limit_of_call(
     task: str,
     task_id: str,
     rate: Rate,
     signature: Signature | None,
     call: Callable[[], tuple[Any, Any]],
     headers: Mapping[str, Any],
-) -> str | None:
-    """Return the key of a call, or None if the rate has no key, or it cannot be computed."""
-    if rate.key is None:
-        return None
+) -> tuple[str | None, Rate]:
+    """Return the key of a call, and the rate of this key. If they fail: None, and *rate*."""
+    key = None
     try:
-        return rate.key_of(*call(), headers, signature)
-    except Exception as exc:  # the user's callable or a malformed message may raise anything
+        if rate.key is not None:
+            key = rate.key_of(*call(), headers, signature)
+        return key, rate.for_key(key)
+    except Exception as exc:  # the user's callables or a malformed message may raise anything
         logger.error(
-            "native delay: cannot compute the rate key of %s[%s], it shares the rate of tasks "
-            "without a key: %s",
+            "native delay: cannot compute the rate key of %s[%s], or its limit; it counts as a "
+            "task with the key %s at %s: %s",
             task,
             task_id,
-            described(exc),
-        )
-        return None
-
-
-def limit_of(rate: Rate, key: str | None) -> Rate:
-    """Return the rate of one *key*, or *rate* itself if its overrides fail."""
-    try:
-        return rate.for_key(key)
-    except Exception as exc:  # the user's callable may raise anything
-        logger.error(
-            "native delay: cannot compute the limit of key %s of %s, its usual limit counts: %s",
             key,
-            rate.name,
+            rate.shown,
             described(exc),
         )
-        return rate
+        return key, rate

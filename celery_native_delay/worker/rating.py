@@ -23,7 +23,7 @@ from typing import Any
 from celery.utils.log import get_logger
 from celery.worker import state
 
-from ..app.retrying import key_of, limit_of
+from ..app.retrying import limit_of_call
 from ..errors import RecordsUnavailable, described
 from ..rates.line import Asked, Lines, Turn, places_header, places_in
 from ..rates.rate import UNLIMITED, Rate
@@ -124,14 +124,16 @@ class Rated:
         places = places_in(message.headers.get(PLACE))
         limits = []
         for number, rate in enumerate(rates):
-            key = key_of(arrival.name, arrival.id, rate, signature, call, arrival.fields)
+            key, limit = limit_of_call(
+                arrival.name, arrival.id, rate, signature, call, arrival.fields
+            )
             place, its_key = (*places[number : number + 1], (None, None))[0]
             is_usable = (
                 isinstance(place, int)
                 and its_key == key
                 and 0 <= place <= arrival.now_us + _FARTHEST_US
             )
-            limits.append(Asked(str(rate.name), key, rate, place if is_usable else None))
+            limits.append(Asked(str(rate.name), key, limit, place if is_usable else None))
         at = max(range(len(limits)), key=lambda number: limits[number].place or 0)
         entry = _InLine(message.delivery_tag, limits, at)
         if entry.place is not None:
@@ -193,8 +195,7 @@ class Rated:
         headers, lines = arrival.message.headers, [limit[:2] for limit in entry.limits]
         is_behind = entry.place is None and any(line in self._by_line for line in lines)
         may_start = wait is None and not is_behind
-        asked = [limit._replace(rate=limit_of(limit.rate, limit.key)) for limit in entry.limits]
-        is_unlimited = all(limit.rate.limit == UNLIMITED for limit in asked)
+        is_unlimited = all(limit.rate.limit == UNLIMITED for limit in entry.limits)
         if is_unlimited and wait is not None:
             return wait
         try:
@@ -205,7 +206,7 @@ class Rated:
                 again = AskAgain(max(free_us - arrival.now_us, SHORTEST_WAIT_US) / 1e6)
                 kept = {PLACE: headers[PLACE]} if PLACE in headers else {}
                 return WaitUntil(free_us, None, again, kept)
-            turn = Turn() if is_unlimited else self.lines.ask(asked, may_start=may_start)
+            turn = Turn() if is_unlimited else self.lines.ask(entry.limits, may_start=may_start)
         except Exception as exc:
             give_back(arrival.consumer, headers)
             if not self._warned:
