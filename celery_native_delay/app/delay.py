@@ -22,7 +22,7 @@ from ..errors import (
 )
 from ..now import time_ns
 from ..rates.line import Line, RateLine, places_in
-from ..rates.rate import LONGEST_KEY, UNLIMITED
+from ..rates.rate import LONGEST_KEY
 from ..records import waiting
 from ..records.interface import TRIES
 from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
@@ -164,8 +164,7 @@ class Delay(KeyedCalls):
             SettingsError: *limit* is malformed, or ``native_delay_rates`` has no such name.
         """
         rates = installed(self._app).settings().rates_by_task
-        limits = [(task, at, rate) for task, its in rates.items() for at, rate in enumerate(its)]
-        limits = [limit for limit in limits if limit[2].limit != UNLIMITED]
+        limits = [(task, at, each) for task, its in rates.items() for at, each in enumerate(its)]
         mine = [limit for limit in limits if limit[2].name == name]
         if not mine:
             names = ", ".join(sorted({str(each.name) for *_, each in limits}))
@@ -207,8 +206,8 @@ class Delay(KeyedCalls):
         held = []
         for task in tasks:
             its = rates.get(task.name) or named(task.name, "1/s")
-            keys = [key for _, key in places_in(task.place)]
-            untils = (until_us.get((str(r.name), k), 0) for r, k in zip(its, keys, strict=False))
+            places = zip(its, places_in(task.place), strict=False)
+            untils = (until_us.get((str(rate.name), key), 0) for rate, (_, key) in places)
             held.append(replace(task, due_us=max(task.due_us, *untils, 0)))
         return held
 

@@ -110,7 +110,7 @@ def limit_of_call(
     call: Callable[[], tuple[Any, Any]],
     headers: Mapping[str, Any],
 ) -> tuple[str | None, Rate]:
-    """Return the key of a call, and the rate of this key. If they fail: None, and *rate*."""
+    """Return the key of a call, and the rate of this key. An error is logged: None, or *rate*."""
     key = None
     try:
         if rate.key is not None:
@@ -118,12 +118,9 @@ def limit_of_call(
         return key, rate.for_key(key)
     except Exception as exc:  # the user's callables or a malformed message may raise anything
         logger.error(
-            "native delay: cannot compute the rate key of %s[%s], or its limit; it counts as a "
-            "task with the key %s at %s: %s",
+            "native delay: cannot compute the rate key of %s[%s], or the limit of its key: %s",
             task,
             task_id,
-            key,
-            rate.shown,
             described(exc),
         )
         return key, rate

@@ -8,6 +8,7 @@ by the end of the TTL. Times are in microseconds by the server's clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from ..records.interface import tried_again
@@ -31,6 +32,10 @@ PATIENCE_SECONDS = 1.0
 
 #: Seconds without a new attempt after the server failed: the first time, and at most.
 LEFT_ALONE_SECONDS = (0.5, 5.0)
+
+_numbers_of = attrgetter(
+    *("spacing_us", "ahead_us", "period_us", "window_us", "catch_up_us", "noted_each", "noted")
+)
 
 #: KEYS, for each line: the line, the sorted set of names, the list of start times. ARGV 1: the time
 #: in µs, or '' for the server's time; 2: 0 if a task without a place may not start now, or the
@@ -263,18 +268,9 @@ class RedisLines:
             arguments: list[int | str] = ["" if now_us is None else now_us, more]
             for name, each in zip(names, asked, strict=True):
                 rate = self._set.get(name, each.rate)
-                arguments += (
-                    name,
-                    rate.spacing_us,
-                    rate.ahead_us,
-                    rate.period_us,
-                    rate.window_us,
-                    rate.catch_up_us,
-                    rate.noted_each,
-                    rate.noted,
-                    f"{int(name in self._set)} {rate.limit} {rate.burst}",
-                    "" if each.place is None else each.place,
-                )
+                text = f"{int(name in self._set)} {rate.limit} {rate.burst}"
+                place = "" if each.place is None else each.place
+                arguments += [name, *_numbers_of(rate), text, place]
             answer = self._link.run(script, keys, *arguments)
             if answer[0] != -2:
                 return answer

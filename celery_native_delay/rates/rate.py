@@ -81,49 +81,40 @@ class Rate:
     concurrent: int | None = None
 
     def __post_init__(self) -> None:
-        found = _RATE.fullmatch(self.limit) if isinstance(self.limit, str) else None
-        if found is None:
-            raise SettingsError(f"expected a rate {_EXPECTED}, got {self.limit!r}")
-        if self.count > MOST_PER_SECOND * self.period_us // 1_000_000:
-            raise SettingsError(
-                f"expected a rate of at most {MOST_PER_SECOND}/s, got {self.limit!r}: leave it out"
-            )
+        found = isinstance(self.limit, str) and _RATE.fullmatch(self.limit)
+        _expect(found, f"a rate {_EXPECTED}", self.limit)
+        most = MOST_PER_SECOND * self.period_us // 1_000_000
+        _expect(self.count <= most, f"a rate of at most {MOST_PER_SECOND}/s, or none", self.limit)
+        has_limit = self.limit != UNLIMITED or self.concurrent is not None
+        _expect(has_limit, f"a rate {_EXPECTED}, or with concurrent=2", self)
         is_name = isinstance(self.key, str) and self.key.removeprefix(HEADER_PREFIX) != ""
-        if not (self.key is None or is_name or callable(self.key)):
-            raise SettingsError(
-                f"expected the key of a rate to be the name of an argument, {HEADER_PREFIX}NAME, a "
-                f"callable of (args, kwargs, headers), or None, got {self.key!r}"
-            )
-        if not (_is_whole(self.burst) and 1 <= self.burst <= MOST_BURST):
-            raise SettingsError(
-                f"expected the burst of a rate to be a whole number from 1 to {MOST_BURST}, got "
-                f"{self.burst!r}"
-            )
-        if not (self.concurrent is None or (_is_whole(self.concurrent) and self.concurrent > 0)):
-            raise SettingsError(
-                f"expected concurrent to be a whole number from 1, or None, got {self.concurrent!r}"
-            )
-        if self.limit == UNLIMITED and self.concurrent is None:
-            raise SettingsError(
-                f"expected a rate to have a limit {_EXPECTED}, or concurrent, such as concurrent=2"
-            )
-        is_text_name = isinstance(self.name, str) and is_text(self.name) and "\n" not in self.name
-        if not (self.name is None or (is_text_name and 0 < len(self.name) <= LONGEST_KEY)):
-            raise SettingsError(
-                f"expected the name of a rate to be a text of 1 to {LONGEST_KEY} characters in one "
-                f"line, or None, got {self.name!r}"
-            )
-
+        _expect(
+            self.key is None or is_name or callable(self.key),
+            f"the key of a rate to be the name of an argument, {HEADER_PREFIX}NAME, a callable of "
+            "(args, kwargs, headers), or None",
+            self.key,
+        )
+        is_whole = _is_whole(self.burst, MOST_BURST)
+        _expect(is_whole, f"burst to be a whole number from 1 to {MOST_BURST}", self.burst)
+        is_whole = self.concurrent is None or _is_whole(self.concurrent, MOST_BURST)
+        _expect(is_whole, f"concurrent to be None or from 1 to {MOST_BURST}", self.concurrent)
+        is_line = isinstance(self.name, str) and is_text(self.name) and "\n" not in self.name
+        _expect(
+            self.name is None or (is_line and 0 < len(self.name) <= LONGEST_KEY),
+            f"the name of a rate to be one line of 1 to {LONGEST_KEY} characters, or None",
+            self.name,
+        )
         if not callable(self.overrides):
             try:
                 pairs = tuple(sorted(dict(self.overrides).items()))
             except (TypeError, ValueError):
                 pairs = ((None, self.overrides),)  # type: ignore[assignment]
-            if not all(isinstance(key, str) for key, _ in pairs):
-                raise SettingsError(
-                    f"expected the overrides of a rate to be a dict of limits by key, such as "
-                    f'{{"gold-corp": "1000/m"}}, or a callable of the key, got {self.overrides!r}'
-                )
+            _expect(
+                all(isinstance(key, str) for key, _ in pairs),
+                'the overrides of a rate to be a dict of limits by key, such as {"gold-corp": '
+                '"1000/m"}, or a callable of the key',
+                self.overrides,
+            )
             object.__setattr__(self, "overrides", pairs)  # hashable, as settings must be
             for _, limit in pairs:
                 self._at(limit)
@@ -294,5 +285,10 @@ def _positional(name: str, args: Sequence[Any], signature: Signature | None) -> 
     return None
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _expect(fits: object, expected: str, got: object) -> None:
+    if not fits:
+        raise SettingsError(f"expected {expected}, got {got!r}")
+
+
+def _is_whole(value: object, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most

@@ -25,8 +25,8 @@ from celery.worker import state
 
 from ..app.retrying import limit_of_call
 from ..errors import RecordsUnavailable, described
-from ..rates.line import Asked, Lines, Turn, places_header, places_in
-from ..rates.rate import UNLIMITED, Rate
+from ..rates.line import Asked, Lines, places_header, places_in
+from ..rates.rate import Rate
 from ..records.waiting import PLACE
 from ..settings import DelaySettings
 from .arrival import SHORTEST_WAIT_US, Arrival, AskAgain, Ruling, WaitUntil
@@ -67,10 +67,6 @@ class _InLine:
     def place(self) -> int | None:
         """The place for that limit, or None if the task is new."""
         return self.limits[self.at].place
-
-    @property
-    def header(self) -> str:
-        return places_header([(limit.place, limit.key) for limit in self.limits])
 
 
 class Rated:
@@ -121,19 +117,16 @@ class Rated:
     def _task_of(self, arrival: Arrival, rates: Sequence[Rate]) -> _InLine:
         signature, message = self._signatures.get(arrival.name), arrival.message
         call = partial(_arguments, arrival)
-        places = places_in(message.headers.get(PLACE))
+        places = [*places_in(message.headers.get(PLACE)), *[(None, None)] * len(rates)]
         limits = []
-        for number, rate in enumerate(rates):
+        for rate, (place, its_key) in zip(rates, places, strict=False):
             key, limit = limit_of_call(
                 arrival.name, arrival.id, rate, signature, call, arrival.fields
             )
-            place, its_key = (*places[number : number + 1], (None, None))[0]
-            is_usable = (
-                isinstance(place, int)
-                and its_key == key
-                and 0 <= place <= arrival.now_us + _FARTHEST_US
-            )
-            limits.append(Asked(str(rate.name), key, limit, place if is_usable else None))
+            farthest_us = arrival.now_us + _FARTHEST_US
+            if not (isinstance(place, int) and its_key == key and 0 <= place <= farthest_us):
+                place = None
+            limits.append(Asked(str(rate.name), key, limit, place))
         at = max(range(len(limits)), key=lambda number: limits[number].place or 0)
         entry = _InLine(message.delivery_tag, limits, at)
         if entry.place is not None:
@@ -195,9 +188,6 @@ class Rated:
         headers, lines = arrival.message.headers, [limit[:2] for limit in entry.limits]
         is_behind = entry.place is None and any(line in self._by_line for line in lines)
         may_start = wait is None and not is_behind
-        is_unlimited = all(limit.rate.limit == UNLIMITED for limit in entry.limits)
-        if is_unlimited and wait is not None:
-            return wait
         try:
             if self.lines is None:
                 raise RecordsUnavailable("native delay is off in this worker")
@@ -206,7 +196,7 @@ class Rated:
                 again = AskAgain(max(free_us - arrival.now_us, SHORTEST_WAIT_US) / 1e6)
                 kept = {PLACE: headers[PLACE]} if PLACE in headers else {}
                 return WaitUntil(free_us, None, again, kept)
-            turn = Turn() if is_unlimited else self.lines.ask(entry.limits, may_start=may_start)
+            turn = self.lines.ask(entry.limits, may_start=may_start)
         except Exception as exc:
             give_back(arrival.consumer, headers)
             if not self._warned:
@@ -228,7 +218,7 @@ class Rated:
             self._remove(entry)
         entry.at = turn.at
         entry.limits[turn.at] = entry.limits[turn.at]._replace(place=turn.place)
-        kept = {PLACE: entry.header}
+        kept = {PLACE: places_header([(limit.place, limit.key) for limit in entry.limits])}
         headers.update(kept)
         again = AskAgain(turn.wait_us / 1e6, beside_prefetch=True, from_here=True)
         ahead_us = self.come_back_late_us

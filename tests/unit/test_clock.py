@@ -169,8 +169,8 @@ def test_concurrent_tasks_give_their_locks_back_on_the_clock(app: Celery, ran: l
             send(app, "note", number)
         send(app, "flaky", 2)
         clock.advance(minutes=2.1)
-        assert ran[:3] == [0, 1, 2]
-        assert [tries for _, tries in ran[3:]] == [0, 1, 2]
+        assert [each for each in ran if isinstance(each, int)] == [0, 1, 2]
+        assert [each[1] for each in ran if isinstance(each, tuple)] == [0, 1, 2]
         ran.clear()
         send(app, "again", 60)
         clock.advance(hours=2)
