@@ -185,8 +185,11 @@ class Rated:
 
     def _ask_line(self, arrival: Arrival, entry: _InLine, wait: AskAgain | None) -> Ruling | None:
         """Decide by the line's answer. A new task waits if other tasks of its line wait here."""
-        headers, lines = arrival.message.headers, [limit[:2] for limit in entry.limits]
-        is_behind = entry.place is None and any(line in self._by_line for line in lines)
+        headers = arrival.message.headers
+        # A new task gets its place first, so that it has no lock while it waits for its turn.
+        is_behind = entry.place is None and any(
+            limit[:2] in self._by_line or limit.rate.concurrent for limit in entry.limits
+        )
         may_start = wait is None and not is_behind
         try:
             if self.lines is None:

@@ -12,6 +12,7 @@ from celery.worker import state
 
 from celery_native_delay import DelaySettings, Rate, RecordsUnavailable, SettingsError
 from celery_native_delay.rates.line import Asked, Line, Turn, places_in
+from celery_native_delay.worker import rating
 from celery_native_delay.worker.arrival import AWAY_US, Arrival, AskAgain, Ruling, WaitUntil
 from celery_native_delay.worker.rating import LOOK_SECONDS, PLACE, Rated
 
@@ -220,6 +221,21 @@ def test_a_task_with_several_limits_waits_for_the_one_with_the_longest_wait() ->
     assert gate(again) is None
     assert lines.asked[-2:] == [("shop.call_api", "ada", 77), ("all", None, 123)]
     assert PLACE not in again.message.headers
+
+
+def test_a_task_takes_locks_when_its_turn_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no task has a lock while it waits for its rate."""
+    free: list[int | None] = [NOW_US + 5, None]
+    monkeypatch.setattr(rating, "take_locks", lambda *_: free.pop(0))
+    rates = {"shop.call_api": Rate("10/s", key="tenant", concurrent=2)}
+    gate = Rated(DelaySettings(rates=rates), TASKS)
+    gate.begin(Lines(Turn()))
+    task = arrival()
+    assert gate(task) == AskAgain(0.0, beside_prefetch=True, from_here=True)
+    assert len(free) == 2
+    kept = {PLACE: "1001 ada"}
+    assert gate(task) == WaitUntil(NOW_US + 5, None, AskAgain(0.1), kept)
+    assert gate(arrival(**kept)) is None
 
 
 @pytest.mark.parametrize("header", ["[", "[1]", '[["x", "ada"], [9, "ada"]]', "[[], []]", "{}"])
