@@ -135,18 +135,19 @@ class ChangeSchedule(ApiHandler):
         name = self.body().get("name") if name is None else name
         if not isinstance(name, str):
             raise web.HTTPError(400, "expected the name of a schedule entry")
-        try:
-            task_id = await self.asking.delay(
-                lambda delay: getattr(delay.schedules(), verb.replace("-", "_"))(name),
-                within_seconds=_CHANGE_SECONDS,
-            )
-        except KeyError as exc:
+
+        def change(delay: Delay) -> dict[str, Any]:
+            try:
+                task_id = getattr(delay.schedules(), verb.replace("-", "_"))(name)
+            except KeyError as exc:
+                return {"error": str(exc.args[0])}
+            return {"name": name, "task_id": task_id}
+
+        answer = await self.asking.delay(change, within_seconds=_CHANGE_SECONDS)
+        self.application.schedule_entries = None
+        if "error" in answer:
             self.set_status(404)
-            self.write({"error": str(exc.args[0])})
-            return
-        finally:
-            self.application.schedule_entries = None
-        self.write({"name": name, "task_id": task_id})
+        self.write(answer)
 
 
 class ListParked(ApiHandler, Parked):

@@ -92,7 +92,7 @@ class Entry:
                 days = (cron._orig_month_of_year, cron._orig_day_of_week)
                 return " ".join(map(str, (*times, *days, self.zone)))
             case schedule(run_every=every):
-                return f"every {duration(every.total_seconds())}"
+                return f"every {duration(every.total_seconds(), exact=True)}"
             case solar() as sun:
                 return f"{sun.event} at {sun.lat}, {sun.lon}"
         return str(self.schedule)
