@@ -211,7 +211,7 @@ class Schedules:
         if self._scheduler is None:
             chosen = symbol_by_name(self._app.conf.beat_scheduler)
             # The scheduler of plain Celery also writes a file, which only beat needs.
-            kind = Scheduler if issubclass(chosen, PersistentScheduler) else chosen
+            kind = Scheduler if issubclass(chosen, PersistentScheduler) else _reading_all(chosen)
             self._scheduler = kind(self._app)
         elif type(self._scheduler) is Scheduler:
             self._scheduler.setup_schedule()
@@ -330,6 +330,18 @@ def _name(entry: str) -> RecordName:
 
 def _removed(snapshot: Snapshot) -> Change[None]:
     return Change(None, 0, None, replaces=bool(snapshot.messages))
+
+
+def _reading_all(kind: Any) -> Any:
+    """Return a class like *kind* that reads all entries of django-celery-beat.
+
+    From 2.8 on, django-celery-beat reads a crontab only within two hours of the crontab's hour.
+    """
+    if not hasattr(kind, "enabled_models_qs"):
+        return kind
+    return type(
+        kind.__name__, (kind,), {"enabled_models_qs": lambda self: self.Model.objects.enabled()}
+    )
 
 
 def _entry(name: str, found: Any, zone: Any) -> Entry:
