@@ -74,7 +74,7 @@ class ComparedRecords(Records, Index):
 
 
 def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Callable[[], T]) -> T:
-    """Publish a message, which runs only if a later compare-and-set of the index succeeds."""
+    """Publish a message whose task runs only after a later :meth:`.Index.compare_and_set`."""
     try:
         return publish()
     except NativeDelayError:

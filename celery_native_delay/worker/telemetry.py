@@ -263,7 +263,7 @@ class LineFile:
 def waited(message: Any, *, now_ms: int) -> bool | None:
     """Return True if a received message waited in the broker until its due time.
 
-    False means that a producer with this package sent the message too late; None means unknown.
+    False: a producer with this package sent the message after the due time. None: unknown.
     """
     headers = getattr(message, "headers", None) or {}
     # The strategy takes the ETA out of the headers while Celery makes its request.

@@ -1,4 +1,4 @@
-"""Lets unique tasks wait while another task has their key, and frees keys of ended tasks.
+"""Lets a unique task wait while another task has the key, and frees keys of ended tasks.
 
 A debounced or throttled task frees its key only if the task will never run.
 """
@@ -31,7 +31,7 @@ PAUSE_SECONDS = 1.0
 
 
 class Unique:
-    """A check before a task runs: a unique task waits while another task has its key."""
+    """A check before a task runs: a unique task waits while another task has the key."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
