@@ -147,7 +147,7 @@ def is_overdue(record: Record | None, *, now: float) -> bool:
 def given_up(policy: str, *, now: float, by: str) -> Record:
     """Make a worker's decision about a Spark run after the driver's deadline.
 
-    With *policy* "run" all tasks run, with "drop" no task.
+    If *policy* is "run", all tasks run. If *policy* is "drop", no task runs.
     """
     return Record(ALL if policy == "run" else ABORTED, now, by=by)
 

@@ -138,7 +138,7 @@ def delivery_of(member: str) -> str:
 
 
 def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
-    """Call *attempt* until it returns a result. Raises CannotDelay after 100 calls."""
+    """Call *attempt* until the call returns a result. Raises CannotDelay after 100 calls."""
     for _ in range(TRIES):
         if (answer := attempt()) is not None:
             return answer
@@ -169,7 +169,7 @@ class Records(ABC):
     """The URL of the Redis or database, without its password."""
 
     needs_connection = False
-    """True if the broker itself stores the state, so that its connection must stay open."""
+    """True if the broker itself stores the state, so that the broker's connection must stay open."""
 
     @abstractmethod
     def read(self, name: RecordName) -> Snapshot:
@@ -261,7 +261,7 @@ class Index(ABC):
 
     @abstractmethod
     def sweep(self) -> int:
-        """Remove messages that are overdue by a day from the list; return the number of messages."""
+        """Remove messages that are overdue by a day; return the number of removed messages."""
 
     @abstractmethod
     def purge(self) -> None:

@@ -116,7 +116,7 @@ class AskAgain:
 
     - *beside_prefetch*: raise the prefetch count by one during this time.
     - *from_here*: do not repeat earlier checks.
-    - *once*: None, or a function that gets a callback; a call of the callback starts the time.
+    - *once*: None, or a function. The time begins when this function calls its argument.
     """
 
     after_seconds: float

@@ -270,7 +270,7 @@ class GatedStrategies(dict[str, Any]):
         self._call(self._consumer.call_soon, call, *args)
 
     def _call(self, call_soon: Callable[..., Any], call: Callable[..., Any], *args: Any) -> None:
-        """Call a function in the consumer's thread; with greenlets, call it at once.
+        """Call a function in the consumer's thread; with greenlets, call the function at once.
 
         With greenlets ``call_soon()`` may be 2 s late.
         """

@@ -209,7 +209,7 @@ class LineFiles:
         self._folder = folder
         self._name = re.sub(r"[^\w.@-]", "_", name)
         self._open: tuple[int, int, LineFile] | None = None
-        """The process id, the day (a number since the epoch), and the open file."""
+        """The process id, the day (days since the epoch), and the open file."""
         self._warned = False
 
     def append(self, at_us: int, line: str) -> None:

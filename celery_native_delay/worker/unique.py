@@ -67,7 +67,7 @@ def _unique_mark_of(headers: Any) -> Mark | None:
 
 
 def _is_here(arrival: Arrival) -> bool:
-    """Return True while this worker holds the unacknowledged message, or runs its task."""
+    """Return True while this worker holds the unacknowledged message, or runs the task."""
     unsettled = not arrival.message.acknowledged and arrival.is_connected
     return unsettled or arrival.id in worker_state.requests
 

@@ -348,7 +348,7 @@ class Topology:
             yield Binding(source, self.delivery_exchange, key, to_exchange=True)
 
     def _pattern(self, level: Level, value: int, zeros: int) -> str:
-        """Return the binding key of delays with *value* in a bit group, and *zeros* zeros before."""
+        """Return the binding key that matches *zeros* zero bits, then the bits of *value*."""
         above = self.bit_count - zeros - level.width - level.lowest
         bits = f"{value:0{level.width}b}" if level.width else ""
         return ".".join(["*"] * above + ["0"] * zeros + [*bits] + ["*"] * level.lowest + ["#"])
