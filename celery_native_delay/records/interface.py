@@ -169,7 +169,7 @@ class Records(ABC):
     """The URL of the Redis or database, without its password."""
 
     needs_connection = False
-    """True if the broker itself stores the state, so that the broker's connection must stay open."""
+    """True if the broker itself stores the state, so that the connection must stay open."""
 
     @abstractmethod
     def read(self, name: RecordName) -> Snapshot:
