@@ -37,7 +37,7 @@ class Made(NamedTuple):
 class Kind:
     """A kind of task (name, route, options), with an encoded message that later tasks use.
 
-    The message is valid for one connection (*generation*), until an object of *hooks* changes.
+    The message is valid for one connection (*generation*), and until *hooks* change.
     *checked* is True if a second message differed only in id, due time and arguments. If *body* is
     not None, only tasks with these arguments can use the message.
     """

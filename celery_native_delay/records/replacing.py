@@ -74,7 +74,7 @@ class ComparedRecords(Records, Index):
 
 
 def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Callable[[], T]) -> T:
-    """Publish a message whose task runs only after a later :meth:`.Index.compare_and_set`."""
+    """Publish a message whose task runs only if :meth:`.Index.compare_and_set` later succeeds."""
     try:
         return publish()
     except NativeDelayError:
