@@ -1,4 +1,4 @@
-"""Lets unique tasks wait while another task has their key, and frees keys of ended tasks.
+"""Lets a unique task wait while another task has the key, and frees keys of ended tasks.
 
 A debounced or throttled task frees its key only if the task will never run.
 """
@@ -31,7 +31,7 @@ PAUSE_SECONDS = 1.0
 
 
 class Unique:
-    """A check before a task runs: a unique task waits while another task has its key."""
+    """A check before a task runs: a unique task waits while another task has the key."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -67,7 +67,7 @@ def _unique_mark_of(headers: Any) -> Mark | None:
 
 
 def _is_here(arrival: Arrival) -> bool:
-    """Return True while this worker holds the unacknowledged message, or runs its task."""
+    """Return True while this worker holds the unacknowledged message, or runs the task."""
     unsettled = not arrival.message.acknowledged and arrival.is_connected
     return unsettled or arrival.id in worker_state.requests
 
