@@ -1,4 +1,4 @@
-"""The current time for this package, which the test clock can stop."""
+"""The current time for this package; a test can stop this clock."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def utc_now() -> datetime:
 
 
 def moment(us: int) -> datetime:
-    """Return the time *us* (microseconds since the epoch) in UTC."""
+    """Convert *us* (microseconds since the epoch) to a datetime in UTC."""
     return _EPOCH + timedelta(microseconds=us)
 
 
 def stop_at(us: int | None) -> None:
-    """Let the package's clock stand at *us* (microseconds since the epoch); None lets it go on."""
+    """Stop this package's clock at *us* (epoch microseconds); None restarts the clock."""
     global stopped_at_ns
     stopped_at_ns = None if us is None else us * 1000

@@ -1,7 +1,7 @@
-"""Flower with the pages *Delays*, *Rates* and *Schedules*, and with a REST API of waiting tasks.
+"""Adds pages (*Delays*, *Rates*, *Schedules*) and a REST API for waiting tasks to Flower.
 
-Start Flower with ``celery -A proj delay flower``, or add one line to the ``flowerconfig.py`` of
-``celery flower``::
+Start Flower with ``celery -A proj delay flower``. Or add this line to the
+``flowerconfig.py`` of ``celery flower``::
 
     from celery_native_delay.flower import install; install()
 """
@@ -23,7 +23,7 @@ __all__ = ("install", "run")
 
 
 def install() -> None:
-    """Add the pages of this package to Flower; call this function before Flower starts."""
+    """Add the pages of this package to Flower. Call this function before Flower starts."""
     # Flower's command finds the application class under this name.
     flower.command.Flower = DelayFlower
 
