@@ -1,4 +1,4 @@
-"""Publishes a task with ``apply_async``, together with a change of stored state."""
+"""Publishes a message through Celery's ``apply_async``, in one step with a change of a record."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .interface import Change, Decide, Publish, RecordName, Records, Snapshot
 
 
 class NotPublished(Exception):
-    """Raised if :attr:`RecordedPublish.decide` chooses to publish no message."""
+    """The function that changes the record decided not to publish the message."""
 
 
 @dataclass
 class RecordedPublish:
-    """Publishes one task together with a change of the stored state *name*.
+    """Publishes the message of one task in one step with a change of the record *name*.
 
-    *decide* computes the change. Afterwards *answer* is the answer of the change. *due_us* is the
-    message's due time in epoch microseconds, or None if no message was published.
+    The function *decide* computes the change. After the step, *answer* is the answer of the change,
+    and *due_us* is the due time of the message, or None if the message was not published.
     """
 
     task_id: str
@@ -31,7 +31,7 @@ class RecordedPublish:
     due_us: int | None = None
 
     def settle(self, records: Records, publish: Publish) -> None:
-        """Change the stored state and publish; raise NotPublished if no message was published."""
+        """Change the record; raise NotPublished if the change does not publish the message."""
 
         due_us: int | None = None
 
@@ -54,10 +54,11 @@ underway: ContextVar[RecordedPublish | None] = ContextVar("native_delay_publish"
 
 @contextmanager
 def publishing(recorded: RecordedPublish) -> Iterator[None]:
-    """Let ``apply_async`` within the ``with`` block also change the stored state.
+    """Let Celery publish one task in one step with a record in this block.
 
-    The block ends without an error if the change publishes no message. Raises CannotDelay if the
-    message reached no queue of the app's broker.
+    The block also ends without an error if the record's change does not publish the message.
+
+    Raises CannotDelay if the message never reached a queue of the app's broker.
     """
     token = underway.set(recorded)
     try:
@@ -74,7 +75,7 @@ def publishing(recorded: RecordedPublish) -> Iterator[None]:
 
 
 def publish_of(headers: Mapping[str, Any] | None) -> RecordedPublish | None:
-    """Return this thread's :class:`RecordedPublish` if its task id is in *headers*."""
+    """Return this thread's recorded publish if the message with these *headers* belongs to it."""
     recorded = underway.get()
     if recorded is None or not headers or headers.get("id") != recorded.task_id:
         return None
