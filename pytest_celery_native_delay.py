@@ -53,7 +53,7 @@ def installed(require: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 @pytest.fixture
 def native_delay_app() -> Celery:
-    """The app for `native_delay_clock`: Celery's current app, if the project has no override."""
+    """Celery's current app, for `native_delay_clock`; a project may override this fixture."""
     from celery import current_app
 
     app: Celery = current_app._get_current_object()
@@ -62,7 +62,7 @@ def native_delay_app() -> Celery:
 
 @pytest.fixture
 def native_delay_clock(native_delay_app: Celery) -> Iterator[Clock]:
-    """A :class:`Clock`: delayed tasks run in the test, without a broker."""
+    """A :class:`Clock` for the test: runs delayed tasks without a broker."""
     from celery_native_delay.clock import Clock
 
     with Clock(native_delay_app) as clock:

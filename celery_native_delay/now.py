@@ -1,4 +1,4 @@
-"""The current time for this package; a test can stop this clock."""
+"""The clock of this package, which tests can stop."""
 
 from __future__ import annotations
 

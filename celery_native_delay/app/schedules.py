@@ -130,7 +130,7 @@ class Schedules:
     # --- for workers and checks ----------------------------------------------------------
 
     def publish(self) -> None:
-        """Publish the next run of new and changed schedule entries, and lost messages.
+        """Publish the next messages of new and changed schedule entries; replace lost messages.
 
         If a newer release of the app is running, this process's own schedule entries are ignored.
         """
@@ -160,7 +160,7 @@ class Schedules:
         self._published = ours
 
     def advance(self, name: str, number: int, task_id: str, *, redelivered: bool) -> str | None:
-        """Publish the next run of a schedule entry when a worker receives a run.
+        """Publish a schedule entry's next message when a worker receives the current message.
 
         Returns the reason why the worker must drop the received message, or None.
         """
@@ -177,7 +177,7 @@ class Schedules:
         return why_dropped(before, after, task_id, redelivered=redelivered)
 
     def note_run(self, name: str) -> None:
-        """Count a run in the database of a scheduler such as django-celery-beat's."""
+        """Increase a schedule entry's run count in the database of django-celery-beat."""
         entry = None if type(self._scheduler) is Scheduler else self._scheduler.schedule.get(name)
         if entry is None:
             return
@@ -190,13 +190,13 @@ class Schedules:
             entry.is_due()  # django-celery-beat then disables the entry
 
     def note_beat(self, name: str) -> None:
-        """Store for an hour that ``celery beat`` sent this schedule entry or task."""
+        """Store for one hour the name of a task that ``celery beat`` sent."""
         if name in self._entries or name in [entry.task for entry in self._entries.values()]:
             kept_us = time_ns() // 1000 + _BEAT_KEPT_US
             self._ask(lambda records: records.change(_BEAT, lambda _: Change(name, kept_us, None)))
 
     def beat(self) -> str | None:
-        """Return the name that ``celery beat`` sent within the last hour, or None."""
+        """Return the name of a task that ``celery beat`` sent within the last hour."""
         return self._ask(lambda records: records.load([_BEAT]))[0]
 
     def missing(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""``Clock(app)``: a test clock that runs each delayed task at the due time of the task."""
+"""``Clock(app)``: a test clock that runs delayed tasks at their due times."""
 
 from __future__ import annotations
 

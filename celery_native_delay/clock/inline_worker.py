@@ -55,7 +55,7 @@ class InlineWorker:
         self._tasks.consume()
 
     def step(self) -> bool:
-        """Run pending callbacks and handle one message; return False without any work."""
+        """Run pending callbacks and handle one message; return False if nothing happened."""
         consumer = self._consumer
         if consumer.qos.prev != consumer.qos.value:
             consumer.qos.update()
@@ -103,7 +103,7 @@ class InlinePool(BasePool):  # type: ignore[misc]
 
     @property
     def num_processes(self) -> int:
-        """The number of reserved requests plus one, so that one process is free."""
+        """The number of reserved requests plus one, so that one process is always free."""
         return 1 + len(state.reserved_requests)
 
     def on_apply(
@@ -157,7 +157,7 @@ class InlineTimer:
 
 
 class InlineAttendant(Attendant):
-    """Returns tasks that arrived too early to the broker, in the test's thread."""
+    """Requeues tasks that arrive before their due time, in the test's thread."""
 
     def start(self) -> None: ...
 

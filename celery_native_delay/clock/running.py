@@ -20,7 +20,7 @@ class StillWaiting(NativeDelayError):
 
 
 class Running:
-    """Moves the test clock to each due time, and lets the worker run the tasks."""
+    """Moves the test clock to each due time, and lets the worker run tasks."""
 
     def __init__(
         self, worker: InlineWorker, move: Callable[[int], None], after_step: Callable[[], None]
@@ -62,7 +62,7 @@ class Running:
         return min((us for us in times if us is not None), default=None)
 
     def _go_on(self, next_us: int) -> None:
-        """Move the clock to *next_us* if later, and deliver the due messages."""
+        """Move the clock forward to *next_us*, and deliver the due messages."""
         if next_us > now.time_ns() // 1000:
             self._move(next_us)
         self._worker.deliver_due()

@@ -1,7 +1,7 @@
-"""Adds pages (*Delays*, *Rates*, *Schedules*) and a REST API for waiting tasks to Flower.
+"""Adds the pages *Delays*, *Rates* and *Schedules* and a REST API to Flower.
 
-Start Flower with ``celery -A proj delay flower``. Or add this line to the
-``flowerconfig.py`` of ``celery flower``::
+Start Flower with ``celery -A proj delay flower``. Or add this line to the ``flowerconfig.py`` of
+``celery flower``::
 
     from celery_native_delay.flower import install; install()
 """

@@ -159,8 +159,8 @@ class ChangeParked(ApiHandler):
     async def post(self, verb: str) -> None:
         """Requeue or purge due messages that have no bound queue.
 
-        Sends 409 while a worker publishes these messages. A purge with the body ``{"parked": n}``
-        sends 409 if the number of these messages is not n.
+        Sends 409 while a worker publishes these messages again. A purge with the body ``{"parked":
+        n}`` sends 409 if the number of these messages is not n.
         """
         self.changes()
         seen = self.body().get("parked")

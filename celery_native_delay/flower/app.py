@@ -45,7 +45,7 @@ _BROKERS_LINK = r"(<li[^>]*>\s*<a(?:(?!</li>).)*reverse_url\('broker'\)(?:(?!</l
 
 
 class PatchedTemplates(Loader):
-    """Template loader that adds links to our pages to Flower's navigation bar."""
+    """Template loader that inserts links to our pages into Flower's navigation bar."""
 
     def __init__(self) -> None:
         super().__init__(str(Path(flower.__file__).parent / "templates"))
@@ -119,7 +119,7 @@ class DelayFlower(Flower):
         self.linked = {"delays"}
 
     def start(self) -> None:
-        """Start the threads of our metrics, and serve requests until :meth:`stop`."""
+        """Start the threads that collect metrics, and serve requests until :meth:`stop`."""
         # Flower's /metrics serves the default registry.
         with suppress(NativeDelayError):  # the page shows the error
             settings = installed(self.capp).settings()

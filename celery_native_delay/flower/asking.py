@@ -39,16 +39,16 @@ class Asking:
     ) -> T:
         """Call *question* with ``Delay(app)`` in a thread, and return the result.
 
-        Raises RecordsUnavailable after a connection error or the time limit.
+        Raises RecordsUnavailable after a connection error or a timeout.
         """
         return await self._ask(lambda: question(Delay(self.app)), self._records, within_seconds)
 
     async def admin(
         self, question: Callable[[AdminPart], T], *, within_seconds: float = ANSWER_SECONDS
     ) -> T:
-        """Call *question* with the broker's :class:`AdminPart` in a thread; return the result.
+        """Call *question* with the broker's admin interface (:class:`AdminPart`) in a thread.
 
-        Raises RecordsUnavailable after a connection error or the time limit.
+        Raises RecordsUnavailable after a connection error or a timeout.
         """
 
         def asked() -> T:

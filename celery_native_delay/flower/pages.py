@@ -73,7 +73,7 @@ class Errors(BaseHandler):
         self.write(made)
 
     def query(self, search: str) -> Query:
-        """Parse *search*, and limit due times to the request's ``from_us`` and ``until_us``."""
+        """Return a query with the search text and the request's range of due times."""
         edges = (self.get_argument(name, None, type=int) for name in ("from_us", "until_us"))
         return Query.parse(search).due_within(*edges)
 
@@ -198,9 +198,9 @@ def _numbers(delay: Delay) -> dict[str, Any]:
 class Parked(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Send the number of due messages without a bound queue, and the first 50.
+        """Send the first 50 due messages without a bound queue, and the total.
 
-        ``total`` and ``tasks`` are null while a worker publishes these messages.
+        ``total`` and ``tasks`` are null while a worker publishes these messages again.
         """
         found = await self.asking.admin(lambda part: part.parked(limit=_PARKED))
         if found is None:

@@ -61,7 +61,7 @@ class Counts:
 
 
 class Listener(Thread):
-    """Thread that receives the workers' ``delay-tally`` events: counts of delayed messages."""
+    """Thread that receives counts of delayed messages from workers, as ``delay-tally`` events."""
 
     def __init__(self, app: Celery, counts: Counts) -> None:
         super().__init__(name="native-delay-listener", daemon=True)

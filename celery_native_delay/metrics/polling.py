@@ -56,7 +56,7 @@ class Poll(Thread):
         self._warned = False
 
     def reading(self) -> Reading | None:
-        """Return the last :class:`Reading` or None; old readings have no message counts."""
+        """Return the last :class:`Reading`, without message counts if too old."""
         last = self._last
         if last is None or monotonic() - last.read_at < self._every_seconds + PATIENCE_SECONDS:
             return last

@@ -105,7 +105,7 @@ class Lines(Protocol):
         """
 
     def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
-        """Start no task with this name and key for some *seconds*."""
+        """Pause the tasks with this name and key; return the retried task's position."""
 
     def look(self, limit: int) -> Sequence[RateLine]:
         """Return the states of up to *limit* rate limits, longest queue first."""
@@ -118,7 +118,7 @@ class Line(NamedTuple):
 
     - *front*, *end*: the position of the first waiting task, and the position after the last task
     - *shift*: a number that is added to a position to get the start time
-    - *start_at*: the time of the next start at exact pace
+    - *start_at*: the time at which the next start is exactly on pace
     - *held_until*: no task starts before this time
     - *starts*, *starts_before*: starts since *counted_from*, and starts in the period before
     - *total*: the number of all starts
@@ -195,7 +195,7 @@ class Line(NamedTuple):
         )
 
     def hold(self, rate: Rate, now_us: int, wait_us: int) -> tuple[Self, int]:
-        """Pause this queue for *wait_us*; return the new state and the first position."""
+        """Pause this queue for *wait_us*; return the new state and the retried task's position."""
         held_until = max(self.held_until, now_us + wait_us)
         next_us = max(now_us, self.held_until, self.start_at - rate.ahead_us)
         if self.end > self.front:
@@ -259,7 +259,7 @@ class Line(NamedTuple):
 
 
 def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[RateLine]:
-    """Decode stored states of rate limits; return the longest queue first."""
+    """Return the decoded states of rate limits, most waiting tasks first."""
     seen = []
     for name, text in records:
         line, rate = Line.decoded(*text.split("\n"))

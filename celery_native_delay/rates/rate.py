@@ -142,7 +142,7 @@ class Rate:
 
     @cached_property
     def noted_each(self) -> int:
-        """The number n if each n-th start time is stored; 1 stores all start times."""
+        """The interval between stored task starts: 3 means that each third start is stored."""
         return -(-self.most // _KEPT_STARTS)
 
     @cached_property

@@ -23,7 +23,7 @@ _EVERY_HOUR = frozenset(range(24))
 
 
 def next_due(of: Any, after: datetime, zone: tzinfo) -> datetime | None:
-    """Return the first due time of a schedule after the time *after*, in UTC, or None.
+    """Return the schedule's first due time later than *after*, in UTC, or None.
 
     A crontab contains local times of *zone*. A local time that the clocks skip is due at the clock
     change. A local time that occurs twice is due the first time. A crontab for every hour is due in
@@ -89,7 +89,7 @@ def _days(of: crontab, first: date) -> Iterator[date]:
 
 
 def _instant(wall: datetime, zone: tzinfo) -> datetime:
-    """Convert a local time to UTC; for a skipped time, return the clock change."""
+    """Convert a local time to UTC; a skipped time becomes the clock change's time."""
     moment = wall.replace(tzinfo=zone).astimezone(UTC)
     if moment.astimezone(zone).replace(tzinfo=None) == wall:
         return moment

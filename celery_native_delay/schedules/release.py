@@ -15,7 +15,7 @@ from .state import KEPT_US
 
 @dataclass(frozen=True)
 class Release:
-    """One version of an app's schedule entries: version, digest, and names of the entries."""
+    """An app's release: the version, and the names and digest of the schedule entries."""
 
     version: str = ""
     digest: str = ""
@@ -49,7 +49,8 @@ class InForce(NamedTuple):
 def taken_over(snapshot: Snapshot, *, ours: Release, is_new: bool) -> Change[InForce]:
     """Store the release *ours*, unless the stored release is newer.
 
-    If both versions are equal, a worker that has just started wins (*is_new*).
+    If both versions are equal, *ours* wins if the worker just started or has changed schedule
+    entries (*is_new*).
     """
     stored = Release.from_text(snapshot.text)
     is_same = ours.version == stored.version and (is_new or ours.digest == stored.digest)

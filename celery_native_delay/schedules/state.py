@@ -95,7 +95,7 @@ def planned(state: State | None, entry: Entry, now_us: int) -> State | None:
 
 
 def sent_again(state: State, now_us: int) -> State | None:
-    """Return a state with a new publish time if the message may be lost.
+    """Return a state with a new publish time if the message may be lost, else None.
 
     The pauses between publishes are 1, 2, 4, … minutes. Only the first received message runs.
     """
@@ -148,7 +148,7 @@ def resumed(state: State, entry: Entry, now_us: int) -> State:
 
 
 def swapped(snapshot: Snapshot, *, before: State | None, after: State) -> Change[bool]:
-    """Replace the stored state *before* by *after*, and replace the waiting message.
+    """Replace the stored state *before* by *after*, and the waiting message by a new message.
 
     The answer of the change is False if another process has changed the stored state.
     """

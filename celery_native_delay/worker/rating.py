@@ -5,7 +5,7 @@ gives each task a *place*, which determines the start time of the task.
 
 - A task with a near start time waits in the worker, and the worker raises the prefetch count by
   one. Other tasks go back to the broker until shortly before the start time.
-- In each worker, only the first task of each queue asks Redis or the database for permission.
+- In each worker, only the first task of each queue asks Redis or the database for a start.
 - A task starts only if the pool has a free process. Until then, later tasks in the worker also
   wait.
 """
@@ -96,7 +96,7 @@ class Rated:
         return self._ask_line(arrival, rate, entry, wait)
 
     def begin(self, lines: Lines) -> None:
-        """Use the storage *lines*, and forget the tasks of the lost connection."""
+        """Use *lines* as storage of the queues, and forget the lost connection's tasks."""
         self.close()
         self.lines = lines
         self._for_process.clear()
@@ -130,7 +130,8 @@ class Rated:
     def _ask_when_first(self, entry: _InLine) -> AskAgain:
         """Let a task wait until it is the first of its queue in this worker.
 
-        The task counts as prefetched only if the first task waits for a free process.
+        The waiting task counts toward the prefetch limit only if the first task waits for a free
+        process.
         """
         self._for_process.pop(entry.tag, None)
         beside = self._by_line[entry.line][0].tag not in self._for_process
@@ -173,7 +174,7 @@ class Rated:
     def _ask_line(
         self, arrival: Arrival, rate: Rate, entry: _InLine, wait: AskAgain | None
     ) -> Ruling | None:
-        """Ask the queue of the rate limit: start, wait, or return to the broker."""
+        """Ask whether the task starts, waits in the worker, or returns to the broker."""
         headers, (task, key) = arrival.message.headers, entry.line
         may_start = wait is None and (entry.place is not None or entry.line not in self._by_line)
         try:
@@ -221,7 +222,7 @@ def _key_of(
     call: Callable[[], tuple[Any, Any]],
     headers: Mapping[str, Any],
 ) -> str | None:
-    """Return the key of a rate-limited call; None without a key or after an error."""
+    """Return the key of a rate-limited call, or None if no key is found."""
     if rate.key is None:
         return None
     try:

@@ -21,7 +21,7 @@ LOOK_SECONDS = 30.0
 
 
 class Scheduling:
-    """Publishes the next message of a schedule entry when the worker receives a message."""
+    """Publishes a schedule entry's next message when the worker receives the current message."""
 
     def __init__(self, app: Any, timer: Any) -> None:
         self._schedules = Schedules(app)
