@@ -17,7 +17,6 @@ def time_ns() -> int:
 
 
 def utc_now() -> datetime:
-    """Return the current time in UTC."""
     return moment(time_ns() // 1000)
 
 

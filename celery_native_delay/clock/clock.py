@@ -109,7 +109,7 @@ class Clock:
             return running.run_all(limit)
 
     def due(self, search: str | Query = "", *, limit: int = 1000) -> Page:
-        """Return up to *limit* waiting tasks, earliest due time first."""
+        """Return up to *limit* waiting tasks that match *search*, earliest due time first."""
         return Delay(self._app).ls(search, limit=limit)
 
     # --- private -------------------------------------------------------------------------

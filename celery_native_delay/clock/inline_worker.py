@@ -132,7 +132,6 @@ class InlineTimer:
         return self._entries[0][0] if self._entries else None
 
     def run_due(self) -> None:
-        """Run all timer calls that are due."""
         while self._entries and self._entries[0][0] <= time_ns() // 1000:
             heappop(self._entries)[2]()
 
