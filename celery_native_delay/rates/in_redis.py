@@ -1,8 +1,8 @@
-"""Stores the queues of tasks that wait for their rate limit in a Redis.
+"""Stores the queues of rate-limited tasks in Redis.
 
-The Lua scripts repeat the arithmetic of ``line.py``, so that each decision takes one round trip. A
-string with a TTL holds the state of one queue. A sorted set holds the names of the queues, scored
-by the end of the TTL. Times are in microseconds by the server's clock.
+The Lua scripts repeat the arithmetic of ``line.py``, so that each decision takes one round trip.
+The state of each queue is a string with a TTL. A sorted set holds the names of the queues, scored
+by expiry time. Times are in microseconds of the Redis server's clock.
 """
 
 from __future__ import annotations
@@ -130,10 +130,10 @@ return place
 
 
 class RedisLines:
-    """The queues of tasks that wait for their rate limit, stored in a Redis."""
+    """The queues of rate-limited tasks, stored in Redis."""
 
     def __init__(self, pool: Any, space: str, where: str) -> None:
-        """Connect through redis-py's *pool*. Error texts name the server's URL, *where*."""
+        """Use redis-py's connection pool *pool*; error texts contain the URL *where*."""
         self._link = RedisLink(
             pool,
             f"the lines of rated tasks at {where}",
@@ -155,7 +155,7 @@ class RedisLines:
         may_start: bool = True,
         now_us: int | None = None,
     ) -> Turn:
-        """Ask Redis whether a rate-limited task may start now. Tests set the time *now_us*."""
+        """Decide in Redis whether a rate-limited task may start; only tests set *now_us*."""
         asked = "" if place is None else place
         wait_us, found = self._run(ASK, name_of(task, key), rate, now_us, asked, int(may_start))
         return Turn() if found < 0 else Turn(wait_us, found)

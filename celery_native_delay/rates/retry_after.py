@@ -1,4 +1,4 @@
-"""``RetryAfter``: the exception that a rate-limited task raises when a server refuses a request."""
+"""``RetryAfter``: an exception that retries a rate-limited task after a given time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ LONGEST_SECONDS = 30 * 86_400.0
 
 
 class RetryAfter(Exception):
-    """Retry a rate-limited task later, and let all tasks with the same key wait until then.
+    """Raise this exception in a rate-limited task to retry the task later.
 
     >>> raise RetryAfter(30)
     Traceback (most recent call last):
     celery_native_delay.rates.retry_after.RetryAfter: 30
 
-    Raise this exception in a task with a rate. In a task without a rate, with ``task_always_eager``
-    and in ``.apply()``, the exception is an ordinary failure.
+    All tasks with the same name and key wait until then. In a task without a rate, with
+    ``task_always_eager`` and in ``.apply()``, the exception is an ordinary failure.
 
     Args:
-        when: seconds, or the value of an HTTP server's header ``Retry-After``: seconds as text, or
-            a date.
+        when: seconds, or the text of an HTTP header ``Retry-After`` (seconds or a date).
 
     Raises:
         InvalidDueTime: *when* is neither seconds nor a date.
@@ -35,7 +34,7 @@ class RetryAfter(Exception):
         self._parsed = _parsed(when)
 
     def seconds(self, now: datetime) -> float:
-        """Return the wait in seconds from *now*: 0 for a past date, and at most 30 days."""
+        """Return the seconds from *now* until the retry: from 0 to 30 days."""
         parsed = self._parsed
         if isinstance(parsed, datetime):
             parsed = parsed.timestamp() - now.timestamp()
