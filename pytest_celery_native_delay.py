@@ -1,21 +1,20 @@
 """pytest fixtures: a clock that runs delayed tasks, a private RabbitMQ and a private Redis.
 
-pytest loads this module in every run by its entry point, even in projects that do not use the
-fixtures. Therefore this module imports neither the package nor Celery nor kombu before a test needs
-a broker.
+pytest loads this module in every run, even in projects that do not use the fixtures. Therefore this
+module imports the package, Celery and kombu only when a test uses a fixture.
 
-| fixture | per | what it is |
+| fixture | scope | value |
 | --- | --- | --- |
 | `native_delay_clock` | test | :class:`celery_native_delay.clock.Clock` of `native_delay_app` |
 | `native_delay_app` | test | Celery's current app; a project may override this fixture |
 | `native_delay_rabbitmq` | session | :class:`celery_native_delay.testing.PrivateRabbitMQ` |
-| `native_delay_rabbitmq_url` | test | URL of an empty virtual host on this node, deleted later |
+| `native_delay_rabbitmq_url` | test | AMQP URL of a virtual host for one test, deleted later |
 | `native_delay_redis` | session | :class:`celery_native_delay.testing.PrivateRedis` |
-| `native_delay_redis_url` | test | URL of database 0 of this server, emptied before and after |
+| `native_delay_redis_url` | test | URL of database 0 of this Redis, emptied before and after |
 
 If the broker is not installed, the test is skipped with a message that says what to install. In CI
-(the environment variable `CI` is `true` or `1`) the test fails instead. A server that a test killed
-is started again for the next test. With pytest-xdist every worker process has its own servers.
+(the environment variable `CI` is `true` or `1`) the test fails instead. If a test kills a server,
+the next test starts the server again. With pytest-xdist, every worker process has its own servers.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ T = TypeVar("T")
 
 
 def installed(require: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return the installed broker; if no broker is installed, skip the test, or fail in CI."""
+    """Return the installed broker; without a broker, skip the test, or fail in CI."""
     from celery_native_delay.testing import BrokerMissing
 
     try:
@@ -54,7 +53,7 @@ def installed(require: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 @pytest.fixture
 def native_delay_app() -> Celery:
-    """The app of `native_delay_clock`: Celery's current app, unless a project overrides this."""
+    """Celery's current app, for `native_delay_clock`; a project may override this fixture."""
     from celery import current_app
 
     app: Celery = current_app._get_current_object()
@@ -63,7 +62,7 @@ def native_delay_app() -> Celery:
 
 @pytest.fixture
 def native_delay_clock(native_delay_app: Celery) -> Iterator[Clock]:
-    """A clock that the test moves; delayed tasks run in the test, without a broker."""
+    """A :class:`Clock` for the test: runs delayed tasks without a broker."""
     from celery_native_delay.clock import Clock
 
     with Clock(native_delay_app) as clock:
@@ -72,7 +71,7 @@ def native_delay_clock(native_delay_app: Celery) -> Iterator[Clock]:
 
 @pytest.fixture(scope="session")
 def native_delay_rabbitmq() -> Iterator[PrivateRabbitMQ]:
-    """A private node of the installed RabbitMQ, shared by all tests of the session."""
+    """A private RabbitMQ server, shared by all tests of the session."""
     from celery_native_delay.testing import private_rabbitmq, require_rabbitmq
 
     installed(require_rabbitmq)
@@ -82,7 +81,7 @@ def native_delay_rabbitmq() -> Iterator[PrivateRabbitMQ]:
 
 @pytest.fixture
 def native_delay_rabbitmq_url(native_delay_rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
-    """The AMQP URL of an empty virtual host for one test, deleted after the test."""
+    """The AMQP URL of an empty virtual host, which is deleted after the test."""
     from celery_native_delay.testing import vhost_name
 
     native_delay_rabbitmq.start()
@@ -94,7 +93,7 @@ def native_delay_rabbitmq_url(native_delay_rabbitmq: PrivateRabbitMQ) -> Iterato
 
 @pytest.fixture(scope="session")
 def native_delay_redis() -> Iterator[PrivateRedis]:
-    """A private Redis or Valkey, shared by all tests of the session."""
+    """A private Redis or Valkey server, shared by all tests of the session."""
     from celery_native_delay.testing import private_redis, require_redis
 
     installed(require_redis)

@@ -1,4 +1,4 @@
-"""The current time for this package, which the test clock can stop."""
+"""The clock of this package, which tests can stop."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ def time_ns() -> int:
 
 
 def utc_now() -> datetime:
-    """Return the current time in UTC."""
     return moment(time_ns() // 1000)
 
 
 def moment(us: int) -> datetime:
-    """Return the time *us* (microseconds since the epoch) in UTC."""
+    """Convert *us* (microseconds since the epoch) to a datetime in UTC."""
     return _EPOCH + timedelta(microseconds=us)
 
 
 def stop_at(us: int | None) -> None:
-    """Let the package's clock stand at *us* (microseconds since the epoch); None lets it go on."""
+    """Stop this package's clock at *us* (epoch microseconds); None restarts the clock."""
     global stopped_at_ns
     stopped_at_ns = None if us is None else us * 1000

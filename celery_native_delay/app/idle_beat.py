@@ -1,4 +1,4 @@
-"""Keeps a ``celery beat`` idle in an app whose schedule entries wait in the broker."""
+"""Stops ``celery beat`` from sending tasks if schedule entries wait in the broker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Idle(Scheduler):  # type: ignore[misc]
 @signals.beat_init.connect(weak=False)  # type: ignore[untyped-decorator]
 @signals.beat_embedded_init.connect(weak=False)  # type: ignore[untyped-decorator]
 def keep_beat_idle(sender: Any = None, **_: Any) -> None:
-    """Let beat send nothing, and log why."""
+    """Replace the scheduler of ``celery beat`` by an idle scheduler, and log why."""
     installation = installation_of(sender.app)
     if installation is not None and installation.enabled and installation.settings().schedules:
         vars(sender)["scheduler"] = _Idle(sender.app)

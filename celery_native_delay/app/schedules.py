@@ -1,4 +1,4 @@
-"""The schedule entries of an app: read from Celery, published, listed, paused and run."""
+"""Reads, publishes, lists, pauses and runs the schedule entries of an app."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _BEAT_KEPT_US = 3_600_000_000
 
 
 def schedule_records(channel: Any, settings: DelaySettings) -> Records:
-    """Return the records for schedule entries on the broker of *channel*, or raise NoRecords."""
+    """Return the storage for the state of schedule entries, or raise NoRecords."""
     try:
         found: Records = channel.records(settings)
     except UnsupportedBroker as exc:
@@ -59,10 +59,11 @@ def schedule_records(channel: Any, settings: DelaySettings) -> Records:
 
 
 class Scheduled(NamedTuple):
-    """A schedule entry as :meth:`Delay.schedules` lists it.
+    """A schedule entry with its last and next run, as :meth:`Delay.schedules` returns it.
 
-    *schedule* is a text such as ``every 10 s``. *next_due* is None if the entry is paused or has
-    ended. *late_seconds* is above 0 if the waiting occurrence is overdue.
+    *schedule* is a text such as ``every 10 s``. *next_due* is None if the schedule entry is paused
+    or has ended. *late_seconds* is above 0 if the next run is overdue. *task_id* is the id of the
+    waiting task.
     """
 
     name: str
@@ -76,13 +77,13 @@ class Scheduled(NamedTuple):
     task_id: str | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON types, with times in ISO 8601."""
+        """Return the fields as a dict for JSON, with times in ISO 8601."""
         times = {"last_run": self.last_run, "next_due": self.next_due}
         return self._asdict() | {name: each and each.isoformat() for name, each in times.items()}
 
 
 class Schedules:
-    """The schedule entries of an app, whose next occurrences wait in the app's broker."""
+    """The schedule entries of an app; the next run of each entry waits in the broker."""
 
     def __init__(self, app: Any, connection: Any = None) -> None:
         self._app = app
@@ -102,25 +103,25 @@ class Schedules:
                 yield self._shown(name, state)
 
     def pause(self, name: str) -> None:
-        """Stop the schedule entry *name* until :meth:`resume`. Raises KeyError if it is unknown."""
+        """Pause a schedule entry until :meth:`resume`. Raises KeyError for an unknown name."""
         self._known(name)
         self._change(name, lambda state: state and paused(state))
 
     def resume(self, name: str) -> None:
-        """Run the schedule entry *name* again at its times. Raises KeyError if it is unknown."""
+        """Resume a paused schedule entry. Raises KeyError for an unknown name."""
         entry = self._entry_of(name, self._known(name))
         self._change(name, lambda state: state and resumed(state, entry, time_ns() // 1000))
 
     def run_now(self, name: str) -> str:
-        """Run the task of the entry *name* once more now, and return the task's id.
+        """Run the task of a schedule entry once more now, and return the task's id.
 
-        The next due time of the entry stays. Raises KeyError if the entry is unknown.
+        The next due time does not change. Raises KeyError for an unknown name.
         """
         entry = self._entry_of(name, self._known(name))
         return self._send(entry, uuid(), time_ns() // 1000, {})
 
     def remove_all(self) -> int:
-        """Remove all entries and their waiting occurrences. Returns the number of entries."""
+        """Remove all schedule entries and the waiting messages; return the number of entries."""
         names = self._names()
         for name in (*map(_name, names), _RELEASE):
             self._remove(name)
@@ -129,9 +130,9 @@ class Schedules:
     # --- for workers and checks ----------------------------------------------------------
 
     def publish(self) -> None:
-        """Publish the first occurrences of new and changed entries, and occurrences that were lost.
+        """Publish the next messages of new and changed schedule entries; replace lost messages.
 
-        Does nothing for the entries of this process if a newer release is running.
+        If a newer release of the app is running, this process's own schedule entries are ignored.
         """
         self._entries = self._read_entries()
         ours = Release.of(self._settings.schedules_version, self._entries)
@@ -159,9 +160,9 @@ class Schedules:
         self._published = ours
 
     def advance(self, name: str, number: int, task_id: str, *, redelivered: bool) -> str | None:
-        """Publish the entry's next occurrence when occurrence *number* reaches a worker.
+        """Publish a schedule entry's next message when a worker receives the current message.
 
-        Returns why the worker must not run this occurrence, or None if the worker runs it.
+        Returns the reason why the worker must drop the received message, or None.
         """
         catch_up = self._settings.schedules_catch_up
 
@@ -176,7 +177,7 @@ class Schedules:
         return why_dropped(before, after, task_id, redelivered=redelivered)
 
     def note_run(self, name: str) -> None:
-        """Count a run in the database of a scheduler such as django-celery-beat's."""
+        """Increase a schedule entry's run count in the database of django-celery-beat."""
         entry = None if type(self._scheduler) is Scheduler else self._scheduler.schedule.get(name)
         if entry is None:
             return
@@ -189,17 +190,17 @@ class Schedules:
             entry.is_due()  # django-celery-beat then disables the entry
 
     def note_beat(self, name: str) -> None:
-        """Store for an hour that a plain beat sends the schedule entry or task *name*."""
+        """Store for one hour the name of a task that ``celery beat`` sent."""
         if name in self._entries or name in [entry.task for entry in self._entries.values()]:
             kept_us = time_ns() // 1000 + _BEAT_KEPT_US
             self._ask(lambda records: records.change(_BEAT, lambda _: Change(name, kept_us, None)))
 
     def beat(self) -> str | None:
-        """Return the entry or task that a plain beat sent within the last hour, or None."""
+        """Return the name of a task that ``celery beat`` sent within the last hour."""
         return self._ask(lambda records: records.load([_BEAT]))[0]
 
     def missing(self) -> list[str]:
-        """Return the names of the app's entries that no worker has published."""
+        """Return the names of the app's schedule entries that no worker has published."""
         self._app.loader.import_default_modules()
         self._app.finalize()
         states = self._states(tuple(sorted(self._read_entries())))
@@ -211,7 +212,7 @@ class Schedules:
         if self._scheduler is None:
             chosen = symbol_by_name(self._app.conf.beat_scheduler)
             # The scheduler of plain Celery also writes a file, which only beat needs.
-            kind = Scheduler if issubclass(chosen, PersistentScheduler) else chosen
+            kind = Scheduler if issubclass(chosen, PersistentScheduler) else _reading_all(chosen)
             self._scheduler = kind(self._app)
         elif type(self._scheduler) is Scheduler:
             self._scheduler.setup_schedule()
@@ -276,9 +277,9 @@ class Schedules:
     def _change(
         self, name: str, rule: Callable[[State | None], State | None]
     ) -> tuple[State | None, State | None]:
-        """Change the state of an entry, and return the states before and after the change.
+        """Change a schedule entry's state; return the states before and after.
 
-        If the function *rule* returns None, nothing changes.
+        If the function *rule* returns None, the state stays.
         """
 
         def attempt() -> tuple[State | None, State | None] | None:
@@ -292,7 +293,7 @@ class Schedules:
         return tried_again(name, attempt)
 
     def _put(self, name: str, before: State | None, after: State) -> bool:
-        """Store the state *after* with its occurrence. Returns False if *before* has changed."""
+        """Store *after* and publish the message; return False if *before* is outdated."""
         after = replace(after, id=None if after.due_us is None else uuid())
         rule = partial(swapped, before=before, after=after)
         if after.id is None or after.due_us is None:
@@ -308,7 +309,7 @@ class Schedules:
         return bool(publish.answer)
 
     def _send(self, entry: Entry, task_id: str, from_us: int, headers: dict[str, Any]) -> str:
-        """Send the task of *entry* with beat's headers. A relative expiry counts from *from_us*."""
+        """Send the task of *entry*; a relative ``expires`` counts from *from_us*."""
         options = {key: value for key, value in entry.options.items() if key not in _OURS}
         beats = {"periodic_task_name": entry.name, **headers}
         options["headers"] = {**(options.get("headers") or {}), **beats}
@@ -330,6 +331,18 @@ def _name(entry: str) -> RecordName:
 
 def _removed(snapshot: Snapshot) -> Change[None]:
     return Change(None, 0, None, replaces=bool(snapshot.messages))
+
+
+def _reading_all(kind: Any) -> Any:
+    """Return a class like *kind* that reads all entries of django-celery-beat.
+
+    From 2.8 on, django-celery-beat reads a crontab only within two hours of the crontab's hour.
+    """
+    if not hasattr(kind, "enabled_models_qs"):
+        return kind
+    return type(
+        kind.__name__, (kind,), {"enabled_models_qs": lambda self: self.Model.objects.enabled()}
+    )
 
 
 def _entry(name: str, found: Any, zone: Any) -> Entry:

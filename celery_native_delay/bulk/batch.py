@@ -8,8 +8,8 @@
 ``apply_async`` publishes the first two tasks of each kind (name, route and options). The first
 message becomes a template: an encoded task message in which only id, due time and arguments change.
 Later tasks of this kind use the template. No template is used if other code would see or change the
-messages (publish signals, wrapped or overridden methods, router functions), or with links, stamps,
-compression, ``expires``, other serializers or protocols.
+messages (publish signals, wrapped or overridden methods, router functions), or if the task has
+links, stamps, compression, ``expires``, or another serializer or protocol.
 """
 
 from __future__ import annotations

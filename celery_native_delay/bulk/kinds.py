@@ -37,7 +37,7 @@ class Made(NamedTuple):
 class Kind:
     """A kind of task (name, route, options), with an encoded message that later tasks use.
 
-    The message is valid for one connection (*generation*), while the *hooks* stay the same objects.
+    The message is valid for one connection (*generation*), and until *hooks* change.
     *checked* is True if a second message differed only in id, due time and arguments. If *body* is
     not None, only tasks with these arguments can use the message.
     """
@@ -114,8 +114,7 @@ class Kinds:
     def _begin(self, sample: Sample, before: Kind | None, now_us: int) -> None:
         """Keep the last encoded message for later tasks, if no other code sees the message.
 
-        The message is *checked* at once if the old message *before*, with the same values, is
-        equal.
+        The message is *checked* at once if the old message (*before*) gives the same bytes.
         """
         key, hooks = sample.key, sample.hooks
         if same(self._observed.get(key, ()), hooks):

@@ -1,4 +1,4 @@
-"""The command ``delay schedules``: list, pause, resume and run the schedule entries of an app."""
+"""The command ``delay schedules``: lists, pauses, resumes and runs schedule entries."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _HEADINGS = ("name", "task", "schedule", "last run", "next due", "runs")
 def schedules(
     ctx: click.Context, action: str | None, name: str | None, remove_all: bool, as_json: bool
 ) -> None:
-    """List the schedule entries, or pause, resume or run-now the entry NAME.
+    """List the schedule entries, or pause, resume or run the entry NAME.
 
     A paused entry does not run until it is resumed. run-now runs the task once more; the next due
-    time stays.
+    time does not change.
     """
     from ..app.delay import Delay
 

@@ -1,4 +1,4 @@
-"""``Clock(app)``: run delayed tasks in a test, without a broker, a worker or waiting."""
+"""``Clock(app)``: runs delayed tasks in a test, without a broker or a worker."""
 
 from .clock import Clock
 from .running import StillWaiting

@@ -1,4 +1,4 @@
-"""``Clock(app)``: a context manager that moves the time of a test, and runs the due tasks."""
+"""``Clock(app)``: a test clock that runs delayed tasks at their due times."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from .running import Running
 
 
 class Clock:
-    """Runs an app's delayed tasks in a test: no broker, no worker, no waiting.
+    """Runs an app's delayed tasks in a test, without a broker, a worker or real waiting.
 
-    Within the ``with`` block, the app's tasks wait in memory and a temporary SQLite file, whichever
-    broker the app is configured for. Time stands still until the test moves it. The tasks that fall
-    due run in this process, in the order of their due times.
+    Within the ``with`` block, the app's messages are kept in memory and in a temporary SQLite file.
+    The app's own broker is not used. Time stops until the test moves the clock. The due tasks run
+    in the test's process, earliest due time first.
 
-    With the extra ``testing`` (time-machine), ``time.time()`` and ``datetime.now()`` follow the
-    clock, too.
+    With the extra ``testing`` (time-machine), ``time.time()`` and ``datetime.now()`` return the
+    clock's time, too.
 
     Args:
-        app: an app with ``install(app)``. Defaults to Celery's current app.
-        raises: True: an error of a task is raised in the test. False: the errors are collected in
+        app: a Celery app with ``install(app)``. Defaults to Celery's current app.
+        raises: if True, an error of a task is raised in the test. If False, the errors are added to
             :attr:`errors`.
     """
 
@@ -69,26 +69,27 @@ class Clock:
 
     @property
     def now(self) -> datetime:
-        """The time at which the clock stands, in UTC."""
+        """The clock's current time, in UTC."""
         return now.utc_now()
 
     def advance(self, **duration: float) -> None:
-        """Move the clock forward, and run every task that is due until then.
+        """Move the clock forward, and run each task that is due by the new time.
 
         Args:
             **duration: the arguments of ``timedelta``, such as ``days=3`` or ``hours=1``. Without
-                arguments, only the tasks that are due now run.
+                arguments, only tasks that are already due run.
 
         Raises:
             ValueError: the duration is negative.
-            StillWaiting: 10,000 tasks ran without an end at one moment.
+            StillWaiting: 10,000 tasks ran at the same clock time, and another task is due.
         """
         self.advance_to(self.now + timedelta(**duration))
 
     def advance_to(self, moment: datetime) -> None:
-        """Move the clock forward to *moment*, and run every task that is due until then.
+        """Move the clock forward to *moment*, and run each task that is due by then.
 
-        A *moment* without a time zone is in the app's time zone. Raises as :meth:`advance`.
+        A *moment* without a time zone is in the app's time zone. Raises the same errors as
+        :meth:`advance`.
         """
         if moment.tzinfo is None:
             moment = moment.replace(tzinfo=self._app.timezone)
@@ -99,23 +100,23 @@ class Clock:
             running.run_until(until_us)
 
     def run_all(self, limit: int = 1000) -> int:
-        """Move the clock forward until no task waits. Return the number of tasks that ran.
+        """Move the clock forward until no task waits, and return the number of tasks that ran.
 
         Raises:
-            StillWaiting: *limit* tasks ran, and another task waits.
+            StillWaiting: *limit* tasks ran, and another task is waiting.
         """
         with self._as_worker() as running:
             return running.run_all(limit)
 
     def due(self, search: str | Query = "", *, limit: int = 1000) -> Page:
-        """Return the waiting tasks, earliest due time first, as ``Delay(app).ls()`` does."""
+        """Return up to *limit* waiting tasks that match *search*, earliest due time first."""
         return Delay(self._app).ls(search, limit=limit)
 
     # --- private -------------------------------------------------------------------------
 
     @contextmanager
     def _as_worker(self) -> Iterator[Running]:
-        """Let ``result.get()`` inside a task fail at once, as in a worker, instead of hanging."""
+        """Make ``result.get()`` inside a task raise an error, as in a worker."""
         if self._running is None:
             raise RuntimeError("expected a clock in its with block: with Clock(app) as clock")
         _set_task_join_will_block(True)

@@ -1,4 +1,4 @@
-"""A worker without threads: Celery's consumer with this package's gates, run step by step."""
+"""A Celery worker without threads, for the test clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PREFETCH_COUNT = 4
 
 
 class InlineWorker:
-    """A worker of *app* in this thread, which runs only when its methods are called."""
+    """A Celery worker without threads, which works only during calls of its methods."""
 
     def __init__(self, app: Any) -> None:
         self.timer = InlineTimer()
@@ -55,7 +55,7 @@ class InlineWorker:
         self._tasks.consume()
 
     def step(self) -> bool:
-        """Handle one message, or what the last message left to do. Return False if all is done."""
+        """Run pending callbacks and handle one message; return False if nothing happened."""
         consumer = self._consumer
         if consumer.qos.prev != consumer.qos.value:
             consumer.qos.update()
@@ -73,19 +73,19 @@ class InlineWorker:
         return True
 
     def has_messages(self) -> bool:
-        """Return True if a queue of the app has a message."""
+        """Return True if any queue of the app contains a message."""
         channel = self._consumer.connection.default_channel
         return any(channel._size(name) for name in self._consumer.app.amqp.queues)
 
     def deliver_due(self) -> None:
-        """Move a batch of due messages to their queues, and make the due calls of the timer."""
+        """Move due messages to their queues, and run the timer's due calls."""
         self.timer.run_due()
         _, error = self.promoter.deliver_batch()
         if error is not None:
             raise error
 
     def stop(self) -> None:
-        """Close the worker's connection. Unacknowledged messages return to their queues."""
+        """Close the worker's connection, and requeue the unacknowledged messages."""
         self._consumer.blueprint.stop(self._consumer)
         self._consumer.shutdown()
 
@@ -95,7 +95,7 @@ class InlineWorker:
 
 
 class InlinePool(BasePool):  # type: ignore[misc]
-    """A pool that runs each task at once, in the thread of the test, and counts the tasks."""
+    """A worker pool that runs each task at once, in the test's thread."""
 
     def __init__(self, app: Any) -> None:
         super().__init__(limit=1, app=app)
@@ -103,7 +103,7 @@ class InlinePool(BasePool):  # type: ignore[misc]
 
     @property
     def num_processes(self) -> int:
-        """One more than there are requests, which another test's worker may have left."""
+        """The number of reserved requests plus one, so that one process is always free."""
         return 1 + len(state.reserved_requests)
 
     def on_apply(
@@ -121,18 +121,17 @@ class InlinePool(BasePool):  # type: ignore[misc]
 
 
 class InlineTimer:
-    """The timer of the worker, which goes by the package's clock."""
+    """The worker's timer, controlled by the test clock."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, int, Callable[[], Any]]] = []
         self._number = count()
 
     def next_us(self) -> int | None:
-        """Return the time of the next call, in microseconds since the epoch, or None."""
+        """Return the time of the timer's next call in epoch microseconds, or None."""
         return self._entries[0][0] if self._entries else None
 
     def run_due(self) -> None:
-        """Make all calls whose time has come."""
         while self._entries and self._entries[0][0] <= time_ns() // 1000:
             heappop(self._entries)[2]()
 
@@ -141,23 +140,23 @@ class InlineTimer:
         heappush(self._entries, (at_us, next(self._number), lambda: fun(*args)))
 
     def call_at(self, at: float, fun: Any, args: Any = (), *_: Any, **__: Any) -> None:
-        """Call *fun* at a time of the monotonic clock, as Celery gives it for an ETA."""
+        """Call *fun* at the monotonic time *at*, which Celery computes for an ETA."""
         self.call_after(at - monotonic(), fun, args)
 
     def call_repeatedly(self, *_: Any, **__: Any) -> Any:
-        """Do nothing: only events for monitors are sent repeatedly."""
+        """Do nothing: a test needs no repeated calls."""
         return SimpleNamespace(cancel=lambda: None)
 
     def cancel(self, entry: Any) -> None:
-        """Do nothing: Celery cancels calls only when a connection is lost."""
+        """Do nothing: Celery cancels timer calls only after a lost connection."""
 
     def clear(self) -> None:
-        """Forget all calls. Celery 5.5 does so at the end."""
+        """Remove all timer calls; Celery 5.5 does this when a worker stops."""
         self._entries.clear()
 
 
 class InlineAttendant(Attendant):
-    """Puts early tasks back at once, in the thread of the test."""
+    """Requeues tasks that arrive before their due time, in the test's thread."""
 
     def start(self) -> None: ...
 
@@ -172,14 +171,14 @@ class InlineAttendant(Attendant):
 
 
 class InlineScheduling(Scheduling):
-    """Publishes schedule entries at once, in the thread of the test."""
+    """Publishes the tasks of schedule entries in the test's thread."""
 
     def in_thread(self, job: Callable[[], object]) -> None:
         job()
 
 
 class InlineNativeDelay(NativeDelay):
-    """The bootstep of this package, which starts no thread."""
+    """The worker bootstep of this package, without threads."""
 
     attendant_class = InlineAttendant
     scheduling_class = InlineScheduling
@@ -190,7 +189,7 @@ class InlineNativeDelay(NativeDelay):
 
 
 class InlineConsumer(Consumer):  # type: ignore[misc]
-    """Celery's consumer, with the bootsteps that tasks need and none of the app's own."""
+    """Celery's consumer without the app's custom bootsteps."""
 
     class Blueprint(Consumer.Blueprint):  # type: ignore[misc]
         default_steps: ClassVar = [InlineNativeDelay]

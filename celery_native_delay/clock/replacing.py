@@ -1,4 +1,4 @@
-"""Puts an app on a broker in memory for one test, and back afterwards."""
+"""Replaces an app's broker by a broker in memory for one test."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CHANGED = ("__trace__", "run", "_orig_run")
 
 @contextmanager
 def in_memory(app: Any, installation: Installation) -> Iterator[None]:
-    """Let *app* use a new broker in memory and a new store, and restore the app afterwards."""
+    """Let *app* use a new in-memory broker and SQLite file within the ``with`` block."""
     with ExitStack() as undo:
         folder = undo.enter_context(TemporaryDirectory(prefix="native-delay-clock-"))
         store = f"sqlite:///{Path(folder).absolute() / 'store.db'}"
@@ -84,7 +84,7 @@ def _close_pools(app: Any) -> None:
 
 @contextmanager
 def _empty_broker() -> Iterator[None]:
-    """Give kombu's transport in memory, which is one for the whole process, new empty queues."""
+    """Give kombu's in-memory transport empty queues within the ``with`` block."""
     channel, transport = memory.Channel, memory.Transport
     queues, known = channel.queues, transport.global_state
     channel.queues, transport.global_state = {}, virtual.BrokerState()
@@ -96,7 +96,7 @@ def _empty_broker() -> Iterator[None]:
 
 @contextmanager
 def _results(app: Any) -> Iterator[None]:
-    """Keep results in memory, unless the app keeps no results."""
+    """Store results in memory, unless the app has no result backend."""
     earlier = app._backend_cache
     if not isinstance(app.backend, DisabledBackend):
         backend, url = by_url("cache+memory://", app.loader)
@@ -127,7 +127,7 @@ def _tasks(app: Any) -> Iterator[None]:
 
 @contextmanager
 def _worker_state() -> Iterator[None]:
-    """Forget afterwards which tasks were revoked or started: the next test may use the same ids."""
+    """Restore Celery's sets of revoked and started tasks after the ``with`` block."""
     known: Any = (state.revoked, state.reserved_requests, state.active_requests)
     before = [set(each) for each in known]
     try:
@@ -140,7 +140,7 @@ def _worker_state() -> Iterator[None]:
 
 @contextmanager
 def _current(app: Any) -> Iterator[None]:
-    """Make *app* the current app, as in a worker, so that shared tasks are its tasks."""
+    """Make *app* Celery's current app within the ``with`` block."""
     earlier = celery._state._tls.current_app
     app.set_current()
     try:

@@ -1,4 +1,4 @@
-"""Runs due tasks in the order of their due times, with the clock at each due time."""
+"""Moves the test clock to each due time, and runs the due tasks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MOVES_PER_TASK = 100
 
 
 class StillWaiting(NativeDelayError):
-    """So many tasks ran under the test clock, and another task still waits."""
+    """The test clock ran the permitted number of tasks, and another task is waiting."""
 
 
 class Running:
-    """Moves the clock from one due time to the next, and lets the worker run the due tasks."""
+    """Moves the test clock to each due time, and lets the worker run tasks."""
 
     def __init__(
         self, worker: InlineWorker, move: Callable[[int], None], after_step: Callable[[], None]
@@ -32,7 +32,7 @@ class Running:
         self._before = 0
 
     def run_until(self, until_us: int) -> None:
-        """Run every task that is due until *until_us*, and let the clock stand there."""
+        """Run all tasks due by *until_us*; then set the clock to this time."""
         self._before = self._worker.pool.started
         while (next_us := self._run_ready(MOST_AT_ONE_MOMENT)) is not None and next_us <= until_us:
             if next_us > now.time_ns() // 1000:
@@ -41,7 +41,7 @@ class Running:
         self._move(until_us)
 
     def run_all(self, limit: int) -> int:
-        """Run waiting tasks until none waits; raise StillWaiting after *limit* tasks."""
+        """Run tasks until no task is waiting; raise StillWaiting after *limit* tasks."""
         self._before = self._worker.pool.started
         moves = 0
         while (next_us := self._run_ready(limit)) is not None:
@@ -53,10 +53,7 @@ class Running:
         return self._worker.pool.started - self._before
 
     def _run_ready(self, most: int) -> int | None:
-        """Run the tasks that are in queues, at most *most*.
-
-        Returns the time of the next due message or call of the worker's timer, or None.
-        """
+        """Run queued tasks; return the due time of the next message or timer call."""
         while self._worker.step():
             self._after_step()
             if self._worker.has_messages():
@@ -65,7 +62,7 @@ class Running:
         return min((us for us in times if us is not None), default=None)
 
     def _go_on(self, next_us: int) -> None:
-        """Move the clock to *next_us* if that is ahead, and let the due messages go."""
+        """Move the clock forward to *next_us*, and deliver the due messages."""
         if next_us > now.time_ns() // 1000:
             self._move(next_us)
         self._worker.deliver_due()

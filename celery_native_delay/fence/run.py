@@ -100,10 +100,9 @@ class Record:
 
 
 def opened(held: Record | None, new: Record, job: str) -> Record:
-    """Return the new state of a Spark run when a Spark job begins the run.
+    """Return the state of a Spark run after a Spark job has begun the run.
 
-    An open run keeps the later of both deadlines. After an abort, another job may begin the run
-    again.
+    If the run was open before, the later deadline counts. After an abort, another job may begin.
     """
     if held is None or (held.state == ABORTED and job not in held.jobs):
         return replace(new, jobs=(job,))
@@ -148,7 +147,7 @@ def is_overdue(record: Record | None, *, now: float) -> bool:
 def given_up(policy: str, *, now: float, by: str) -> Record:
     """Make a worker's decision about a Spark run after the driver's deadline.
 
-    With *policy* "run" all tasks run, with "drop" no task.
+    If *policy* is "run", all tasks run. If *policy* is "drop", no task runs.
     """
     return Record(ALL if policy == "run" else ABORTED, now, by=by)
 

@@ -1,6 +1,6 @@
-"""Flower with the pages *Delays*, *Rates* and *Schedules*, and with a REST API of waiting tasks.
+"""Adds the pages *Delays*, *Rates* and *Schedules* and a REST API to Flower.
 
-Start Flower with ``celery -A proj delay flower``, or add one line to the ``flowerconfig.py`` of
+Start Flower with ``celery -A proj delay flower``. Or add this line to the ``flowerconfig.py`` of
 ``celery flower``::
 
     from celery_native_delay.flower import install; install()
@@ -23,7 +23,7 @@ __all__ = ("install", "run")
 
 
 def install() -> None:
-    """Add the pages of this package to Flower; call this function before Flower starts."""
+    """Add the pages of this package to Flower. Call this function before Flower starts."""
     # Flower's command finds the application class under this name.
     flower.command.Flower = DelayFlower
 

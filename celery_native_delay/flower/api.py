@@ -1,4 +1,4 @@
-"""The REST API of waiting tasks, with the authentication of Flower's own API."""
+"""The REST API for waiting tasks, with Flower's authentication."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _CHANGES: dict[str, Callable[..., list[Outcome]]] = {
 
 
 class ApiHandler(Errors, BaseApiHandler):
-    """Base class of the REST API's handlers: Flower's authentication, and errors as JSON."""
+    """Base class of the REST API's handlers, with Flower's authentication and JSON errors."""
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Answer with an error. With status 401, the browser asks its user for a password."""
+        """Send an error response; with status 401, browsers ask for a password."""
         if status_code == 401 and self.application.options.basic_auth:
             self.set_header("WWW-Authenticate", 'Basic realm="flower"')
         super().write_error(status_code, **kwargs)
@@ -52,7 +52,7 @@ class ApiHandler(Errors, BaseApiHandler):
             raise web.HTTPError(403, "Read only mode is enabled")
 
     def moment(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the request's ``countdown`` in seconds, or ``eta``, for a reschedule."""
+        """Return the new due time in a request: ``countdown`` in seconds, or ``eta``."""
         given = {
             name: body.get(name, self.get_argument(name, None)) for name in ("countdown", "eta")
         }
@@ -65,7 +65,7 @@ class ApiHandler(Errors, BaseApiHandler):
         return found
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON object in the request's body; {} if the body is not JSON."""
+        """Return the request's JSON object, or {} if the body is not JSON."""
         text = self.request.body.strip()
         is_json = "json" in self.request.headers.get("Content-Type", "json")
         if not text or not (is_json or text.startswith((b"{", b"["))):
@@ -79,7 +79,7 @@ class ApiHandler(Errors, BaseApiHandler):
         return found
 
     async def change(self, verb: str, ids: list[str], body: dict[str, Any]) -> list[Outcome]:
-        """Cancel, reschedule or run tasks; *verb*: "cancel", "reschedule" or "run-now"."""
+        """Cancel, reschedule or run the tasks *ids*, and return the outcomes."""
         moment = self.moment(body) if verb == "reschedule" else {}
         outcomes = await self.asking.delay(
             lambda delay: _CHANGES[verb](delay, ids, **moment), within_seconds=_CHANGE_SECONDS
@@ -91,9 +91,9 @@ class ApiHandler(Errors, BaseApiHandler):
 class ListDelays(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with the waiting tasks that match the request's search and range of due times.
+        """Send the waiting tasks that match the search and the due time range.
 
-        ``total`` is null if a search has too many matches to count.
+        ``total`` is null if the search matches too many tasks to count.
         """
         limit, offset = self.limit(), self.get_argument("offset", 0, type=int)
         query = self.query(self.get_argument("search", "", escape=False))
@@ -110,7 +110,7 @@ class ListDelays(ApiHandler):
 class ListRates(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with the queues of rate-limited tasks, longest first, up to ``limit`` queues."""
+        """Send the queues of rate-limited tasks, longest first, up to ``limit``."""
         limit = self.limit()
         lines = await self.asking.delay(lambda delay: delay.rates(limit=max(limit + 1, MOST_LINES)))
         self.write_json(
@@ -121,45 +121,46 @@ class ListRates(ApiHandler):
 
 
 class ListSchedules(ApiHandler, ScheduleEntries):
-    """Answers with the schedule entries, sorted by name."""
+    """Sends the schedule entries, sorted by name."""
 
 
 class ChangeSchedule(ApiHandler):
     @web.authenticated
     async def post(self, verb: str, name: str | None = None) -> None:
-        """Pause, resume or run an entry; answer 404 if the entry is unknown.
+        """Pause, resume or run a schedule entry; send 404 if the name is unknown.
 
-        The name is in the URL, or in the body ``{"name": …}``.
+        The URL or the body ``{"name": …}`` contains the name.
         """
         self.changes()
         name = self.body().get("name") if name is None else name
         if not isinstance(name, str):
             raise web.HTTPError(400, "expected the name of a schedule entry")
-        try:
-            task_id = await self.asking.delay(
-                lambda delay: getattr(delay.schedules(), verb.replace("-", "_"))(name),
-                within_seconds=_CHANGE_SECONDS,
-            )
-        except KeyError as exc:
+
+        def change(delay: Delay) -> dict[str, Any]:
+            try:
+                task_id = getattr(delay.schedules(), verb.replace("-", "_"))(name)
+            except KeyError as exc:
+                return {"error": str(exc.args[0])}
+            return {"name": name, "task_id": task_id}
+
+        answer = await self.asking.delay(change, within_seconds=_CHANGE_SECONDS)
+        self.application.schedule_entries = None
+        if "error" in answer:
             self.set_status(404)
-            self.write({"error": str(exc.args[0])})
-            return
-        finally:
-            self.application.schedule_entries = None
-        self.write({"name": name, "task_id": task_id})
+        self.write(answer)
 
 
 class ListParked(ApiHandler, Parked):
-    """Answers with due messages for which no queue was bound."""
+    """Sends due messages that have no bound queue."""
 
 
 class ChangeParked(ApiHandler):
     @web.authenticated
     async def post(self, verb: str) -> None:
-        """Requeue or purge due messages for which no queue was bound.
+        """Requeue or purge due messages that have no bound queue.
 
-        Answers 409 while a worker handles these messages. A purge with the body ``{"parked": n}``
-        also answers 409 if the number of these messages is not n.
+        Sends 409 while a worker publishes these messages again. A purge with the body ``{"parked":
+        n}`` sends 409 if the number of these messages is not n.
         """
         self.changes()
         seen = self.body().get("parked")
@@ -195,7 +196,7 @@ def _purged(part: AdminPart, *, seen: int | None) -> dict[str, Any] | str:
 class ShowDelay(ApiHandler):
     @web.authenticated
     async def get(self, task_id: str) -> None:
-        """Answer with the waiting task of this id; answer 404 if the task is not waiting."""
+        """Send the waiting task with this id, or 404 if the task is not waiting."""
         found = await self.asking.delay(lambda delay: delay.show(task_id))
         if not found:
             raise web.HTTPError(404, f"No task waits with the id '{task_id}'")
@@ -216,7 +217,7 @@ class ChangeOne(ApiHandler):
 class ChangeMany(ApiHandler):
     @web.authenticated
     async def post(self, verb: str) -> None:
-        """Change the tasks in ``{"ids": […]}``; a reschedule needs ``countdown`` or ``eta``."""
+        """Change the waiting tasks with the ids in the JSON body ``{"ids": […]}``."""
         self.changes()
         body = self.body()
         ids = body.get("ids")

@@ -1,7 +1,8 @@
-"""Flower's application with our pages, and with links to them in the navigation bar.
+"""Flower's application with this package's pages, and with links in the navigation bar.
 
-Flower has no hook for links, so this module inserts the links while Flower loads its templates. If
-a release of Flower has another navigation bar, the links are missing, but the pages work.
+Flower has no hook for links. Therefore this module inserts the links while Flower loads the
+template of the navigation bar. If a Flower release has another navigation bar, the links are
+missing, but the pages work.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ _BROKERS_LINK = r"(<li[^>]*>\s*<a(?:(?!</li>).)*reverse_url\('broker'\)(?:(?!</l
 
 
 class PatchedTemplates(Loader):
-    """Loads Flower's templates, with links to our pages, and our own templates."""
+    """Template loader that inserts links to our pages into Flower's navigation bar."""
 
     def __init__(self) -> None:
         super().__init__(str(Path(flower.__file__).parent / "templates"))
 
     def resolve_path(self, name: str, parent_path: str | None = None) -> str:
-        """Return the name unchanged, because templates include each other by file name."""
+        """Return *name* unchanged: templates include each other by file name."""
         return name
 
     def _create_template(self, name: str) -> Template:
@@ -60,7 +61,7 @@ class PatchedTemplates(Loader):
 
 
 def patched(name: str, text: str) -> str:
-    """Insert links to our pages into Flower's navigation bar; other templates stay unchanged."""
+    """Insert links to our pages into the template ``navbar.html`` of Flower."""
     if name != "navbar.html":
         return text
     changed, times = re.subn(_BROKERS_LINK, _NAVBAR, text, count=1, flags=re.DOTALL)
@@ -118,7 +119,7 @@ class DelayFlower(Flower):
         self.linked = {"delays"}
 
     def start(self) -> None:
-        """Start our metrics, and serve requests until :meth:`stop`."""
+        """Start the threads that collect metrics, and serve requests until :meth:`stop`."""
         # Flower's /metrics serves the default registry.
         with suppress(NativeDelayError):  # the page shows the error
             settings = installed(self.capp).settings()
@@ -129,7 +130,7 @@ class DelayFlower(Flower):
         super().start()
 
     def stop(self) -> None:
-        """Stop serving requests, and end our threads."""
+        """Stop the web server and this package's threads."""
         if self._exposed is not None:
             self._exposed.close()
             self._exposed = None

@@ -1,4 +1,4 @@
-"""Calls the broker in threads with a time limit, so that Flower's event loop never blocks."""
+"""Calls the broker in threads, so that Flower's event loop does not block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANSWER_SECONDS = 10.0
 
 
 class Asking:
-    """Runs blocking calls of the broker in threads, for Flower's event loop."""
+    """Runs blocking broker calls in threads, for Flower's event loop."""
 
     def __init__(self, app: Celery) -> None:
         self.app = app
@@ -37,23 +37,18 @@ class Asking:
     async def delay(
         self, question: Callable[[Delay], T], *, within_seconds: float = ANSWER_SECONDS
     ) -> T:
-        """Call a function with ``Delay(app)`` in a thread, and return the function's result.
+        """Call *question* with ``Delay(app)`` in a thread, and return the result.
 
-        Raises:
-            RecordsUnavailable: the broker or the state of tasks is unreachable, or too slow.
-            NativeDelayError: the function raised this error.
+        Raises RecordsUnavailable after a connection error or a timeout.
         """
         return await self._ask(lambda: question(Delay(self.app)), self._records, within_seconds)
 
     async def admin(
         self, question: Callable[[AdminPart], T], *, within_seconds: float = ANSWER_SECONDS
     ) -> T:
-        """Call a function with the broker's :class:`AdminPart` in a thread; return the result.
+        """Call *question* with the broker's admin interface (:class:`AdminPart`) in a thread.
 
-        Raises:
-            RecordsUnavailable: the broker is unreachable, or did not answer in time.
-            SettingsError: ``install(app)`` was not called, or a setting is wrong.
-            UnsupportedBroker: delayed tasks cannot wait in the app's broker.
+        Raises RecordsUnavailable after a connection error or a timeout.
         """
 
         def asked() -> T:
@@ -64,7 +59,7 @@ class Asking:
         return await self._ask(asked, self._broker, within_seconds)
 
     def stop(self) -> None:
-        """Cancel the calls that no thread has started yet."""
+        """Cancel all calls that have not started."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _ask(

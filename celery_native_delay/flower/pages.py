@@ -1,4 +1,4 @@
-"""Request handlers of Flower's pages *Delays*, *Rates* and *Schedules*, and of their scripts."""
+"""Tornado request handlers for the pages that this package adds to Flower."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _BROKERS_OWN = (
 
 
 class Errors(BaseHandler):
-    """Base class of request handlers, which answers an error of this package with one sentence."""
+    """Base class of request handlers; sends errors of this package as JSON."""
 
     @property
     def asking(self) -> Asking:
@@ -59,7 +59,7 @@ class Errors(BaseHandler):
             super().log_exception(typ, value, tb)
 
     def send_error(self, status_code: int = 500, **kwargs: Any) -> None:
-        """Answer with an error, as JSON if this package raised the error."""
+        """Send an error response; errors of this package are sent as JSON."""
         error = (kwargs.get("exc_info") or (None, None))[1]
         if isinstance(error, NativeDelayError) and not self._finished:
             self.clear()
@@ -73,13 +73,13 @@ class Errors(BaseHandler):
         self.write(made)
 
     def query(self, search: str) -> Query:
-        """Parse the request's search text and range of due times (``from_us`` to ``until_us``)."""
+        """Return a query with the search text and the request's range of due times."""
         edges = (self.get_argument(name, None, type=int) for name in ("from_us", "until_us"))
         return Query.parse(search).due_within(*edges)
 
 
 class Page(Errors):
-    """Answers with a page. *name*: "delays", "rates" or "schedules"."""
+    """Renders one HTML page: "delays", "rates" or "schedules"."""
 
     def initialize(self, name: str) -> None:
         self._name = name
@@ -101,10 +101,10 @@ class Page(Errors):
 
 
 class Shared(Errors):
-    """Base class of request handlers that cache one answer for all open pages."""
+    """Base class of request handlers that cache one response for all open pages."""
 
     kept_as: str
-    """The name of the application's attribute that caches the answer."""
+    """The name of the attribute of Flower's application that caches the response."""
     kept_seconds = _KEPT_SECONDS
 
     async def answer(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Shared(Errors):
 
     @web.authenticated
     async def get(self) -> None:
-        """Answer with cached numbers, which are up to two seconds old."""
+        """Send the cached response, which is at most two seconds old."""
         kept = getattr(self.application, self.kept_as, None)
         if kept is None or (kept[1].done() and monotonic() - kept[0] > self.kept_seconds):
             kept = (monotonic(), asyncio.ensure_future(self.answer()))
@@ -121,7 +121,7 @@ class Shared(Errors):
 
 
 class Summary(Shared):
-    """Answers with the numbers and the histogram of the page *Delays*."""
+    """Sends the counts of waiting tasks and the histogram of due times."""
 
     kept_as = "delays_summary"
 
@@ -130,7 +130,7 @@ class Summary(Shared):
 
 
 class Lines(Shared):
-    """Answers with the queues of rate-limited tasks, longest queue first."""
+    """Sends the queues of rate-limited tasks, longest queue first."""
 
     kept_as = "delays_lines"
     kept_seconds = 1.0
@@ -145,7 +145,7 @@ class Lines(Shared):
 
 
 class ScheduleEntries(Shared):
-    """Answers with the schedule entries, sorted by name."""
+    """Sends the schedule entries, sorted by name."""
 
     kept_as = "schedule_entries"
     kept_seconds = 1.0
@@ -156,10 +156,10 @@ class ScheduleEntries(Shared):
 
 
 async def summary(asking: Asking) -> dict[str, Any]:
-    """Return the numbers of waiting tasks for the page *Delays*.
+    """Return the counts of waiting tasks for the page *Delays*.
 
-    If the stored state of tasks is unreachable, ``error`` has the reason, and the numbers come from
-    the broker.
+    If the stored state of tasks is unreachable, the counts come from the broker, and ``error`` has
+    the reason.
     """
     status = await asking.admin(lambda part: part.status().as_json())
     found: dict[str, Any] = {
@@ -198,9 +198,9 @@ def _numbers(delay: Delay) -> dict[str, Any]:
 class Parked(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with the number of due messages for which no queue was bound, and the first 50.
+        """Send the first 50 due messages without a bound queue, and the total.
 
-        ``total`` and ``tasks`` are null while a worker handles these messages.
+        ``total`` and ``tasks`` are null while a worker publishes these messages again.
         """
         found = await self.asking.admin(lambda part: part.parked(limit=_PARKED))
         if found is None:
@@ -213,7 +213,7 @@ class Parked(Errors):
 class DataTable(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with one page of the table of waiting tasks, for the JavaScript of DataTables."""
+        """Send one page of the waiting tasks to the JavaScript library DataTables."""
         draw = self.get_argument("draw", type=int, required=True)
         offset = max(self.get_argument("start", 0, type=int), 0)
         limit = min(max(self.get_argument("length", 15, type=int), 1), 500)
@@ -235,7 +235,7 @@ class DataTable(Errors):
 
 
 def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
-    """Return the answer as JSON with the items. Call in a thread, because this may take long."""
+    """Encode *answer* and many *items* as JSON; call this function in a thread."""
     text = f'{json.dumps(answer)[:-1]}, "{name}": [{", ".join(map(json.dumps, items))}]}}'
     return text.encode()
 
@@ -243,7 +243,7 @@ def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
 class MatchingIds(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Answer with the ids of all waiting tasks that match the request's search."""
+        """Send the ids of all waiting tasks that match the search."""
         query = self.query(self.get_argument("search", "", escape=False))
 
         def found(delay: Delay) -> bytes:

@@ -18,19 +18,19 @@ class KeyRecords:
         self.needs_connection = records.needs_connection
 
     def read(self, name: str) -> Seen:
-        """Read the stored state of a key, and the waiting messages of its task."""
+        """Read the stored state of a key, and the waiting messages of the key's task."""
         return _seen(self._records.read(_name_of(name)))
 
     def change(self, name: str, rule: Rule, publish: Publish | None = None) -> tuple[Seen, Step]:
         """Change the stored state of a key, and publish a message in the same step.
 
-        The function *rule* makes the decision. Returns the old state and the decision.
+        The function *rule* computes the change. Returns the old state and the change.
         """
         return self._records.change(_name_of(name), partial(_decided, rule), publish)
 
 
 def publish_under(name: str, rule: Rule, task_id: str) -> RecordedPublish:
-    """Return a publish of the task *task_id* under the key *name*, if *rule* agrees."""
+    """Return a RecordedPublish, which publishes a task and changes the key's state by *rule*."""
     return RecordedPublish(task_id, _name_of(name), partial(_decided, rule))
 
 

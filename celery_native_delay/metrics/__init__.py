@@ -1,7 +1,7 @@
 """Prometheus metrics of delayed tasks.
 
-``celery -A PROJ delay exporter`` serves the metrics. :func:`expose` adds the metrics to the
-registry of a program with other metrics. Both need ``prometheus_client`` (the extra ``metrics``).
+``celery -A PROJ delay exporter`` serves the metrics over HTTP. :func:`expose` adds the metrics to a
+program's own Prometheus registry. Both need ``prometheus_client`` (the extra ``metrics``).
 """
 
 from ..errors import brought_by

@@ -28,10 +28,9 @@ _COUNTERS = {
 
 
 class DelayCollector(Collector):
-    """Prometheus collector of numbers that two threads got from the broker and the workers.
+    """Prometheus collector; two threads read the values from the broker and the workers.
 
-    Collecting does no I/O. *rated* has the names of rate-limited tasks. Metrics with unknown values
-    are left out.
+    *rated* has the names of rate-limited tasks. Unknown values are left out.
     """
 
     def __init__(
@@ -143,7 +142,7 @@ def _waiting(reading: Reading | None) -> Iterator[Metric]:
 
 
 def _lines(lines: Sequence[RateLine] | None, rated: Iterable[str]) -> Iterator[Metric]:
-    """Yield metrics of rate-limited tasks by task name; labels by key would be too many."""
+    """Yield the metrics of rate-limited tasks, with the task name as label."""
     by_task: dict[str, list[RateLine]] = {}
     if lines is not None:
         by_task = {task: [] for task in rated}
@@ -171,7 +170,7 @@ def _lines(lines: Sequence[RateLine] | None, rated: Iterable[str]) -> Iterator[M
 
 
 def _schedules(entries: Sequence[Scheduled]) -> Iterator[Metric]:
-    """Yield metrics of the schedule entries, without paused entries and entries that ended."""
+    """Yield the metrics of schedule entries that have a next due time."""
     next_due = GaugeMetricFamily(
         "celery_delay_schedule_next_due_timestamp_seconds",
         "Due time of the next occurrence of a schedule entry. Absent if schedules are off.",
@@ -201,7 +200,7 @@ POLL_SECONDS = 5.0
 
 
 class Exposed:
-    """The metrics that :func:`expose` has registered. Use :meth:`close` to remove the metrics."""
+    """The metrics that :func:`expose` registered. Call :meth:`close` to remove the metrics."""
 
     def __init__(self, app: Celery, registry: CollectorRegistry, *, poll_seconds: float) -> None:
         rated = installed(app).settings().rates_by_task
@@ -216,7 +215,7 @@ class Exposed:
             thread.start()
 
     def close(self, *, timeout_seconds: float = 5.0) -> None:
-        """Remove the metrics from the registry, and end the threads that read the values."""
+        """Remove the metrics from the registry, and stop the threads that read the values."""
         self._registry.unregister(self._collector)
         for thread in self._threads:
             thread.stop()
@@ -230,18 +229,18 @@ def expose(
     *,
     poll_seconds: float = POLL_SECONDS,
 ) -> Exposed:
-    """Register the Prometheus metrics of the delayed tasks of *app* in *registry*.
+    """Register Prometheus metrics of the app's delayed tasks.
 
-    A thread reads the broker and the app's records (state about waiting tasks), so a scrape does no
-    I/O. Lateness and counters come from workers with events on (``-E``).
+    A thread reads the values from the broker and the stored state of tasks, so that a scrape does
+    no I/O. Lateness and counters need workers with events on (``-E``).
 
     Args:
         app: a Celery app with ``install(app)``.
-        registry: the registry of a Prometheus client.
-        poll_seconds: seconds between two readings of the broker and the records.
+        registry: the Prometheus registry; ``prometheus_client.REGISTRY`` by default.
+        poll_seconds: seconds between two reads of the broker and the stored state.
 
     Raises:
         SettingsError: ``install(app)`` was not called, or the app's settings are wrong.
-        ValueError: the app's metrics are in this registry already.
+        ValueError: the registry already has these metrics.
     """
     return Exposed(app, registry, poll_seconds=poll_seconds)

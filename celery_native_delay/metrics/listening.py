@@ -1,6 +1,6 @@
-"""A thread that receives the workers' ``delay-tally`` events, and adds up the events' counts.
+"""A thread that receives ``delay-tally`` events from workers, and adds up the counts.
 
-The binding key is ``delay.#``, so on RabbitMQ the thread gets no other events.
+On RabbitMQ, the binding key ``delay.#`` excludes all other events.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class Counts:
-    """The workers' counts of delayed messages, added up by queue and by rate-limited task."""
+    """Totals of delayed messages by queue, and of started rate-limited tasks by task name."""
 
     def __init__(self, queues: Iterable[str] = (), rated: Iterable[str] = ()) -> None:
         self._lock = Lock()
@@ -32,7 +32,7 @@ class Counts:
         self._warned = False
 
     def hear(self, event: Mapping[str, Any]) -> None:
-        """Add the counts in a ``delay-tally`` event; log a warning at the first invalid event."""
+        """Add the counts of a ``delay-tally`` event; log only the first invalid event."""
         try:
             tallies = {queue: counts_of(fields) for queue, fields in event["queues"].items()}
             starts = counts_of(event.get("rate_starts", {}))
@@ -55,13 +55,13 @@ class Counts:
             return deepcopy(self._by_queue)
 
     def starts(self) -> dict[str, int]:
-        """Return the number of started tasks with a rate limit, by task name."""
+        """Return the number of started rate-limited tasks, by task name."""
         with self._lock:
             return dict(self._starts)
 
 
 class Listener(Thread):
-    """Thread that receives the workers' counts of delayed messages in ``delay-tally`` events."""
+    """Thread that receives counts of delayed messages from workers, as ``delay-tally`` events."""
 
     def __init__(self, app: Celery, counts: Counts) -> None:
         super().__init__(name="native-delay-listener", daemon=True)
@@ -115,7 +115,7 @@ class Listener(Thread):
 
 
 class _Receiver(EventReceiver):  # type: ignore[misc]
-    """Celery's event receiver, which calls ``ready`` when the consumer has started."""
+    """Celery's event receiver; calls ``ready`` when the consumer has started."""
 
     ready: Callable[[], None]
 

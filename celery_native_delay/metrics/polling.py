@@ -1,4 +1,4 @@
-"""A thread that regularly reads numbers from the broker, so that no scrape waits for the broker."""
+"""A thread that regularly reads message counts from the broker for Prometheus."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MOST_LINES = 10_000
 
 @dataclass(frozen=True)
 class Reading:
-    """The numbers that :class:`Poll` read from the broker.
+    """Numbers that the thread :class:`Poll` read from the broker.
 
-    *backlog* has the message counts; None if reading failed. *read_at* is a monotonic time,
-    *first_due* a Unix time. *lines* has the queues of rate-limited tasks; None if unknown. So has
-    *entries* the schedule entries.
+    *backlog* has the message counts, or None after an error. *read_at* is a monotonic time.
+    *first_due* is a Unix time. *lines* (queues of rate-limited tasks) and *entries* (schedule
+    entries) are None if unknown.
     """
 
     backlog: Backlog | None
@@ -56,7 +56,7 @@ class Poll(Thread):
         self._warned = False
 
     def reading(self) -> Reading | None:
-        """Return the last reading, or None at first; an old reading has no message counts."""
+        """Return the last :class:`Reading`, without message counts if too old."""
         last = self._last
         if last is None or monotonic() - last.read_at < self._every_seconds + PATIENCE_SECONDS:
             return last

@@ -1,1 +1,1 @@
-"""Rate limits: how many tasks with the same key may start in a period."""
+"""Rate limits: the number of tasks with the same key that may start per period."""

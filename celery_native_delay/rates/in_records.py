@@ -1,4 +1,4 @@
-"""Stores the queues of tasks that wait for their rate limit in a database."""
+"""Stores the queues of rate-limited tasks in a database."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Lines: TypeAlias = Sequence[Line]
 
 
 class RecordLines:
-    """The queues of tasks that wait for their rate limit, stored in a database."""
+    """The queues of rate-limited tasks, stored in a database."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -45,7 +45,7 @@ class RecordLines:
         return seen_longest_first(found, at_us)
 
     def close(self) -> None:
-        """Do nothing, because other parts of this process use the same database connection."""
+        """Do nothing: other parts of this process share the database connection."""
 
     def _change(
         self,

@@ -1,8 +1,8 @@
-"""Stores the queues of tasks that wait for their rate limit in a Redis.
+"""Stores the queues of rate-limited tasks in Redis.
 
-The Lua scripts repeat the arithmetic of ``line.py``, so that each decision takes one round trip. A
-string with a TTL holds the state of one queue. A sorted set holds the names of the queues, scored
-by the end of the TTL. Times are in microseconds by the server's clock.
+The Lua scripts repeat the arithmetic of ``line.py``, so that each decision takes one round trip.
+The state of each queue is a string with a TTL. A sorted set holds the names of the queues, scored
+by expiry time. Times are in microseconds of the Redis server's clock.
 """
 
 from __future__ import annotations
@@ -213,10 +213,10 @@ return 1
 
 
 class RedisLines:
-    """The queues of tasks that wait for their rate limit, stored in a Redis."""
+    """The queues of rate-limited tasks, stored in Redis."""
 
     def __init__(self, pool: Any, space: str, where: str) -> None:
-        """Connect through redis-py's *pool*. Error texts name the server's URL, *where*."""
+        """Use redis-py's connection pool *pool*; error texts contain the URL *where*."""
         self._link = RedisLink(
             pool,
             f"the lines of rated tasks at {where}",
@@ -233,7 +233,7 @@ class RedisLines:
     def ask(
         self, asked: Sequence[Asked], *, may_start: bool = True, now_us: int | None = None
     ) -> Turn:
-        """Ask Redis whether a rate-limited task may start now. Tests set the time *now_us*."""
+        """Decide in Redis whether a rate-limited task may start; only tests set *now_us*."""
         wait_us, found, at = self._run(ASK, asked, now_us, int(may_start))
         return Turn() if found < 0 else Turn(wait_us, found, at)
 

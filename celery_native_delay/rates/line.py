@@ -1,21 +1,20 @@
-"""Computes the queue of tasks that wait for their rate limit. This module does no I/O.
+"""Computes when rate-limited tasks may start. This module does no I/O.
 
-The queue, called a *line*, decides which task starts now, and how long other tasks wait. All tasks
-of one line have the same name and the same key. All times are in microseconds.
+All tasks with the same name and key form a queue, called *line*. All times are in microseconds.
 
-Each waiting task has a *place* in the line, stored in the task's message. The place is a point on
-the line's own clock, one *spacing* after the place before. A task may start at its *slot*, the time
-``place + shift - ahead``. After an outage or a ``RetryAfter``, the line changes *shift*, which
-moves the slots of all waiting tasks. After a change of the rate, *pivot* and *unit* bring the slots
-closer together or further apart.
+Each message of a waiting task contains a *place*, a time on the queue's own clock. The places of
+two successive tasks differ by *spacing*. A task may start at the time ``place + shift - ahead``,
+called *slot*; *ahead* is the advance that the rate's burst gives. After an outage or a
+``RetryAfter``, the queue increases *shift*, so that all waiting tasks start later. After a change
+of the rate, *pivot* and *unit* convert the places of the earlier rate.
 
 Before each start two conditions are checked:
 
-- The pace follows the generic cell rate algorithm (GCRA). ``start_at`` is the algorithm's
-  theoretical arrival time, which may lag behind the clock a little, to make up for late starts.
-- The window of one period that ends now must have room for a start.
+- The pace follows the generic cell rate algorithm (GCRA). ``start_at`` is the theoretical arrival
+  time of GCRA. This time may be a little in the past, so that tasks catch up after late starts.
+- The number of starts within the last period is below the limit.
 
-So a message that is delivered twice, or has lost its place, cannot break the rate limit.
+Therefore redelivered messages and messages without a place cannot break the rate limit.
 
 ``in_redis.py`` has the same arithmetic in Lua, and a test compares the two.
 """
@@ -50,15 +49,16 @@ _DIGITS = re.compile("[0-9]{1,19}")
 
 @dataclass(frozen=True)
 class RateLine:
-    """The state of a rate limit: how many tasks with this *task* name and *key* wait and start.
+    """The state of a rate limit for one task name and one key; times in epoch microseconds.
 
-    *task* is the name of the rate, if the rate has a name. *key* is None if the rate has no key.
-    *rate* is the limit as text. *waiting* is the number of waiting tasks, including cancelled
-    tasks. *next_slot_us* is the time at which the next task may start, or None if no task waits.
-    *held_until_us* is the end of a pause after ``RetryAfter``, or None. Both times are in
-    microseconds since the epoch. *starts_last_period* is about the number of tasks started in the
-    last period. *utilisation* is that number divided by the limit. *overridden* is true if this
-    key has another limit than its rate in the settings.
+    - *task*: the name of the rate, by default the task's name
+    - *rate*: the limit as text
+    - *waiting*: the number of waiting tasks, including cancelled tasks
+    - *next_slot_us*: the time of the next start, or None if no task waits
+    - *starts_last_period*: the approximate number of tasks started in the last period
+    - *utilisation*: *starts_last_period* divided by the limit
+    - *held_until_us*: the end of a pause after ``RetryAfter``, or None
+    - *overridden*: True if the limit of the key differs from the rate in the settings
     """
 
     task: str
@@ -72,7 +72,7 @@ class RateLine:
     overridden: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Return the state as a dict, for the option ``--json`` and for Flower's REST API."""
+        """Return the state as a dict for JSON, with times in ISO 8601."""
         return {
             "task": self.task,
             "key": self.key,
@@ -95,10 +95,7 @@ def _iso(moment_us: int | None) -> str | None:
 
 @dataclass(frozen=True)
 class Turn:
-    """The answer to a rate-limited task: the task starts now, or waits *wait_us* in its queue.
-
-    *at* is the number of the limit for which a task with several limits waits.
-    """
+    """The decision: start now, or wait *wait_us* microseconds for the limit number *at*."""
 
     wait_us: int = 0
     place: int | None = None
@@ -106,7 +103,6 @@ class Turn:
 
     @property
     def starts(self) -> bool:
-        """True if the rate-limited task starts now."""
         return self.place is None
 
 
@@ -120,40 +116,40 @@ class Asked(NamedTuple):
 
 
 class Lines(Protocol):
-    """All queues of tasks that wait for their rate limit. Methods may raise RecordsUnavailable."""
+    """The storage of all queues of rate-limited tasks; methods may raise RecordsUnavailable."""
 
     def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
-        """Ask whether a task with these limits may start: if all of them permit, it starts.
+        """Decide whether a task may start now: all of its limits must permit it.
 
-        Otherwise the task gets a place for the limit with the longest wait, and for no other limit.
-        If *may_start* is False, the task gets a place, and does not start.
+        Otherwise the task gets a position for the limit with the longest wait. If *may_start* is
+        False, a new task only gets a position.
         """
 
     def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
-        """Stop all starts of tasks with this name and key for some *seconds*."""
+        """Pause the tasks with this name and key; return the retried task's position."""
 
     def change_rate(self, task: str, key: str | None, rate: Rate, *, is_set: bool) -> Line:
-        """Change the rate of one key. If *is_set* is False, a worker may change the rate again.
-
-        Returns the queue after the change.
-        """
+        """Change the rate of one key. If *is_set* is False, the rate in the settings counts."""
 
     def look(self, limit: int) -> Sequence[RateLine]:
-        """Return the states of at most *limit* rate limits, longest queue first."""
+        """Return the states of up to *limit* rate limits, longest queue first."""
 
     def close(self) -> None: ...
 
 
 class Line(NamedTuple):
-    """The stored state of a queue of tasks that wait for their rate limit.
+    """The stored state of a queue of rate-limited tasks, with times in microseconds.
 
-    A task's position in the queue is its *place*. *front* is the first unused place, and *end* is
-    the place behind the last task. *shift* converts places to times. *start_at* is the time at
-    which the next start would be exactly on pace. No task starts before *held_until*. *starts*
-    counts the starts since *counted_from*, *starts_before* counts the starts in the period before,
-    and *total* counts all starts. *log* holds the times of the last starts, or of every n-th start.
-    After a change of the rate, *unit* is the distance of two places, and *pivot* is a place whose
-    time is ``pivot + shift``. *is_set* is 1 if the stored rate replaces the rate in the settings.
+    - *front*, *end*: the position of the first waiting task, and the position after the last task
+    - *shift*: a number that is added to a position to get the start time
+    - *start_at*: the time at which the next start is exactly on pace
+    - *held_until*: no task starts before this time
+    - *starts*, *starts_before*: starts since *counted_from*, and starts in the period before
+    - *total*: the number of all starts
+    - *pivot*, *unit*: after a change of the rate, the position whose time is *pivot* + *shift*, and
+      the distance of two positions
+    - *is_set*: 1 if ``Delay.set_rate`` has set the rate
+    - *log*: the times of the last starts, or of every n-th start
     """
 
     end: int = 0
@@ -173,10 +169,9 @@ class Line(NamedTuple):
     def ask(
         self, rate: Rate, now_us: int, place: int | None, *, may_start: bool = True
     ) -> tuple[Self, Turn]:
-        """Decide whether a rate-limited task may start now. Returns the new queue and the answer.
+        """Decide whether a rate-limited task may start; return the new state and decision.
 
-        *place* is the task's position in the queue. If *may_start* is False, a task without a
-        position gets a position, and does not start.
+        :meth:`Lines.ask` describes *place* and *may_start*.
         """
         if place is None:
             return self._join(rate, now_us, may_start)
@@ -200,11 +195,10 @@ class Line(NamedTuple):
         return line._start(rate, now_us, place), Turn()
 
     def _room_us(self, rate: Rate) -> int:
-        """The earliest time at which one more start fits into the window of one period."""
+        """The earliest time at which the limit per period permits another start."""
         return self.log[-rate.noted] + rate.window_us if len(self.log) >= rate.noted else 0
 
     def _step(self, rate: Rate) -> int:
-        """The distance of two places."""
         return self.unit or rate.spacing_us
 
     def slot_us(self, rate: Rate, place: int) -> int:
@@ -247,7 +241,7 @@ class Line(NamedTuple):
         )
 
     def hold(self, rate: Rate, now_us: int, wait_us: int) -> tuple[Self, int]:
-        """Stop starts from this queue for *wait_us*. Returns the new queue and a front place."""
+        """Pause this queue for *wait_us*; return the new state and the retried task's position."""
         held_until = max(self.held_until, now_us + wait_us)
         next_us = max(now_us, self.held_until, self.start_at - rate.ahead_us)
         if self.end > self.front:
@@ -295,10 +289,9 @@ class Line(NamedTuple):
         return self._replace(counted_from=now_us, starts=0, starts_before=0)
 
     def ends_us(self, rate: Rate) -> int:
-        """The time at which the stored state of this queue expires."""
+        """The time at which the stored state of this queue expires, in epoch microseconds."""
         last_us = max(self.slot_us(rate, self.end) + rate.ahead_us, self.start_at, self.held_until)
-        if self.is_set:
-            last_us += SET_KEPT_US
+        last_us += SET_KEPT_US if self.is_set else 0
         return last_us + rate.window_us + rate.catch_up_us + KEPT_US
 
     def seen(self, name: str, rate: Rate, now_us: int) -> RateLine:
@@ -325,12 +318,12 @@ class Line(NamedTuple):
     # --- as text ---------------------------------------------------------------------------
 
     def encoded(self, rate: Rate) -> str:
-        """Return the state of this queue as text, without *log*."""
+        """Encode the state of this queue as text, without the start times."""
         return " ".join(map(str, (VERSION, *self[:-1], rate.limit, rate.burst)))
 
     @classmethod
     def decoded(cls, text: str | None, log: str = "") -> tuple[Self, Rate | None]:
-        """Parse the stored text of a queue. Returns an empty queue for another version."""
+        """Decode the stored state and its rate; return an empty state for other versions."""
         words = (text or "").split(" ")
         if words[0] != str(VERSION):
             return cls(), None
@@ -347,10 +340,7 @@ def ask_all(
     *,
     may_start: bool = True,
 ) -> tuple[Sequence[Line], Turn]:
-    """Ask all limits of one task. Returns the queues after that, and the answer.
-
-    A task that waits for one limit takes nothing from the others: their queues do not change.
-    """
+    """Ask all limits of one task. Only the queue in which the task waits changes, or all."""
     asked = [
         line.ask(rate, now_us, place, may_start=may_start)
         for line, rate, place in zip(lines, rates, places, strict=True)
@@ -387,10 +377,7 @@ def places_in(header: object) -> list[tuple[int | None, str | None]]:
 def at_rate(
     stored: Sequence[str | None], rate: Rate, now_us: int, *, sets: bool = False
 ) -> tuple[Line, Rate]:
-    """Parse a *stored* queue, and return the queue at the rate that counts for it.
-
-    A rate that was set by ``Delay.set_rate`` counts instead of *rate*, unless *sets* is true.
-    """
+    """Parse a *stored* queue. Return the queue at its rate: *rate*, or a rate that was set."""
     line, known = Line.decoded(*stored)  # type: ignore[arg-type]
     if known is None or known.shown == rate.shown:
         return line, rate
@@ -400,7 +387,7 @@ def at_rate(
 
 
 def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[RateLine]:
-    """Parse the stored states of rate limits, and sort the rate limits by queue length."""
+    """Return the decoded states of rate limits, most waiting tasks first."""
     seen = []
     for name, text in records:
         line, rate = Line.decoded(*text.split("\n"))
@@ -410,11 +397,10 @@ def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[
 
 
 def name_of(task: str, key: str | None) -> str:
-    """Return the name of a queue of rate-limited tasks: the task's name and the key."""
+    """Return the storage name of the queue for a task name and key."""
     return task if key is None else f"{task}{_SEPARATOR}{key}"
 
 
 @lru_cache
 def _rate(limit: str, burst: int) -> Rate:
-    """Make a :class:`Rate`, or return an equal rate from the cache."""
     return Rate(limit, burst=burst, concurrent=1 if limit == UNLIMITED else None)

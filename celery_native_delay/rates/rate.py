@@ -1,4 +1,4 @@
-"""``Rate``: a limit on the tasks that may start in a period."""
+"""``Rate``: a limit on the number of task starts per period."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LONGEST_KEY = 200
 
 @dataclass(frozen=True)
 class Rate:
-    """A limit on the tasks that may start in a period, counted for each key on its own.
+    """A limit on the number of task starts per period, counted separately for each key.
 
     >>> Rate("100/m", key="tenant", burst=10)
     Rate('100/m', key='tenant', burst=10)
@@ -59,7 +59,7 @@ class Rate:
             *concurrent* limits the tasks.
         key: tasks with the same key share the limit. The key is the name of an argument,
             ``header:NAME``, or a callable of the task's args, kwargs and headers that returns str,
-            int, bool or None. Without a key all calls of the task share the limit.
+            int, bool or None. Without a key, all calls of the task share the limit.
         burst: tasks that may start at once after a pause. At most limit + *burst* - 1 tasks start
             in any window of one period.
         name: tasks whose rates have the same name share the limit, per key. The rates must be equal
@@ -70,7 +70,7 @@ class Rate:
             such limit.
 
     Raises:
-        SettingsError: an argument has an impossible value.
+        SettingsError: an argument is invalid.
     """
 
     limit: str = UNLIMITED
@@ -127,7 +127,7 @@ class Rate:
 
     @classmethod
     def of(cls, value: Any) -> Rate:
-        """Make a rate from a Rate, a text such as "100/m", or a dict of Rate's arguments."""
+        """Convert a Rate, a text such as "100/m", or a dict of Rate's arguments to a Rate."""
         if isinstance(value, Rate):
             return value
         if not isinstance(value, Mapping):
@@ -156,22 +156,22 @@ class Rate:
 
     @cached_property
     def spacing_us(self) -> int:
-        """Microseconds between the starts of two tasks at a steady rate."""
+        """Microseconds between two task starts at a steady rate."""
         return -(-self.period_us * (1000 + MARGIN_PER_MILLE) // (1000 * self.count))
 
     @cached_property
     def window_us(self) -> int:
-        """Length in microseconds of the window in which at most :attr:`most` tasks start."""
+        """The length of one period plus a safety margin, in microseconds."""
         return self.period_us + self.period_us * MARGIN_PER_MILLE // 1000
 
     @cached_property
     def most(self) -> int:
-        """The largest number of tasks that may start within :attr:`window_us`."""
+        """The maximum number of task starts within :attr:`window_us` microseconds."""
         return self.count + self.burst - 1
 
     @cached_property
     def catch_up_us(self) -> int:
-        """Microseconds by which a task may start late without delaying the next tasks."""
+        """The largest lateness of a start, in microseconds, that does not delay later tasks."""
         return min(self.period_us // 2, _CATCH_UP_US)
 
     @cached_property
@@ -181,12 +181,12 @@ class Rate:
 
     @cached_property
     def noted_each(self) -> int:
-        """The number n, if the time of every n-th task start is stored. 1 means every start."""
+        """The interval between stored task starts: 3 means that each third start is stored."""
         return -(-self.most // MOST_KEPT_STARTS)
 
     @cached_property
     def noted(self) -> int:
-        """The number of task start times that are stored."""
+        """The maximum number of stored start times."""
         return self.most // self.noted_each
 
     @property
@@ -213,7 +213,7 @@ class Rate:
     # --- the key ----------------------------------------------------------------------
 
     def signature_of(self, task: str, run: Callable[..., Any]) -> Signature | None:
-        """Return the signature of *run*, the function of the task, or None if Python finds none.
+        """Return the signature of *run*, the task's function, or None if unknown.
 
         Raises SettingsError if the rate's key is not an argument of the function.
         """
@@ -238,12 +238,10 @@ class Rate:
         headers: Mapping[str, Any],
         signature: Signature | None = None,
     ) -> str | None:
-        """Return the key of a task call, or None if the rate has no key or the argument is missing.
+        """Return the key of a task call, or None if the call has no key.
 
-        *signature* is the signature of the task's function; it gives positional arguments their
-        names.
-
-        Raises ValueError if the key is an invalid text, and any error that a callable key raises.
+        *signature* is the signature of the task's function. Raises ValueError for an invalid key,
+        and any error of a callable key.
         """
         key = self.key
         if key is None:
@@ -270,7 +268,7 @@ class Rate:
 
 
 def _positional(name: str, args: Sequence[Any], signature: Signature | None) -> Any:
-    """Return the value of the argument *name* in a task call, or its default, or None."""
+    """Return the value or the default of the argument *name*, or None."""
     if signature is None:
         return None
     for number, parameter in enumerate(signature.parameters.values()):

@@ -1,4 +1,4 @@
-"""``RetryAfter``: the exception that a task raises when a server refuses a request."""
+"""``RetryAfter``: an exception that retries a rate-limited task after a given time."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ LONGEST_SECONDS = 30 * 86_400.0
 
 
 class RetryAfter(Exception):
-    """Retry a task later, and let all tasks with the same rate and key wait until then.
+    """Raise this exception in a task to retry the task later.
 
     >>> raise RetryAfter(30)
     Traceback (most recent call last):
     celery_native_delay.rates.retry_after.RetryAfter: 30
 
-    If the task has no rate, only this task waits. In eager mode Celery retries the task at once,
-    and counts the retry.
+    All tasks with the same rate and key wait until then. If the task has no rate, only this task
+    waits. In eager mode Celery retries the task at once, and counts the retry.
 
     Args:
-        when: seconds, or the value of an HTTP server's header ``Retry-After``: seconds as text, or
-            a date.
+        when: seconds, or the text of an HTTP header ``Retry-After`` (seconds or a date).
         counts: count this retry for the task's ``max_retries``. By default it is not counted, and
-            the task fails with this exception one day after its first RetryAfter. The setting
-            ``native_delay_retry_after_limit`` changes that day.
+            the task fails if it is refused longer than ``native_delay_retry_after_limit``.
 
     Raises:
         InvalidDueTime: *when* is neither seconds nor a date.
@@ -39,7 +37,7 @@ class RetryAfter(Exception):
         self._parsed = _parsed(when)
 
     def seconds(self, now: datetime) -> float:
-        """Return the wait in seconds from *now*: 0 for a past date, and at most 30 days."""
+        """Return the seconds from *now* until the retry: from 0 to 30 days."""
         parsed = self._parsed
         if isinstance(parsed, datetime):
             parsed = parsed.timestamp() - now.timestamp()

@@ -185,7 +185,7 @@ class Database(ABC):
         return self._tried(self.engine.begin, work)
 
     def look_up(self, work: Callable[[Connection], T]) -> T:
-        """Run *work* in a read-only transaction, and return its result."""
+        """Run *work* in a read-only transaction, and return the result of *work*."""
         return self._tried(lambda: self.engine.connect().execution_options(**{READS: True}), work)
 
     def make_tables(self) -> None:

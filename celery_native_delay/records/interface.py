@@ -138,7 +138,7 @@ def delivery_of(member: str) -> str:
 
 
 def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
-    """Call *attempt* until it returns a result. Raises CannotDelay after 100 calls."""
+    """Call *attempt* until the call returns a result. Raises CannotDelay after 100 calls."""
     for _ in range(TRIES):
         if (answer := attempt()) is not None:
             return answer
@@ -169,7 +169,7 @@ class Records(ABC):
     """The URL of the Redis or database, without its password."""
 
     needs_connection = False
-    """True if the broker itself stores the state, so that its connection must stay open."""
+    """True if the broker itself stores the state, so that the connection must stay open."""
 
     @abstractmethod
     def read(self, name: RecordName) -> Snapshot:
@@ -216,26 +216,26 @@ class Index(ABC):
     """A list of waiting messages, for brokers without such a list: RabbitMQ, SQS and pgmq."""
 
     missed: int
-    """The number of messages that could not be written to or read from the index."""
+    """The number of messages that could not be written to or read from the list."""
 
     @abstractmethod
     def note(self, listed: IndexEntry) -> None:
-        """Add a message to the index before the message is published. Never raises."""
+        """Add a message to the list of waiting messages before the publish. Never raises."""
 
     @abstractmethod
     def forget(self, member: str) -> None:
-        """Remove a message from the index if the message was not published. Never raises."""
+        """Remove an unpublished message from the list of waiting messages. Never raises."""
 
     @abstractmethod
     def received(self, member: str) -> bool | None:
-        """Remove a received message from the index. Returns False if no worker may run the message.
+        """Remove a received message from the list. Returns False if no worker may run the message.
 
         Returns None if the Redis or database did not answer in time.
         """
 
     @abstractmethod
     def flush(self, timeout_seconds: float | None = None) -> None:
-        """Wait until all added messages are stored in the index, for at most *timeout_seconds*."""
+        """Wait until all added messages are stored, for at most *timeout_seconds*."""
 
     @abstractmethod
     def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
@@ -268,8 +268,8 @@ class Index(ABC):
 
     @abstractmethod
     def sweep(self) -> int:
-        """Remove messages that are overdue by a day from the index. Returns their number."""
+        """Remove messages that are overdue by a day; return the number of removed messages."""
 
     @abstractmethod
     def purge(self) -> None:
-        """Remove all messages with a due time in the future from the index."""
+        """Remove all messages with a future due time from the list of waiting messages."""

@@ -1,4 +1,4 @@
-"""Publishes a message through Celery's ``apply_async``, in one step with a change of a record."""
+"""Publishes a message with ``apply_async``, and changes a stored state in the same step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .interface import Change, Decide, Publish, RecordName, Records, Snapshot
 
 
 class NotPublished(Exception):
-    """The function that changes the record decided not to publish the message."""
+    """Raised if the change of a stored state publishes no message."""
 
 
 @dataclass
 class RecordedPublish:
-    """Publishes the message of one task in one step with a change of the record *name*.
+    """Publishes one task's message, and changes the stored state *name* in the same step.
 
-    The function *decide* computes the change. After the step, *answer* is the answer of the change,
-    and *due_us* is the due time of the message, or None if the message was not published.
+    The function *decide* computes the change. Afterwards *answer* is the field *answer* of the
+    change, and *due_us* is the due time of the message, or None if no message was published.
     """
 
     task_id: str
@@ -31,7 +31,7 @@ class RecordedPublish:
     due_us: int | None = None
 
     def settle(self, records: Records, publish: Publish) -> None:
-        """Change the record; raise NotPublished if the change does not publish the message."""
+        """Change the stored state; raise NotPublished if the change publishes no message."""
 
         due_us: int | None = None
 
@@ -54,10 +54,9 @@ underway: ContextVar[RecordedPublish | None] = ContextVar("native_delay_publish"
 
 @contextmanager
 def publishing(recorded: RecordedPublish) -> Iterator[None]:
-    """Let Celery publish one task in one step with a record in this block.
+    """Let a ``with`` block publish one task and change a stored state in the same step.
 
-    The block also ends without an error if the record's change does not publish the message.
-
+    The block ends without an error if the change publishes no message.
     Raises CannotDelay if the message never reached a queue of the app's broker.
     """
     token = underway.set(recorded)
@@ -75,7 +74,7 @@ def publishing(recorded: RecordedPublish) -> Iterator[None]:
 
 
 def publish_of(headers: Mapping[str, Any] | None) -> RecordedPublish | None:
-    """Return this thread's recorded publish if the message with these *headers* belongs to it."""
+    """Return this thread's RecordedPublish if *headers* have the same task id, else None."""
     recorded = underway.get()
     if recorded is None or not headers or headers.get("id") != recorded.task_id:
         return None

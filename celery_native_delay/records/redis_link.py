@@ -186,7 +186,7 @@ def latest(link: RedisLink, names: str, prefix: str, limit: int) -> tuple[int, l
     """Return the Redis server's time, and up to *limit* stored states with their names.
 
     *names* is the key of a sorted set of names, scored by expiry. The latest expiry comes first.
-    *prefix* and a name are the key of a stored state.
+    *prefix* plus a name is the key of a stored state.
     """
     now_us, *found = link.run(_LATEST, [names], limit, prefix)
     texts = [text.decode() for text in found]

@@ -74,7 +74,7 @@ class ComparedRecords(Records, Index):
 
 
 def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Callable[[], T]) -> T:
-    """Publish a message, which runs only if a later compare-and-set of the index succeeds."""
+    """Publish a message whose task runs only if :meth:`.Index.compare_and_set` later succeeds."""
     try:
         return publish()
     except NativeDelayError:
@@ -95,14 +95,14 @@ class Republishes(Protocol):
         """Convert a stored message to a waiting task, or to None if cancelled."""
 
     def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
-        """Publish a waiting message with a new due time, and return its new content."""
+        """Publish a waiting message with a new due time, and return the message's new content."""
 
     def check_reach(self, due_us: int) -> None:
         """Raise DelayTooLong if a due time is beyond the broker's longest delay."""
 
 
 class RecordedTasks(WaitingTasks):
-    """A mixin that cancels and moves waiting tasks by publishing their messages again."""
+    """A mixin that cancels and moves waiting tasks by publishing the tasks' messages again."""
 
     index: Index
     _delays: Republishes

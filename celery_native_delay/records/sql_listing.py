@@ -35,7 +35,7 @@ class SqlListing(WaitingTasks):
 
     @abstractmethod
     def _look_up(self, work: Callable[[Connection], T]) -> T:
-        """Run *work* in a read-only transaction, and return its result."""
+        """Run *work* in a read-only transaction, and return the result of *work*."""
 
     @abstractmethod
     def _decoded(self, row: Any) -> Waiting | None:

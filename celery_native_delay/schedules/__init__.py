@@ -1,1 +1,1 @@
-"""Periodic tasks whose next occurrence waits in the broker: pure functions without I/O."""
+"""Computes the due times of periodic tasks: pure functions without I/O."""

@@ -1,4 +1,4 @@
-"""A schedule entry, also as JSON, from which a worker without the entry can publish it."""
+"""A schedule entry, with conversion to and from JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MICROSECOND = timedelta(microseconds=1)
 class Entry:
     """A schedule entry of Celery, such as an item of ``beat_schedule``.
 
-    The task runs between *starts_us* and *ends_us*, in microseconds since the epoch. With *one_off*
+    The task runs only between *starts_us* and *ends_us* (epoch microseconds). If *one_off* is True,
     the task runs once.
     """
 
@@ -44,7 +44,7 @@ class Entry:
     one_off: bool = False
 
     def next_us(self, after_us: int) -> int | None:
-        """Return the first due time after *after_us*, in microseconds since the epoch, or None."""
+        """Return the first due time after *after_us*, in epoch microseconds, or None."""
         after_us = max(after_us - self.countdown_us, (self.starts_us or 0) - 1)
         found = next_due(self.schedule, _EPOCH + after_us * _MICROSECOND, self.zone)
         if found is None:
@@ -54,12 +54,12 @@ class Entry:
 
     @property
     def countdown_us(self) -> int:
-        """The entry's option ``countdown``: the delay after each time of the schedule."""
+        """The schedule entry's option ``countdown`` in microseconds: a delay of each run."""
         return round((self.options.get("countdown") or 0) * 1_000_000)
 
     @cached_property
     def text(self) -> str:
-        """The entry as JSON. Of a value that JSON cannot hold, the text has the class's name."""
+        """The schedule entry as JSON; class names replace values that JSON cannot hold."""
         plain = _plain(self.schedule)
         made = {each.name: getattr(self, each.name) for each in fields(self)}
         made |= {"v": VERSION, "zone": str(self.zone), "schedule": plain or _kind(self.schedule)}
@@ -71,7 +71,7 @@ class Entry:
 
     @classmethod
     def from_text(cls, text: str) -> Entry | None:
-        """Decode an entry. Returns None if the text has not all values, or a later VERSION."""
+        """Decode a schedule entry from JSON; None if incomplete or from another version."""
         made = loads(text)
         if made.pop("v") != VERSION or not made.pop("whole"):
             return None
@@ -79,20 +79,20 @@ class Entry:
         return cls(**made)
 
     def has_schedule_of(self, text: str) -> bool:
-        """Return True if the entry in *text* is due at the same times."""
+        """Return True if the schedule entry in *text* has the same due times."""
         mine, other = loads(self.text), loads(text)
         return all(mine[name] == other.get(name) for name in _TIMES)
 
     @property
     def words(self) -> str:
-        """The schedule for people: ``every 10 s``, or ``30 2 * * * Europe/Berlin``."""
+        """The schedule as text for users: ``every 10 s`` or ``30 2 * * * Europe/Berlin``."""
         match self.schedule:
             case crontab() as cron:
                 times = (cron._orig_minute, cron._orig_hour, cron._orig_day_of_month)
                 days = (cron._orig_month_of_year, cron._orig_day_of_week)
                 return " ".join(map(str, (*times, *days, self.zone)))
             case schedule(run_every=every):
-                return f"every {duration(every.total_seconds())}"
+                return f"every {duration(every.total_seconds(), exact=True)}"
             case solar() as sun:
                 return f"{sun.event} at {sun.lat}, {sun.lon}"
         return str(self.schedule)

@@ -1,6 +1,6 @@
 """Computes the next due time of a Celery schedule.
 
-Celery's own ``crontab.remaining_estimate`` is an hour off if the clocks change in between.
+Celery's own ``crontab.remaining_estimate`` is wrong by an hour when daylight saving time changes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _EVERY_HOUR = frozenset(range(24))
 
 
 def next_due(of: Any, after: datetime, zone: tzinfo) -> datetime | None:
-    """Return the first due time of a Celery schedule later than *after*, in UTC, or None.
+    """Return the schedule's first due time later than *after*, in UTC, or None.
 
-    A crontab names local times in *zone*. A local time that the clocks skip is due at the moment of
-    the change. A local time that comes twice is due the first time. A crontab for every hour names
-    no local hour, and is due in each hour that passes.
+    A crontab contains local times of *zone*. A local time that the clocks skip is due at the clock
+    change. A local time that occurs twice is due the first time. A crontab for every hour is due in
+    each hour, also in a repeated hour.
     """
     if isinstance(of, crontab):
         found = _hourly(of, after, zone) if of.hour == _EVERY_HOUR else _daily(of, after, zone)
@@ -46,7 +46,7 @@ def next_due(of: Any, after: datetime, zone: tzinfo) -> datetime | None:
 
 
 def _daily(of: crontab, after: datetime, zone: tzinfo) -> Iterator[datetime]:
-    """Yield the due times of a crontab that names hours."""
+    """Yield the due times of a crontab that does not run every hour."""
     wall = after.astimezone(zone).replace(tzinfo=None, second=0, microsecond=0)
     hours, minutes = sorted(of.hour), sorted(of.minute)
     for day in _days(of, wall.date()):
@@ -58,7 +58,7 @@ def _daily(of: crontab, after: datetime, zone: tzinfo) -> Iterator[datetime]:
 
 
 def _hourly(of: crontab, after: datetime, zone: tzinfo) -> Iterator[datetime]:
-    """Yield the due times of a crontab for every hour."""
+    """Yield the due times of a crontab that runs every hour."""
     minutes = sorted(of.minute)
     moment = after.astimezone(UTC).replace(second=0, microsecond=0)
     days = _days(of, moment.astimezone(zone).date())
@@ -77,7 +77,7 @@ def _hourly(of: crontab, after: datetime, zone: tzinfo) -> Iterator[datetime]:
 
 
 def _days(of: crontab, first: date) -> Iterator[date]:
-    """Yield the days on which both the day of the month and the day of the week match."""
+    """Yield the days on which a crontab runs, from *first* on."""
     day = first
     while day.year <= min(first.year + _LONGEST_YEARS, date.max.year - 1):
         if day.month not in of.month_of_year:
@@ -89,7 +89,7 @@ def _days(of: crontab, first: date) -> Iterator[date]:
 
 
 def _instant(wall: datetime, zone: tzinfo) -> datetime:
-    """Return the first moment at which the clocks in *zone* show or skip the time *wall*."""
+    """Convert a local time to UTC; a skipped time becomes the clock change's time."""
     moment = wall.replace(tzinfo=zone).astimezone(UTC)
     if moment.astimezone(zone).replace(tzinfo=None) == wall:
         return moment

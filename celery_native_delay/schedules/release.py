@@ -1,4 +1,4 @@
-"""Decides which release's schedule entries are published: the newest configuration wins."""
+"""Chooses the newest release of an app; workers publish this release's schedule entries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .state import KEPT_US
 
 @dataclass(frozen=True)
 class Release:
-    """The names of a release's schedule entries, and a digest of these entries."""
+    """An app's release: the version, and the names and digest of the schedule entries."""
 
     version: str = ""
     digest: str = ""
@@ -36,9 +36,9 @@ class Release:
 
 
 class InForce(NamedTuple):
-    """The *names* of the entries that are published, and the names that a new release *removed*.
+    """The names of the published schedule entries, and of the removed schedule entries.
 
-    *is_ours* is True if the entries of this worker are published.
+    *is_ours* is True if the published schedule entries come from this worker's release.
     """
 
     names: tuple[str, ...]
@@ -47,9 +47,10 @@ class InForce(NamedTuple):
 
 
 def taken_over(snapshot: Snapshot, *, ours: Release, is_new: bool) -> Change[InForce]:
-    """Let the release *ours* be published, unless the stored release is newer.
+    """Store the release *ours*, unless the stored release is newer.
 
-    Of equal versions, the worker wins that has just started or read changed entries (*is_new*).
+    If both versions are equal, *ours* wins if the worker just started or has changed schedule
+    entries (*is_new*).
     """
     stored = Release.from_text(snapshot.text)
     is_same = ours.version == stored.version and (is_new or ours.digest == stored.digest)

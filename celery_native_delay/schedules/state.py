@@ -1,7 +1,7 @@
-"""The stored state of a schedule entry, and the pure functions that change the state.
+"""The stored state of a schedule entry, and functions that compute a new state.
 
-An *occurrence* is one run of a schedule entry: a message that waits until its due time. All times
-are in microseconds since the epoch.
+An *occurrence* is one message of a schedule entry's task, with a due time. All times are in
+microseconds since the epoch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ CatchUp: TypeAlias = Literal["one", "none", "all"]
 
 @dataclass(frozen=True)
 class State:
-    """The stored state of a schedule entry, with the occurrence *number* that waits.
+    """The stored state of a schedule entry and of its waiting message.
 
-    *entry* is the entry's JSON. *id* is the task id of the waiting occurrence, due at *due_us* and
-    published at *sent_us*; *ran* is the task id of the occurrence before. *runs* occurrences have
-    run, the last at *last_us*. *missed* occurrences in a row ran late.
+    - *entry*: the schedule entry as JSON
+    - *number*, *id*, *due_us*, *sent_us*: the message's number, task id, due time and publish time
+    - *ran*: the task id of the last run
+    - *runs*, *last_us*: the number of runs, and the time of the last run
+    - *missed*: the number of late runs in a row
     """
 
     entry: str
@@ -58,7 +60,7 @@ class State:
 
     @classmethod
     def from_text(cls, text: str | None) -> State | None:
-        """Decode a state. Fields of later versions of this package are left out."""
+        """Decode the JSON of a state; unknown fields are ignored."""
         if text is None:
             return None
         made = json.loads(text)
@@ -69,7 +71,7 @@ class State:
 
 
 def occurrence_of(headers: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return the schedule entry and the number of an occurrence; None for any other task."""
+    """Return the schedule entry's name and message number from *headers*, or None."""
     mark = headers.get(HEADER)
     if not isinstance(mark, Mapping) or mark.get("v") != VERSION:
         return None
@@ -78,10 +80,10 @@ def occurrence_of(headers: Mapping[str, Any]) -> tuple[str, int] | None:
 
 
 def planned(state: State | None, entry: Entry, now_us: int) -> State | None:
-    """Return the state with the first occurrence of a new or changed *entry*, or None.
+    """Return the state for a new or changed schedule entry; None if unchanged.
 
-    If only the task or its arguments changed, the due time stays. So an entry of a week also runs
-    if each day brings a release.
+    The due time stays if only the task or the arguments changed. Otherwise daily releases would
+    postpone a weekly task each time.
     """
     if state is not None and state.entry == entry.text:
         return None
@@ -93,10 +95,9 @@ def planned(state: State | None, entry: Entry, now_us: int) -> State | None:
 
 
 def sent_again(state: State, now_us: int) -> State | None:
-    """Return the state if the waiting occurrence may be lost, so that it is published again.
+    """Return a state with a new publish time if the message may be lost, else None.
 
-    The message may also lie in a long queue. So the message is published again after 1, 2, 4, …
-    minutes, and the first message that a worker receives runs.
+    The pauses between publishes are 1, 2, 4, … minutes. Only the first received message runs.
     """
     if state.due_us is None:
         return None
@@ -106,7 +107,7 @@ def sent_again(state: State, now_us: int) -> State | None:
 
 
 def advanced(state: State, entry: Entry, task_id: str, now_us: int, catch_up: CatchUp) -> State:
-    """Return the state with the next occurrence, after the waiting one has reached a worker."""
+    """Return the schedule entry's state after a worker received the waiting message."""
     assert state.due_us is not None
     next_us, missed, runs = entry.next_us(state.due_us), 0, True
     if next_us is not None and next_us <= now_us:
@@ -123,10 +124,10 @@ def advanced(state: State, entry: Entry, task_id: str, now_us: int, catch_up: Ca
 def why_dropped(
     before: State | None, after: State | None, task_id: str, *, redelivered: bool
 ) -> str | None:
-    """Return why a worker must not run an occurrence, or None if the worker runs it.
+    """Return the reason why a worker must drop a message, or None.
 
-    *after* is the result of :func:`advanced`. A redelivered occurrence runs again: the worker that
-    published the next one has died.
+    *after* is the result of :func:`advanced`. A redelivered message runs again, because the first
+    worker may have died.
     """
     if before is not None and after is not None:
         skipped = "its time was missed, and native_delay_schedules_catch_up is 'none'"
@@ -137,19 +138,19 @@ def why_dropped(
 
 
 def paused(state: State) -> State:
-    """Return the state of an entry that does not run until a user resumes it."""
+    """Return *state* as paused, without a due time."""
     return replace(state, paused=True, due_us=None, number=state.number + 1)
 
 
 def resumed(state: State, entry: Entry, now_us: int) -> State:
-    """Return the state of an entry that runs again from its next due time."""
+    """Return *state* as not paused, with the next due time."""
     return _next(state, _first_us(entry, state, now_us), now_us, paused=False)
 
 
 def swapped(snapshot: Snapshot, *, before: State | None, after: State) -> Change[bool]:
-    """Replace the state *before* by *after*, and the waiting occurrence by a new one.
+    """Replace the stored state *before* by *after*, and the waiting message by a new message.
 
-    The answer is False if another process has changed the state *before*.
+    The answer of the change is False if another process has changed the stored state.
     """
     stored = State.from_text(snapshot.text)
     if stored != before:
@@ -169,7 +170,7 @@ def _first_us(entry: Entry, state: State, now_us: int) -> int | None:
 
 
 def _later_us(entry: Entry, due_us: int, next_us: int, now_us: int) -> int | None:
-    """Return the first due time after now; an interval counts from *due_us*."""
+    """Return the first due time after *now_us*; intervals count from *due_us*."""
     if not hasattr(entry.schedule, "run_every"):
         return entry.next_us(now_us)
     return entry.next_us(now_us - (now_us - due_us) % max(next_us - due_us, 1))

@@ -70,8 +70,7 @@ def encoded(
 ) -> Any:
     """Return a DataFrame with one encoded task per row, in the columns ``SENT_COLUMNS``.
 
-    The column ``error`` has the reason for a rejected row, else null. The columns *keep* of
-    :func:`inputs` come first.
+    The columns *keep* come first. The column ``error`` has a rejected row's reason, else null.
     """
     frame, types = inputs(df, options)
     encoder = Encoder(options, types, longest_seconds=longest_seconds)

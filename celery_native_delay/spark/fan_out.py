@@ -221,10 +221,9 @@ class FanOut:
         Raises:
             InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
                 Nothing was sent.
-            FanOutFailed: the broker has not confirmed some tasks; the error's *result* lists them.
-                With *fence*, workers run no task of this job. Also raised with *fence* if the
-                    outcome
-                could not be stored, or if the same *run_id* was sent before with other rows.
+            FanOutFailed: the broker has not confirmed some tasks, listed in the error's *result*.
+                With *fence*, workers run no task of this job. Also raised with *fence* if the job's
+                result could not be stored, or if this *run_id* was sent before with other rows.
             RecordsUnavailable: Redis or the database, which *fence* needs, is unreachable. Nothing
                 was sent.
             NoRecords: the app has no records (state about tasks) for *fence*. Nothing was sent.

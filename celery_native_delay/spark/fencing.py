@@ -42,8 +42,8 @@ class Fence:
     records: Place = field(repr=False)
     run: str
     job: str
-    """The id of the Spark job. If several jobs send the same rows, such as a replayed batch of a
-    stream, workers run only the tasks of the first committed job."""
+    """The id of the Spark job. If several jobs send the same rows, workers run only the tasks of
+    the first committed job."""
     timeout_seconds: float
     longest_seconds: float
     """The longest delay of a message, in seconds."""

@@ -165,7 +165,7 @@ def warn_of_late_sending(late: int, sent: int) -> None:
 class GivenUp:
     """A file that tells later Spark tasks on this executor that the broker is unreachable.
 
-    The file is in Spark's folder for the executor, because Spark ends a Python process with a
+    The file is in Spark's folder for the executor, because Spark ends the Python process of a
     failed task.
     """
 

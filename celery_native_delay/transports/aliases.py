@@ -183,8 +183,8 @@ def settings_from_option(option: Any) -> DelaySettings:
     """Return the delay settings that the transport option ``native_delay`` contains.
 
     Args:
-        option: True for the defaults, a :class:`DelaySettings`, or a mapping of settings whose
-            names have no prefix ``native_delay_``.
+        option: True for the defaults, a :class:`DelaySettings`, or a dict of settings. The dict
+            has the names of settings without the prefix ``native_delay_``.
 
     Raises:
         SettingsError: *option* has another type, or a setting is wrong.

@@ -61,7 +61,7 @@ class BulkPublisher:
         self._last: list[Any] = []
 
     def publish(self, publish: Callable[[Any], object]) -> None:
-        """Call the function *publish* with a kombu producer, and send the published message.
+        """Send the message that the function *publish* gives to a kombu producer.
 
         If this method raises an error, the broker does not get the message.
         """
@@ -95,7 +95,7 @@ class BulkPublisher:
         return last is not None and template.makes(last, values)
 
     def send(self, template: TaskTemplate, due_us: int, values: TaskValues) -> bool:
-        """Publish a task: the encoded message *template*, filled with the task's *values*.
+        """Publish a task: fill the task's *values* into the encoded message *template*.
 
         Returns False if the caller must call :meth:`publish` instead. If this method raises an
         error, the broker does not get the task.

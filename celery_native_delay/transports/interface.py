@@ -238,10 +238,9 @@ class Level:
 class Backlog:
     """The numbers of waiting and parked (due, but undeliverable) messages on a broker.
 
-    Unknown numbers are None. The records are the stored list of waiting tasks. *in_records* is the
-    length of this list. *records_answer* is False if the list is unreachable, and None if there is
-    no list. *until_first_us* is the time until the first message is due, in microseconds; negative
-    if overdue.
+    Unknown numbers are None. *in_records* is the number of tasks in the stored list of waiting
+    tasks. *records_answer* is False if this list is unreachable, and None if there is no list.
+    *until_first_us* is the time in microseconds until the first due time, negative if overdue.
     """
 
     waiting: int

@@ -117,9 +117,9 @@ class MovingPart(ABC):
 
     @abstractmethod
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """Return the sources that the option ``--from`` (*what*) names, or the default sources.
+        """Return the queues or databases from which ``delay migrate`` takes waiting messages.
 
-        Raises UnsupportedBroker if this broker has no source with this name.
+        *what* is the value of ``--from``. Raises UnsupportedBroker if this broker has no *what*.
         """
 
     def key_records(self) -> KeyRecords | None:

@@ -101,7 +101,7 @@ class Announce:
 class Drop:
     """Decision: acknowledge the message, log the reason *why*, and do not run the task.
 
-    *event* and *fields* are a Celery event for monitors. *expired* is true if the message expired.
+    *event* and *fields*: type and data of a Celery event. *expired* is true if the message expired.
     """
 
     why: str
@@ -114,9 +114,9 @@ class Drop:
 class AskAgain:
     """Decision: keep the message unacknowledged, and check the task again after *after_seconds*.
 
-    - *beside_prefetch*: raise the prefetch count by one until then.
+    - *beside_prefetch*: raise the prefetch count by one during this time.
     - *from_here*: do not repeat earlier checks.
-    - *once*: None, or a function that gets a callback. The callback starts the wait.
+    - *once*: None, or a function. The time begins when this function calls its argument.
     """
 
     after_seconds: float
@@ -127,7 +127,7 @@ class AskAgain:
 
 @dataclass(frozen=True)
 class WaitUntil:
-    """Decision: return the message to the broker until *due_us*, with more *headers*.
+    """Decision: return the message to the broker until *due_us*, with additional *headers*.
 
     - *delivery_id*: the delivery id that the message keeps, or None for a new id.
     - *otherwise*: the decision if the broker refuses the message; None: go on with the next check.

@@ -64,10 +64,7 @@ class Task:
 
 
 class Attendant(Thread):
-    """A thread that returns tasks to the broker until their due time.
-
-    The thread also publishes unroutable messages again.
-    """
+    """A thread that returns early tasks to the broker, and publishes unroutable messages again."""
 
     def __init__(self, app: Any, settings: DelaySettings) -> None:
         super().__init__(name="native-delay-attendant", daemon=True)

@@ -147,7 +147,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         c.strategies.wake = self._waker.wake
 
     def _put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Let another thread return a message to the broker. Returns False without this thread."""
+        """Let the Attendant return a message to the broker. Returns False without an Attendant."""
         return self._attendant is not None and self._attendant.put_back(wait, done, instead)
 
     def stop(self, c: Any) -> None:

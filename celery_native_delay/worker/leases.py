@@ -65,9 +65,9 @@ class Leases:
     def begin(
         self, name: str, task_id: str, is_here: Callable[[], bool], rule: Callable[..., Step]
     ) -> tuple[str, Step]:
-        """Try to lock the key of a unique task. Returns a token and the decision.
+        """Try to lock the key of a unique task; return the lock's token and the :class:`.Step`.
 
-        If another task has the key, the decision says when to try again.
+        If another task has the key, the Step has the time to try again (*free_us*).
         """
         token = token_hex(8)
         step = self._change(name, partial(rule, task_id=task_id, token=token))
@@ -209,5 +209,5 @@ def leases_of(app: Any) -> Leases:
 
 
 def forget_leases(app: Any) -> None:
-    """Use a new connection for the leases of *app*, because its broker has changed."""
+    """Use a new connection for the leases of *app*, because the app's broker has changed."""
     _leases.forget(app)

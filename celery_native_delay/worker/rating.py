@@ -1,13 +1,13 @@
-"""A check before a task runs: a rate-limited task starts if the rate permits, or else waits.
+"""Delays rate-limited tasks in a worker until their rate permits the start.
 
-The tasks of one name and key form a queue, the *line*, in Redis or a database. The line gives each
-task a *place*, its start time. The consumer's thread asks the line in one round trip.
+The tasks with the same name and key form a queue, called *line*, in Redis or a database. The queue
+gives each task a *place*, which determines the start time of the task.
 
-- A task whose start is near waits in the worker, beside the prefetch limit. Other tasks go back to
-  the broker, and return a little early: a broker is less exact than a worker's timer.
-- In each worker only the first task of a line asks. The other tasks wait until it has started.
-- A task starts only when the pool has a free process, so that earlier tasks do not make it late.
-  Until then all later tasks of the worker wait, too.
+- A task with a near start time waits in the worker, and the worker raises the prefetch count by
+  one. Other tasks go back to the broker until shortly before the start time.
+- In each worker, only the first task of each queue asks Redis or the database for a start.
+- A task starts only if the pool has a free process. Until then, later tasks in the worker also
+  wait.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ _FORGOTTEN_US = 1_000_000
 
 @dataclass(eq=False)
 class _InLine:
-    """A rate-limited task in this worker, with its limits. It waits for the limit number *at*.
+    """A rate-limited task in this worker, which waits for its limit number *at*.
 
-    *again* lets the task ask again, if the task waits for another task of its line.
+    *line* is this limit's name and key. *place* is the task's position in the queue with this name
+    and key. *again* makes the worker check the task again.
     """
 
     tag: Any
@@ -60,17 +61,15 @@ class _InLine:
 
     @property
     def line(self) -> tuple[str, str | None]:
-        """The name and the key of the limit for which the task waits."""
         return self.limits[self.at][:2]
 
     @property
     def place(self) -> int | None:
-        """The place for that limit, or None if the task is new."""
         return self.limits[self.at].place
 
 
 class Rated:
-    """A check before a task runs: a rate-limited task starts if the rate permits, or else waits."""
+    """Delays rate-limited tasks in a worker until their rate permits the start."""
 
     def __init__(self, settings: DelaySettings, tasks: Mapping[str, Any]) -> None:
         self.lines: Lines | None = None
@@ -100,7 +99,7 @@ class Rated:
         return self._ask_line(arrival, entry, wait)
 
     def begin(self, lines: Lines) -> None:
-        """Forget the lost connection's tasks. From now on, ask *lines* when a task may start."""
+        """Use *lines* as storage of the queues, and forget the lost connection's tasks."""
         self.close()
         self.lines = lines
         self._for_process.clear()
@@ -141,9 +140,10 @@ class Rated:
         return self._by_line[entry.line][0] is entry
 
     def _ask_when_first(self, entry: _InLine) -> AskAgain:
-        """Let a task ask again when it is the first task of its line in this worker.
+        """Let a task wait until it is the first of its queue in this worker.
 
-        The task counts as prefetched only if that first task waits for a free process.
+        The waiting task counts toward the prefetch limit only if the first task waits for a free
+        process.
         """
         self._for_process.pop(entry.tag, None)
         beside = self._by_line[entry.line][0].tag not in self._for_process
@@ -154,7 +154,7 @@ class Rated:
         return AskAgain(0.0, beside_prefetch=beside, from_here=True, once=note)
 
     def _remove(self, entry: _InLine) -> None:
-        """Remove a task that starts or goes back to the broker, and let the next task ask."""
+        """Remove a task that starts or is requeued, and check the next task."""
         self._for_process.pop(entry.tag, None)
         if self._by_tag.pop(entry.tag, None) is None:
             return
@@ -169,7 +169,7 @@ class Rated:
     # --- waiting for a free process ----------------------------------------------------------
 
     def _wait_for_process(self, arrival: Arrival, room: int) -> AskAgain | None:
-        """Wait if *room* or more tasks wait for a process. None means that the task may start."""
+        """Return None if fewer than *room* earlier tasks wait for a pool process."""
         waiting, tag = self._for_process, arrival.message.delivery_tag
         while waiting and next(iter(waiting.values())) < arrival.now_us - _FORGOTTEN_US:
             del waiting[next(iter(waiting))]  # its connection was lost
@@ -184,7 +184,7 @@ class Rated:
     # --- asking the line ---------------------------------------------------------------------
 
     def _ask_line(self, arrival: Arrival, entry: _InLine, wait: AskAgain | None) -> Ruling | None:
-        """Decide by the line's answer. A new task waits if other tasks of its line wait here."""
+        """Ask whether the task starts, waits in the worker, or returns to the broker."""
         headers = arrival.message.headers
         # A new task gets its place first, so that it has no lock while it waits for its turn.
         is_behind = entry.place is None and any(
@@ -255,9 +255,9 @@ def _arguments(arrival: Arrival) -> tuple[list[Any], dict[str, Any]]:
 def signatures(
     rates: Mapping[str, Sequence[Rate]], tasks: Mapping[str, Any]
 ) -> dict[str, Signature]:
-    """Return the Python signatures of the functions of rate-limited tasks, by task name.
+    """Return the Python function signature of each rate-limited task, by task name.
 
-    Raises SettingsError if the key of a rate is not an argument of its task.
+    Raises SettingsError if the key of a rate is not an argument of the function.
     """
     found = {}
     for name, its in rates.items():

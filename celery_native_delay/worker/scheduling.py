@@ -1,4 +1,4 @@
-"""Schedules in a worker: a gate for occurrences, and a thread that publishes schedule entries."""
+"""Publishes the periodic tasks of schedule entries in a worker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOOK_SECONDS = 30.0
 
 
 class Scheduling:
-    """The gate that publishes the next occurrence of a schedule entry when one is due."""
+    """Publishes a schedule entry's next message when the worker receives the current message."""
 
     def __init__(self, app: Any, timer: Any) -> None:
         self._schedules = Schedules(app)
@@ -52,9 +52,9 @@ class Scheduling:
         return None if why is None else Drop(why)
 
     def start(self) -> None:
-        """Publish the schedule entries now, and compare them with the records each 30 s.
+        """Publish missing runs of schedule entries now and every 30 s.
 
-        To be called for each connection, because Celery then clears the timer.
+        Call this method for each new connection, because Celery then clears the timer.
         """
         publish = (self._schedules.publish,)
         self.in_thread(*publish)
@@ -69,7 +69,7 @@ class Scheduling:
             self.in_thread(lambda: self._schedules.note_beat(name))
 
     def in_thread(self, job: Callable[[], object]) -> None:
-        """Call *job* in the thread for schedule entries, and log an error."""
+        """Run *job* in the thread for schedule entries, and log errors."""
         self._thread.submit(_logged, job)
 
 

@@ -60,7 +60,7 @@ def list_as_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
 
 @signals.task_revoked.connect(weak=False)  # type: ignore[untyped-decorator]
 def unlist_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Remove an announced task from Celery's revoked list, and revoke its chained tasks.
+    """Remove a cancelled task from Celery's revoked list, and revoke the task's chained tasks.
 
     Celery would leave the chained tasks, and a chord of the chain, pending for ever.
     """
@@ -132,7 +132,7 @@ class GatedStrategies(dict[str, Any]):
         super().__setitem__(name, on_task)
 
     def _pass(self, task: _Task, first: int = 0) -> None:
-        """Make the checks of a task, from number *first* on, then run the task."""
+        """Make a task's checks, beginning with check number *first*, then run the task."""
         for number, gate in enumerate(self._gates[first:], first):
             try:
                 ruling = gate(task.arrival)
@@ -270,7 +270,7 @@ class GatedStrategies(dict[str, Any]):
         self._call(self._consumer.call_soon, call, *args)
 
     def _call(self, call_soon: Callable[..., Any], call: Callable[..., Any], *args: Any) -> None:
-        """Call a function in the consumer's thread; with greenlets, call it at once.
+        """Call a function in the consumer's thread; with greenlets, call the function at once.
 
         With greenlets ``call_soon()`` may be 2 s late.
         """
@@ -289,8 +289,8 @@ class GatedStrategies(dict[str, Any]):
 class Waker:
     """Wakes up a worker's event loop, from any thread and from the loop's timers.
 
-    Otherwise a callback is up to a second late. kombu 5.7 does not wake up its event loop for
-    callbacks that a timer adds.
+    Without a Waker a callback may be a second late, because kombu 5.7 does not wake up its event
+    loop for callbacks that a timer adds.
     """
 
     def __init__(self, hub: Any) -> None:

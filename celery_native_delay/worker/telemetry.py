@@ -210,7 +210,7 @@ class LineFiles:
         self._folder = folder
         self._name = re.sub(r"[^\w.@-]", "_", name)
         self._open: tuple[int, int, LineFile] | None = None
-        """The process id, the day (a number since the epoch), and the open file."""
+        """The process id, the day (days since the epoch), and the open file."""
         self._warned = False
 
     def append(self, at_us: int, line: str) -> None:
@@ -264,7 +264,7 @@ class LineFile:
 def waited(message: Any, *, now_ms: int) -> bool | None:
     """Return True if a received message waited in the broker until its due time.
 
-    False means that a producer with this package sent the message too late; None means unknown.
+    False: a producer with this package sent the message after the due time. None: unknown.
     """
     headers = getattr(message, "headers", None) or {}
     # The strategy takes the ETA out of the headers while Celery makes its request.

@@ -32,7 +32,7 @@ PAUSE_SECONDS = 1.0
 
 
 class Unique:
-    """A check before a task runs: a unique task waits while another task has its key."""
+    """A check before a task runs: a unique task waits while another task has the key."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -69,7 +69,7 @@ def _unique_mark_of(headers: Any) -> Mark | None:
 
 
 def _is_here(arrival: Arrival) -> bool:
-    """Return True while this worker holds the unacknowledged message, or runs its task."""
+    """Return True while this worker holds the unacknowledged message, or runs the task."""
     unsettled = not arrival.message.acknowledged and arrival.is_connected
     return unsettled or arrival.id in worker_state.requests
 

@@ -72,6 +72,13 @@ def test_settings_have_celerys_prefix(site: Path) -> None:
     assert "namespace shop_delay\n" in manage(site, "manage.py", "shell", "-c", asked)
 
 
+def test_schedules_of_django_celery_beat_run_as_shown(site: Path) -> None:
+    pytest.importorskip("django_celery_beat")
+    add(site / "shop/settings.py", only("django-beat-settings").text)
+    (site / "orders/test_schedules.py").write_text(only("django-beat-tests").text)
+    assert "Ran 1 test" in manage(site, "manage.py", "test", "orders.test_schedules")
+
+
 @pytest.mark.skipif(django.VERSION < (6,), reason="Django 6 has tasks, and needs Python 3.12")
 def test_tasks_of_django_6_wait_as_shown(site: Path) -> None:
     pytest.importorskip("django_tasks_celery")

@@ -26,6 +26,7 @@ import celery_native_delay
 from benchmarks.command import SCENARIOS
 from celery_native_delay import Delay, DelaySettings, Rate, RetryAfter, install
 from celery_native_delay.app.install import installation_of
+from celery_native_delay.app.schedules import Schedules
 from celery_native_delay.cli import delay
 from celery_native_delay.rates.line import Asked
 from celery_native_delay.testing import PrivateRedis, require_rabbitmq, require_redis
@@ -164,6 +165,20 @@ def test_rates_work_as_shown(
             lines.close()
         exec(only("see-rates").text, names)
     assert capsys.readouterr().out == "shop.call_api ada 100/m, burst 10 2 0.1\n"
+
+
+def test_schedules_work_as_shown(
+    records_redis: PrivateRedis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Celery("shop", broker=records_redis.url, set_as_current=False) as app:
+        app.conf.result_expires = None
+        exec(only("schedules").text, {"app": app})
+        Schedules(app).publish()
+        exec(only("schedules-api").text, {"app": app})
+        assert Delay(app).count() == 2
+    nightly, ping = capsys.readouterr().out.splitlines()
+    assert nightly.startswith("nightly 20")
+    assert ping.startswith("ping 20")
 
 
 def installed_settings(app: Celery) -> DelaySettings:

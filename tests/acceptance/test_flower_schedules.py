@@ -27,7 +27,7 @@ STRANGE = ["..", "a/b?c=d#e&f%2Fg é\n+", f'<b title="x">{HOSTILE}</b>']
 #: No worker runs, so the entry "late" is due after a second and stays so.
 ENTRIES = {
     "late": {"task": "note", "schedule": 1.0},
-    **{f"hourly-{n:02}": {"task": "note", "schedule": 3600.0 + n} for n in range(12)},
+    **{f"hourly-{n:02}": {"task": "note", "schedule": 3600.0 + n} for n in (0, 1, 3, 4, 5, 11)},
     **{name: {"task": "shop.report", "schedule": 86_400.0} for name in STRANGE},
 }
 CONF: dict[str, Any] = {"native_delay_schedules": True, "beat_schedule": ENTRIES}

@@ -110,7 +110,7 @@ def test_metrics_of_rates_are_by_task_name(own_redis: PrivateRedis, tmp_path: Pa
 
 @dataclass
 class Shop:
-    """RabbitMQ with records, a worker, and three tasks that are due in about ten minutes."""
+    """RabbitMQ with records, a worker, three tasks due in about ten minutes, and a daily task."""
 
     fleet: Fleet
     exporter: Exporter
@@ -121,7 +121,12 @@ class Shop:
 @pytest.fixture(scope="module")
 def shop(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     url = rabbitmq.new_vhost()
-    conf = {"native_delay_rates": {"careful": "1/h"}}
+    daily = {"task": "note", "schedule": 86_400.0}
+    conf = {
+        "native_delay_rates": {"careful": "1/h"},
+        "native_delay_schedules": True,
+        "beat_schedule": {"daily": daily},
+    }
     folder = tmp_path_factory.mktemp("shop")
     with (
         private_redis() as records,
@@ -132,6 +137,7 @@ def shop(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) ->
         exporter = started.enter_context(exporter_of(fleet))
         exporter.wait_for("events_up", 1)
         worker.wait_ready()
+        exporter.wait_for("schedule_late_seconds", 0, entry="daily")
         let_tasks_run_expire_and_be_cancelled(fleet, exporter)
         due = time() + 600
         for number in range(3):
@@ -144,8 +150,8 @@ def shop(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) ->
 def test_metrics_of_tasks_on_rabbitmq(shop: Shop) -> None:
     exporter = shop.exporter
     exporter.wait_for("messages", 3, level="level-12", ttl_seconds="512")
-    exporter.wait_for("pending", 4)  # a cancelled message stays in its level
-    exporter.wait_for("records_messages", 3)
+    exporter.wait_for("pending", 5)  # a cancelled message stays in its level
+    exporter.wait_for("records_messages", 4)
     assert exporter.value("messages", level="level-00", ttl_seconds="0.125") == 0
     assert exporter.value("overdue_seconds") == 0
     next_due = exporter.value("next_due_timestamp_seconds")
@@ -158,7 +164,7 @@ def test_metrics_of_tasks_on_rabbitmq(shop: Shop) -> None:
     shop.records.kill()
     exporter.wait_for("records_up", 0)
     assert exporter.value("overdue_seconds") is exporter.value("records_messages") is None
-    assert exporter.value("pending") == 4
+    assert exporter.value("pending") == 5
     shop.records.start()
     exporter.wait_for("records_up", 1)
 
@@ -167,7 +173,7 @@ def test_metrics_of_tasks_on_rabbitmq(shop: Shop) -> None:
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
 def test_without_records_there_are_no_metrics_of_due_times(shop: Shop) -> None:
     with exporter_of(shop.fleet, native_delay_records=None) as exporter:
-        exporter.wait_for("pending", 4)
+        exporter.wait_for("pending", 5)
         for name in (
             "records_up",
             "records_messages",
@@ -202,7 +208,7 @@ def test_every_expression_of_dashboard_and_alerts_has_data(shop: Shop, tmp_path:
             if (panel["title"], panel["type"]) == ("Waiting", "stat")
         )
 
-        wait_until(lambda: [float(found["value"][1]) for found in prometheus.query(waits)] == [3.0])
+        wait_until(lambda: [float(found["value"][1]) for found in prometheus.query(waits)] == [4.0])
         wait_until(lambda: all(rule["health"] == "ok" for rule in prometheus.rules()))
         served = {name for name, _ in shop.exporter.samples()}
         reference = (MONITORING.parent / "docs/reference/metrics.md").read_text()

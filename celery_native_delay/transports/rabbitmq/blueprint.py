@@ -114,9 +114,9 @@ def _lines(items: list[dict[str, Any]]) -> str:
 
 
 def _own(queues: Sequence[Any]) -> tuple[list[Declaration], list[str]]:
-    """Return the app's durable declarations, and the names of other queues and exchanges.
+    """Return the app's durable declarations, and the names of non-durable queues and exchanges.
 
-    The result includes queues with ``no_declare``, because another app must declare these queues.
+    Queues with ``no_declare`` are included, because the exported text must declare these queues.
     """
     exchanges: dict[str, Exchange] = {}
     lasting: list[Declaration] = []

@@ -46,7 +46,7 @@ class QueueLoad:
 def queue_loads(topology: Topology, per_second: float, delays: Sequence[Delays]) -> list[QueueLoad]:
     """Return the delay queues that messages with these *delays* use, busiest queue first.
 
-    *per_second* counts all messages; each of *delays* gets an equal part.
+    *per_second* is the rate of all messages; each item of *delays* has an equal share.
     """
     found = []
     for level in topology.levels:

@@ -96,7 +96,8 @@ class Routes:
 
         Raises NotFound if *exchange* does not exist. RabbitMQ reveals the type only by refusing a
         declaration with another type. If the user may not declare, the method returns "direct",
-        which also works for topic exchanges. To other exchanges, a worker publishes messages again.
+        which also works for topic exchanges. For other types, a worker publishes the due message
+        again.
         """
         kind = self._mirror.types.get(exchange)
         if kind is None:

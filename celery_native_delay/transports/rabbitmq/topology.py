@@ -100,7 +100,7 @@ class Level:
 
     @property
     def steps(self) -> range:
-        """Return the TTLs of these queues, in units of ``native_delay_resolution``."""
+        """Return the TTLs of one level's delay queues, in units of ``native_delay_resolution``."""
         unit = 1 << self.lowest
         return range(unit, unit << self.width, unit)
 
@@ -348,7 +348,7 @@ class Topology:
             yield Binding(source, self.delivery_exchange, key, to_exchange=True)
 
     def _pattern(self, level: Level, value: int, zeros: int) -> str:
-        """Return the binding key for *value* in a bit group (*level*), after *zeros* zeros."""
+        """Return the binding key that matches *zeros* zero bits, then the bits of *value*."""
         above = self.bit_count - zeros - level.width - level.lowest
         bits = f"{value:0{level.width}b}" if level.width else ""
         return ".".join(["*"] * above + ["0"] * zeros + [*bits] + ["*"] * level.lowest + ["#"])

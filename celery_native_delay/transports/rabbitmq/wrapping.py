@@ -93,8 +93,8 @@ def unwrap(
 ) -> tuple[dict[str, Any], dict[str, Any], Delayed | None] | None:
     """Return a received message's original properties, delivery info, destination and due time.
 
-    Returns None without this package's header. Destination and due time are None for a retry by a
-    worker without this package: the retry copies the header, but was not delayed.
+    Returns None if this package's header is missing. Destination and due time are None for a retry
+    by a worker without this package: the retry copies the header, but was not delayed.
     """
     headers = dict(properties.get("application_headers") or {})
     header = headers.pop(HEADER, None)

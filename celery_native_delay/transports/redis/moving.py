@@ -37,7 +37,7 @@ class RedisMovingPart(moving.MovingPart):
         super().prepare(queues)
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """Return the places to move from: the waiting messages, and queues with early tasks."""
+        """Return the waiting messages, and tasks with a future ETA in ordinary queues."""
         return [*super().sources(what, reaches), *held_by_queues(self._channel, reaches)]
 
     def _has(self, message: dict[str, Any], queue: str) -> bool:
