@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -355,23 +356,21 @@ def ask_all(
 
 def places_header(places: Sequence[tuple[int | None, str | None]]) -> str:
     """Return the header of a task with these places and keys, one for each of its limits."""
-    if len(places) > 1:
-        return json.dumps(places)
-    place, key = places[0]
-    return str(place) if key is None else f"{place} {key}"
+    texts = [str(place) if key is None else f"{place} {key}" for place, key in places]
+    return texts[0] if len(texts) == 1 else json.dumps(texts)
 
 
 def places_in(header: object) -> list[tuple[int | None, str | None]]:
-    """Parse the header with a task's places and keys. A malformed header gives an empty list."""
-    if not isinstance(header, str):
-        return []
-    if header.startswith("["):
-        try:
-            return [(place, key) for place, key in json.loads(header)]
-        except (ValueError, TypeError):
-            return []
-    place, separator, key = header.partition(" ")
-    return [(int(place), key if separator else None)] if _DIGITS.fullmatch(place) else []
+    """Parse the header with a task's places and keys. Malformed places are None."""
+    texts = [header] if header else []
+    if isinstance(header, str) and header.startswith("["):
+        with suppress(ValueError, RecursionError):
+            texts = json.loads(header)
+    parts = [text.partition(" ") if isinstance(text, str) else ("", "", "") for text in texts]
+    return [
+        (int(place) if _DIGITS.fullmatch(place) else None, key if blank else None)
+        for place, blank, key in parts
+    ]
 
 
 def at_rate(

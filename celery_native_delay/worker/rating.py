@@ -122,8 +122,7 @@ class Rated:
             key, limit = limit_of_call(
                 arrival.name, arrival.id, rate, signature, call, arrival.fields
             )
-            farthest_us = arrival.now_us + _FARTHEST_US
-            if not (isinstance(place, int) and its_key == key and 0 <= place <= farthest_us):
+            if its_key != key or (place or 0) > arrival.now_us + _FARTHEST_US:
                 place = None
             limits.append(Asked(str(rate.name), key, limit, place))
         at = max(range(len(limits)), key=lambda number: limits[number].place or 0)

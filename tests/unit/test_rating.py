@@ -238,7 +238,19 @@ def test_a_task_takes_locks_when_its_turn_has_come(monkeypatch: pytest.MonkeyPat
     assert gate(arrival(**kept)) is None
 
 
-@pytest.mark.parametrize("header", ["[", "[1]", '[["x", "ada"], [9, "ada"]]', "[[], []]", "{}"])
+@pytest.mark.parametrize(
+    "header",
+    [
+        "[",
+        "[1]",
+        "[" * 100_000,
+        '["x ada", "-9"]',
+        '[["1", {}]]',
+        '[["x", "ada"], [9, "ada"]]',
+        "[[], []]",
+        "{}",
+    ],
+)
 def test_malformed_places_of_several_limits_are_ignored(header: str) -> None:
     gate = Rated(DelaySettings(rates=SEVERAL), TASKS)
     gate.lines = lines = Lines(Turn())
