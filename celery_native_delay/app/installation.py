@@ -205,7 +205,7 @@ def ask_broker(app: Any, question: Callable[[Any, DelaySettings], T]) -> T:
 
 
 def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
-    """Return a connection's channel, which can delay messages, and the app's settings.
+    """Return a channel that can delay messages, and the settings of the app.
 
     Raises:
         SettingsError: ``install(app)`` was not called, or a setting is invalid.
@@ -323,7 +323,7 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Give *part* the names of its queues, by default all queues of the app."""
+    """Tell an object of the transport which queues it serves: by default all of the app."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

@@ -88,7 +88,7 @@ def status(ctx: click.Context, as_json: bool) -> None:
 def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
     """Delete all waiting messages of this app. Cannot be undone.
 
-    Due messages are not deleted, such as parked messages (without a queue).
+    Messages that are due already are not deleted.
     """
     with broker(ctx) as part:
         if not force:

@@ -205,7 +205,7 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Log that the batch failed. With *fence*, tasks wait until Spark replays the batch."""
+        """Log that the batch failed. In a fenced stream, its tasks wait until Spark replays it."""
         if self._fence is not None:
             logger.error("native delay: the batch failed; its tasks wait for the query's restart")
             return

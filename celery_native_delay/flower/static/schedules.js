@@ -40,8 +40,8 @@
     }
 
     function lastRun(us) {
-        return us === null ? "\u2014" : "<span>" + shared.inWords(us).replace(/^in .*/, "now") + "</span> " +
-            shared.timeTag(us);
+        return us === null ? "\u2014" : '<span title="' + shared.clock(us) + '">' +
+            shared.inWords(us).replace(/^in .*/, "now") + "</span>";
     }
 
     function nextDue(us, entry) {
@@ -81,7 +81,7 @@
 
     $(function () {
         var columns = [{
-            data: "name", className: "schedules-name", render: displayed(isolated)
+            data: "name", className: "schedules-name", type: "string", render: displayed(isolated)
         }, {
             data: "task", className: "schedules-task", render: displayed(shared.taskLink)
         }, {

@@ -113,7 +113,7 @@ class Store:
         return self._hand_over(self.keys.due, "", version)
 
     def rescue(self, *, version: tuple[int, ...], before_us: int) -> HandedOver:
-        """Retry up to :data:`BATCH` messages that a queue rejected before a given time."""
+        """Push up to :data:`BATCH` due messages again, to which Redis answered with an error."""
         return self._hand_over(self.keys.parked, f"({before_us}", version)
 
     def _hand_over(self, source: str, highest: str, version: tuple[int, ...]) -> HandedOver:

@@ -42,7 +42,7 @@ class RedisWorkerPart(WorkerPart):
 
 
 def rescue(delays: Any) -> Rescue:
-    """Try again to deliver the messages that a queue rejected."""
+    """Push due messages again that Redis could not push to their queues."""
     store, version = delays.store, delays.version
     outcome = Rescue()
     before_us = store.now_us()

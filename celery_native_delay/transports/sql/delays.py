@@ -52,7 +52,7 @@ class Delays(delays.Delays):
 
     @property
     def records(self) -> StoreRecords:
-        """Return the storage for the state of waiting tasks: the same database."""
+        """Return the state of waiting tasks, from the database in which the messages wait."""
         return self.store.records
 
     def publish(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
