@@ -135,7 +135,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
     def _send_alone(self) -> None:
         channel = self._confirming
         assert channel is not None
-        if channel.unconfirmed_count:
+        if channel.unsettled_count:  # answers may also have arrived during a declaration
             self._process_answers(lambda channel: channel.read_down_to(0))
             return
         (put,) = self._batches.popleft().puts
@@ -177,7 +177,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
         self._count()
 
     def _count(self) -> None:
-        written = 0 if self._confirming is None else self._confirming.unconfirmed_count
+        written = 0 if self._confirming is None else self._confirming.unsettled_count
         self._unanswered = written + sum(len(batch.puts) for batch in self._batches)
 
     def _declare_again(self) -> None:
