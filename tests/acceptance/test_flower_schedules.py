@@ -48,14 +48,25 @@ class SchedulesPage(DelaysPage):
         return found
 
     def press(self, name: str, verb: str, key: str = Keys.ENTER) -> None:
-        """Press a button of an entry with the keyboard; try again if the table was redrawn."""
+        """Press a button of an entry with the keyboard; try again if the press missed the button.
+
+        The page may redraw the table in between, and then moves the focus to the new button.
+        """
+        self.chrome.execute_script(
+            "const [name, verb] = arguments; window.pressed = false;"
+            "document.addEventListener('click', (event) => {"
+            "  const row = document.getElementById('entry-' + encodeURIComponent(name));"
+            "  const button = row && row.querySelector(`[data-change=${verb}]`);"
+            "  if (button && button.contains(event.target)) window.pressed = true;"
+            "}, true)",
+            name,
+            verb,
+        )
 
         def pressed() -> bool:
             focused = self.chrome.execute_script(
                 "const row = document.getElementById('entry-' + encodeURIComponent(arguments[0]));"
                 "const found = row && row.querySelector(`[data-change=${arguments[1]}]`);"
-                "window.pressed = false;"
-                "if (found) found.addEventListener('click', () => { window.pressed = true; });"
                 "if (found) found.focus(); return Boolean(found)",
                 name,
                 verb,

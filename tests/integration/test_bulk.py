@@ -64,6 +64,20 @@ def test_refused_tasks_are_in_the_result(mortal_url: str, monkeypatch: pytest.Mo
     assert (len(batch.result.refused), batch.result.confirmed) == (1, 0)
 
 
+def test_a_refusal_that_arrives_during_a_declare_is_in_the_result(mortal_url: str) -> None:
+    app = make_app(mortal_url)
+    with bulk(app, check=False) as batch:
+        outbox = batch._publisher.outbox
+        with outbox.lock:  # the outbox's own thread must not read the refusal
+            batch.send("shop.remind", (1, "x" * (2 * LARGEST_MESSAGE)), countdown=4)
+            outbox._close_batch()
+            outbox._confirming.send_all(outbox._batches.popleft().puts)
+            assert outbox._confirming.is_readable(60)  # the refusal has come, and is not read
+            outbox.patiently(lambda channel: channel.exchange_declare("amq.direct", "direct", True))
+        batch.send("shop.remind", (2,), countdown=4)
+    assert (len(batch.result.refused), batch.result.confirmed) == (1, 1)
+
+
 def test_no_more_than_the_window_is_unconfirmed(vhost_url: str) -> None:
     most = 0
     with bulk(make_app(vhost_url), window=7) as batch:
