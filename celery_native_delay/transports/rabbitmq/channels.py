@@ -144,7 +144,7 @@ class WindowChannel(OwnChannel):
 
     @property
     def unsettled_count(self) -> int:
-        """Count the unconfirmed, returned and nacked messages that nobody has taken yet."""
+        """Count the unconfirmed messages, and the returned and nacked ones not yet taken."""
         return len(self._unconfirmed) + len(self._came_back) + len(self._nacked)
 
     @property
