@@ -54,8 +54,8 @@ class TestDemo:
         demo = start_demo(mark, demo_on)
         output, _ = demo.communicate(timeout=2 * PATIENCE_SECONDS)
         assert demo.returncode == 0, output
-        # SQS has no keys and rates: without the three calls under one key and three bookings.
-        tasks, runs = (15, 19) if demo_on == "sqs" else (21, 25)
+        # SQS has no keys and rates: without three keyed calls, bookings and ticks.
+        tasks, runs = (15, 19) if demo_on == "sqs" else (24, 28)
         told = f"{tasks} tasks in {runs} runs: {runs} on time, 0 early"
         assert output.splitlines()[-1].startswith(told)
         assert processes_with(mark) == []

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 from celery import Celery
-from selenium.common.exceptions import StaleElementReferenceException
-from selenium.webdriver import Chrome, Keys
+from selenium.webdriver import ActionChains, Chrome, Keys
 from selenium.webdriver.common.by import By
 
 from celery_native_delay import Delay
@@ -50,27 +48,40 @@ class SchedulesPage(DelaysPage):
         return found
 
     def press(self, name: str, verb: str, key: str = Keys.ENTER) -> None:
-        """Press a button of an entry with the keyboard; try again if the table is redrawn."""
+        """Press a button of an entry with the keyboard; try again if the press missed the button.
+
+        The page may redraw the table in between, and then moves the focus to the new button.
+        """
+        self.chrome.execute_script(
+            "const [name, verb] = arguments; window.pressed = false;"
+            "document.addEventListener('click', (event) => {"
+            "  const row = document.getElementById('entry-' + encodeURIComponent(name));"
+            "  const button = row && row.querySelector(`[data-change=${verb}]`);"
+            "  if (button && button.contains(event.target)) window.pressed = true;"
+            "}, true)",
+            name,
+            verb,
+        )
 
         def pressed() -> bool:
-            css = f"[data-change={verb}]"
-            row = self.chrome.execute_script(
+            focused = self.chrome.execute_script(
                 "const row = document.getElementById('entry-' + encodeURIComponent(arguments[0]));"
-                "const found = row && row.querySelector(arguments[1]);"
+                "const found = row && row.querySelector(`[data-change=${arguments[1]}]`);"
                 "if (found) found.focus(); return Boolean(found)",
                 name,
-                css,
+                verb,
             )
-            if row and self.focus("data-change") == verb:
-                with suppress(StaleElementReferenceException):
-                    self.chrome.switch_to.active_element.send_keys(key)
-                    return True
-            return False
+            if focused:
+                ActionChains(self.chrome).send_keys(key).perform()
+            return bool(self.chrome.execute_script("return window.pressed"))
 
         self.wait(pressed)
 
+    def asks(self) -> bool:
+        return self.dialog_is_open("#schedules-dialog")
+
     def question(self) -> str:
-        self.wait(lambda: self.dialog_is_open("#schedules-dialog"))
+        self.wait(self.asks)
         return self.text("#schedules-question")
 
 
@@ -140,14 +151,14 @@ def test_an_entry_is_paused_resumed_and_run_with_the_keyboard(
     page.lists(len(ENTRIES))
     for name in ("hourly-03", ".."):
         page.press(name, "pause")
+        wait_until(lambda name=name: entry_of(app, name).is_paused)
         page.told(f"{name} is paused")
-        assert entry_of(app, name).is_paused
         page.wait(lambda name=name: page.row(name)[4] == "paused")
         page.wait(lambda name=name: page.focus("aria-label") == f"Resume {name}")
         assert page.text("#schedules-paused") == "1"
         page.press(name, "resume", Keys.SPACE)
+        wait_until(lambda name=name: not entry_of(app, name).is_paused)
         page.told(f"{name} runs at its times again")
-        assert not entry_of(app, name).is_paused
 
     due = entry_of(app, "hourly-04").next_due
     waiting = redis.client.llen("default")
@@ -155,7 +166,7 @@ def test_an_entry_is_paused_resumed_and_run_with_the_keyboard(
     assert page.question() == "Run hourly-04 now?"
     page.wait(lambda: page.focus("id") == "schedules-no")
     page.click("#schedules-no")
-    page.wait(lambda: not page.dialog_is_open("#schedules-dialog"))
+    page.wait(lambda: not page.asks())
     page.wait(lambda: page.focus("aria-label") == "Run hourly-04 now")
     assert redis.client.llen("default") == waiting
     page.press("hourly-04", "run-now")

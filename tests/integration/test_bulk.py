@@ -14,6 +14,8 @@ from kombu import Connection, Exchange, Queue
 from celery_native_delay import PublishRefused, RefusedMessage, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRabbitMQ
+from celery_native_delay.transports.rabbitmq.channels import WindowChannel
+from celery_native_delay.transports.rabbitmq.outbox import Outbox
 from tests.brokers import LARGEST_MESSAGE
 from tests.integration.traffic import SETTINGS, TOPOLOGY, Inbox, delete_levels, inbox
 from tests.traffic import eta_in
@@ -60,6 +62,20 @@ def test_refused_tasks_are_in_the_result(mortal_url: str, monkeypatch: pytest.Mo
     with bulk(app, check=False) as batch:
         batch.send("shop.remind", (1, too_large), countdown=4)
     assert (len(batch.result.refused), batch.result.confirmed) == (1, 0)
+
+
+def test_a_refusal_that_arrives_during_a_declare_is_in_the_result(mortal_url: str) -> None:
+    app = make_app(mortal_url)
+    with bulk(app, check=False) as batch:
+        outbox = batch._publisher.outbox
+        with outbox.lock:  # the outbox's own thread must not read the refusal
+            batch.send("shop.remind", (1, "x" * (2 * LARGEST_MESSAGE)), countdown=4)
+            outbox._close_batch()
+            outbox._confirming.send_all(outbox._batches.popleft().puts)
+            assert outbox._confirming.is_readable(60)  # the refusal has come, and is not read
+            outbox.patiently(lambda channel: channel.exchange_declare("amq.direct", "direct", True))
+        batch.send("shop.remind", (2,), countdown=4)
+    assert (len(batch.result.refused), batch.result.confirmed) == (1, 1)
 
 
 def test_no_more_than_the_window_is_unconfirmed(vhost_url: str) -> None:
@@ -109,6 +125,35 @@ def test_levels_that_are_deleted_under_a_batch_are_declared_again(
             with Connection(vhost_url) as admin:
                 for hop in TOPOLOGY.level_queues:
                     admin.default_channel.queue_delete(hop.queue)
+        for number in range(10):
+            batch.send("shop.remind", (number,), countdown=2)
+    with inbox(vhost_url, "plain") as letters:
+        letters.receive_until(lambda: numbers(letters) >= set(range(10)))
+
+
+def test_answers_that_arrive_while_levels_are_declared_again_lose_no_message(
+    vhost_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker returns one message before the declaration, and nine during the declaration."""
+    declare_again = Outbox._declare_again
+
+    def read_one_frame(channel: WindowChannel) -> None:
+        if channel.is_readable(0):
+            channel.read()
+
+    def read_then_declare_again(outbox: Outbox) -> None:
+        assert outbox._confirming is not None
+        outbox._confirming.read_down_to(0)
+        declare_again(outbox)
+
+    monkeypatch.setattr(WindowChannel, "read_ready", read_one_frame)
+    monkeypatch.setattr(Outbox, "_declare_again", read_then_declare_again)
+    with bulk(make_app(vhost_url)) as batch:
+        batch.send("shop.remind", (-1,), countdown=5)
+        batch._publisher.outbox.settle(timeout_seconds=PATIENCE_SECONDS)
+        with Connection(vhost_url) as admin:
+            for hop in TOPOLOGY.level_queues:
+                admin.default_channel.queue_delete(hop.queue)
         for number in range(10):
             batch.send("shop.remind", (number,), countdown=2)
     with inbox(vhost_url, "plain") as letters:

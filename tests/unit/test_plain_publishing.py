@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,12 @@ from kombu import Producer
 from celery_native_delay import install
 from celery_native_delay.app.installation import installation_of
 from celery_native_delay.bulk.plain_publishing import PlainPublishing, same
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_receivers_of_earlier_tests() -> None:
+    """Remove signal receivers of apps that earlier tests have dropped, but Python not yet."""
+    gc.collect()
 
 
 def make_app(app: Celery | None = None, **task_options: Any) -> Celery:

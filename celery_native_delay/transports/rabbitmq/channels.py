@@ -143,6 +143,11 @@ class WindowChannel(OwnChannel):
         return len(self._unconfirmed)
 
     @property
+    def unsettled_count(self) -> int:
+        """Count the unconfirmed messages, and the returned and nacked ones not yet taken."""
+        return len(self._unconfirmed) + len(self._came_back) + len(self._nacked)
+
+    @property
     def unconfirmed(self) -> list[Any]:
         return list(self._unconfirmed.values())
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -57,6 +58,14 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
                 return attempt(channel)
             except OperationalError as exc:  # Celery wraps other errors in it
                 raise exc.__cause__ or exc from None
+            except ChannelError as exc:
+                confirming = self._confirming
+                if confirming is None or confirming.closed_with is None:
+                    raise
+                # The broker refused an earlier message while *attempt* waited for an answer.
+                self._process_answers(partial(_fail, exc))
+                self.channel = self._connection.bulk_channel()
+                return attempt(self.channel)
 
         try:
             return super().patiently(on_open_channel)
@@ -135,7 +144,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
     def _send_alone(self) -> None:
         channel = self._confirming
         assert channel is not None
-        if channel.unconfirmed_count:
+        if channel.unsettled_count:  # answers may also have arrived during a declaration
             self._process_answers(lambda channel: channel.read_down_to(0))
             return
         (put,) = self._batches.popleft().puts
@@ -177,7 +186,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
         self._count()
 
     def _count(self) -> None:
-        written = 0 if self._confirming is None else self._confirming.unconfirmed_count
+        written = 0 if self._confirming is None else self._confirming.unsettled_count
         self._unanswered = written + sum(len(batch.puts) for batch in self._batches)
 
     def _declare_again(self) -> None:
@@ -211,3 +220,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
             with suppress(Exception):  # the connection may be lost
                 self._connection.collect()
         super()._lose()
+
+
+def _fail(error: Exception, _: WindowChannel) -> None:
+    raise error
