@@ -8,7 +8,6 @@ by expiry time. Times are in microseconds of the Redis server's clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 from ..records.interface import tried_again
@@ -33,152 +32,105 @@ PATIENCE_SECONDS = 1.0
 #: Seconds without a new attempt after the server failed: the first time, and at most.
 LEFT_ALONE_SECONDS = (0.5, 5.0)
 
-_numbers_of = attrgetter(
-    *("spacing_us", "ahead_us", "period_us", "window_us", "catch_up_us", "noted_each", "noted")
-)
-
-#: KEYS, for each line: the line, the sorted set of names, the list of start times. ARGV 1: the time
-#: in µs, or '' for the server's time; 2: 0 if a task without a place may not start now, or the
-#: length of a pause in µs; then ten for each line: its name and, of its rate, spacing_us, ahead_us,
-#: period_us, window_us, catch_up_us, noted_each and noted; the end of the line's text (1 if the
-#: rate was set, limit and burst); the task's place, or ''. If the text ends otherwise, the answer
-#: is -2.
+#: KEYS 1: the sorted set of names; then for each line: the line, the list of start times. ARGV 1:
+#: the time in µs, or '' for the server's time; 2: 0 if a task without a place may not start now, or
+#: the length of a pause in µs; then for each line: its name; the numbers of its rate (spacing_us,
+#: ahead_us, period_us, window_us, catch_up_us, noted_each, noted); the end of the line's text (1 if
+#: the rate was set, limit and burst); the task's place, or ''. If the text of a line ends otherwise,
+#: the answer is the line's number.
 _HEAD = f"""
 local now = tonumber(ARGV[1])
 if not now then
     local time = redis.call('TIME')
-    now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+    now = time[1] * 1000000 + time[2]
+end
+local lines, max = {{}}, math.max
+for number = 1, (#KEYS - 1) / 2 do
+    local a = 4 * number - 1
+    local spacing, ahead, period, window, catch_up, each, noted =
+        string.match(ARGV[a + 1], '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$')
+    local front, last, start_at, held, from, starts, before, total, rate = 0, 0, 0, 0, 0, 0, 0, 0
+    local text = redis.call('GET', KEYS[2 * number])
+    if text then
+        front, last, start_at, held, from, starts, before, total, rate = string.match(text,
+            '^{VERSION} (-?%d+) (-?%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (.*)$')
+        if rate ~= ARGV[a + 2] then return number end
+    else
+        redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+    end
+    lines[number] = {{
+        key = KEYS[2 * number], log = KEYS[2 * number + 1], name = ARGV[a], rate = ARGV[a + 2],
+        place = tonumber(ARGV[a + 3]), spacing = tonumber(spacing), ahead = tonumber(ahead),
+        period = tonumber(period), window = tonumber(window), catch_up = tonumber(catch_up),
+        each = tonumber(each), noted = tonumber(noted), front = tonumber(front),
+        last = tonumber(last), start_at = tonumber(start_at), held = tonumber(held),
+        from = tonumber(from), starts = tonumber(starts), before = tonumber(before),
+        total = tonumber(total),
+    }}
 end
 
-local function opened(number)
-    local k, a = 3 * number, 10 * number + 2
-    local spacing, ahead = tonumber(ARGV[a + 2]), tonumber(ARGV[a + 3])
-    local period, window = tonumber(ARGV[a + 4]), tonumber(ARGV[a + 5])
-    local catch_up = tonumber(ARGV[a + 6])
-    local each, noted = tonumber(ARGV[a + 7]), tonumber(ARGV[a + 8])
-    local last, shift, start_at, held, from, starts, before, total, front, pivot, unit, rate
-    local text = redis.call('GET', KEYS[k + 1])
-    if text then
-        last, shift, start_at, held, from, starts, before, total, front, pivot, unit, rate =
-            string.match(text, '^{VERSION} (-?%d+) (-?%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)'
-                .. ' (-?%d+) (-?%d+) (%d+) (.*)$')
-        if rate and rate ~= ARGV[a + 9] then return nil end
-    else
-        redis.call('ZREMRANGEBYSCORE', KEYS[k + 2], '-inf', now)
-    end
-    last, shift, start_at = tonumber(last or 0), tonumber(shift or 0), tonumber(start_at or 0)
-    held, from = tonumber(held or 0), tonumber(from or 0)
-    starts, before, total = tonumber(starts or 0), tonumber(before or 0), tonumber(total or 0)
-    front, pivot, unit = tonumber(front or 0), tonumber(pivot or 0), tonumber(unit or 0)
-    local step = unit == 0 and spacing or unit
+local function slot(line, place)
+    local at = line.start_at - line.ahead + max(place - line.front, 0) * line.spacing
+    return max(at, line.held)
+end
 
-    local function time_of(place)
-        return shift + pivot + math.floor((place - pivot) * (spacing / step))
-    end
-
-    local function place_at(time)
-        return pivot + math.ceil((time - shift - pivot) * (step / spacing))
-    end
-
-    local function keep()
-        local ends = math.max(time_of(last), start_at, held) + window + catch_up + {KEPT_US}
-        if string.sub(ARGV[a + 9], 1, 1) == '1' then ends = ends + {SET_KEPT_US} end
-        local record = string.format(
-            '{VERSION} %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %s', last, shift,
-            start_at, held, from, starts, before, total, front, pivot, unit, ARGV[a + 9])
-        local ttl = string.format('%.0f', (ends - now) / 1000 + 1)
-        redis.call('SET', KEYS[k + 1], record, 'PX', ttl)
-        redis.call('ZADD', KEYS[k + 2], string.format('%.0f', ends), ARGV[a + 1])
-        return ttl
-    end
-
-    -- The wait, the place, whether the task may start, and the function that does so.
-    local function ask()
-        local place, room, wait, starting = tonumber(ARGV[a + 10]), 0, 0, false
-        local oldest = redis.call('LINDEX', KEYS[k + 3], -noted)
-        if oldest then room = tonumber(oldest) + window end
-        if place then
-            last = math.max(last, place + step)
-            if front == 0 then front = place end
-            local slot = time_of(place) - ahead
-            local due, paced = math.max(slot, held), start_at - ahead
-            if due > now then
-                wait = due - now
-            elseif paced > now then
-                shift = shift + math.min(spacing, paced - slot)
-                wait = paced - now
-            elseif room > now then
-                wait = room - now
-            else
-                local stood_still = now - math.max(paced, slot, room)
-                if stood_still > math.max(spacing, catch_up) then shift = shift + stood_still end
-                starting = true
-            end
-        else
-            if unit ~= 0 and last <= front then
-                shift, pivot, unit, step = time_of(last) - last, 0, 0, spacing
-            end
-            place = math.max(last, place_at(now))
-            local earliest = math.max(held, start_at - ahead, room)
-            if earliest > now then place = math.max(place, place_at(earliest + ahead)) end
-            if last <= front then front = place end
-            last = place + step
-            wait = math.max(time_of(place) - ahead - now, earliest - now, 0)
-            starting = wait == 0 and ARGV[2] == '1'
-        end
-        return wait, place, starting, function()
-            local elapsed = now - from
-            if elapsed >= 2 * period then
-                from, starts, before = now, 0, 0
-            elseif elapsed >= period then
-                from, starts, before = from + period, 0, starts
-            end
-            if total % each == 0 then
-                redis.call('RPUSH', KEYS[k + 3], string.format('%.0f', now))
-                redis.call('LTRIM', KEYS[k + 3], -noted, -1)
-            end
-            starts, total, front = starts + 1, total + 1, math.max(front, place + step)
-            start_at = math.max(now - catch_up, start_at) + spacing
-            redis.call('PEXPIRE', KEYS[k + 3], keep())
-        end
-    end
-
-    local function hold()
-        local until_ = math.max(held, now + tonumber(ARGV[2]))
-        local next = math.max(now, held, start_at - ahead)
-        if last > front then next = math.max(next, time_of(front) - ahead) end
-        shift = shift + math.max(until_ - next, 0) + spacing
-        held = until_
-        local place = place_at(held + ahead)
-        if front == 0 or place < front then front = place end
-        last = math.max(last, place + step)
-        keep()
-        return place
-    end
-
-    return {{ask = ask, hold = hold, keep = keep}}
+local function keep(line)
+    local ends = max(slot(line, line.last) + line.ahead, now)
+    ends = ends + line.window + line.catch_up + {KEPT_US}
+    if string.sub(line.rate, 1, 1) == '1' then ends = ends + {SET_KEPT_US} end
+    local text = string.format('{VERSION} %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %s', line.front,
+        line.last, line.start_at, line.held, line.from, line.starts, line.before, line.total,
+        line.rate)
+    local ttl = string.format('%.0f', (ends - now) / 1000 + 1)
+    redis.call('SET', line.key, text, 'PX', ttl)
+    redis.call('ZADD', KEYS[1], string.format('%.0f', ends), line.name)
+    return ttl
 end
 """
 
-#: Returns the wait in µs, the place, and the number of the line in which the task waits. The place
-#: is -1 if the task starts now: then every line permits the start.
+#: Returns a text: the wait in µs, the place, and the number of the line in which the task waits. The
+#: text is empty if the task starts now: then every line permits the start.
 ASK = (
     _HEAD
     + """
-local lines, starts, longest, place, at = {}, {}, -1, -1, 0
-for number = 1, #KEYS / 3 do
-    lines[number] = opened(number - 1)
-    if not lines[number] then return {-2, 0, number - 1} end
-    local wait, found, starting, start = lines[number].ask()
-    starts[number] = start
-    if not starting and wait > longest then longest, place, at = wait, found, number end
+local longest, waits = -1, nil
+for number, line in ipairs(lines) do
+    if line.front >= line.last then line.start_at = max(line.start_at, now) end
+    if not line.place or line.place >= line.last then
+        line.place = line.last
+        line.last = line.last + 1
+    end
+    local at = slot(line, line.place)
+    local oldest = redis.call('LINDEX', line.log, -line.noted)
+    if oldest then at = max(at, oldest + line.window) end
+    if (at > now or ARGV[2] == '0') and max(at - now, 0) > longest then
+        longest, waits = max(at - now, 0), number
+    end
 end
-if at == 0 then
-    for _, start in ipairs(starts) do start() end
-    return {0, -1, 0}
+if waits then
+    local line = lines[waits]
+    if line.place < line.front then line.front = line.front - 1 end
+    keep(line)
+    return string.format('%.0f %.0f %d', longest, line.place, waits)
 end
-lines[at].keep()
-return {longest, place, at - 1}
+for _, line in ipairs(lines) do
+    local elapsed = now - line.from
+    if elapsed >= 2 * line.period then
+        line.from, line.starts, line.before = now, 0, 0
+    elseif elapsed >= line.period then
+        line.from, line.starts, line.before = line.from + line.period, 0, line.starts
+    end
+    if line.total % line.each == 0 then
+        redis.call('RPUSH', line.log, string.format('%.0f', now))
+        redis.call('LTRIM', line.log, -line.noted, -1)
+    end
+    line.front = max(line.front, line.place) + 1
+    line.last = max(line.last, line.front)
+    line.start_at = max(now - line.catch_up, line.start_at) + line.spacing
+    line.starts, line.total = line.starts + 1, line.total + 1
+    redis.call('PEXPIRE', line.log, keep(line))
+end
+return ''
 """
 )
 
@@ -186,28 +138,33 @@ return {longest, place, at - 1}
 HOLD = (
     _HEAD
     + """
-local line = opened(0)
-if not line then return {-2, 0, 0} end
-return {0, line.hold(), 0}
+local line = lines[1]
+line.held = max(line.held, now + ARGV[2])
+line.front = line.front - 1
+line.start_at = max(line.start_at, line.held + line.ahead)
+keep(line)
+return string.format('%.0f', line.front)
 """
 )
 
-#: KEYS as above. Returns the time in µs, the line's text or '', and the times of the last starts.
+#: KEYS 1: the line; 2: the list of start times. Returns the time in µs, the line's text or '', and
+#: the times of the last starts.
 READ = """
-local time, said = redis.call('TIME'), redis.call('GET', KEYS[1])
+local time, text = redis.call('TIME'), redis.call('GET', KEYS[1])
 local now = string.format('%.0f', time[1] * 1000000 + time[2])
-return {now, said or '', unpack(redis.call('LRANGE', KEYS[3], 0, -1))}
+return {now, text or '', unpack(redis.call('LRANGE', KEYS[2], 0, -1))}
 """
 
-#: KEYS as above; ARGV 1: name of the line; 2: the text that was read; 3: the new text; 4: its end
-#: in µs; 5: its TTL in ms; 6 and more: the times of the last starts. Returns 0 if the text is new.
+#: KEYS as in READ; 3: the sorted set of names. ARGV 1: name of the line; 2: the text that was read;
+#: 3: the new text; 4: its end in µs; 5: its TTL in ms; 6 and more: the times of the last starts.
+#: Returns 0 if the text has changed since it was read.
 SWAP = """
 if (redis.call('GET', KEYS[1]) or '') ~= ARGV[2] then return 0 end
 redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[5])
-redis.call('ZADD', KEYS[2], ARGV[4], ARGV[1])
-redis.call('DEL', KEYS[3])
-for each = 6, #ARGV do redis.call('RPUSH', KEYS[3], ARGV[each]) end
-redis.call('PEXPIRE', KEYS[3], ARGV[5])
+redis.call('ZADD', KEYS[3], ARGV[4], ARGV[1])
+redis.call('DEL', KEYS[2])
+for each = 6, #ARGV do redis.call('RPUSH', KEYS[2], ARGV[each]) end
+redis.call('PEXPIRE', KEYS[2], ARGV[5])
 return 1
 """
 
@@ -234,24 +191,23 @@ class RedisLines:
         self, asked: Sequence[Asked], *, may_start: bool = True, now_us: int | None = None
     ) -> Turn:
         """Decide in Redis whether a rate-limited task may start; only tests set *now_us*."""
-        wait_us, found, at = self._run(ASK, asked, now_us, int(may_start))
-        return Turn() if found < 0 else Turn(wait_us, found, at)
+        answer = self._run(ASK, asked, now_us, int(may_start))
+        if not answer:
+            return Turn()
+        wait_us, place, number = map(int, answer.split())
+        return Turn(wait_us, place, number - 1)
 
     def hold(
         self, task: str, key: str | None, rate: Rate, seconds: float, *, now_us: int | None = None
     ) -> int:
         wait_us = round(seconds * 1_000_000)
-        return int(self._run(HOLD, [Asked(task, key, rate)], now_us, wait_us)[1])
+        return int(self._run(HOLD, [Asked(task, key, rate)], now_us, wait_us))
 
     def change_rate(
         self, task: str, key: str | None, rate: Rate, *, is_set: bool, now_us: int | None = None
     ) -> Line:
         name = name_of(task, key)
-
-        def changed() -> Line | None:
-            return self._swapped(name, rate, now_us, int(is_set))
-
-        return tried_again(name, changed)
+        return tried_again(name, lambda: self._change(name, rate, now_us, int(is_set)))
 
     def look(self, limit: int) -> list[RateLine]:
         now_us, found = latest(self._link, self._names, self._prefix, limit)
@@ -262,7 +218,7 @@ class RedisLines:
 
     def _run(self, script: str, asked: Sequence[Asked], now_us: int | None, more: int) -> Any:
         names = [name_of(each.name, each.key) for each in asked]
-        keys = [key for name in names for key in self._keys_of(name)]
+        keys = [self._names, *(key for name in names for key in self._keys_of(name))]
 
         def ran() -> Any:
             arguments: list[int | str] = ["" if now_us is None else now_us, more]
@@ -270,16 +226,16 @@ class RedisLines:
                 rate = self._set.get(name, each.rate)
                 text = f"{int(name in self._set)} {rate.limit} {rate.burst}"
                 place = "" if each.place is None else each.place
-                arguments += [name, *_numbers_of(rate), text, place]
+                arguments += [name, rate.numbers, text, place]
             answer = self._link.run(script, keys, *arguments)
-            if answer[0] != -2:
+            if not isinstance(answer, int):
                 return answer
-            self._swapped(names[answer[2]], asked[answer[2]].rate, now_us)
+            self._change(names[answer - 1], asked[answer - 1].rate, now_us)
             return None
 
         return tried_again(names[0], ran)
 
-    def _swapped(
+    def _change(
         self, name: str, rate: Rate, now_us: int | None, is_set: int | None = None
     ) -> Line | None:
         """Give a line the *rate*, except if its rate was set. Returns None if it changed meanwhile.
@@ -296,12 +252,11 @@ class RedisLines:
         self._set.pop(name, None)
         if line.is_set:
             self._set[name] = counts
-        new, ends_us = line.encoded(counts), max(line.ends_us(counts), at_us + KEPT_US)
-        if new == stored[0]:
-            return line
+        new, ends_us = line.encoded(counts), line.ends_us(counts, at_us)
         ttl_ms = (ends_us - at_us) // 1000 + 1
+        keys.append(self._names)
         swapped = self._link.run(SWAP, keys, name, text, new, ends_us, ttl_ms, *line.log)
         return line if swapped else None
 
     def _keys_of(self, name: str) -> list[str]:
-        return [self._prefix + name, self._names, self._starts + name]
+        return [self._prefix + name, self._starts + name]

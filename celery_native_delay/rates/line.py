@@ -2,11 +2,10 @@
 
 All tasks with the same name and key form a queue, called *line*. All times are in microseconds.
 
-Each message of a waiting task contains a *place*, a time on the queue's own clock. The places of
-two successive tasks differ by *spacing*. A task may start at the time ``place + shift - ahead``,
-called *slot*; *ahead* is the advance that the rate's burst gives. After an outage or a
-``RetryAfter``, the queue increases *shift*, so that all waiting tasks start later. After a change
-of the rate, *pivot* and *unit* convert the places of the earlier rate.
+Each message of a waiting task contains a *place*, a number. The first waiting task may start at the
+time ``start_at - ahead``; *ahead* is the advance that the rate's burst gives. Each later place may
+start one *spacing* later. Therefore an outage, a ``RetryAfter`` or a changed rate moves the times
+of all waiting tasks.
 
 Before each start two conditions are checked:
 
@@ -28,7 +27,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from math import ceil, floor
 from typing import Any, NamedTuple, Protocol, Self
 
 from .rate import MOST_KEPT_STARTS, UNLIMITED, Rate
@@ -142,28 +140,22 @@ class Line(NamedTuple):
     """The stored state of a queue of rate-limited tasks, with times in microseconds.
 
     - *front*, *end*: the position of the first waiting task, and the position after the last task
-    - *shift*: a number that is added to a position to get the start time
     - *start_at*: the time at which the next start is exactly on pace
     - *held_until*: no task starts before this time
     - *starts*, *starts_before*: starts since *counted_from*, and starts in the period before
     - *total*: the number of all starts
-    - *pivot*, *unit*: after a change of the rate, the position whose time is *pivot* + *shift*, and
-      the distance of two positions
     - *is_set*: 1 if ``Delay.set_rate`` has set the rate
     - *log*: the times of the last starts, or of every n-th start
     """
 
+    front: int = 0
     end: int = 0
-    shift: int = 0
     start_at: int = 0
     held_until: int = 0
     counted_from: int = 0
     starts: int = 0
     starts_before: int = 0
     total: int = 0
-    front: int = 0
-    pivot: int = 0
-    unit: int = 0
     is_set: int = 0
     log: tuple[int, ...] = ()
 
@@ -174,84 +166,45 @@ class Line(NamedTuple):
 
         :meth:`Lines.ask` describes *place* and *may_start*.
         """
-        if place is None:
-            return self._join(rate, now_us, may_start)
-        # The record may have been lost, so its end may be before this place.
-        end, front = max(self.end, place + self._step(rate)), self.front or place
-        line = self._replace(end=end, front=front)
-        slot_us = line.slot_us(rate, place)
-        due_us = max(slot_us, line.held_until)
-        if due_us > now_us:
-            return line, Turn(due_us - now_us, place)
-        paced_us = line.start_at - rate.ahead_us
-        if paced_us > now_us:
-            # Other tasks have started in its slot: move it, and all tasks behind it, back.
-            shift = line.shift + min(rate.spacing_us, paced_us - slot_us)
-            return line._replace(shift=shift), Turn(paced_us - now_us, place)
-        if (room_us := line._room_us(rate)) > now_us:
-            return line, Turn(room_us - now_us, place)
-        stood_still_us = now_us - max(paced_us, slot_us, room_us)
-        if stood_still_us > max(rate.spacing_us, rate.catch_up_us):
-            line = line._replace(shift=line.shift + stood_still_us)
+        line = self
+        if line.front >= line.end:  # no task waits
+            line = line._replace(start_at=max(line.start_at, now_us))
+        if place is None or place >= line.end:  # the record with this place was lost
+            place = line.end
+            line = line._replace(end=place + 1)
+        oldest_us = line.log[-rate.noted] if len(line.log) >= rate.noted else -rate.window_us
+        may_at_us = max(line.slot_us(rate, place), oldest_us + rate.window_us)
+        if may_at_us > now_us or not may_start:
+            # Later tasks have started before a task in front: all places move back by one.
+            line = line._replace(front=line.front - (place < line.front))
+            return line, Turn(max(may_at_us - now_us, 0), place)
         return line._start(rate, now_us, place), Turn()
-
-    def _room_us(self, rate: Rate) -> int:
-        """The earliest time at which the limit per period permits another start."""
-        return self.log[-rate.noted] + rate.window_us if len(self.log) >= rate.noted else 0
-
-    def _step(self, rate: Rate) -> int:
-        return self.unit or rate.spacing_us
 
     def slot_us(self, rate: Rate, place: int) -> int:
         """The time at which the task at *place* may start."""
-        scale = rate.spacing_us / self._step(rate)
-        return self.shift + self.pivot + floor((place - self.pivot) * scale) - rate.ahead_us
-
-    def _place_at(self, rate: Rate, time_us: int) -> int:
-        scale = self._step(rate) / rate.spacing_us
-        return self.pivot + ceil((time_us - self.shift - self.pivot) * scale)
-
-    def _join(self, rate: Rate, now_us: int, may_start: bool) -> tuple[Self, Turn]:
-        ahead_us = rate.ahead_us
-        line = self
-        if self.unit and self.end <= self.front:  # no task has a place of the earlier rate
-            shift = self.slot_us(rate, self.end) + ahead_us - self.end
-            line = self._replace(pivot=0, unit=0, shift=shift)
-        place = max(line.end, line._place_at(rate, now_us))
-        earliest_us = max(line.held_until, line.start_at - ahead_us, line._room_us(rate))
-        if earliest_us > now_us:
-            place = max(place, line._place_at(rate, earliest_us + ahead_us))
-        front = place if line.end <= line.front else line.front  # else other tasks are in front
-        wait_us = max(line.slot_us(rate, place), earliest_us) - now_us
-        line = line._replace(end=place + line._step(rate), front=front)
-        if wait_us > 0 or not may_start:
-            return line, Turn(max(wait_us, 0), place)
-        return line._start(rate, now_us, place), Turn()
+        at_us = self.start_at - rate.ahead_us + max(place - self.front, 0) * rate.spacing_us
+        return max(at_us, self.held_until)
 
     def _start(self, rate: Rate, now_us: int, place: int) -> Self:
         line = self._counted_until(now_us, rate.period_us)
-        log = line.log
+        log, front = line.log, max(line.front, place) + 1
         if line.total % rate.noted_each == 0:
             log = (*log, now_us)[-rate.noted :]
         return line._replace(
+            front=front,
+            end=max(line.end, front),
             start_at=max(now_us - rate.catch_up_us, line.start_at) + rate.spacing_us,
             starts=line.starts + 1,
             total=line.total + 1,
-            front=max(line.front, place + line._step(rate)),
             log=log,
         )
 
     def hold(self, rate: Rate, now_us: int, wait_us: int) -> tuple[Self, int]:
         """Pause this queue for *wait_us*; return the new state and the retried task's position."""
-        held_until = max(self.held_until, now_us + wait_us)
-        next_us = max(now_us, self.held_until, self.start_at - rate.ahead_us)
-        if self.end > self.front:
-            next_us = max(next_us, self.slot_us(rate, self.front))
-        shift = self.shift + max(held_until - next_us, 0) + rate.spacing_us
-        line = self._replace(shift=shift, held_until=held_until)
-        place = line._place_at(rate, held_until + rate.ahead_us)
-        end = max(self.end, place + self._step(rate))
-        return line._replace(end=end, front=min(self.front or place, place)), place
+        held_until, place = max(self.held_until, now_us + wait_us), self.front - 1
+        start_at = max(self.start_at, held_until + rate.ahead_us)
+        line = self._replace(front=place, start_at=start_at, held_until=held_until)
+        return line, place
 
     def changed(self, old: Rate, new: Rate, now_us: int) -> Self:
         """Return the queue at a *new* rate. Waiting tasks keep their order.
@@ -259,15 +212,10 @@ class Line(NamedTuple):
         The starts at the *old* rate still count in the window of one period.
         """
         from_us = max(now_us, self.held_until)
-        pivot, start_at = self._place_at(old, from_us), self.start_at
-        if start_at > now_us:
-            start_at = now_us + (start_at - now_us) * new.spacing_us // old.spacing_us
+        ahead_us = max(self.start_at - from_us, 0)
         line = self if old.period_us == new.period_us else self._replace(starts=0, starts_before=0)
         return line._replace(
-            pivot=pivot,
-            shift=from_us - pivot,
-            unit=self._step(old),
-            start_at=start_at,
+            start_at=self.start_at - ahead_us + ahead_us * new.spacing_us // old.spacing_us,
             log=self._log_for(old, new, now_us),
         )
 
@@ -289,16 +237,15 @@ class Line(NamedTuple):
             )
         return self._replace(counted_from=now_us, starts=0, starts_before=0)
 
-    def ends_us(self, rate: Rate) -> int:
+    def ends_us(self, rate: Rate, now_us: int) -> int:
         """The time at which the stored state of this queue expires, in epoch microseconds."""
-        last_us = max(self.slot_us(rate, self.end) + rate.ahead_us, self.start_at, self.held_until)
+        last_us = max(self.slot_us(rate, self.end) + rate.ahead_us, now_us)
         last_us += SET_KEPT_US if self.is_set else 0
         return last_us + rate.window_us + rate.catch_up_us + KEPT_US
 
     def seen(self, name: str, rate: Rate, now_us: int) -> RateLine:
         task, _, key = name.partition(_SEPARATOR)
-        next_us = max(self.held_until, self.slot_us(rate, self.front))
-        waiting = max(self.end - self.front, 0) // self._step(rate)
+        next_us, waiting = self.slot_us(rate, self.front), self.end - self.front
         counted = self._counted_until(now_us, rate.period_us)
         ago_us = max(now_us - counted.counted_from, 0)
         starts = counted.starts + round(

@@ -306,9 +306,6 @@ def test_waiting_tasks_move_with_a_changed_rate_in_their_order(held: bool) -> No
     assert world.order == [0, *[99] * held, *range(1, 30), 100]
     assert max(world.starts) - changed_us <= 33 * world.rate.spacing_us
     assert world.asked - asked <= 2 * 32
-    world.send(101, world.now_us)
-    world.run()
-    assert world.line.unit == 0, "places are as far apart as ever"
 
 
 def test_tasks_of_a_lowered_rate_are_further_apart() -> None:
@@ -359,7 +356,7 @@ def test_after_an_outage_tasks_keep_their_spacing() -> None:
 
 
 @given(
-    line=st.builds(Line, *[st.integers(0, 2**52)] * 12),
+    line=st.builds(Line, *[st.integers(0, 2**52)] * 9),
     rate=RATES,
 )
 def test_a_record_survives_encoding_and_decoding(line: Line, rate: Rate) -> None:
