@@ -62,12 +62,12 @@ class RecordLines:
             ]
             lines, rates = zip(*before, strict=True)
             after, answer = decide(lines, rates, now_us)
-            return [_stored(*each) for each in zip(after, rates, strict=True)], answer
+            return [_stored(*each, now_us) for each in zip(after, rates, strict=True)], answer
 
         names = [RecordName("rate", name_of(each.name, each.key)) for each in asked]
         return self._records.change_all(names, change)
 
 
-def _stored(line: Line, rate: Rate) -> Change[None]:
+def _stored(line: Line, rate: Rate, now_us: int) -> Change[None]:
     log = " ".join(map(str, line.log))
-    return Change(f"{line.encoded(rate)}\n{log}", line.ends_us(rate), None)
+    return Change(f"{line.encoded(rate)}\n{log}", line.ends_us(rate, now_us), None)
