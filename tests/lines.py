@@ -42,4 +42,4 @@ def fill(
         for _ in range(1 + waiting):
             lines.ask([Asked(task, key, Rate(limit))])
         if held_seconds:
-            lines.hold(task, key, Rate(limit), held_seconds)
+            lines.hold(Asked(task, key, Rate(limit)), held_seconds)

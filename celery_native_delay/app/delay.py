@@ -21,7 +21,7 @@ from ..errors import (
     SettingsError,
 )
 from ..now import time_ns
-from ..rates.line import Line, RateLine, places_in
+from ..rates.line import Asked, Line, RateLine, places_in
 from ..rates.rate import LONGEST_KEY
 from ..records import waiting
 from ..records.interface import TRIES
@@ -172,11 +172,12 @@ class Delay(KeyedCalls):
                 f"expected the name of a rate in native_delay_rates ({names}), got {name!r}"
             )
         key, usual = key and key[:LONGEST_KEY], mine[0][2]
-        rate = usual.for_key(key) if limit is None else replace(usual, limit=limit, overrides=())
+        rate = usual.for_key(key) if limit is None else usual.at(limit)
+        asked = Asked(name, key, rate)
 
         def change(channel: Any, settings: DelaySettings) -> Line:
             with closing(channel.lines(settings)) as lines:
-                changed: Line = lines.change_rate(name, key, rate, is_set=limit is not None)
+                changed: Line = lines.change_rate(asked, is_set=limit is not None)
                 return changed
 
         line = ask_broker(self._app, change)

@@ -12,7 +12,7 @@ from celery.utils.log import get_logger
 
 from ..errors import described
 from ..now import time_ns, utc_now
-from ..rates.line import places_header
+from ..rates.line import Asked, places_header
 from ..rates.rate import Rate
 from ..rates.retry_after import RetryAfter
 from ..records.waiting import PLACE
@@ -92,7 +92,7 @@ def _hold(
         with app.connection_or_acquire() as connection:
             channel, settings = delaying_channel(app, connection)
             with closing(channel.lines(settings)) as lines:
-                place = lines.hold(rate.name or task, key, rate, seconds)
+                place = lines.hold(Asked(str(rate.name), key, rate), seconds)
         headers[PLACE] = places_header([(place, key)])
     except Exception as problem:  # the task is retried all the same
         logger.error(

@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-from ..records.interface import Change, RecordName, Records, Snapshot
-from .line import Asked, Line, RateLine, Turn, ask_all, at_rate, name_of, seen_longest_first
+from ..records.interface import Change, RecordName, Snapshot
+from .line import Asked, Line, Lines, RateLine, Turn, ask_all, at_rate, name_of, seen_longest_first
 from .rate import Rate
 
 T = TypeVar("T")
-Lines: TypeAlias = Sequence[Line]
 
 
-class RecordLines:
+class RecordLines(Lines):
     """The queues of rate-limited tasks, stored in a database."""
 
-    def __init__(self, records: Records) -> None:
+    def __init__(self, records: Any) -> None:
         self._records = records
 
     def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
-        places = [each.place for each in asked]
-        return self._change(
-            asked,
-            lambda lines, rates, now_us: ask_all(lines, rates, now_us, places, may_start=may_start),
-        )
+        def decide(
+            lines: Sequence[Line], rates: Sequence[Rate], now_us: int
+        ) -> tuple[Sequence[Line], Turn]:
+            places = [each.place for each in asked]
+            return ask_all(lines, rates, now_us, places, may_start=may_start)
 
-    def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
-        def decide(lines: Lines, rates: Sequence[Rate], now_us: int) -> tuple[Lines, int]:
-            line, place = lines[0].hold(rates[0], now_us, round(seconds * 1_000_000))
-            return [line], place
-
-        return self._change([Asked(task, key, rate)], decide)
-
-    def change_rate(self, task: str, key: str | None, rate: Rate, *, is_set: bool) -> Line:
-        def decide(lines: Lines, *_: Any) -> tuple[Lines, Line]:
-            line = lines[0]._replace(is_set=int(is_set))
-            return [line], line
-
-        return self._change([Asked(task, key, rate)], decide, sets=True)
+        return self._change_all(asked, decide)
 
     def look(self, limit: int) -> list[RateLine]:
         at_us, found = self._records.latest("rate", limit)
@@ -49,8 +36,21 @@ class RecordLines:
 
     def _change(
         self,
+        asked: Asked,
+        decide: Callable[[Line, Rate, int], tuple[Line, T]],
+        *,
+        sets: bool = False,
+    ) -> T:
+        def decide_one(lines: Any, rates: Any, now_us: int) -> tuple[Sequence[Line], T]:
+            line, answer = decide(*lines, *rates, now_us)
+            return [line], answer
+
+        return self._change_all([asked], decide_one, sets=sets)
+
+    def _change_all(
+        self,
         asked: Sequence[Asked],
-        decide: Callable[[Lines, Sequence[Rate], int], tuple[Lines, T]],
+        decide: Callable[[Sequence[Line], Sequence[Rate], int], tuple[Sequence[Line], T]],
         *,
         sets: bool = False,
     ) -> T:

@@ -7,8 +7,8 @@ by expiry time. Times are in microseconds of the Redis server's clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from ..records.interface import tried_again
 from ..records.redis_link import RedisLink, latest
@@ -18,6 +18,7 @@ from .line import (
     VERSION,
     Asked,
     Line,
+    Lines,
     RateLine,
     Turn,
     at_rate,
@@ -26,6 +27,8 @@ from .line import (
 )
 from .rate import Rate
 
+T = TypeVar("T")
+
 #: Seconds that the server may take to connect, and for an answer.
 PATIENCE_SECONDS = 1.0
 
@@ -33,12 +36,14 @@ PATIENCE_SECONDS = 1.0
 LEFT_ALONE_SECONDS = (0.5, 5.0)
 
 #: KEYS 1: the sorted set of names; then for each line: the line, the list of start times. ARGV 1:
-#: the time in µs, or '' for the server's time; 2: 0 if a task without a place may not start now, or
-#: the length of a pause in µs; then for each line: its name; the numbers of its rate (spacing_us,
-#: ahead_us, period_us, window_us, catch_up_us, noted_each, noted); the end of the line's text (1 if
-#: the rate was set, limit and burst); the task's place, or ''. If the text of a line ends otherwise,
-#: the answer is the line's number.
-_HEAD = f"""
+#: the time in µs, or '' for the server's time; 2: 0 if a task without a place may not start now;
+#: then for each line: its name; the numbers of its rate (spacing_us, ahead_us, period_us, window_us,
+#: catch_up_us, noted_each, noted); the end of the line's text (1 if the rate was set, limit and
+#: burst); the task's place, or ''.
+#: Returns the number of a line if its text ends otherwise. Otherwise a text: the wait in µs, the
+#: place, and the number of the line in which the task waits. The text is empty if the task starts
+#: now: then every line permits the start.
+ASK = f"""
 local now = tonumber(ARGV[1])
 if not now then
     local time = redis.call('TIME')
@@ -86,13 +91,7 @@ local function keep(line)
     redis.call('ZADD', KEYS[1], string.format('%.0f', ends), line.name)
     return ttl
 end
-"""
 
-#: Returns a text: the wait in µs, the place, and the number of the line in which the task waits. The
-#: text is empty if the task starts now: then every line permits the start.
-ASK = (
-    _HEAD
-    + """
 local longest, waits = -1, nil
 for number, line in ipairs(lines) do
     if line.front >= line.last then line.start_at = max(line.start_at, now) end
@@ -132,20 +131,6 @@ for _, line in ipairs(lines) do
 end
 return ''
 """
-)
-
-#: Returns the place in front of all others.
-HOLD = (
-    _HEAD
-    + """
-local line = lines[1]
-line.held = max(line.held, now + ARGV[2])
-line.front = line.front - 1
-line.start_at = max(line.start_at, line.held + line.ahead)
-keep(line)
-return string.format('%.0f', line.front)
-"""
-)
 
 #: KEYS 1: the line; 2: the list of start times. Returns the time in µs, the line's text or '', and
 #: the times of the last starts.
@@ -169,7 +154,7 @@ return 1
 """
 
 
-class RedisLines:
+class RedisLines(Lines):
     """The queues of rate-limited tasks, stored in Redis."""
 
     def __init__(self, pool: Any, space: str, where: str) -> None:
@@ -186,28 +171,30 @@ class RedisLines:
         self._starts = f"{space}.starts."
         #: The rates that were set by ``Delay.set_rate``, by line.
         self._set: dict[str, Rate] = {}
+        #: The time in µs, set by tests. None means the server's time.
+        self.now_us: int | None = None
 
-    def ask(
-        self, asked: Sequence[Asked], *, may_start: bool = True, now_us: int | None = None
-    ) -> Turn:
-        """Decide in Redis whether a rate-limited task may start; only tests set *now_us*."""
-        answer = self._run(ASK, asked, now_us, int(may_start))
-        if not answer:
+    def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
+        names = [name_of(each.name, each.key) for each in asked]
+        keys = [self._names, *(key for name in names for key in self._keys_of(name))]
+
+        def answered() -> bytes | None:
+            arguments: list[Any] = ["" if self.now_us is None else self.now_us, int(may_start)]
+            for name, each in zip(names, asked, strict=True):
+                rate = self._set.get(name, each.rate)
+                text = f"{int(name in self._set)} {rate.limit} {rate.burst}"
+                place = "" if each.place is None else each.place
+                arguments += [name, rate.numbers, text, place]
+            answer: bytes | int = self._link.run(ASK, keys, *arguments)
+            if isinstance(answer, bytes):
+                return answer
+            self._change(asked[answer - 1], lambda line, *_: (line, line))
+            return None
+
+        if not (answer := tried_again(names[0], answered)):
             return Turn()
         wait_us, place, number = map(int, answer.split())
         return Turn(wait_us, place, number - 1)
-
-    def hold(
-        self, task: str, key: str | None, rate: Rate, seconds: float, *, now_us: int | None = None
-    ) -> int:
-        wait_us = round(seconds * 1_000_000)
-        return int(self._run(HOLD, [Asked(task, key, rate)], now_us, wait_us))
-
-    def change_rate(
-        self, task: str, key: str | None, rate: Rate, *, is_set: bool, now_us: int | None = None
-    ) -> Line:
-        name = name_of(task, key)
-        return tried_again(name, lambda: self._change(name, rate, now_us, int(is_set)))
 
     def look(self, limit: int) -> list[RateLine]:
         now_us, found = latest(self._link, self._names, self._prefix, limit)
@@ -216,47 +203,31 @@ class RedisLines:
     def close(self) -> None:
         self._link.close()
 
-    def _run(self, script: str, asked: Sequence[Asked], now_us: int | None, more: int) -> Any:
-        names = [name_of(each.name, each.key) for each in asked]
-        keys = [self._names, *(key for name in names for key in self._keys_of(name))]
-
-        def ran() -> Any:
-            arguments: list[int | str] = ["" if now_us is None else now_us, more]
-            for name, each in zip(names, asked, strict=True):
-                rate = self._set.get(name, each.rate)
-                text = f"{int(name in self._set)} {rate.limit} {rate.burst}"
-                place = "" if each.place is None else each.place
-                arguments += [name, rate.numbers, text, place]
-            answer = self._link.run(script, keys, *arguments)
-            if not isinstance(answer, int):
-                return answer
-            self._change(names[answer - 1], asked[answer - 1].rate, now_us)
-            return None
-
-        return tried_again(names[0], ran)
-
     def _change(
-        self, name: str, rate: Rate, now_us: int | None, is_set: int | None = None
-    ) -> Line | None:
-        """Give a line the *rate*, except if its rate was set. Returns None if it changed meanwhile.
-
-        If *is_set* is not None, the line gets the rate in any case.
-        """
+        self,
+        asked: Asked,
+        decide: Callable[[Line, Rate, int], tuple[Line, T]],
+        *,
+        sets: bool = False,
+    ) -> T:
+        name = name_of(asked.name, asked.key)
         keys = self._keys_of(name)
-        read_us, text, *log = self._link.run(READ, keys)
-        at_us = int(read_us) if now_us is None else now_us
-        stored = (text.decode() or None, b" ".join(log).decode())
-        line, counts = at_rate(stored, rate, at_us, sets=is_set is not None)
-        if is_set is not None:
-            line = line._replace(is_set=is_set)
-        self._set.pop(name, None)
-        if line.is_set:
-            self._set[name] = counts
-        new, ends_us = line.encoded(counts), line.ends_us(counts, at_us)
-        ttl_ms = (ends_us - at_us) // 1000 + 1
-        keys.append(self._names)
-        swapped = self._link.run(SWAP, keys, name, text, new, ends_us, ttl_ms, *line.log)
-        return line if swapped else None
+
+        def changed() -> T | None:
+            read_us, text, *log = self._link.run(READ, keys)
+            now_us = self.now_us or int(read_us)
+            stored = (text.decode(), b" ".join(log).decode())
+            line, rate = at_rate(stored, asked.rate, now_us, sets=sets)
+            line, answer = decide(line, rate, now_us)
+            self._set.pop(name, None)
+            if line.is_set:
+                self._set[name] = rate
+            ends_us = line.ends_us(rate, now_us)
+            new = [line.encoded(rate), ends_us, (ends_us - now_us) // 1000 + 1, *line.log]
+            swapped = self._link.run(SWAP, [*keys, self._names], name, text, *new)
+            return answer if swapped else None
+
+        return tried_again(name, changed)
 
     def _keys_of(self, name: str) -> list[str]:
         return [self._prefix + name, self._starts + name]

@@ -22,14 +22,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from .rate import MOST_KEPT_STARTS, UNLIMITED, Rate
+
+T = TypeVar("T")
 
 #: The version at the beginning of every record. A change in the record needs a new one.
 VERSION = 2
@@ -112,28 +115,6 @@ class Asked(NamedTuple):
     key: str | None
     rate: Rate
     place: int | None = None
-
-
-class Lines(Protocol):
-    """The storage of all queues of rate-limited tasks; methods may raise RecordsUnavailable."""
-
-    def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
-        """Decide whether a task may start now: all of its limits must permit it.
-
-        Otherwise the task gets a position for the limit with the longest wait. If *may_start* is
-        False, a new task only gets a position.
-        """
-
-    def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
-        """Pause the tasks with this name and key; return the retried task's position."""
-
-    def change_rate(self, task: str, key: str | None, rate: Rate, *, is_set: bool) -> Line:
-        """Change the rate of one key. If *is_set* is False, the rate in the settings counts."""
-
-    def look(self, limit: int) -> Sequence[RateLine]:
-        """Return the states of up to *limit* rate limits, longest queue first."""
-
-    def close(self) -> None: ...
 
 
 class Line(NamedTuple):
@@ -278,6 +259,52 @@ class Line(NamedTuple):
         numbers = zip(cls._fields, map(int, words[1:-2]), strict=False)
         line = cls()._replace(**dict(numbers), log=tuple(map(int, log.split())))
         return line, _rate(words[-2], int(words[-1]))
+
+
+class Lines(ABC):
+    """The storage of all queues of rate-limited tasks; methods may raise RecordsUnavailable."""
+
+    @abstractmethod
+    def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
+        """Decide whether a task may start now: all of its limits must permit it.
+
+        Otherwise the task gets a position for the limit with the longest wait. If *may_start* is
+        False, a new task only gets a position.
+        """
+
+    def hold(self, asked: Asked, seconds: float) -> int:
+        """Pause the tasks with this limit and key; return the retried task's position."""
+        wait_us = round(seconds * 1_000_000)
+        return self._change(asked, lambda line, rate, now_us: line.hold(rate, now_us, wait_us))
+
+    def change_rate(self, asked: Asked, *, is_set: bool) -> Line:
+        """Change the rate of one key. If *is_set* is False, the rate in the settings counts."""
+
+        def changed(line: Line, *_: Any) -> tuple[Line, Line]:
+            line = line._replace(is_set=int(is_set))
+            return line, line
+
+        return self._change(asked, changed, sets=True)
+
+    @abstractmethod
+    def _change(
+        self,
+        asked: Asked,
+        decide: Callable[[Line, Rate, int], tuple[Line, T]],
+        *,
+        sets: bool = False,
+    ) -> T:
+        """Change a queue, and return the answer of *decide*.
+
+        If *sets* is True, the queue gets the rate in *asked*, although another rate was set.
+        """
+
+    @abstractmethod
+    def look(self, limit: int) -> Sequence[RateLine]:
+        """Return the states of up to *limit* rate limits, longest queue first."""
+
+    @abstractmethod
+    def close(self) -> None: ...
 
 
 def ask_all(

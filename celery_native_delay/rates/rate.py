@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from inspect import Parameter, Signature, signature
 from typing import Any
@@ -77,7 +77,7 @@ class Rate:
     key: str | KeyFunction | None = None
     burst: int = 1
     name: str | None = None
-    overrides: Overrides | tuple[tuple[str, str], ...] = ()
+    overrides: Overrides | None = field(default=None, hash=False)
     concurrent: int | None = None
 
     def __post_init__(self) -> None:
@@ -104,20 +104,15 @@ class Rate:
             f"the name of a rate to be one line of 1 to {LONGEST_KEY} characters, or None",
             self.name,
         )
-        if not callable(self.overrides):
-            try:
-                pairs = tuple(sorted(dict(self.overrides).items()))
-            except (TypeError, ValueError):
-                pairs = ((None, self.overrides),)  # type: ignore[assignment]
-            _expect(
-                all(isinstance(key, str) for key, _ in pairs),
-                'the overrides of a rate to be a dict of limits by key, such as {"gold-corp": '
-                '"1000/m"}, or a callable of the key',
-                self.overrides,
-            )
-            object.__setattr__(self, "overrides", pairs)  # hashable, as settings must be
-            for _, limit in pairs:
-                self._at(limit)
+        by_key = {} if callable(self.overrides) else self.overrides or {}
+        _expect(
+            isinstance(by_key, Mapping) and all(isinstance(key, str) for key in by_key),
+            'the overrides of a rate to be a dict of limits by key, such as {"gold-corp": '
+            '"1000/m"}, or a callable of the key',
+            self.overrides,
+        )
+        for limit in by_key.values():
+            self.at(limit)
 
     def __repr__(self) -> str:
         """Return the call that makes this rate, without default values."""
@@ -210,11 +205,12 @@ class Rate:
         """
         if key is None or not self.overrides:
             return self
-        found = self.overrides(key) if callable(self.overrides) else dict(self.overrides).get(key)
-        return self if found is None else self._at(found)
+        found = self.overrides(key) if callable(self.overrides) else self.overrides.get(key)
+        return self if found is None else self.at(found)
 
-    def _at(self, limit: str) -> Rate:
-        return replace(self, limit=limit, overrides=())
+    def at(self, limit: str) -> Rate:
+        """Return this rate with another limit for all keys."""
+        return replace(self, limit=limit, overrides=None)
 
     # --- the key ----------------------------------------------------------------------
 

@@ -68,13 +68,14 @@ def test_the_script_agrees_with_the_arithmetic(
     asked_with, counts, stored = rate, rate, False
     for kind, passed_us, number in steps:
         now_us += passed_us
+        lines.now_us = now_us
         other = Rate("10/s", burst=1 + number)
         if kind in ("set", "unset"):
             is_set, rate = kind == "set", other if kind == "set" else asked_with
             if stored and rate.shown != counts.shown:
                 line = line.changed(counts, rate, now_us)
             line, counts = line._replace(is_set=int(is_set)), rate
-            said = lines.change_rate(task, "ada", rate, is_set=is_set, now_us=now_us)
+            said = lines.change_rate(Asked(task, "ada", rate), is_set=is_set)
             assert said == line
             stored = True
             continue
@@ -89,15 +90,13 @@ def test_the_script_agrees_with_the_arithmetic(
         if kind == "hold":
             seconds = number * rate.period_us / 4_000_000
             line, place = line.hold(rate, now_us, round(seconds * 1_000_000))
-            assert lines.hold(task, "ada", asked_with, seconds, now_us=now_us) == place
+            assert lines.hold(Asked(task, "ada", asked_with), seconds) == place
             places.append(place)
         else:
             asked = places[number % len(places)] if kind == "return" and places else None
             may_start = kind != "line up"
             line, turn = line.ask(rate, now_us, asked, may_start=may_start)
-            told = lines.ask(
-                [Asked(task, "ada", asked_with, asked)], may_start=may_start, now_us=now_us
-            )
+            told = lines.ask([Asked(task, "ada", asked_with, asked)], may_start=may_start)
             assert told == turn
             if turn.place is not None:
                 places.append(turn.place)
@@ -127,6 +126,7 @@ def test_the_script_agrees_about_several_limits(
     waiting: list[list[int | None]] = []
     for number, passed_us, may_start in steps:
         now_us += passed_us
+        lines.now_us = now_us
         is_new = number is None or not waiting
         places = [None] * 3 if is_new else waiting.pop((number or 0) % len(waiting))
         kept, turn = ask_all(kept, rates, now_us, places, may_start=may_start)  # type: ignore[assignment]
@@ -134,7 +134,7 @@ def test_the_script_agrees_about_several_limits(
             Asked(f"{task}#{at}", "ada", rate, place)
             for at, (rate, place) in enumerate(zip(rates, places, strict=True))
         ]
-        assert lines.ask(asked, may_start=may_start, now_us=now_us) == turn
+        assert lines.ask(asked, may_start=may_start) == turn
         if not turn.starts:
             places[turn.at] = turn.place
             waiting.append(places)

@@ -11,7 +11,8 @@ import pytest
 from celery.worker import state
 
 from celery_native_delay import DelaySettings, Rate, RecordsUnavailable, SettingsError
-from celery_native_delay.rates.line import Asked, Line, Turn, places_in
+from celery_native_delay.rates import line
+from celery_native_delay.rates.line import Asked, Turn, places_in
 from celery_native_delay.worker import rating
 from celery_native_delay.worker.arrival import AWAY_US, Arrival, AskAgain, Ruling, WaitUntil
 from celery_native_delay.worker.rating import LOOK_SECONDS, PLACE, Rated
@@ -29,7 +30,7 @@ def call_api(tenant: str, number: int = 0) -> None:
 TASKS = {"shop.call_api": SimpleNamespace(run=call_api)}
 
 
-class Lines:
+class Lines(line.Lines):
     """Queues that always answer *turn*, and remember each question."""
 
     def __init__(self, turn: Turn | Exception) -> None:
@@ -45,11 +46,7 @@ class Lines:
         place = asked[self.turn.at].place
         return self.turn if self.turn.starts or place is None else replace(self.turn, place=place)
 
-    def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
-        self.asked.append((task, key, seconds))
-        return 77
-
-    def change_rate(self, task: str, key: str | None, rate: Rate, *, is_set: bool) -> Line:
+    def _change(self, asked: Asked, decide: Any, *, sets: bool = False) -> Any:
         raise NotImplementedError
 
     def look(self, limit: int) -> list[Any]:
