@@ -21,12 +21,12 @@ from ..errors import (
     SettingsError,
 )
 from ..now import time_ns
-from ..rates.line import Asked, Line, RateLine, places_in
+from ..rates.line import Asked, Line, RateLine, name_of, places_in
 from ..rates.rate import LONGEST_KEY
 from ..records import waiting
 from ..records.interface import TRIES
 from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
-from ..settings import DelaySettings, named
+from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
 from .installation import ask_broker, checked_app, installed
 from .keyed import KeyedCalls, KeyKind, revoke_result
@@ -164,14 +164,13 @@ class Delay(KeyedCalls):
             SettingsError: *limit* is malformed, or ``native_delay_rates`` has no such name.
         """
         rates = installed(self._app).settings().rates_by_task
-        limits = [(task, at, each) for task, its in rates.items() for at, each in enumerate(its)]
-        mine = [limit for limit in limits if limit[2].name == name]
+        mine = {task: each for task, its in rates.items() for each in its if each.name == name}
         if not mine:
-            names = ", ".join(sorted({str(each.name) for *_, each in limits}))
+            names = ", ".join(sorted({str(each.name) for its in rates.values() for each in its}))
             raise SettingsError(
                 f"expected the name of a rate in native_delay_rates ({names}), got {name!r}"
             )
-        key, usual = key and key[:LONGEST_KEY], mine[0][2]
+        key, usual = key and key[:LONGEST_KEY], next(iter(mine.values()))
         rate = usual.for_key(key) if limit is None else usual.at(limit)
         asked = Asked(name, key, rate)
 
@@ -182,13 +181,12 @@ class Delay(KeyedCalls):
 
         line = ask_broker(self._app, change)
         due: dict[str, int] = {}
-        for task, at, _ in mine:
+        for task in mine:
             for each in self.ls(Query(name=task), limit=_MOST_MOVED):
-                for place, its_key in places_in(each.place)[at : at + 1]:
-                    if place is not None and its_key == key:
-                        at_us = max(line.slot_us(rate, place), line.held_until, time_ns() // 1000)
-                        if at_us < each.due_us:
-                            due[each.id] = at_us
+                if (place := places_in(each.place).get(asked.line)) is not None:
+                    at_us = max(line.slot_us(rate, place), time_ns() // 1000)
+                    if at_us < each.due_us:
+                        due[each.id] = at_us
 
         def move(found: WaitingTasks, task_id: str) -> Outcome:
             at_us = due[task_id]
@@ -198,19 +196,16 @@ class Delay(KeyedCalls):
 
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
         """Correct the due times of rate-limited tasks that a ``RetryAfter`` delays."""
-        until_us: dict[tuple[str, str | None], int] = {}
+        until_us: dict[str, int] = {}
         if any(task.place for task in tasks):
             with suppress(NativeDelayError):  # then show the due times of the messages
                 for line in self.rates(limit=_MOST_LINES):
-                    until_us[line.task, line.key] = line.held_until_us or 0
-        rates = installed(self._app).settings().rates_by_task
-        held = []
-        for task in tasks:
-            its = rates.get(task.name) or named(task.name, "1/s")
-            places = zip(its, places_in(task.place), strict=False)
-            untils = (until_us.get((str(rate.name), key), 0) for rate, (_, key) in places)
-            held.append(replace(task, due_us=max(task.due_us, *untils, 0)))
-        return held
+                    until_us[name_of(line.task, line.key)] = line.held_until_us or 0
+        return [
+            replace(task, due_us=max(task.due_us, *(until_us.get(line, 0) for line in lines), 0))
+            for task in tasks
+            for lines in [places_in(task.place)]
+        ]
 
     # --- changing ------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import wraps
@@ -12,7 +13,7 @@ from celery.utils.log import get_logger
 
 from ..errors import described
 from ..now import time_ns, utc_now
-from ..rates.line import Asked, places_header
+from ..rates.line import Asked
 from ..rates.rate import Rate
 from ..rates.retry_after import RetryAfter
 from ..records.waiting import PLACE
@@ -61,10 +62,10 @@ def _retrying(installation: Installation, task: Any, run: Callable[..., Any]) ->
             since = headers.setdefault(SINCE, now)
             for rate in settings.rates_by_task.get(task.name, ())[: 1 - request.is_eager]:
                 known = rate.signature_of(task.name, run)
-                key, limit = limit_of_call(
+                limit = limit_of_call(
                     task.name, request.id, rate, known, lambda: (args, kwargs), headers
                 )
-                _hold(installation.app, task.name, key, limit, seconds, headers)
+                _hold(installation.app, task.name, limit, seconds, headers)
             if not isinstance(since, int | float) or now - since > settings.retry_after_limit:
                 raise
             # In eager mode every retry counts: Celery retries at once, and would never end.
@@ -84,16 +85,13 @@ def _retrying(installation: Installation, task: Any, run: Callable[..., Any]) ->
     return until_retry_after
 
 
-def _hold(
-    app: Any, task: str, key: str | None, rate: Rate, seconds: float, headers: dict[str, Any]
-) -> None:
+def _hold(app: Any, task: str, limit: Asked, seconds: float, headers: dict[str, Any]) -> None:
     """Stop the starts of a rate for some *seconds*, and put the first place into *headers*."""
     try:
         with app.connection_or_acquire() as connection:
             channel, settings = delaying_channel(app, connection)
             with closing(channel.lines(settings)) as lines:
-                place = lines.hold(Asked(str(rate.name), key, rate), seconds)
-        headers[PLACE] = places_header([(place, key)])
+                headers[PLACE] = json.dumps({limit.line: lines.hold(limit, seconds)})
     except Exception as problem:  # the task is retried all the same
         logger.error(
             "native delay: RetryAfter holds only this task, not others of %s: %s",
@@ -109,13 +107,13 @@ def limit_of_call(
     signature: Signature | None,
     call: Callable[[], tuple[Any, Any]],
     headers: Mapping[str, Any],
-) -> tuple[str | None, Rate]:
-    """Return the key of a call, and the rate of this key. An error is logged: None, or *rate*."""
+) -> Asked:
+    """Return the limit of a call, with its key. An error is logged, and the key or limit is usual."""
     key = None
     try:
         if rate.key is not None:
             key = rate.key_of(*call(), headers, signature)
-        return key, rate.for_key(key)
+        return Asked(str(rate.name), key, rate.for_key(key))
     except Exception as exc:  # the user's callables or a malformed message may raise anything
         logger.error(
             "native delay: cannot compute the rate key of %s[%s], or the limit of its key: %s",
@@ -123,4 +121,4 @@ def limit_of_call(
             task_id,
             described(exc),
         )
-        return key, rate
+        return Asked(str(rate.name), key, rate)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ..records.interface import Change, RecordName, Snapshot
-from .line import Asked, Line, Lines, RateLine, Turn, ask_all, at_rate, name_of, seen_longest_first
+from .line import Asked, Line, Lines, RateLine, Turn, ask_all, at_rate, seen_longest_first
 from .rate import Rate
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ class RecordLines(Lines):
             after, answer = decide(lines, rates, now_us)
             return [_stored(*each, now_us) for each in zip(after, rates, strict=True)], answer
 
-        names = [RecordName("rate", name_of(each.name, each.key)) for each in asked]
+        names = [RecordName("rate", each.line) for each in asked]
         return self._records.change_all(names, change)
 
 

@@ -22,7 +22,6 @@ from .line import (
     RateLine,
     Turn,
     at_rate,
-    name_of,
     seen_longest_first,
 )
 from .rate import Rate
@@ -175,7 +174,7 @@ class RedisLines(Lines):
         self.now_us: int | None = None
 
     def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
-        names = [name_of(each.name, each.key) for each in asked]
+        names = [each.line for each in asked]
         keys = [self._names, *(key for name in names for key in self._keys_of(name))]
 
         def answered() -> bytes | None:
@@ -210,8 +209,7 @@ class RedisLines(Lines):
         *,
         sets: bool = False,
     ) -> T:
-        name = name_of(asked.name, asked.key)
-        keys = self._keys_of(name)
+        name, keys = asked.line, self._keys_of(asked.line)
 
         def changed() -> T | None:
             read_us, text, *log = self._link.run(READ, keys)

@@ -21,13 +21,13 @@ Therefore redelivered messages and messages without a place cannot break the rat
 from __future__ import annotations
 
 import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple, Self, TypeVar
 
 from .rate import MOST_KEPT_STARTS, UNLIMITED, Rate
@@ -46,7 +46,8 @@ SET_KEPT_US = 100 * 365 * 86_400_000_000
 #: The separator between task and key in the name of a line.
 _SEPARATOR = "\n"
 
-_DIGITS = re.compile("[0-9]{1,19}")
+#: Places are below this number, so that Redis has exact numbers.
+_FARTHEST = 2**53
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,11 @@ class Asked(NamedTuple):
     key: str | None
     rate: Rate
     place: int | None = None
+
+    @property
+    def line(self) -> str:
+        """The name of the queue for this limit and key."""
+        return name_of(self.name, self.key)
 
 
 class Line(NamedTuple):
@@ -194,19 +200,18 @@ class Line(NamedTuple):
         """
         from_us = max(now_us, self.held_until)
         ahead_us = max(self.start_at - from_us, 0)
+        # A start without a stored time counts as late as possible.
+        times = [
+            at_us
+            for noted_us, next_us in pairwise((*self.log, now_us))
+            for at_us in (noted_us, *[next_us] * (old.noted_each - 1))
+        ]
         line = self if old.period_us == new.period_us else self._replace(starts=0, starts_before=0)
         return line._replace(
             start_at=self.start_at - ahead_us + ahead_us * new.spacing_us // old.spacing_us,
-            log=self._log_for(old, new, now_us),
+            total=0,
+            log=tuple(times[-new.noted_each :: -new.noted_each][:MOST_KEPT_STARTS][::-1]),
         )
-
-    def _log_for(self, old: Rate, new: Rate, now_us: int) -> tuple[int, ...]:
-        """Return the times of every n-th start, if n changes with the rate. Never too early."""
-        each, log = old.noted_each, self.log
-        first = (self.total - 1) // each * each - (len(log) - 1) * each
-        marks = range(-(-first // new.noted_each) * new.noted_each, self.total, new.noted_each)
-        later = [-(-(mark - first) // each) for mark in marks[-MOST_KEPT_STARTS:]]
-        return tuple(log[at] if at < len(log) else now_us for at in later)
 
     def _counted_until(self, now_us: int, period_us: int) -> Self:
         elapsed_us = now_us - self.counted_from
@@ -328,23 +333,12 @@ def ask_all(
     return [*lines[:at], after, *lines[at + 1 :]], Turn(turn.wait_us, turn.place, at)
 
 
-def places_header(places: Sequence[tuple[int | None, str | None]]) -> str:
-    """Return the header of a task with these places and keys, one for each of its limits."""
-    texts = [str(place) if key is None else f"{place} {key}" for place, key in places]
-    return texts[0] if len(texts) == 1 else json.dumps(texts)
-
-
-def places_in(header: object) -> list[tuple[int | None, str | None]]:
-    """Parse the header with a task's places and keys. Malformed places are None."""
-    texts = [header] if header else []
-    if isinstance(header, str) and header.startswith("["):
-        with suppress(ValueError, RecursionError):
-            texts = json.loads(header)
-    parts = [text.partition(" ") if isinstance(text, str) else ("", "", "") for text in texts]
-    return [
-        (int(place) if _DIGITS.fullmatch(place) else None, key if blank else None)
-        for place, blank, key in parts
-    ]
+def places_in(header: object) -> dict[str, int]:
+    """Parse the header with a task's places: the place in each line, by the line's name."""
+    with suppress(TypeError, ValueError, AttributeError, RecursionError):
+        places = json.loads(header).items()  # type: ignore[arg-type]
+        return {name: at for name, at in places if type(at) is int and abs(at) < _FARTHEST}
+    return {}
 
 
 def at_rate(
@@ -369,9 +363,9 @@ def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[
     return sorted(seen, key=lambda line: -line.waiting)
 
 
-def name_of(task: str, key: str | None) -> str:
-    """Return the storage name of the queue for a task name and key."""
-    return task if key is None else f"{task}{_SEPARATOR}{key}"
+def name_of(name: str, key: str | None) -> str:
+    """Return the storage name of the queue for the name of a rate and a key."""
+    return name if key is None else f"{name}{_SEPARATOR}{key}"
 
 
 @lru_cache

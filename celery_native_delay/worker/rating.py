@@ -12,6 +12,7 @@ gives each task a *place*, which determines the start time of the task.
 
 from __future__ import annotations
 
+import json
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from celery.worker import state
 
 from ..app.retrying import limit_of_call
 from ..errors import RecordsUnavailable, described
-from ..rates.line import Asked, Lines, places_header, places_in
+from ..rates.line import Asked, Lines, places_in
 from ..rates.rate import Rate
 from ..records.waiting import PLACE
 from ..settings import DelaySettings
@@ -33,9 +34,6 @@ from .arrival import SHORTEST_WAIT_US, Arrival, AskAgain, Ruling, WaitUntil
 from .unique import give_back, take_locks
 
 logger = get_logger(__name__)
-
-#: Places further ahead than ten years are ignored: a forged one could stop the line for ever.
-_FARTHEST_US = 10 * 365 * 86_400_000_000
 
 #: Seconds until the first task that waits for a free process looks again; the second waits twice as
 #: long, and so on for the first 25, as a worker may have thousands.
@@ -50,8 +48,8 @@ _FORGOTTEN_US = 1_000_000
 class _InLine:
     """A rate-limited task in this worker, which waits for its limit number *at*.
 
-    *line* is this limit's name and key. *place* is the task's position in the queue with this name
-    and key. *again* makes the worker check the task again.
+    *line* is the name of this limit's queue. *place* is the task's position in this queue. *again*
+    makes the worker check the task again.
     """
 
     tag: Any
@@ -60,8 +58,8 @@ class _InLine:
     again: Callable[[], object] | None = None
 
     @property
-    def line(self) -> tuple[str, str | None]:
-        return self.limits[self.at][:2]
+    def line(self) -> str:
+        return self.limits[self.at].line
 
     @property
     def place(self) -> int | None:
@@ -82,7 +80,7 @@ class Rated:
         self._for_process: dict[Any, int] = {}
         #: The tasks with a place in this worker: by delivery tag, and by line in order of places.
         self._by_tag: dict[Any, _InLine] = {}
-        self._by_line: dict[tuple[str, str | None], list[_InLine]] = {}
+        self._by_line: dict[str, list[_InLine]] = {}
         self._warned = False
 
     def __call__(self, arrival: Arrival) -> Ruling | None:
@@ -116,16 +114,12 @@ class Rated:
     def _task_of(self, arrival: Arrival, rates: Sequence[Rate]) -> _InLine:
         signature, message = self._signatures.get(arrival.name), arrival.message
         call = partial(_arguments, arrival)
-        places = [*places_in(message.headers.get(PLACE)), *[(None, None)] * len(rates)]
+        places = places_in(message.headers.get(PLACE))
         limits = []
-        for rate, (place, its_key) in zip(rates, places, strict=False):
-            key, limit = limit_of_call(
-                arrival.name, arrival.id, rate, signature, call, arrival.fields
-            )
-            if its_key != key or (place or 0) > arrival.now_us + _FARTHEST_US:
-                place = None
-            limits.append(Asked(str(rate.name), key, limit, place))
-        at = max(range(len(limits)), key=lambda number: limits[number].place or 0)
+        for rate in rates:
+            limit = limit_of_call(arrival.name, arrival.id, rate, signature, call, arrival.fields)
+            limits.append(limit._replace(place=places.get(limit.line)))
+        at = next((at for at, limit in enumerate(limits) if limit.place is not None), 0)
         entry = _InLine(message.delivery_tag, limits, at)
         if entry.place is not None:
             self._enter(entry)
@@ -187,7 +181,7 @@ class Rated:
         headers = arrival.message.headers
         # A new task gets its place first, so that it has no lock while it waits for its turn.
         is_behind = entry.place is None and any(
-            limit[:2] in self._by_line or limit.rate.concurrent for limit in entry.limits
+            limit.line in self._by_line or limit.rate.concurrent for limit in entry.limits
         )
         may_start = wait is None and not is_behind
         try:
@@ -216,11 +210,12 @@ class Rated:
             self._remove(entry)
             return None
         give_back(arrival.consumer, headers)
-        if turn.at != entry.at and entry.tag in self._by_tag:
+        if entry.tag in self._by_tag and (turn.at, turn.place) != (entry.at, entry.place):
             self._remove(entry)
         entry.at = turn.at
         entry.limits[turn.at] = entry.limits[turn.at]._replace(place=turn.place)
-        kept = {PLACE: places_header([(limit.place, limit.key) for limit in entry.limits])}
+        places = {each.line: each.place for each in entry.limits if each.place is not None}
+        kept = {PLACE: json.dumps(places)}
         headers.update(kept)
         again = AskAgain(turn.wait_us / 1e6, beside_prefetch=True, from_here=True)
         ahead_us = self.come_back_late_us

@@ -266,8 +266,8 @@ def test_malformed_messages_neither_end_a_worker_nor_hold_up_other_keys(fleet: F
     hostile = [
         app.send_task("call_api", ("\ud800",)),
         app.send_task("call_api", ("a\0b",)),
-        app.send_task("call_api", ("ada",), headers={PLACE: f"{'9' * 30} ada"}),
-        app.send_task("call_api", ("ada",), headers={PLACE: "9000000000000000000 ada"}),
+        app.send_task("call_api", ("ada",), headers={PLACE: '{"call_api\\nada": 1' + '9' * 30 + '}'}),
+        app.send_task("call_api", ("ada",), headers={PLACE: '{"call_api\\nada": 9000000000000000}'}),
         app.send_task("call_api", ("ada",), headers={PLACE: [1]}),
         app.send_task("call_api", ("ada",), headers={HEADER: {"v": 1, "due": "soon"}}),
         app.send_task("call_api", ("ada",), headers={UNIQUE: {"v": 1, "key": "\ud800"}}),

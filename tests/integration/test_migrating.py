@@ -731,7 +731,7 @@ def test_a_place_in_a_rates_queue_is_kept_on_the_same_broker_only(
     vhost_url: str, settings: dict[str, Any], records_redis: PrivateRedis
 ) -> None:
     """On another broker the task queues for its rate again."""
-    options = {"headers": {PLACE: "17 ada"}}
+    options = {"headers": {PLACE: '{"reminders": 17}'}}
     with (
         an_app(records_redis.url) as redis_app,
         an_app(vhost_url, **settings, **EARLIER) as old,
@@ -741,7 +741,7 @@ def test_a_place_in_a_rates_queue_is_kept_on_the_same_broker_only(
         send(old, 2, 500, queue="reminders", **options)
         assert migrated(app, "sets", records_redis.url)["moved"] == 2
         places = {each.headers["id"]: each.headers.get(PLACE) for each in in_levels(app)}
-        assert places == {"order-1": None, "order-2": "17 ada"}
+        assert places == {"order-1": None, "order-2": '{"reminders": 17}'}
 
 
 # ---- prune -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,7 +52,7 @@ SCALARS = (
 ANYTHING = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3)
 )
-PLACES = st.builds("{}{}{}".format, SCALARS, st.sampled_from(["", " "]), TEXTS)
+PLACES = st.dictionaries(st.sampled_from([RATED, f"{RATED}\nada"]) | TEXTS, SCALARS).map(json.dumps)
 STAMPS = st.builds("{}/{}/{}".format, TEXTS, SCALARS, TEXTS)
 
 

@@ -19,6 +19,9 @@ from celery_native_delay.worker.rating import LOOK_SECONDS, PLACE, Rated
 
 NOW_US = 1_795_176_000_000_000
 
+#: The header of a task with a place in ada's queue.
+ADAS = '{{"shop.call_api\\nada": {}}}'
+
 RATES = {"shop.call_api": Rate("10/s", key="tenant")}
 SETTINGS = DelaySettings(rates=RATES)
 
@@ -89,14 +92,14 @@ def test_a_task_starts_when_the_queue_allows_it() -> None:
 
 def test_the_place_header_is_removed_at_the_start() -> None:
     """A retry is another attempt and gets a new place."""
-    task = arrival(**{PLACE: "123 ada"})
+    task = arrival(**{PLACE: ADAS.format(123)})
     ruling, lines = ruled(Turn(), task)
     assert ruling is None
     assert lines.asked == [("shop.call_api", "ada", 123)]
     assert PLACE not in task.message.headers
 
 
-@pytest.mark.parametrize("place", ["123 bob", "123", "x ada", ""])
+@pytest.mark.parametrize("place", ['{"shop.call_api\\nbob": 123}', "123", "x ada", ""])
 def test_a_place_in_another_queue_is_ignored(place: str) -> None:
     assert ruled(Turn(), arrival(**{PLACE: place}))[1].asked == [("shop.call_api", "ada", None)]
 
@@ -105,7 +108,7 @@ def test_a_task_with_a_long_wait_waits_in_the_broker() -> None:
     """It comes back a little before its start."""
     ruling, _ = ruled(Turn(5_000_000, 123), arrival())
     again = AskAgain(5.0, beside_prefetch=True, from_here=True)
-    assert ruling == WaitUntil(NOW_US + 4_900_000, None, again, {PLACE: "123 ada"})
+    assert ruling == WaitUntil(NOW_US + 4_900_000, None, again, {PLACE: ADAS.format(123)})
 
 
 def test_a_wait_beyond_the_longest_delay_is_split() -> None:
@@ -120,7 +123,7 @@ def test_a_task_with_a_short_wait_waits_in_the_worker() -> None:
     task = arrival()
     ruling, _ = ruled(Turn(150_000, 123), task)
     assert ruling == AskAgain(0.15, beside_prefetch=True, from_here=True)
-    assert task.message.headers[PLACE] == "123 ada"
+    assert task.message.headers[PLACE] == ADAS.format(123)
 
 
 @pytest.mark.parametrize("lines", [None, Lines(RecordsUnavailable("away"))])
@@ -208,7 +211,7 @@ def test_a_task_with_several_limits_waits_for_the_one_with_the_longest_wait() ->
     assert isinstance(ruling, WaitUntil)
     assert lines.asked == [("shop.call_api", "ada", None), ("all", None, None)]
     header = task.message.headers[PLACE]
-    assert places_in(header) == [(None, "ada"), (123, None)]
+    assert places_in(header) == {"all": 123}
     lines.turn = Turn(50_000, 77, at=0)
     again = arrival(**{PLACE: header})
     assert gate(again) == AskAgain(0.05, beside_prefetch=True, from_here=True)
@@ -230,7 +233,7 @@ def test_a_task_takes_locks_when_its_turn_has_come(monkeypatch: pytest.MonkeyPat
     task = arrival()
     assert gate(task) == AskAgain(0.0, beside_prefetch=True, from_here=True)
     assert len(free) == 2
-    kept = {PLACE: "1001 ada"}
+    kept = {PLACE: ADAS.format(1001)}
     assert gate(task) == WaitUntil(NOW_US + 5, None, AskAgain(0.1), kept)
     assert gate(arrival(**kept)) is None
 
@@ -241,10 +244,12 @@ def test_a_task_takes_locks_when_its_turn_has_come(monkeypatch: pytest.MonkeyPat
         "[",
         "[1]",
         "[" * 100_000,
-        '["x ada", "-9"]',
-        '[["1", {}]]',
-        '[["x", "ada"], [9, "ada"]]',
-        "[[], []]",
+        '{"all": "9"}',
+        '{"all": true}',
+        '{"all": 1e5}',
+        '{"all": 9007199254740992}',
+        '{"all": null}',
+        '{"shop.call_api\\nbob": 7}',
         "{}",
     ],
 )
@@ -267,7 +272,7 @@ class Here:
     woken: list[int] = field(default_factory=list)
 
     def asks(self, tag: int, place: int | None = None) -> Ruling | None:
-        headers = {} if place is None else {PLACE: f"{place} ada"}
+        headers = {} if place is None else {PLACE: ADAS.format(place)}
         ruling = self.gate(arrival(tag=tag, **headers))
         if ruling is None:
             self.started.append(tag)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import time
@@ -14,7 +15,7 @@ from celery.exceptions import Retry
 from celery_native_delay import Rate, RetryAfter, install
 from celery_native_delay.app import retrying
 from celery_native_delay.app.retrying import SINCE
-from celery_native_delay.rates.line import places_header
+from celery_native_delay.rates.line import Asked
 from celery_native_delay.records.waiting import PLACE
 from celery_native_delay.worker import attempt
 from celery_native_delay.worker.telemetry import outcome_of
@@ -33,10 +34,10 @@ class Sent:
             self.messages.append(dict(signature.options) | more)
 
         def hold(
-            app: Any, task: str, key: str | None, rate: Any, seconds: float, headers: Any
+            app: Any, task: str, limit: Asked, seconds: float, headers: dict[str, Any]
         ) -> None:
-            self.held.append((task, key, seconds))
-            headers[PLACE] = places_header([(77, key)])
+            self.held.append((task, limit.key, seconds))
+            headers[PLACE] = json.dumps({limit.line: 77})
 
         monkeypatch.setattr(retrying, "_hold", hold)
         monkeypatch.setattr("celery.canvas.Signature.apply_async", apply_async)
@@ -77,11 +78,12 @@ def running(task: Task, *args: Any, retries: int = 0, **headers: Any) -> Iterato
 
 
 @pytest.mark.parametrize(
-    ("tenant", "key", "place"), [("ada", "ada", "77 ada"), ("\ud800", None, "77")]
+    ("tenant", "key", "place"),
+    [("ada", "ada", {"shop.call_api\nada": 77}), ("\ud800", None, {"shop.call_api": 77})],
 )
 @pytest.mark.parametrize("options", [{}, {"autoretry_for": (Exception,)}])
 def test_the_task_is_retried_first_in_its_queue(
-    sent: Sent, options: dict[str, Any], tenant: str, key: str | None, place: str
+    sent: Sent, options: dict[str, Any], tenant: str, key: str | None, place: dict[str, int]
 ) -> None:
     """If its key cannot be computed, it is in the queue of tasks without a key."""
     task = refused(app_with(rates=RATES), **options)
@@ -91,7 +93,7 @@ def test_the_task_is_retried_first_in_its_queue(
     assert sent.held == [("shop.call_api", key, 30.0)]
     (message,) = sent.messages
     assert message["headers"].pop(SINCE) == pytest.approx(time(), abs=60)
-    assert message["headers"] == {"mine": 1, PLACE: place}
+    assert message["headers"] == {"mine": 1, PLACE: json.dumps(place)}
     with pytest.raises(RetryAfter):
         task("ada")
 
