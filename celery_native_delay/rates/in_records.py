@@ -19,13 +19,16 @@ class RecordLines(Lines):
         self._records = records
 
     def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
-        def decide(
-            lines: Sequence[Line], rates: Sequence[Rate], now_us: int
-        ) -> tuple[Sequence[Line], Turn]:
+        def change(snapshots: Sequence[Snapshot]) -> tuple[list[Change[None]], Turn]:
+            now_us = snapshots[0].now_us
+            before = [_read(*each) for each in zip(snapshots, asked, strict=True)]
+            lines, rates = zip(*before, strict=True)
             places = [each.place for each in asked]
-            return ask_all(lines, rates, now_us, places, may_start=may_start)
+            after, turn = ask_all(lines, rates, now_us, places, may_start=may_start)
+            stored = zip(after, rates, strict=True)
+            return [_stored(line, rate, now_us, None) for line, rate in stored], turn
 
-        return self._change_all(asked, decide)
+        return self._records.change_all([RecordName("rate", each.line) for each in asked], change)
 
     def look(self, limit: int) -> list[RateLine]:
         at_us, found = self._records.latest("rate", limit)
@@ -41,33 +44,18 @@ class RecordLines(Lines):
         *,
         sets: bool = False,
     ) -> T:
-        def decide_one(lines: Any, rates: Any, now_us: int) -> tuple[Sequence[Line], T]:
-            line, answer = decide(*lines, *rates, now_us)
-            return [line], answer
+        def change(snapshot: Snapshot) -> Change[T]:
+            line, rate = _read(snapshot, asked, sets=sets)
+            line, answer = decide(line, rate, snapshot.now_us)
+            return _stored(line, rate, snapshot.now_us, answer)
 
-        return self._change_all([asked], decide_one, sets=sets)
-
-    def _change_all(
-        self,
-        asked: Sequence[Asked],
-        decide: Callable[[Sequence[Line], Sequence[Rate], int], tuple[Sequence[Line], T]],
-        *,
-        sets: bool = False,
-    ) -> T:
-        def change(snapshots: Sequence[Snapshot]) -> tuple[list[Change[None]], T]:
-            now_us = snapshots[-1].now_us
-            before = [
-                at_rate((seen.text or "").split("\n"), each.rate, now_us, sets=sets)
-                for seen, each in zip(snapshots, asked, strict=True)
-            ]
-            lines, rates = zip(*before, strict=True)
-            after, answer = decide(lines, rates, now_us)
-            return [_stored(*each, now_us) for each in zip(after, rates, strict=True)], answer
-
-        names = [RecordName("rate", each.line) for each in asked]
-        return self._records.change_all(names, change)
+        return self._records.change(RecordName("rate", asked.line), change)
 
 
-def _stored(line: Line, rate: Rate, now_us: int) -> Change[None]:
+def _read(snapshot: Snapshot, asked: Asked, *, sets: bool = False) -> tuple[Line, Rate]:
+    return at_rate((snapshot.text or "").split("\n"), asked.rate, snapshot.now_us, sets=sets)
+
+
+def _stored(line: Line, rate: Rate, now_us: int, answer: T) -> Change[T]:
     log = " ".join(map(str, line.log))
-    return Change(f"{line.encoded(rate)}\n{log}", line.ends_us(rate, now_us), None)
+    return Change(f"{line.encoded(rate)}\n{log}", line.ends_us(rate, now_us), answer)

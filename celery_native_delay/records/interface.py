@@ -188,13 +188,6 @@ class Records(ABC):
             the field *answer* of the change.
         """
 
-    def change_all(
-        self,
-        names: Sequence[RecordName],
-        decide: Callable[[Sequence[Snapshot]], tuple[Sequence[Change[Any]], T]],
-    ) -> T:
-        raise NotImplementedError  # only a database can do that
-
     @abstractmethod
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
         """Read stored states by their names. A missing state gives None."""

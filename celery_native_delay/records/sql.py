@@ -21,6 +21,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    bindparam,
     delete,
     insert,
     select,
@@ -101,6 +102,20 @@ MARKS = Table(
 
 _RECORD, _WAITING, _MARK = RECORDS.c, WAITING.c, MARKS.c
 
+_OURS = _RECORD.owner == bindparam("mine"), _RECORD.kind == bindparam("its")
+#: Locks rows in one order for all processes, so that no two processes wait for each other.
+_LOCK = (
+    select(_RECORD.digest, _RECORD.text, _RECORD.kept_us)
+    .where(*_OURS, _RECORD.digest.in_(bindparam("these", expanding=True)))
+    .order_by(_RECORD.digest)
+    .with_for_update()
+)
+_UPDATE = (
+    update(RECORDS)
+    .where(*_OURS, _RECORD.digest == bindparam("this"))
+    .values(text=bindparam("new"), kept_us=bindparam("until"))
+)
+
 
 class SqlRecords(Database, ComparedRecords):
     """The state about waiting tasks, and the list of waiting messages, in a database."""
@@ -141,15 +156,23 @@ class SqlRecords(Database, ComparedRecords):
         names: Sequence[RecordName],
         decide: Callable[[Sequence[Snapshot]], tuple[Sequence[Change[Any]], T]],
     ) -> T:
+        """Change several stored states of one kind in one transaction."""
+        digests = [_digest(name.name) for name in names]
+        mine = {"mine": self.owner, "its": names[0].kind}
+
         def changed(connection: Connection) -> T:
-            # In one order for all processes, so that no two wait for each other.
-            rows = {name: self.read_row(connection, name, locked=True) for name in sorted(names)}
-            snapshots = [self._snapshot(connection, rows[name], locked=True) for name in names]
-            changes, answer = decide(snapshots)
-            for name, seen, change in zip(names, snapshots, changes, strict=True):
-                if change.text != seen.text:
-                    is_old = rows[name] is not None
-                    self.write_row(connection, name, change.text, change.kept_us, is_old)
+            rows = {row[0]: row for row in connection.execute(_LOCK, mine | {"these": digests})}
+            at_us = now_us(connection)
+            valid = {row[0]: row[1] for row in rows.values() if row[2] >= at_us}
+            changes, answer = decide([Snapshot(at_us, valid.get(digest)) for digest in digests])
+            updated = []
+            for name, digest, change in zip(names, digests, changes, strict=True):
+                if digest not in rows:
+                    self.write_row(connection, name, change.text, change.kept_us, is_there=False)
+                elif change.text != valid.get(digest):
+                    updated.append({"this": digest, "new": change.text, "until": change.kept_us})
+            if updated:
+                connection.execute(_UPDATE, [mine | each for each in updated])
             return answer
 
         return self.do(changed)
