@@ -100,7 +100,10 @@ for number, line in ipairs(lines) do
     end
     local at = slot(line, line.place)
     local oldest = redis.call('LINDEX', line.log, -line.noted)
-    if oldest then at = max(at, oldest + line.window) end
+    local room = oldest and oldest + line.window or 0
+    if room > max(at, now) then
+        line.start_at, at = line.start_at + room - at, room
+    end
     if (at > now or ARGV[2] == '0') and max(at - now, 0) > longest then
         longest, waits = max(at - now, 0), number
     end
@@ -124,7 +127,9 @@ for _, line in ipairs(lines) do
     end
     line.front = max(line.front, line.place) + 1
     line.last = max(line.last, line.front)
-    line.start_at = max(now - line.catch_up, line.start_at) + line.spacing
+    local pace = max(line.start_at, now - line.catch_up)
+    if now - line.start_at > max(line.spacing, line.catch_up) then pace = now end
+    line.start_at = pace + line.spacing
     line.starts, line.total = line.starts + 1, line.total + 1
     redis.call('PEXPIRE', line.log, keep(line))
 end

@@ -159,12 +159,15 @@ class Line(NamedTuple):
         if place is None or place >= line.end:  # the record with this place was lost
             place = line.end
             line = line._replace(end=place + 1)
-        oldest_us = line.log[-rate.noted] if len(line.log) >= rate.noted else -rate.window_us
-        may_at_us = max(line.slot_us(rate, place), oldest_us + rate.window_us)
-        if may_at_us > now_us or not may_start:
+        slot_us = line.slot_us(rate, place)
+        room_us = line.log[-rate.noted] + rate.window_us if len(line.log) >= rate.noted else 0
+        if room_us > max(slot_us, now_us):  # the limit per period permits only a later start
+            line = line._replace(start_at=line.start_at + room_us - slot_us)
+            slot_us = room_us
+        if slot_us > now_us or not may_start:
             # Later tasks have started before a task in front: all places move back by one.
             line = line._replace(front=line.front - (place < line.front))
-            return line, Turn(max(may_at_us - now_us, 0), place)
+            return line, Turn(max(slot_us - now_us, 0), place)
         return line._start(rate, now_us, place), Turn()
 
     def slot_us(self, rate: Rate, place: int) -> int:
@@ -175,12 +178,15 @@ class Line(NamedTuple):
     def _start(self, rate: Rate, now_us: int, place: int) -> Self:
         line = self._counted_until(now_us, rate.period_us)
         log, front = line.log, max(line.front, place) + 1
+        pace_us = max(line.start_at, now_us - rate.catch_up_us)
+        if now_us - line.start_at > max(rate.spacing_us, rate.catch_up_us):
+            pace_us = now_us  # after an outage
         if line.total % rate.noted_each == 0:
             log = (*log, now_us)[-rate.noted :]
         return line._replace(
             front=front,
             end=max(line.end, front),
-            start_at=max(now_us - rate.catch_up_us, line.start_at) + rate.spacing_us,
+            start_at=pace_us + rate.spacing_us,
             starts=line.starts + 1,
             total=line.total + 1,
             log=log,
