@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 
 from celery import Celery
 
 from celery_native_delay import Rate
 from celery_native_delay.app.installation import delaying_channel
-from celery_native_delay.rates.line import Asked, Lines
+from celery_native_delay.rates.line import Asked, Line, Lines
 
 #: Windows of so much of a period are looked at: a machine that does much else may let more time
 #: pass between a gate and its task than the hundredth that is reckoned with.
@@ -42,4 +43,5 @@ def fill(
         for _ in range(1 + waiting):
             lines.ask([Asked(task, key, Rate(limit))])
         if held_seconds:
-            lines.hold(Asked(task, key, Rate(limit)), held_seconds)
+            hold = partial(Line.hold, wait_us=round(held_seconds * 1_000_000))
+            lines.change(Asked(task, key, Rate(limit)), hold)

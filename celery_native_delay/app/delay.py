@@ -127,8 +127,7 @@ class Delay(KeyedCalls):
                 found, rates = lines.look(limit), settings.rates_by_task.values()
             usual = {rate.name: rate.shown for its in rates for rate in its}
             return [
-                replace(row, overridden=row.overridden or row.rate != usual.get(row.task, row.rate))
-                for row in found
+                replace(row, overridden=row.rate != usual.get(row.task, row.rate)) for row in found
             ]
 
         return ask_broker(self._app, looked)
@@ -174,19 +173,18 @@ class Delay(KeyedCalls):
         rate = usual.for_key(key) if limit is None else usual.at(limit)
         asked = Asked(name, key, rate)
 
-        def change(channel: Any, settings: DelaySettings) -> Line:
+        def change(channel: Any, settings: DelaySettings) -> Any:
             with closing(channel.lines(settings)) as lines:
-                changed: Line = lines.change_rate(asked, is_set=limit is not None)
-                return changed
+                return lines.change(asked, lambda line, *_: (line, line), sets=limit is not None)
 
-        line = ask_broker(self._app, change)
-        due: dict[str, int] = {}
-        for task in mine:
-            for each in self.ls(Query(name=task), limit=_MOST_MOVED):
-                if (place := places_in(each.place).get(asked.line)) is not None:
-                    at_us = max(line.slot_us(rate, place), time_ns() // 1000)
-                    if at_us < each.due_us:
-                        due[each.id] = at_us
+        line: Line = ask_broker(self._app, change)
+        due = {
+            each.id: line.slot_us(rate, place)
+            for task in mine
+            for each in self.ls(Query(name=task), limit=_MOST_MOVED)
+            if (place := places_in(each.place).get(asked.line)) is not None
+            and line.slot_us(rate, place) < each.due_us
+        }
 
         def move(found: WaitingTasks, task_id: str) -> Outcome:
             at_us = due[task_id]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -45,12 +44,12 @@ _START_IT = (
     "and producers"
 )
 
+_WHOSE = "rates are a matter of workers alone"
+
 _START_THEM = (
     "start the server of the rates (the broker's Redis, native_delay_records or the store), or "
-    "correct its URL and the rights of its user"
+    f"correct its URL and the rights of its user; {_WHOSE}"
 )
-
-_WHOSE = "rates are a matter of workers alone"
 
 
 def examine(app: Any) -> list[Finding]:
@@ -67,12 +66,7 @@ def examine(app: Any) -> list[Finding]:
         *_of_schedules(app, settings),
         *_of_telemetry(settings),
     ]
-    return [
-        replace(each, remedy=f"{each.remedy}; {_WHOSE}")
-        if each.check == "rates" and _WHOSE not in each.remedy
-        else each
-        for each in dict.fromkeys(found)
-    ]
+    return list(dict.fromkeys(found))
 
 
 def _of_broker(app: Any, settings: DelaySettings) -> Iterator[Finding]:
@@ -151,7 +145,7 @@ def _of_rated_names(app: Any, settings: DelaySettings) -> Iterator[Finding]:
         app.finalize()
     except Exception as exc:  # an imported module may raise anything
         problem = f"cannot import the app's tasks: {type(exc).__name__}: {exc}"
-        yield Finding("rates", WRONG, problem, "correct it; until then no worker starts")
+        yield Finding("rates", WRONG, problem, f"correct it; {_WHOSE}")
         return
     own = [name for name in app.tasks if not name.startswith("celery.")]
     for name, rates in settings.rates_by_task.items():
@@ -168,7 +162,7 @@ def _of_rated_names(app: Any, settings: DelaySettings) -> Iterator[Finding]:
             "rates",
             WRONG,
             f"native_delay_rates has {name}, but this app has no such task",
-            f"write the name of a task{meant}, or set this rate only in the app that has the task",
+            f"write the name of a task{meant}; {_WHOSE}",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from functools import wraps
+from functools import partial, wraps
 from inspect import Signature
 from typing import Any
 
@@ -13,7 +13,7 @@ from celery.utils.log import get_logger
 
 from ..errors import described
 from ..now import time_ns, utc_now
-from ..rates.line import Asked
+from ..rates.line import Asked, Line
 from ..rates.rate import Rate
 from ..rates.retry_after import RetryAfter
 from ..records.waiting import PLACE
@@ -91,7 +91,8 @@ def _hold(app: Any, task: str, limit: Asked, seconds: float, headers: dict[str, 
         with app.connection_or_acquire() as connection:
             channel, settings = delaying_channel(app, connection)
             with closing(channel.lines(settings)) as lines:
-                headers[PLACE] = json.dumps({limit.line: lines.hold(limit, seconds)})
+                place = lines.change(limit, partial(Line.hold, wait_us=round(seconds * 1_000_000)))
+        headers[PLACE] = json.dumps({limit.line: place})
     except Exception as problem:  # the task is retried all the same
         logger.error(
             "native delay: RetryAfter holds only this task, not others of %s: %s",

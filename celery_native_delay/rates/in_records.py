@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from ..records.interface import Change, RecordName, Snapshot
-from .line import Asked, Line, Lines, RateLine, Turn, ask_all, at_rate, seen_longest_first
+from .line import Asked, Decide, Line, RateLine, Turn, ask_all, at_rate, seen_longest_first
 from .rate import Rate
 
 T = TypeVar("T")
 
 
-class RecordLines(Lines):
+class RecordLines:
     """The queues of rate-limited tasks, stored in a database."""
 
     def __init__(self, records: Any) -> None:
@@ -21,12 +21,13 @@ class RecordLines(Lines):
     def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
         def change(snapshots: Sequence[Snapshot]) -> tuple[list[Change[None]], Turn]:
             now_us = snapshots[0].now_us
-            before = [_read(*each) for each in zip(snapshots, asked, strict=True)]
-            lines, rates = zip(*before, strict=True)
-            places = [each.place for each in asked]
-            after, turn = ask_all(lines, rates, now_us, places, may_start=may_start)
-            stored = zip(after, rates, strict=True)
-            return [_stored(line, rate, now_us, None) for line, rate in stored], turn
+            read = [_read(*each) for each in zip(snapshots, asked, strict=True)]
+            at_rates = [
+                each._replace(rate=rate) for each, (_, rate) in zip(asked, read, strict=True)
+            ]
+            lines, turn = ask_all([line for line, _ in read], at_rates, now_us, may_start=may_start)
+            stored = zip(lines, at_rates, strict=True)
+            return [_stored(line, each.rate, now_us, None) for line, each in stored], turn
 
         return self._records.change_all([RecordName("rate", each.line) for each in asked], change)
 
@@ -37,22 +38,16 @@ class RecordLines(Lines):
     def close(self) -> None:
         """Do nothing: other parts of this process share the database connection."""
 
-    def _change(
-        self,
-        asked: Asked,
-        decide: Callable[[Line, Rate, int], tuple[Line, T]],
-        *,
-        sets: bool = False,
-    ) -> T:
-        def change(snapshot: Snapshot) -> Change[T]:
+    def change(self, asked: Asked, decide: Decide[T], *, sets: bool | None = None) -> T:
+        def changed(snapshot: Snapshot) -> Change[T]:
             line, rate = _read(snapshot, asked, sets=sets)
             line, answer = decide(line, rate, snapshot.now_us)
             return _stored(line, rate, snapshot.now_us, answer)
 
-        return self._records.change(RecordName("rate", asked.line), change)
+        return self._records.change(RecordName("rate", asked.line), changed)
 
 
-def _read(snapshot: Snapshot, asked: Asked, *, sets: bool = False) -> tuple[Line, Rate]:
+def _read(snapshot: Snapshot, asked: Asked, *, sets: bool | None = None) -> tuple[Line, Rate]:
     return at_rate((snapshot.text or "").split("\n"), asked.rate, snapshot.now_us, sets=sets)
 
 

@@ -7,7 +7,7 @@ by expiry time. Times are in microseconds of the Redis server's clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from ..records.interface import tried_again
@@ -17,8 +17,7 @@ from .line import (
     SET_KEPT_US,
     VERSION,
     Asked,
-    Line,
-    Lines,
+    Decide,
     RateLine,
     Turn,
     at_rate,
@@ -158,7 +157,7 @@ return 1
 """
 
 
-class RedisLines(Lines):
+class RedisLines:
     """The queues of rate-limited tasks, stored in Redis."""
 
     def __init__(self, pool: Any, space: str, where: str) -> None:
@@ -192,7 +191,7 @@ class RedisLines(Lines):
             answer: bytes | int = self._link.run(ASK, keys, *arguments)
             if isinstance(answer, bytes):
                 return answer
-            self._change(asked[answer - 1], lambda line, *_: (line, line))
+            self.change(asked[answer - 1], lambda line, *_: (line, line))
             return None
 
         if not (answer := tried_again(names[0], answered)):
@@ -207,13 +206,7 @@ class RedisLines(Lines):
     def close(self) -> None:
         self._link.close()
 
-    def _change(
-        self,
-        asked: Asked,
-        decide: Callable[[Line, Rate, int], tuple[Line, T]],
-        *,
-        sets: bool = False,
-    ) -> T:
+    def change(self, asked: Asked, decide: Decide[T], *, sets: bool | None = None) -> T:
         name, keys = asked.line, self._keys_of(asked.line)
 
         def changed() -> T | None:

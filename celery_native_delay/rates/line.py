@@ -21,14 +21,13 @@ Therefore redelivered messages and messages without a place cannot break the rat
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 from .rate import MOST_KEPT_STARTS, UNLIMITED, Rate
 
@@ -212,8 +211,9 @@ class Line(NamedTuple):
             for noted_us, next_us in pairwise((*self.log, now_us))
             for at_us in (noted_us, *[next_us] * (old.noted_each - 1))
         ]
-        line = self if old.period_us == new.period_us else self._replace(starts=0, starts_before=0)
-        return line._replace(
+        return self._replace(
+            starts=0,
+            starts_before=0,
             start_at=self.start_at - ahead_us + ahead_us * new.spacing_us // old.spacing_us,
             total=0,
             log=tuple(times[-new.noted_each :: -new.noted_each][:MOST_KEPT_STARTS][::-1]),
@@ -252,7 +252,6 @@ class Line(NamedTuple):
             starts,
             starts / rate.count,
             self.held_until if self.held_until > now_us else None,
-            bool(self.is_set),
         )
 
     # --- as text ---------------------------------------------------------------------------
@@ -272,10 +271,9 @@ class Line(NamedTuple):
         return line, _rate(words[-2], int(words[-1]))
 
 
-class Lines(ABC):
+class Lines(Protocol):
     """The storage of all queues of rate-limited tasks; methods may raise RecordsUnavailable."""
 
-    @abstractmethod
     def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
         """Decide whether a task may start now: all of its limits must permit it.
 
@@ -283,60 +281,38 @@ class Lines(ABC):
         False, a new task only gets a position.
         """
 
-    def hold(self, asked: Asked, seconds: float) -> int:
-        """Pause the tasks with this limit and key; return the retried task's position."""
-        wait_us = round(seconds * 1_000_000)
-        return self._change(asked, lambda line, rate, now_us: line.hold(rate, now_us, wait_us))
+    def change(self, asked: Asked, decide: Decide[T], *, sets: bool | None = None) -> T:
+        """Change the queue of one limit, and return the answer of *decide*.
 
-    def change_rate(self, asked: Asked, *, is_set: bool) -> Line:
-        """Change the rate of one key. If *is_set* is False, the rate in the settings counts."""
-
-        def changed(line: Line, *_: Any) -> tuple[Line, Line]:
-            line = line._replace(is_set=int(is_set))
-            return line, line
-
-        return self._change(asked, changed, sets=True)
-
-    @abstractmethod
-    def _change(
-        self,
-        asked: Asked,
-        decide: Callable[[Line, Rate, int], tuple[Line, T]],
-        *,
-        sets: bool = False,
-    ) -> T:
-        """Change a queue, and return the answer of *decide*.
-
-        If *sets* is True, the queue gets the rate in *asked*, although another rate was set.
+        If *sets* is True, the queue gets the rate in *asked*, and keeps this rate although workers
+        ask with another rate. If *sets* is False, the queue gets the rates of workers again.
         """
 
-    @abstractmethod
     def look(self, limit: int) -> Sequence[RateLine]:
         """Return the states of up to *limit* rate limits, longest queue first."""
 
-    @abstractmethod
     def close(self) -> None: ...
 
 
+#: Decides the new state of a queue, by its state, its rate and the time in microseconds.
+Decide: TypeAlias = Callable[[Line, Rate, int], tuple[Line, T]]
+
+
 def ask_all(
-    lines: Sequence[Line],
-    rates: Sequence[Rate],
-    now_us: int,
-    places: Sequence[int | None],
-    *,
-    may_start: bool = True,
-) -> tuple[Sequence[Line], Turn]:
+    lines: Sequence[Line], asked: Sequence[Asked], now_us: int, *, may_start: bool = True
+) -> tuple[list[Line], Turn]:
     """Ask all limits of one task. Only the queue in which the task waits changes, or all."""
-    asked = [
-        line.ask(rate, now_us, place, may_start=may_start)
-        for line, rate, place in zip(lines, rates, places, strict=True)
+    found = [
+        line.ask(each.rate, now_us, each.place, may_start=may_start)
+        for line, each in zip(lines, asked, strict=True)
     ]
-    waits_us = [-1 if turn.starts else turn.wait_us for _, turn in asked]
-    if max(waits_us) < 0:
-        return [line for line, _ in asked], Turn()
-    at = waits_us.index(max(waits_us))
-    after, turn = asked[at]
-    return [*lines[:at], after, *lines[at + 1 :]], Turn(turn.wait_us, turn.place, at)
+    turns = [turn for _, turn in found]
+    if all(turn.starts for turn in turns):
+        return [line for line, _ in found], Turn()
+    at = max(
+        range(len(turns)), key=lambda number: (not turns[number].starts, turns[number].wait_us)
+    )
+    return [*lines[:at], found[at][0], *lines[at + 1 :]], replace(turns[at], at=at)
 
 
 def places_in(header: object) -> dict[str, int]:
@@ -348,14 +324,16 @@ def places_in(header: object) -> dict[str, int]:
 
 
 def at_rate(
-    stored: Sequence[str | None], rate: Rate, now_us: int, *, sets: bool = False
+    stored: Sequence[str | None], rate: Rate, now_us: int, *, sets: bool | None = None
 ) -> tuple[Line, Rate]:
     """Parse a *stored* queue. Return the queue at its rate: *rate*, or a rate that was set."""
     line, known = Line.decoded(*stored)  # type: ignore[arg-type]
+    if sets is not None:
+        line = line._replace(is_set=int(sets))
+    elif line.is_set and known is not None:
+        return line, known
     if known is None or known.shown == rate.shown:
         return line, rate
-    if line.is_set and not sets:
-        return line, known
     return line.changed(known, rate, now_us), rate
 
 

@@ -161,12 +161,10 @@ def revoked(sender: Any = None, request: Any = None, terminated: bool = False, *
 
     A debounced or throttled task that was terminated has run, and keeps its key.
     """
-    if request is None:
-        return
-    give_back(sender, vars(request))
-    if terminated and _unique_mark_of(vars(request)) is None:
-        return
-    never_runs(sender, vars(request), request.id)
+    if request is not None:
+        give_back(sender, vars(request))
+        if not terminated or _unique_mark_of(vars(request)) is not None:
+            never_runs(sender, vars(request), request.id)
 
 
 @signals.task_unknown.connect(weak=False)  # type: ignore[untyped-decorator]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 
 import pytest
@@ -75,7 +76,9 @@ def test_the_script_agrees_with_the_arithmetic(
             if stored and rate.shown != counts.shown:
                 line = line.changed(counts, rate, now_us)
             line, counts = line._replace(is_set=int(is_set)), rate
-            said = lines.change_rate(Asked(task, "ada", rate), is_set=is_set)
+            said = lines.change(
+                Asked(task, "ada", rate), lambda line, *_: (line, line), sets=is_set
+            )
             assert said == line
             stored = True
             continue
@@ -90,7 +93,8 @@ def test_the_script_agrees_with_the_arithmetic(
         if kind == "hold":
             seconds = number * rate.period_us / 4_000_000
             line, place = line.hold(rate, now_us, round(seconds * 1_000_000))
-            assert lines.hold(Asked(task, "ada", asked_with), seconds) == place
+            hold = partial(Line.hold, wait_us=round(seconds * 1_000_000))
+            assert lines.change(Asked(task, "ada", asked_with), hold) == place
             places.append(place)
         else:
             asked = places[number % len(places)] if kind == "return" and places else None
@@ -129,11 +133,11 @@ def test_the_script_agrees_about_several_limits(
         lines.now_us = now_us
         is_new = number is None or not waiting
         places = [None] * 3 if is_new else waiting.pop((number or 0) % len(waiting))
-        kept, turn = ask_all(kept, rates, now_us, places, may_start=may_start)  # type: ignore[assignment]
         asked = [
             Asked(f"{task}#{at}", "ada", rate, place)
             for at, (rate, place) in enumerate(zip(rates, places, strict=True))
         ]
+        kept, turn = ask_all(kept, asked, now_us, may_start=may_start)
         assert lines.ask(asked, may_start=may_start) == turn
         if not turn.starts:
             places[turn.at] = turn.place

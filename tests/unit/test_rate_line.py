@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from celery_native_delay.rates.line import Line, ask_all, name_of
+from celery_native_delay.rates.line import Asked, Line, ask_all, name_of
 from celery_native_delay.rates.rate import Rate
 
 NOON_US = 1_795_176_000_000_000
@@ -227,8 +227,11 @@ class Shared:
             self.now_us = max(self.now_us, at_us)
             self.asked += 1
             before = [self.lines.get(name, Line()) for name in (tenant, "all")]
-            rates = (self.tenants, self.all)
-            after, turn = ask_all(before, rates, self.now_us, places)
+            limits = (
+                Asked(tenant, None, self.tenants, places[0]),
+                Asked("all", None, self.all, places[1]),
+            )
+            after, turn = ask_all(before, limits, self.now_us)
             self.lines[tenant], self.lines["all"] = after
             if turn.starts:
                 self.starts.append((self.now_us, tenant))

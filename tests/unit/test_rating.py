@@ -11,7 +11,6 @@ import pytest
 from celery.worker import state
 
 from celery_native_delay import DelaySettings, Rate, RecordsUnavailable, SettingsError
-from celery_native_delay.rates import line
 from celery_native_delay.rates.line import Asked, Turn, places_in
 from celery_native_delay.worker import rating
 from celery_native_delay.worker.arrival import AWAY_US, Arrival, AskAgain, Ruling, WaitUntil
@@ -33,7 +32,7 @@ def call_api(tenant: str, number: int = 0) -> None:
 TASKS = {"shop.call_api": SimpleNamespace(run=call_api)}
 
 
-class Lines(line.Lines):
+class Lines:
     """Queues that always answer *turn*, and remember each question."""
 
     def __init__(self, turn: Turn | Exception) -> None:
@@ -49,7 +48,7 @@ class Lines(line.Lines):
         place = asked[self.turn.at].place
         return self.turn if self.turn.starts or place is None else replace(self.turn, place=place)
 
-    def _change(self, asked: Asked, decide: Any, *, sets: bool = False) -> Any:
+    def change(self, asked: Asked, decide: Any, *, sets: bool | None = None) -> Any:
         raise NotImplementedError
 
     def look(self, limit: int) -> list[Any]:
