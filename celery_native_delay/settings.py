@@ -157,16 +157,14 @@ class DelaySettings:
         for name in _names():
             _check(name, getattr(self, name))
         shared: dict[str | None, tuple[str, Rate]] = {}
-        for task, rate in [
-            (task, rate) for task, its in self.rates_by_task.items() for rate in its
-        ]:
-            other, first = shared.setdefault(rate.name, (task, rate))
-            if (rate is not first and other == task) or replace(first, key=rate.key) != rate:
-                raise SettingsError(
-                    f"native_delay_rates: expected the rates named {rate.name!r} of {other} and "
-                    f"{task} to be of different tasks, and equal except for key, got {first!r} "
-                    f"and {rate!r}"
-                )
+        for task, its in self.rates_by_task.items():
+            for rate in its:
+                other, first = shared.setdefault(rate.name, (task, rate))
+                if (rate is not first and other == task) or replace(first, key=rate.key) != rate:
+                    raise SettingsError(
+                        f"native_delay_rates: expected one rate named {rate.name!r} of each task, "
+                        f"equal except for key, got {first!r} of {other} and {rate!r} of {task}"
+                    )
         if not self._fits_ttl(self.levels):
             ttl_ms = self.resolution_ms * self._largest_step(self.levels)
             most = next((n for n in range(self.levels, 0, -1) if self._fits_ttl(n)), 0)

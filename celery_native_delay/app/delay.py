@@ -123,12 +123,13 @@ class Delay(KeyedCalls):
         _check_count("limit", limit, least=0)
 
         def looked(channel: Any, settings: DelaySettings) -> list[RateLine]:
-            with closing(channel.lines(settings)) as lines:
-                found, rates = lines.look(limit), settings.rates_by_task.values()
+            rates = settings.rates_by_task.values()
             usual = {rate.name: rate.shown for its in rates for rate in its}
-            return [
-                replace(row, overridden=row.rate != usual.get(row.task, row.rate)) for row in found
-            ]
+            with closing(channel.lines(settings)) as lines:
+                return [
+                    replace(row, overridden=row.rate != usual.get(row.task, row.rate))
+                    for row in lines.look(limit)
+                ]
 
         return ask_broker(self._app, looked)
 
@@ -139,10 +140,6 @@ class Delay(KeyedCalls):
             NoRecords: schedules on this broker need ``native_delay_records``.
         """
         return Schedules(self._app)
-
-    def unset_rate(self, name: str, key: str | None) -> int:
-        """Give one key the limit from the settings again, after :meth:`set_rate`."""
-        return self.set_rate(name, key, None)
 
     def set_rate(self, name: str, key: str | None, limit: str | None) -> int:
         """Change the limit of one key, such as ``set_rate("shop.call_api", "gold-corp", "500/m")``.

@@ -109,7 +109,7 @@ def limit_of_call(
     call: Callable[[], tuple[Any, Any]],
     headers: Mapping[str, Any],
 ) -> Asked:
-    """Return the limit of a call, with its key. An error is logged, and the key or limit is usual."""
+    """Return the limit of a call and its key. After an error: no key, or the usual limit."""
     key = None
     try:
         if rate.key is not None:

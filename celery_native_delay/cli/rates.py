@@ -68,7 +68,7 @@ def unset(ctx: click.Context, name: str, key: str | None) -> None:
     """Give a key of the task or rate NAME the limit from the settings again."""
     from ..app.delay import Delay
 
-    moved = Delay(ctx.obj.app).unset_rate(name, key)
+    moved = Delay(ctx.obj.app).set_rate(name, key, None)
     click.echo(f"the limit of the settings counts again; {moved:,} waiting task(s) moved")
 
 

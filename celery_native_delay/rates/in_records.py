@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from ..records.interface import Change, RecordName, Snapshot
+from ..records.interface import Change, RecordName, Snapshot, T
 from .line import Asked, Decide, Line, RateLine, Turn, ask_all, at_rate, seen_longest_first
 from .rate import Rate
-
-T = TypeVar("T")
 
 
 class RecordLines:
@@ -29,7 +27,9 @@ class RecordLines:
             stored = zip(lines, at_rates, strict=True)
             return [_stored(line, each.rate, now_us, None) for line, each in stored], turn
 
-        return self._records.change_all([RecordName("rate", each.line) for each in asked], change)
+        names = [RecordName("rate", each.line) for each in asked]
+        turn: Turn = self._records.change_all(names, change)
+        return turn
 
     def look(self, limit: int) -> list[RateLine]:
         at_us, found = self._records.latest("rate", limit)
@@ -44,7 +44,8 @@ class RecordLines:
             line, answer = decide(line, rate, snapshot.now_us)
             return _stored(line, rate, snapshot.now_us, answer)
 
-        return self._records.change(RecordName("rate", asked.line), changed)
+        answer: T = self._records.change(RecordName("rate", asked.line), changed)
+        return answer
 
 
 def _read(snapshot: Snapshot, asked: Asked, *, sets: bool | None = None) -> tuple[Line, Rate]:

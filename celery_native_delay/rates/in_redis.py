@@ -8,9 +8,9 @@ by expiry time. Times are in microseconds of the Redis server's clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from ..records.interface import tried_again
+from ..records.interface import T, tried_again
 from ..records.redis_link import RedisLink, latest
 from .line import (
     KEPT_US,
@@ -25,8 +25,6 @@ from .line import (
 )
 from .rate import Rate
 
-T = TypeVar("T")
-
 #: Seconds that the server may take to connect, and for an answer.
 PATIENCE_SECONDS = 1.0
 
@@ -35,9 +33,8 @@ LEFT_ALONE_SECONDS = (0.5, 5.0)
 
 #: KEYS 1: the sorted set of names; then for each line: the line, the list of start times. ARGV 1:
 #: the time in µs, or '' for the server's time; 2: 0 if a task without a place may not start now;
-#: then for each line: its name; the numbers of its rate (spacing_us, ahead_us, period_us, window_us,
-#: catch_up_us, noted_each, noted); the end of the line's text (1 if the rate was set, limit and
-#: burst); the task's place, or ''.
+#: then for each line: its name; ``Rate.numbers``; the end of the line's text (1 if the rate was
+#: set, limit and burst); the task's place, or ''.
 #: Returns the number of a line if its text ends otherwise. Otherwise a text: the wait in µs, the
 #: place, and the number of the line in which the task waits. The text is empty if the task starts
 #: now: then every line permits the start.
@@ -135,17 +132,9 @@ end
 return ''
 """
 
-#: KEYS 1: the line; 2: the list of start times. Returns the time in µs, the line's text or '', and
-#: the times of the last starts.
-READ = """
-local time, text = redis.call('TIME'), redis.call('GET', KEYS[1])
-local now = string.format('%.0f', time[1] * 1000000 + time[2])
-return {now, text or '', unpack(redis.call('LRANGE', KEYS[2], 0, -1))}
-"""
-
-#: KEYS as in READ; 3: the sorted set of names. ARGV 1: name of the line; 2: the text that was read;
-#: 3: the new text; 4: its end in µs; 5: its TTL in ms; 6 and more: the times of the last starts.
-#: Returns 0 if the text has changed since it was read.
+#: KEYS 1: the line; 2: the list of start times; 3: the set of names. ARGV 1: the name of the line;
+#: 2: the text that was read; 3: the new text; 4: its end in µs; 5: its TTL in ms; 6 and more: the
+#: times of the last starts. Returns 0 if the text has changed since it was read.
 SWAP = """
 if (redis.call('GET', KEYS[1]) or '') ~= ARGV[2] then return 0 end
 redis.call('SET', KEYS[1], ARGV[3], 'PX', ARGV[5])
@@ -210,9 +199,11 @@ class RedisLines:
         name, keys = asked.line, self._keys_of(asked.line)
 
         def changed() -> T | None:
-            read_us, text, *log = self._link.run(READ, keys)
-            now_us = self.now_us or int(read_us)
-            stored = (text.decode(), b" ".join(log).decode())
+            text = self._link.ask("GET", keys[0]) or b""
+            log = b" ".join(self._link.ask("LRANGE", keys[1], 0, -1))
+            seconds, micros = map(int, self._link.ask("TIME"))
+            now_us = self.now_us or seconds * 1_000_000 + micros
+            stored = text.decode(), log.decode()
             line, rate = at_rate(stored, asked.rate, now_us, sets=sets)
             line, answer = decide(line, rate, now_us)
             self._set.pop(name, None)

@@ -45,9 +45,6 @@ SET_KEPT_US = 100 * 365 * 86_400_000_000
 #: The separator between task and key in the name of a line.
 _SEPARATOR = "\n"
 
-#: Places are below this number, so that Redis has exact numbers.
-_FARTHEST = 2**53
-
 
 @dataclass(frozen=True)
 class RateLine:
@@ -75,17 +72,11 @@ class RateLine:
 
     def as_json(self) -> dict[str, Any]:
         """Return the state as a dict for JSON, with times in ISO 8601."""
-        return {
-            "task": self.task,
-            "key": self.key,
-            "rate": self.rate,
-            "waiting": self.waiting,
-            "next_slot": _iso(self.next_slot_us),
-            "starts_last_period": self.starts_last_period,
-            "utilisation": round(self.utilisation, 4),
-            "held_until": _iso(self.held_until_us),
-            "overridden": self.overridden,
+        found = {
+            name.removesuffix("_us"): _iso(value) if name.endswith("_us") else value
+            for name, value in vars(self).items()
         }
+        return found | {"utilisation": round(self.utilisation, 4)}
 
 
 def _iso(moment_us: int | None) -> str | None:
@@ -195,8 +186,7 @@ class Line(NamedTuple):
         """Pause this queue for *wait_us*; return the new state and the retried task's position."""
         held_until, place = max(self.held_until, now_us + wait_us), self.front - 1
         start_at = max(self.start_at, held_until + rate.ahead_us)
-        line = self._replace(front=place, start_at=start_at, held_until=held_until)
-        return line, place
+        return self._replace(front=place, start_at=start_at, held_until=held_until), place
 
     def changed(self, old: Rate, new: Rate, now_us: int) -> Self:
         """Return the queue at a *new* rate. Waiting tasks keep their order.
@@ -306,20 +296,19 @@ def ask_all(
         line.ask(each.rate, now_us, each.place, may_start=may_start)
         for line, each in zip(lines, asked, strict=True)
     ]
-    turns = [turn for _, turn in found]
-    if all(turn.starts for turn in turns):
+    waits_us = [-1 if turn.starts else turn.wait_us for _, turn in found]
+    at = waits_us.index(max(waits_us))
+    if waits_us[at] < 0:
         return [line for line, _ in found], Turn()
-    at = max(
-        range(len(turns)), key=lambda number: (not turns[number].starts, turns[number].wait_us)
-    )
-    return [*lines[:at], found[at][0], *lines[at + 1 :]], replace(turns[at], at=at)
+    return [*lines[:at], found[at][0], *lines[at + 1 :]], replace(found[at][1], at=at)
 
 
 def places_in(header: object) -> dict[str, int]:
     """Parse the header with a task's places: the place in each line, by the line's name."""
     with suppress(TypeError, ValueError, AttributeError, RecursionError):
         places = json.loads(header).items()  # type: ignore[arg-type]
-        return {name: at for name, at in places if type(at) is int and abs(at) < _FARTHEST}
+        # Redis has exact numbers up to 2**53.
+        return {name: at for name, at in places if type(at) is int and abs(at) < 2**53}
     return {}
 
 

@@ -94,10 +94,10 @@ class Rate:
             "(args, kwargs, headers), or None",
             self.key,
         )
-        is_whole = _is_whole(self.burst, MOST_BURST)
-        _expect(is_whole, f"burst to be a whole number from 1 to {MOST_BURST}", self.burst)
-        is_whole = self.concurrent is None or _is_whole(self.concurrent, MOST_BURST)
-        _expect(is_whole, f"concurrent to be None or from 1 to {MOST_BURST}", self.concurrent)
+        concurrent = 1 if self.concurrent is None else self.concurrent
+        for name, value in (("burst", self.burst), ("concurrent", concurrent)):
+            fits = type(value) is int and 1 <= value <= MOST_BURST
+            _expect(fits, f"{name} to be a whole number from 1 to {MOST_BURST}", value)
         is_line = isinstance(self.name, str) and is_text(self.name) and "\n" not in self.name
         _expect(
             self.name is None or (is_line and 0 < len(self.name) <= LONGEST_KEY),
@@ -288,7 +288,3 @@ def _positional(name: str, args: Sequence[Any], signature: Signature | None) -> 
 def _expect(fits: object, expected: str, got: object) -> None:
     if not fits:
         raise SettingsError(f"expected {expected}, got {got!r}")
-
-
-def _is_whole(value: object, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most

@@ -158,7 +158,7 @@ class SqlRecords(Database, ComparedRecords):
     ) -> T:
         """Change several stored states of one kind in one transaction."""
         digests = [_digest(name.name) for name in names]
-        mine = {"mine": self.owner, "its": names[0].kind}
+        mine: dict[str, Any] = {"mine": self.owner, "its": names[0].kind}
 
         def changed(connection: Connection) -> T:
             rows = {row[0]: row for row in connection.execute(_LOCK, mine | {"these": digests})}
@@ -170,9 +170,10 @@ class SqlRecords(Database, ComparedRecords):
                 if digest not in rows:
                     self.write_row(connection, name, change.text, change.kept_us, is_there=False)
                 elif change.text != valid.get(digest):
-                    updated.append({"this": digest, "new": change.text, "until": change.kept_us})
+                    new = {"this": digest, "new": change.text, "until": change.kept_us}
+                    updated.append(mine | new)
             if updated:
-                connection.execute(_UPDATE, [mine | each for each in updated])
+                connection.execute(_UPDATE, updated)
             return answer
 
         return self.do(changed)

@@ -46,24 +46,15 @@ _FORGOTTEN_US = 1_000_000
 
 @dataclass(eq=False)
 class _InLine:
-    """A rate-limited task in this worker, which waits for its limit number *at*.
+    """A rate-limited task in this worker, with its limits, and the *limit* for which it waits.
 
-    *line* is the name of this limit's queue. *place* is the task's position in this queue. *again*
-    makes the worker check the task again.
+    *again* makes the worker check the task again.
     """
 
     tag: Any
     limits: list[Asked]
-    at: int = 0
+    limit: Asked
     again: Callable[[], object] | None = None
-
-    @property
-    def line(self) -> str:
-        return self.limits[self.at].line
-
-    @property
-    def place(self) -> int | None:
-        return self.limits[self.at].place
 
 
 class Rated:
@@ -89,10 +80,10 @@ class Rated:
             # A task without a rate only waits until the rate-limited tasks before it have started.
             return self._wait_for_process(arrival, 1) if self._for_process else None
         entry = self._by_tag.get(arrival.message.delivery_tag) or self._task_of(arrival, rates)
-        if entry.place is not None and not self._is_first(entry):
+        if entry.limit.place is not None and not self._is_first(entry):
             return self._ask_when_first(entry)
         wait = self._wait_for_process(arrival, _free_processes(arrival.consumer))
-        if entry.place is not None and wait is not None:
+        if entry.limit.place is not None and wait is not None:
             return wait
         return self._ask_line(arrival, entry, wait)
 
@@ -119,18 +110,22 @@ class Rated:
         for rate in rates:
             limit = limit_of_call(arrival.name, arrival.id, rate, signature, call, arrival.fields)
             limits.append(limit._replace(place=places.get(limit.line)))
-        at = next((at for at, limit in enumerate(limits) if limit.place is not None), 0)
-        entry = _InLine(message.delivery_tag, limits, at)
-        if entry.place is not None:
+        first = next((limit for limit in limits if limit.place is not None), limits[0])
+        entry = _InLine(message.delivery_tag, limits, first)
+        if entry.limit.place is not None:
             self._enter(entry)
         return entry
 
     def _enter(self, entry: _InLine) -> None:
         self._by_tag[entry.tag] = entry
-        insort(self._by_line.setdefault(entry.line, []), entry, key=lambda other: other.place or 0)
+        insort(
+            self._by_line.setdefault(entry.limit.line, []),
+            entry,
+            key=lambda other: other.limit.place or 0,
+        )
 
     def _is_first(self, entry: _InLine) -> bool:
-        return self._by_line[entry.line][0] is entry
+        return self._by_line[entry.limit.line][0] is entry
 
     def _ask_when_first(self, entry: _InLine) -> AskAgain:
         """Let a task wait until it is the first of its queue in this worker.
@@ -139,7 +134,7 @@ class Rated:
         process.
         """
         self._for_process.pop(entry.tag, None)
-        beside = self._by_line[entry.line][0].tag not in self._for_process
+        beside = self._by_line[entry.limit.line][0].tag not in self._for_process
 
         def note(again: Callable[[], object]) -> None:
             entry.again = again
@@ -151,10 +146,10 @@ class Rated:
         self._for_process.pop(entry.tag, None)
         if self._by_tag.pop(entry.tag, None) is None:
             return
-        others = self._by_line[entry.line]
+        others = self._by_line[entry.limit.line]
         others.remove(entry)
         if not others:
-            del self._by_line[entry.line]
+            del self._by_line[entry.limit.line]
         elif (again := others[0].again) is not None:
             others[0].again = None
             again()
@@ -180,7 +175,7 @@ class Rated:
         """Ask whether the task starts, waits in the worker, or returns to the broker."""
         headers = arrival.message.headers
         # A new task gets its place first, so that it has no lock while it waits for its turn.
-        is_behind = entry.place is None and any(
+        is_behind = entry.limit.place is None and any(
             limit.line in self._by_line or limit.rate.concurrent for limit in entry.limits
         )
         may_start = wait is None and not is_behind
@@ -210,10 +205,10 @@ class Rated:
             self._remove(entry)
             return None
         give_back(arrival.consumer, headers)
-        if entry.tag in self._by_tag and (turn.at, turn.place) != (entry.at, entry.place):
+        limit = entry.limits[turn.at]._replace(place=turn.place)
+        if entry.tag in self._by_tag and limit != entry.limit:
             self._remove(entry)
-        entry.at = turn.at
-        entry.limits[turn.at] = entry.limits[turn.at]._replace(place=turn.place)
+        entry.limits[turn.at] = entry.limit = limit
         places = {each.line: each.place for each in entry.limits if each.place is not None}
         kept = {PLACE: json.dumps(places)}
         headers.update(kept)
@@ -246,9 +241,7 @@ def _arguments(arrival: Arrival) -> tuple[list[Any], dict[str, Any]]:
     return payload[0], payload[1]
 
 
-def signatures(
-    rates: Mapping[str, Sequence[Rate]], tasks: Mapping[str, Any]
-) -> dict[str, Signature]:
+def signatures(rates: Mapping[str, Any], tasks: Mapping[str, Any]) -> dict[str, Signature]:
     """Return the Python function signature of each rate-limited task, by task name.
 
     Raises SettingsError if the key of a rate is not an argument of the function.

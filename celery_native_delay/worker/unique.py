@@ -82,10 +82,10 @@ def take_locks(arrival: Arrival, limits: Sequence[Asked]) -> int | None:
     headers = arrival.message.headers
     headers.pop(LOCKS, None)  # of an earlier execution
     for limit in limits:
-        if limit.rate.concurrent is None:
+        if (most := limit.rate.concurrent) is None:
             continue
         name = name_of("concurrent", limit.name, limit.key or "")
-        rule = partial(rules.share, most=limit.rate.concurrent)
+        rule = partial(rules.share, most=most)
         leases = leases_of(arrival.consumer.app)
         token, step = leases.begin(name, arrival.id, partial(_is_here, arrival), rule)
         if step.free_us is not None:
@@ -115,9 +115,8 @@ def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
 @signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
 def start(sender: Any = None, **_: Any) -> None:
     """Free the key of a starting task with ``until="start"``, or renew the locks."""
-    request = sender.request
-    for name, token in vars(request).get(LOCKS, ()):
-        leases_of(sender.app).hold(Held(name, request.id, lambda: True, token, runs=True))
+    for name, token in vars(sender.request).get(LOCKS, ()):
+        leases_of(sender.app).hold(Held(name, sender.request.id, lambda: True, token, runs=True))
     found = _marked(sender, sender.request)
     if found is None or (token := found[1].token) is None:
         return
