@@ -31,7 +31,7 @@ def message_address(exchange: str, routing_key: str) -> str:
 
 
 def topic_binding_address(exchange: str, pattern: str) -> str:
-    """Encode a topic exchange's binding key for this package's copy of the binding."""
+    """Encode the binding key of a topic exchange, keeping the wildcards ``*`` and ``#``."""
     words = [word if word in _WILDCARDS else _literal(word) for word in _words(pattern)]
     return _join(exchange, words)
 
@@ -64,7 +64,7 @@ def short_word(name: str) -> str:
 
 
 def refusal_fits(*names: str) -> bool:
-    """Return False if non-ASCII *names* are too long for RabbitMQ's error texts."""
+    """Return False if non-ASCII *names* do not fit into a RabbitMQ error text."""
     # RabbitMQ cuts an error text at 255 bytes. If the text is not ASCII, RabbitMQ 4.3 closes the
     # connection (541), and RabbitMQ 3.10 may send half a character, which py-amqp cannot decode.
     text = "".join(names)

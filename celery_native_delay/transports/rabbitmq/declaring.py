@@ -102,7 +102,7 @@ class Declarer:
             return None
 
     def _publish_to_marker(self, exchange: str) -> None:
-        """Publish a test message; raise NotFound if the exchange does not exist."""
+        """Check that an exchange exists by publishing a test message to the exchange."""
         with self.channel_for(exchange, unreadable=NotFound) as channel:
             # No queue is bound to the exchange, so the broker returns the message.
             channel.send(Publication(amqp.Message(), exchange, ""))

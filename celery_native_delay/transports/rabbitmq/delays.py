@@ -108,7 +108,7 @@ class Delays:
         timeout_seconds: float | None = None,
         confirm_timeout_seconds: float | None = None,
     ) -> bool:
-        """Publish a delayed message; return False if the caller must publish the message."""
+        """Publish a delayed message, or return False for a message that is already due."""
         confirmed = self.settings.confirm_publish
         headers = publication.message.properties.get("application_headers")
         failed_headers, delivery_id = getattr(_failed, "publish", None) or (None, "")
@@ -193,7 +193,7 @@ class Delays:
         recorded: bool = True,
         clock_ahead_us: int = 0,
     ) -> None:
-        """Publish a received message again, so that the message waits until due."""
+        """Publish a received message again, so that the message waits until the due time."""
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:
             self.mirror.queue_bound_once(routing_key if queue is None else queue)
@@ -312,7 +312,7 @@ class Delays:
                 self.preparation.declare_again()
 
     def _settle(self, channel: OwnChannel, timeout_seconds: float | None = None) -> None:
-        """Wait for confirms; publish returned messages again after declaring the delay queues."""
+        """Wait for confirms; declare missing delay queues and publish returned messages again."""
         channel.wait_all(timeout_seconds=timeout_seconds)
         returned = channel.take_returned()
         if not returned:

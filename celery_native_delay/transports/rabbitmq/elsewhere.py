@@ -1,4 +1,4 @@
-"""Recognise delay queues and messages of Celery, and of this package's former settings."""
+"""Recognise delay queues of Celery and outdated delay queues of this package."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CelerysLevels:
 
 
 def celerys_levels(names: Iterable[str]) -> list[CelerysLevels]:
-    """Find the prefixes of Celery's delay queues in a list of queue names."""
+    """Find the name prefixes of Celery's delay queues in a list of queue names."""
     matches = map(_CELERYS.fullmatch, names)
     return [CelerysLevels(prefix) for prefix in sorted({m[1] or "" for m in matches if m})]
 

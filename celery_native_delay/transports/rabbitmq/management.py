@@ -69,7 +69,7 @@ class ManagementAPI:
         return [item["name"] for item in self._containing(kind, containing)]
 
     def policies(self, kind: str) -> list[dict[str, Any]] | None:
-        """Return all policies or operator policies, or None if the request fails."""
+        """Return all policies (or operator policies); return None if the request fails."""
         path = kind.replace("policy", "policies").replace(" ", "-")
         try:
             found: list[dict[str, Any]] = self._get(f"{path}/{quote(self.vhost, safe='')}")

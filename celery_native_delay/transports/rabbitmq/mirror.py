@@ -1,4 +1,4 @@
-"""Copy the user's queue bindings, so that due messages reach the user's queues."""
+"""Copy the user's queue bindings to this package's exchange for due messages."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Mirror:
             self._note_landing(source)
 
     def exchange_deleted(self, exchange: str) -> list[Binding]:
-        """Forget a deleted exchange; return the binding copies that must be removed."""
+        """Forget a deleted exchange; return this package's copies of the exchange's bindings."""
         known = [mirrored for mirrored in self.known if mirrored.exchange == exchange]
         mirrors = map(self.binding_of, known) if exchange in self.types else ()
         gone = [binding for binding in mirrors if binding is not None]
@@ -139,7 +139,7 @@ class Mirror:
         return bool(self.pending or self.pending_landings)
 
     def take_pending(self) -> tuple[list[Mirrored], list[str]]:
-        """Return and clear the bindings and exchanges that need declarations on the broker."""
+        """Return the bindings and exchanges that still need declarations, and clear both lists."""
         pending = list(self.pending), list(self.pending_landings)
         self.pending, self.pending_landings = {}, {}
         return pending
@@ -173,7 +173,10 @@ class Mirror:
     def marker_declarations(
         self, bindings: list[Mirrored], landings: list[str], *, consuming: bool
     ) -> list[list[Declaration]]:
-        """Return declarations that tell producers how delayed messages reach each exchange."""
+        """Return the declarations of marker exchanges, and of queues that dead-letter due messages.
+
+        A producer looks for marker exchanges to learn how delayed messages reach an exchange.
+        """
         groups = [list(marked_landing(self._topology, exchange)) for exchange in landings]
         if consuming:
             named = sorted({binding.exchange for binding in bindings if binding.exchange})

@@ -1,4 +1,4 @@
-"""Move waiting messages from other delay queues into this package's delay queues.
+"""Move waiting messages into this package's delay queues, for ``delay migrate``.
 
 The module uses ``basic.get``, so that a crash requeues only one message.
 """
@@ -103,7 +103,7 @@ class QueueSource(Source):
 
 
 class SetSource(QueueSource):
-    """Reads messages from delay queues that were declared with other settings."""
+    """Reads messages from delay queues whose settings differ from the app's settings."""
 
     def __init__(
         self, delays: Delays, topology: Topology, settings: DelaySettings, *, here: bool
@@ -228,7 +228,7 @@ class RabbitMQMovingPart(MovingPart):
         return [QueueSource(self._delays, levels.name, levels.queues, read) for levels in found]
 
     def _sets(self, name: str, *, here: bool) -> list[Source]:
-        """Find this package's delay queues with other settings, by namespace or name."""
+        """Find this package's delay queues whose settings differ from the app's settings."""
         wanted = name or self._settings.namespace
         try:
             names = self._api.names("queues", containing="level-")

@@ -36,7 +36,7 @@ ROUND = 10_000
 
 @dataclass(frozen=True)
 class Parked:
-    """A due message in the parking queue, which matched no binding."""
+    """A due message that matched no binding, and is in the parking queue."""
 
     message: amqp.Message
     #: The message properties that the user published.
@@ -52,7 +52,7 @@ class Parked:
 
 @dataclass
 class _RescueState:
-    """The state of one :func:`rescue` call."""
+    """The progress of publishing undeliverable messages again."""
 
     delays: Delays
     publisher: WindowChannel
@@ -68,7 +68,7 @@ def count(delays: Delays) -> int:
 
 
 def rescue(delays: Delays) -> Rescue | None:
-    """Publish each undeliverable due message again; return None if another process does this."""
+    """Publish undeliverable due messages again; return None if another process has the lock."""
     connection = delays.connection
     parked = min(count(delays), ROUND)
     if not parked:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """The result of :meth:`Preparation.prepare`."""
+    """The number of copied bindings and the duration of :meth:`Preparation.prepare`."""
 
     #: True if this call declared the delay queues.
     declared: bool

@@ -1,4 +1,4 @@
-"""Delete queues and exchanges of former settings and of Celery's own delayed delivery."""
+"""Delete outdated queues and exchanges of this package and of Celery's delayed delivery."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Place:
 
 
 class Pruning:
-    """Finds and deletes the delay queues and exchanges of former settings."""
+    """Finds and deletes outdated delay queues and exchanges."""
 
     def __init__(self, delays: Delays, api: ManagementAPI, settings: DelaySettings) -> None:
         self._delays = delays

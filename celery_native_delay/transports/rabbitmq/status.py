@@ -29,7 +29,7 @@ class LevelStatus:
 
 @dataclass(frozen=True)
 class LandingStatus:
-    """A queue of due messages that the user's queue or exchange rejected."""
+    """A queue of due messages that RabbitMQ could not dead-letter to their destination."""
 
     queue: str
     held: int
@@ -37,7 +37,7 @@ class LandingStatus:
 
 @dataclass(frozen=True)
 class RecordsStatus:
-    """The number of waiting tasks in Redis or a database."""
+    """The numbers of waiting and overdue tasks in Redis or a database."""
 
     where: str
     #: The error that prevented counting.
@@ -74,7 +74,7 @@ class Status:
 
     @property
     def in_levels(self) -> int:
-        """Return the number of delayed messages in all queues with a TTL."""
+        """Return the total number of messages in the delay queues (with a TTL)."""
         return sum(level.waiting or 0 for level in self.levels)
 
     @property
@@ -94,7 +94,7 @@ class Status:
 
     @property
     def stuck(self) -> int | None:
-        """Return the number of due messages that RabbitMQ could not dead-letter, or None."""
+        """Count the due messages that RabbitMQ could not dead-letter; None if unknown."""
         known = [level.stuck for level in self.levels if level.stuck is not None]
         return sum(known) + sum(landing.held for landing in self.landings) if known else None
 

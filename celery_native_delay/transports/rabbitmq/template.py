@@ -176,7 +176,7 @@ def _method(channel_id: int, exchange: str, routing_key: str) -> bytes:
 
 
 def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
-    """Return a ``%`` format that has a placeholder for each text of *marks*."""
+    """Return a ``%`` format with a placeholder for each text in *marks*."""
     parts = []
     at = 0
     for mark in marks:

@@ -82,13 +82,13 @@ class Hop:
 
     @cached_property
     def entry(self) -> str:
-        """Return the name of the fanout exchange to which this queue is bound."""
+        """Return the name of the fanout exchange to which the delay queue is bound."""
         return f"{self.queue}.entry"
 
 
 @dataclass(frozen=True)
 class Level:
-    """The delay queues for neighbouring bits of a delay (a binary number)."""
+    """The delay queues for one or more bits of the delay (a binary number)."""
 
     #: The number of the lowest bit.
     lowest: int
@@ -133,11 +133,11 @@ class Topology:
     # --- names ---------------------------------------------------------------------------
 
     def level_exchange(self, bit: int) -> str:
-        """Return the name of the exchange that feeds the delay queues of *bit*."""
+        """Return the exchange that feeds the delay queues for one bit of a delay."""
         return f"{self.name}.level-{bit:02d}"
 
     def level_queue(self, units: int) -> str:
-        """Return the first delay queue for a delay in ``native_delay_resolution`` units."""
+        """Return the name of the first queue in which a message with this delay waits."""
         return self._first_hop(units).queue
 
     def landing_queue(self, exchange: str) -> str:
@@ -218,7 +218,7 @@ class Topology:
         return address if self.fits(address) else hashed_address(exchange, routing_key)
 
     def delivery_pattern(self, address: str) -> str:
-        """Return the binding key that matches a destination *address* after any delay."""
+        """Return a binding key that matches every delay and one destination."""
         # One * for each delay bit. With a # instead, RabbitMQ would try every suffix, and would
         # also match longer addresses (rabbit_db_topic_exchange.erl).
         return "*." * self.bit_count + address
@@ -283,7 +283,7 @@ class Topology:
         return ValueError(f"expected 0 to {self.max_units} units, got {units}")
 
     def _first_hop(self, units: int) -> Hop:
-        """Return the first delay queue for a delay in ``native_delay_resolution`` units."""
+        """Return the first delay queue in which a message with this delay waits."""
         top = units.bit_length() - 1
         bit = self._lowest_bits[top]
         value = units >> bit

@@ -243,7 +243,7 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
 
 
 class Transport(pyamqp.Transport):  # type: ignore[misc]
-    """kombu's AMQP transport with delayed messages, if ``native_delay`` is set."""
+    """kombu's AMQP transport with delayed messages, if the option ``native_delay`` is set."""
 
     def establish_connection(self) -> Any:
         options = getattr(self.client, "transport_options", None) or {}
