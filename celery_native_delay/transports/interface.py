@@ -144,7 +144,7 @@ class WorkerPart(ABC):
 
 
 class Promoter(Protocol):
-    """A loop that moves due messages to their queues; counts moved and undeliverable messages."""
+    """A loop that moves due messages to their queues, and counts the messages."""
 
     promoted: int
     parked: int

@@ -85,7 +85,7 @@ class RecordedChannel:
     """The class that publishes waiting messages again from stored copies."""
 
     def records(self, settings: DelaySettings) -> Records:
-        """Return the stored state of waiting tasks; raise UnsupportedBroker if not configured."""
+        """Return the storage for task state, such as debounce keys, or raise UnsupportedBroker."""
         records: Records | None = self.delays.records
         if records is None:
             raise without_records(self)

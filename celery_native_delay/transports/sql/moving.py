@@ -84,5 +84,5 @@ class StoreSource(Source):
         return self._do(delete(MESSAGES).where(*as_it_was(self._last)))
 
     def _do(self, statement: Any) -> bool:
-        """Execute *statement*; return True if a row matched."""
+        """Execute the SQL *statement*; return True if a row matched."""
         return bool(self._store.do(lambda found: found.execute(statement).rowcount))
