@@ -157,8 +157,6 @@ class PgmqAdminPart(NothingParked):
 
 
 class PgmqCollecting(Collecting):
-    """A pgmq channel that collects messages for a bulk publisher instead of sending."""
-
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> PlainMessage:
         due_us = self.due_of(message)
         if due_us is not None and isinstance(self, RecordedChannel):

@@ -80,8 +80,6 @@ class Delays(delays.Delays):
     def publish_keyed(
         self, keyed: RecordedPublish, message: dict[str, Any], destination: Destination
     ) -> None:
-        """Store a message with a debounce, throttle or unique key."""
-
         def put(due_us: int, *_: object) -> IndexEntry:
             member, entry = self.stored(due_then(message, due_us), destination, due_us=due_us)
             return IndexEntry(member, due_us, entry)

@@ -26,8 +26,6 @@ _KNOWN_SECONDS = 30 * 86_400
 
 
 class RedisMovingPart(moving.MovingPart):
-    """Moves waiting messages to and from a Redis broker."""
-
     def __init__(self, channel: Any) -> None:
         super().__init__(channel)
         self.name = channel.delays.keys.space

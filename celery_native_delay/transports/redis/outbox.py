@@ -54,8 +54,6 @@ class RedisMessage(NamedTuple):
 
 
 class RedisCollecting(Collecting):
-    """A Redis channel that collects messages for a bulk publisher."""
-
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> RedisMessage:
         destination = self.destination(queue, message)
         due_us = self.due_of(message)

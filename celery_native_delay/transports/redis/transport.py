@@ -157,7 +157,7 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         return Keys(prefix, settings.namespace).due
 
     def own_records(self, settings: DelaySettings) -> Place | None:
-        """Return this broker's address, because Redis also stores task state, such as debounce keys."""
+        """Return the address of this Redis, which also stores task state, such as debounce keys."""
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         url = self.client.as_uri(include_password=True)
         if isinstance(self.client.ssl, dict):

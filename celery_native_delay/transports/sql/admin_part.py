@@ -27,7 +27,6 @@ class StoreAdminPart(AdminPart):
         self.parking = f"{MESSAGES.name} of {self._store.where}, parked"
 
     def declare(self, queues: Sequence[Any]) -> Told:
-        """Create the missing tables for waiting messages."""
         self._store.records.make_tables()
         sentence = f"{self.name}: its tables are there, in version {VERSION}"
         return Told({"name": self.name, "version": VERSION}, [sentence])

@@ -60,7 +60,6 @@ class Delays(delays.Delays):
         self._add(self.stored(message, queue, due_us=due_us))
 
     def publish_keyed(self, keyed: RecordedPublish, message: dict[str, Any], queue: str) -> None:
-        """Insert a message that has a debounce, throttle or unique key."""
         keyed.settle(
             self.records,
             lambda due_us, *_: self.stored(due_then(message, due_us), queue, due_us=due_us),

@@ -19,8 +19,6 @@ from .store import Store
 
 
 class StoreMovingPart(moving.MovingPart):
-    """Moves waiting messages to and from a database."""
-
     def __init__(self, channel: Any) -> None:
         super().__init__(channel)
         self._store: Store = channel.delays.store

@@ -27,8 +27,6 @@ _KEPT_US = 86_400_000_000
 
 
 class StoreCollecting(Collecting):
-    """A channel that collects messages as database rows, for a bulk publisher."""
-
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> StoreMessage | PlainMessage:
         due_us = self.due_of(message)
         if due_us is None:

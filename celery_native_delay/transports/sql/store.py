@@ -103,7 +103,6 @@ class Store(Database):
             self.do(lambda connection: None)
 
     def is_made(self) -> bool:
-        """Return True if the tables exist."""
         if self.is_file and not Path(self.path).exists():
             return False  # connecting would create the file
         with self.explained(), self.engine.connect() as connection:

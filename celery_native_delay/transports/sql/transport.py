@@ -201,7 +201,7 @@ class DatabaseChannel(StoreDelayingChannel):
 
 
 class DatabaseTransport(StoreDelayingTransport):
-    """kombu's sqlalchemy transport, whose delayed messages wait in the broker's database by default."""
+    """kombu's sqlalchemy transport: by default, delayed messages wait in the broker's database."""
 
     def establish_connection(self: Any) -> Any:
         options = self.client.transport_options
