@@ -43,7 +43,7 @@ class TaskTemplate(ABC):
 
     @abstractmethod
     def makes(self, message: Any, values: TaskValues) -> bool:
-        """Return True if this template, filled with a task's values, gives the same message."""
+        """Return True if this template and a task's *values* give exactly *message*."""
 
     @abstractmethod
     def another(self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues) -> Any:
@@ -61,7 +61,7 @@ class BulkPublisher:
         self._last: list[Any] = []
 
     def publish(self, publish: Callable[[Any], object]) -> None:
-        """Call the function *publish* with a kombu producer, and send the messages in bulk.
+        """Call the function *publish* with a kombu producer; send the published messages in bulk.
 
         If this method raises an error, the broker does not get the message.
         """
@@ -90,7 +90,7 @@ class BulkPublisher:
         return None if last is None else self._template.of(last, self.outbox.channel)
 
     def made_by(self, template: TaskTemplate, values: TaskValues) -> bool:
-        """Return True if *template*, filled with a task's *values*, gives the last message."""
+        """Return True if *template* and a task's *values* give exactly the last message."""
         last = self._one()
         return last is not None and template.makes(last, values)
 

@@ -81,7 +81,7 @@ class WorkerPart(ABC):
         self._delays = channel.delays
 
     comes_back_late_seconds = 0.05
-    """The usual longest lateness, in seconds, of messages that workers returned to the broker."""
+    """The usual maximum lateness, in seconds, of messages that workers returned to the broker."""
 
     @abstractmethod
     def prepare(self, where: str) -> str:
@@ -98,14 +98,17 @@ class WorkerPart(ABC):
         return f"longest delay {longest}; adopting {'on' if self.settings.adopt else 'off'}"
 
     def dangers(self) -> list[Finding]:
-        """Report broker settings that can cause lost messages or messages at a wrong time.
+        """Report broker settings that can cause message loss or wrong delivery times.
 
         Raises ManagementUnavailable if RabbitMQ's management API does not answer.
         """
         return []
 
     def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
-        """Publish again all messages that came too early; return an error or None per message."""
+        """Publish again the messages that arrived before the due time.
+
+        Returns an error or None for each message, in the order of *waits*.
+        """
         refusals: list[NativeDelayError | None] = []
         for wait in waits:
             try:
@@ -117,7 +120,10 @@ class WorkerPart(ABC):
 
     @abstractmethod
     def put_one_back(self, wait: Wait) -> None:
-        """Publish again a message that came too early; raise NativeDelayError if impossible."""
+        """Publish again one message that arrived before the due time.
+
+        Raises NativeDelayError if the message cannot wait on the broker.
+        """
 
     def rescue(self) -> Rescue | None:
         """Publish parked (due, but so far undeliverable) messages again.
@@ -135,7 +141,10 @@ class WorkerPart(ABC):
         return None
 
     def receipts(self) -> Receipts | None:
-        """Return an object that recognises messages of cancelled tasks, or None if unnecessary."""
+        """Return an object that recognises messages of cancelled tasks.
+
+        Returns None without a separate list of waiting tasks (``native_delay_records``).
+        """
         return None
 
     def sweep(self) -> int:
@@ -144,7 +153,10 @@ class WorkerPart(ABC):
 
 
 class Promoter(Protocol):
-    """A loop that moves due messages to their queues, and counts the messages."""
+    """A loop that moves due messages to their queues.
+
+    *promoted* counts the moved messages; *parked* counts the undeliverable messages.
+    """
 
     promoted: int
     parked: int
@@ -164,7 +176,7 @@ class ServesQueues(Protocol):
 
 
 class Answer(Enum):
-    """The decision of whether a worker may run a delayed message."""
+    """The decision about a received delayed message: run, drop, or unknown."""
 
     RUN = "run"
     DROP = "drop"
@@ -241,7 +253,7 @@ class Backlog:
     """The numbers of waiting and parked (due, but undeliverable) messages on a broker.
 
     - *levels*: the delay queues of RabbitMQ
-    - *records_answer*: True if the list of waiting tasks is reachable, None without a list
+    - *records_answer*: True if the list of waiting tasks is reachable; None if there is no list
     - *until_first_us*: microseconds until the first due time, negative if overdue, or None
     - *in_records*: the number of tasks in the list of waiting tasks, or None
     """
@@ -302,7 +314,7 @@ class ExpectsQueues(Protocol):
 
 
 def lines_of(channel: Any, settings: DelaySettings) -> Lines:
-    """Return the stored queues of rate-limited tasks. Raises NoRecords if nothing stores them."""
+    """Return the stored queues of rate-limited tasks; raise NoRecords if not configured."""
     if not hasattr(channel, "lines"):
         raise NoRecords(
             "native_delay_rates has no place to count tasks beside this broker: use Redis or a "

@@ -47,7 +47,10 @@ class Moving:
 
 @dataclass(frozen=True)
 class Stays:
-    """A message that ``delay migrate`` leaves on the old broker; an error if *should* is True."""
+    """A message that ``delay migrate`` leaves on the old broker.
+
+    *why* is the reason. *should* is True if the command reports the message as an error.
+    """
 
     why: str
     should: bool = True
@@ -93,7 +96,7 @@ class Source(ABC):
 
 
 class Reach(NamedTuple):
-    """A binding of one of the app's queues to an exchange, with the exchange type as *kind*."""
+    """A binding of one of the app's queues: exchange, exchange type (*kind*), routing key, queue."""
 
     exchange: str
     kind: str

@@ -1,4 +1,4 @@
-"""Keep a bulk publisher's messages until the broker's confirm, and repeat lost messages."""
+"""Keep a bulk publisher's messages until confirmed; send unconfirmed messages again."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         self._held_bytes += put.size_bytes
 
     def refuse_returned(self, returned: list[Any]) -> None:
-        """Report messages that no queue receives as refused messages."""
+        """Report unroutable messages as refused."""
 
     def make_room(self) -> None:
         """Send a full batch, and wait for confirms if too many messages are unconfirmed."""

@@ -143,7 +143,7 @@ class PgmqAdminPart(NothingParked):
         return self._of_waiting("DELETE")
 
     def _of_waiting(self, verb: str) -> int:
-        """Count or delete the messages that are not due yet; return their number."""
+        """Count or delete the messages that are not due yet; return the number of messages."""
         count = 0
         for queue in self._queues:
             table = f"q_{self._channel._queue_name(queue)}"

@@ -63,7 +63,7 @@ def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
 
 
 def with_records(backlog: Backlog, channel: Any, settings: DelaySettings) -> Backlog:
-    """Add numbers from the list of waiting tasks to *backlog*, the numbers of the broker."""
+    """Return *backlog* with additional numbers from the list of waiting tasks."""
     if channel.delays.records is None:
         return backlog
     try:

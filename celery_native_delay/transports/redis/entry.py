@@ -21,7 +21,7 @@ def entry_of(destination: Destination, envelope: str) -> bytes:
 
 
 def front_of(destination: Destination) -> bytes:
-    """Encode *destination* as ``<kind> <ttl ms> <length of each key>\\n<keys>``."""
+    """Encode *destination* as ``push|publish <ttl ms> <length of each key>\\n<keys>``."""
     # A key may contain any byte, so its length is given. The Lua scripts do not parse kombu's JSON,
     # because cjson changes empty lists and long numbers.
     keys = [key.encode() for key in destination.keys]

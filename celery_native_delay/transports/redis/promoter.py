@@ -1,7 +1,7 @@
 """Move due messages to their queues, in every worker or in ``delay promote``.
 
-There is no leader. Each process sleeps until the next due time, with a local timer: Redis checks
-the timeouts of blocked clients only every 100 ms.
+There is no leader. Each process sleeps until the next due time. The sleep uses a local timer,
+because Redis checks the timeouts of blocked clients only every 100 ms.
 
 If a message with an earlier due time is stored, Redis wakes one process from BZPOPMIN. This process
 may die, so no process sleeps longer than :data:`LONGEST_SLEEP_SECONDS`.
@@ -142,7 +142,7 @@ class Promoter:
                 expected_us = None
 
     def _promote_due(self, rounds: Rounds) -> tuple[int, HandedOver]:
-        """Move all due messages; return their number and the script's last result."""
+        """Move all due messages; return the number of messages and the script's last result."""
         taken = 0
         self._sign.keep_up()
         rounds.ask()

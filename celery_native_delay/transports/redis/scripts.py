@@ -1,7 +1,7 @@
 """Lua scripts that store and move delayed messages in Redis.
 
 Times are in microseconds, by the clock of the Redis server. Redis stores each message as the text
-``<kind> <ttl ms> <bytes of each key>\\n<keys><envelope>``; the envelope is kombu's message as JSON.
+``push|publish <ttl ms> <bytes of each key>\\n<keys><envelope>``, with kombu's JSON as the envelope.
 The scripts read the destination's keys from this text. So in a cluster, all keys must be in one
 slot.
 """

@@ -70,7 +70,7 @@ class DispatchBatch:
 
     connection: Connection
     messages: list[Any]
-    """The locked rows: *id*, *queue*, *envelope* (kombu's JSON), *attempts* (rejections so far)."""
+    """The locked rows: *id*, *queue*, *envelope* (kombu's JSON), *attempts* (failed deliveries)."""
     delivered: list[int] = field(default_factory=list)
     refused: list[dict[str, Any]] = field(default_factory=list)
     """New column values of the undelivered messages, for :meth:`settle`."""

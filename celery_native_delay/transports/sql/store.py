@@ -186,7 +186,7 @@ class Store(Database):
         return Census(int(waiting), parked, int(overdue or 0), until_first_us, self._is_shown())
 
     def look_for_dispatcher(self) -> Census:
-        """Return a fast :class:`Census`, whose message counts are at most 1."""
+        """Check quickly for waiting and overdue messages; each count is 0 or 1."""
         due_us = self.next_due_us()
         until_us = None if due_us is None else due_us - time_ns() // 1000
         overdue = until_us is not None and until_us <= 0

@@ -214,7 +214,7 @@ class DatabaseTransport(StoreDelayingTransport):
 
 
 def _for_engines(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the transport options without options that SQLAlchemy does not know."""
+    """Return the transport options that SQLAlchemy accepts."""
     ours = (OPTION, "polling_interval")
     return {name: value for name, value in options.items() if name not in ours}
 

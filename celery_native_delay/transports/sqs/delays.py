@@ -71,7 +71,7 @@ class Delays(recorded.Delays):
         )
 
     def check_size(self, put: SqsMessage, *, now_us: int) -> None:
-        """Raise CannotDelay if a message is too large for SQS or the destination."""
+        """Raise CannotDelay if a message is too large for SQS or for the destination queue."""
         if not put.is_far(now_us=now_us):
             check_size(put.payload.size_bytes, queue=put.queue)
             return

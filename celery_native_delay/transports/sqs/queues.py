@@ -80,7 +80,7 @@ class Queues:
     def send_many(
         self, queue: str, messages: Sequence[Mapping[str, Any]], *, url: Callable[[], str]
     ) -> dict[int, Failure]:
-        """Send up to ten messages in one request; return the failures by list index."""
+        """Send up to ten messages in one request; return the failures by index in *messages*."""
         entries = [{"Id": str(at), **message} for at, message in enumerate(messages)]
 
         def send() -> dict[str, Any]:
@@ -143,7 +143,7 @@ def dated_ms(answer: dict[str, Any]) -> int:
 
 @contextmanager
 def explained(name: str, action: str) -> Iterator[None]:
-    """In a ``with`` block, turn SQS errors into NotPermitted and CannotDelay if possible."""
+    """Turn permission and size errors from SQS into NotPermitted and CannotDelay."""
     try:
         yield
     except ClientError as exc:
@@ -158,7 +158,7 @@ def explained(name: str, action: str) -> Iterator[None]:
 
 @contextmanager
 def administered(name: str, action: str) -> Iterator[None]:
-    """In a ``with`` block, turn all SQS errors into NativeDelayError subclasses."""
+    """Turn all errors from SQS into NotPermitted, CannotDelay or UnsupportedBroker."""
     try:
         with explained(name, action):
             yield

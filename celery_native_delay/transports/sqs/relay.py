@@ -70,7 +70,7 @@ class Relay:
     """Moves messages out of the SQS delay queues, with one thread for each queue."""
 
     parked = 0
-    """Always 0: a refused message stays in the delay queue for another attempt."""
+    """Always 0, because a refused message stays in the delay queue for another attempt."""
 
     def __init__(self, connect: Callable[..., Any], queues: Sequence[str]) -> None:
         """*connect* opens a kombu connection; *queues* are the destination queues."""
@@ -155,7 +155,7 @@ class QueueRelay:
         self._sent: set[str] = set()
 
     def step(self) -> None:
-        """Receive up to ten messages, and send each message to its next queue."""
+        """Receive up to ten messages, and send each message to the next queue."""
         url = self._url(self._source)
         try:
             answer = self._client().receive_message(

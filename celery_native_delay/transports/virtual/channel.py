@@ -61,7 +61,7 @@ class PublishingChannel:
 
 
 class DelayingChannel(PublishingChannel):
-    """A mixin for channels of kombu's virtual transports, which adds delayed messages."""
+    """A mixin that lets channels of kombu's virtual transports delay messages."""
 
     Message = Message
 

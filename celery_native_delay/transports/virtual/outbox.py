@@ -102,7 +102,7 @@ class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
     def _settled(
         self, batch: OutboxBatch[MessageT], puts: Sequence[MessageT], *, reason: str = ""
     ) -> None:
-        """Remove messages from *batch*; if *reason* is given, report refused messages."""
+        """Remove messages from *batch*; if *reason* is given, report the messages as refused."""
         if reason:
             self._refuse(reason, puts)
         self._unanswered -= len(puts)

@@ -81,7 +81,7 @@ class Delays(delays.Delays):
         delivery_id: str | None = None,
         recorded: bool = True,
     ) -> None:
-        """Publish a delayed message for *queue*, and store a copy if *recorded*."""
+        """Publish a delayed message for *queue*; store a copy if *recorded* is True."""
         put = self.put_of(queue, message, due_us=due_us, delivery_id=delivery_id)
         if recorded:
             self.note(put)

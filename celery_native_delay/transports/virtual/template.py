@@ -87,7 +87,7 @@ class Template:
 
 
 def fields_of(envelope: Mapping[str, Any]) -> TaskFields:
-    """Read the task values that a template replaces from a message."""
+    """Read the values of a task (:class:`TaskFields`) from a message."""
     headers, properties = envelope["headers"], envelope["properties"]
     try:
         return TaskFields(
@@ -166,7 +166,7 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
 
 
 def publisher(outbox: Any) -> BulkPublisher:
-    """Return a bulk publisher whose messages *outbox* sends to the broker."""
+    """Return a bulk publisher that sends the messages with *outbox*."""
     return BulkPublisher(outbox, TaskTemplate)
 
 

@@ -28,7 +28,7 @@ class Sign:
     """Writes the heartbeat of a process that moves due messages to queues."""
 
     def __init__(self, show: Callable[[], object], *errors: type[Exception]) -> None:
-        """*show* is a function that writes the heartbeat; *errors* in *show* are only logged."""
+        """*show* writes the heartbeat. Exceptions of the types *errors* are only logged."""
         self._show = show
         self._errors = errors
         self._next_at = 0.0

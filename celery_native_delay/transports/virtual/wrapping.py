@@ -37,7 +37,7 @@ def due_then(message: Mapping[str, Any], due_us: int) -> dict[str, Any]:
 
 
 def id_of(message: Mapping[str, Any]) -> str:
-    """Return the task id; without a task, the correlation id or the delivery tag."""
+    """Return the message's task id, or else the correlation id or delivery tag."""
     headers, properties = message.get("headers") or {}, message["properties"]
     found = headers.get("id") or properties.get("correlation_id") or properties["delivery_tag"]
     return str(found)
@@ -57,7 +57,7 @@ def delivery_id_of(header: Mapping[str, Any], properties: Mapping[str, Any]) -> 
 def unwrapped(
     headers: Mapping[str, Any] | None, properties: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Delayed | None]:
-    """Return the headers without this package's header, and that header decoded or None."""
+    """Return the headers without this package's header, and the parsed header or None."""
     opened = dict(headers or {})
     header = opened.pop(HEADER, None)
     if not is_own(header):
