@@ -96,7 +96,7 @@ class Source(ABC):
 
 
 class Reach(NamedTuple):
-    """A binding of one of the app's queues: exchange, exchange type (*kind*), routing key, queue."""
+    """A binding of an app's queue: exchange, exchange type (*kind*), routing key, queue."""
 
     exchange: str
     kind: str
