@@ -76,7 +76,7 @@ class Store(Database):
 
     @classmethod
     def forget(cls, url: str, namespace: str) -> None:
-        """Close this process's connections to the store at *url*."""
+        """Close this process's connections to the database at *url*."""
         store = _stores.forget((url, namespace))
         if store is not None:
             store.engine.dispose()
@@ -92,7 +92,7 @@ class Store(Database):
 
     @cached_property
     def records(self) -> StoreRecords:
-        """Return the storage for the state of waiting tasks: the same database."""
+        """Return the storage for task state, such as debounce keys, in this database."""
         return StoreRecords(self)
 
     # --- the tables ----------------------------------------------------------------------
@@ -103,7 +103,6 @@ class Store(Database):
             self.do(lambda connection: None)
 
     def is_made(self) -> bool:
-        """Return True if the tables exist."""
         if self.is_file and not Path(self.path).exists():
             return False  # connecting would create the file
         with self.explained(), self.engine.connect() as connection:
@@ -143,7 +142,7 @@ class Store(Database):
         return self._batch(DUE, {"mine": self.namespace, "until": until_us})
 
     def taking_parked(self, *, after_id: int) -> AbstractContextManager[DispatchBatch]:
-        """Lock a batch of messages that a queue rejected, for a ``with`` block."""
+        """Lock a batch of due but undeliverable messages for a ``with`` block."""
         return self._batch(PARKED, {"mine": self.namespace, "after": after_id})
 
     @contextmanager
@@ -158,7 +157,7 @@ class Store(Database):
     # --- the sign of a dispatcher --------------------------------------------------------
 
     def show_dispatching(self) -> None:
-        """Write the heartbeat of processes that move due messages."""
+        """Write the heartbeat that shows that this process moves due messages."""
 
         def renewed(seen: Snapshot) -> Change[None]:
             return Change(str(seen.now_us), seen.now_us + SHOWN_SECONDS * 1_000_000, None)
@@ -166,7 +165,7 @@ class Store(Database):
         self.records.change(_DISPATCHING, renewed)
 
     def _is_shown(self) -> bool:
-        """Return True if a process that moves due messages has a fresh heartbeat."""
+        """Return True if any process that moves due messages has a fresh heartbeat."""
         return self.records.read(_DISPATCHING).text is not None
 
     # --- looking -------------------------------------------------------------------------
@@ -187,7 +186,7 @@ class Store(Database):
         return Census(int(waiting), parked, int(overdue or 0), until_first_us, self._is_shown())
 
     def look_for_dispatcher(self) -> Census:
-        """Return counts quickly; *waiting* and *overdue* are 0 or 1."""
+        """Check quickly for waiting and overdue messages; each count is 0 or 1."""
         due_us = self.next_due_us()
         until_us = None if due_us is None else due_us - time_ns() // 1000
         overdue = until_us is not None and until_us <= 0
@@ -201,7 +200,7 @@ class Store(Database):
         )
 
     def parked(self, *, limit: int) -> list[str]:
-        """Return up to *limit* messages that a queue rejected, as kombu's JSON."""
+        """Return up to *limit* due but undeliverable messages, as kombu's JSON."""
         statement = (
             select(_ROW.envelope).where(_MINE, _ROW.due_us.is_(None)).order_by(_ROW.id).limit(limit)
         )
@@ -209,7 +208,7 @@ class Store(Database):
         return self.look_up(lambda connection: list(connection.execute(statement, mine).scalars()))
 
     def purge(self, *, parked: bool) -> int:
-        """Delete all waiting messages, or with *parked* all rejected messages."""
+        """Delete all waiting messages, or if *parked* is True, all undeliverable messages."""
         which = _ROW.due_us.is_(None) if parked else _ROW.due_us.is_not(None)
         statement = delete(MESSAGES).where(_MINE, which)
         return self.do(
@@ -218,5 +217,5 @@ class Store(Database):
 
 
 def is_about_a_row(error: Exception) -> bool:
-    """Return True if the error is about the values of one row."""
+    """Return True if the database rejected the values of one row."""
     return isinstance(error.__cause__, exc.DataError | exc.IntegrityError)

@@ -1,7 +1,6 @@
 """List, cancel and reschedule the waiting tasks in a database.
 
-A transaction that changes or delivers a message locks the message's row. A second transaction then
-finds the row deleted or changed.
+Each transaction locks the row of the message. So two transactions never change one message at once.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .store import Store
 
 
 class StoreWaitingTasks(SqlListing):
-    """The waiting tasks in a database."""
+    """Lists, cancels and reschedules the waiting tasks in a database."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel

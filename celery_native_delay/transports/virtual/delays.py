@@ -12,7 +12,7 @@ class Delays:
     """Publishes delayed messages on one channel; each broker has a subclass."""
 
     refusal: NativeDelayError | None = None
-    """The error that every delayed publish raises; None if delays work."""
+    """The error that every delayed publish raises, or None if delays work."""
 
     def __init__(self, settings: DelaySettings) -> None:
         self.settings = settings
