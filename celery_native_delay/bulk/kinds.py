@@ -80,14 +80,11 @@ class Kinds:
         self._logged: set[str] = set()
 
     def hooks(self, key: Any, known: Task | None) -> tuple[Any, ...]:
-        """Return the functions and signals that publishing the task depends on.
-
-        Returns () if no encoded message can be reused for this kind of task.
-        """
+        """Return the functions and signals that publishing depends on; () rules out reuse."""
         return () if key in self._without_template else self._plain.hooks(known)
 
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:
-        """Return the task's reusable message; None if absent, or if a hook changed."""
+        """Return the task's reusable message; None if absent, or if *hooks* changed."""
         kind = self._kinds.get(key)
         return kind if kind is not None and same(kind.hooks, hooks) else None
 

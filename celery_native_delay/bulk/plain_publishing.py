@@ -51,10 +51,7 @@ class PlainPublishing:
         self._app = installation.app
 
     def hooks(self, task: Task | None) -> tuple[Any, ...]:
-        """Return the functions and signals that publishing *task* depends on.
-
-        While these objects stay identical, one call of :meth:`witness` per minute suffices.
-        """
+        """Return the functions and signals that publishing *task* depends on."""
         # Read the objects' dicts, which is ten times as fast as kombu's cached_property.
         app = self._app
         amqp = vars(app).get("amqp") or app.amqp
