@@ -292,9 +292,9 @@ class Bulk:
 
 
 def bulk(app: Celery, **options: Any) -> Bulk:
-    """Open a ``with`` block that publishes many delayed tasks of *app* fast.
+    """Return a batch for a ``with`` block, which publishes many delayed tasks of *app* fast.
 
-    At its end, the block waits until the broker has confirmed all tasks. Then ``batch.result`` has
+    The end of the block waits until the broker has confirmed all tasks. Then ``batch.result`` has
     the number of sent tasks, and lists the tasks without a confirm.
 
     Args:

@@ -47,7 +47,7 @@ class Kind:
     checked: bool = False
 
     def serves(self, made: Made, generation: int) -> bool:
-        """Return True if the task can be sent as a copy of the encoded message."""
+        """Return True if the task can be sent as a copy of this kind's encoded message."""
         known = self.checked and (self.body is None or self.body == made.values[-1])
         return known and self.generation == generation
 
@@ -80,11 +80,11 @@ class Kinds:
         self._logged: set[str] = set()
 
     def hooks(self, key: Any, known: Task | None) -> tuple[Any, ...]:
-        """Return the functions and signals that publishing depends on; () rules out reuse."""
+        """Return the functions that publish the task; () if no encoded message is reusable."""
         return () if key in self._without_template else self._plain.hooks(known)
 
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:
-        """Return the task's reusable message; None if absent, or if *hooks* changed."""
+        """Return the task's reusable message; None if the publishing functions have changed."""
         kind = self._kinds.get(key)
         return kind if kind is not None and same(kind.hooks, hooks) else None
 
@@ -127,7 +127,7 @@ class Kinds:
         self._kinds[key] = kind
 
     def _made_by(self, kind: Kind, sample: Sample, now_us: int) -> bool | None:
-        """Return True if a copy equals the last published message; None if unknown."""
+        """Return True if a copy equals the published message, False if not, None if unknown."""
         if sample.made is None:
             return None
         headers = self._publisher.last_headers

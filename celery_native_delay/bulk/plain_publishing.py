@@ -2,8 +2,8 @@
 
 ``bulk(app)`` makes this check before it sends copies of an encoded message.
 
-The code object of an original method has the globals of its class's module, and its qualified name.
-``functools.wraps`` copies neither to a wrapper's code object, so wrappers are found.
+An original method has the globals of its class's module, and its qualified name in the code object.
+``functools.wraps`` copies neither, so wrappers are found.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PlainPublishing:
         self._app = installation.app
 
     def hooks(self, task: Task | None) -> tuple[Any, ...]:
-        """Return the functions and signals that publishing *task* depends on."""
+        """Return the functions and signals used to publish *task*, to detect a later change."""
         # Read the objects' dicts, which is ten times as fast as kombu's cached_property.
         app = self._app
         amqp = vars(app).get("amqp") or app.amqp
@@ -157,7 +157,7 @@ def _foreign(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
 
 
 def _is_of(found: Any, owner: type, name: str) -> bool:
-    """Return True if *found* is Celery's or kombu's original method of this name."""
+    """Return True if *found* is the original method *name* of Celery or kombu."""
     return _is_of_module(found, owner.__module__, f"{owner.__qualname__}.{name}")
 
 
@@ -178,7 +178,7 @@ def _function(found: Any) -> Any:
 
 
 def _name(found: Any) -> str:
-    """Return the real dotted name of a function or class, despite ``functools.wraps``."""
+    """Return the real dotted name of a function, not a name copied by ``functools.wraps``."""
     function = _function(getattr(found, "_self_wrapper", found))  # for wrappers of wrapt
     if type(function) is FunctionType:
         return f"{function.__globals__.get('__name__')}.{function.__code__.co_qualname}"

@@ -55,7 +55,7 @@ class InlineWorker:
         self._tasks.consume()
 
     def step(self) -> bool:
-        """Run Celery's pending callbacks and handle one message; False if nothing happened."""
+        """Run pending callbacks and handle one message; return False if nothing happened."""
         consumer = self._consumer
         if consumer.qos.prev != consumer.qos.value:
             consumer.qos.update()

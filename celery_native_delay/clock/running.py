@@ -16,7 +16,7 @@ MOVES_PER_TASK = 100
 
 
 class StillWaiting(NativeDelayError):
-    """Raised if the test clock ran the largest permitted number of tasks, and more wait."""
+    """Raised if tasks still wait after the largest permitted number of tasks has run."""
 
 
 class Running:

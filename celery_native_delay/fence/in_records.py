@@ -1,4 +1,4 @@
-"""Stores the valid attempt of each Spark partition; workers run only its tasks."""
+"""Stores the valid attempt of each Spark partition; workers run only tasks of this attempt."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A header of each message names the Spark run, partition and attempt: ``run/partition/attempt``.
 
-1. The driver stores that the run has begun. Until the run ends, workers delay its due tasks again.
+1. The driver stores that the run has begun. Until the run ends, workers delay due tasks again.
 2. When the Spark job ends, the driver stores the successful attempt of each partition. Workers run
    the tasks of these attempts, and drop all other tasks.
 3. If the driver misses a deadline, a worker applies ``native_delay_fence_policy``.
@@ -102,7 +102,7 @@ class Record:
 def opened(held: Record | None, new: Record, job: str) -> Record:
     """Return the stored state of a Spark run after a Spark job has begun the run.
 
-    An open run keeps the later deadline. A new job may begin a run that another job aborted.
+    If the run is open already, the later deadline counts. After an abort, a new job may begin.
     """
     if held is None or (held.state == ABORTED and job not in held.jobs):
         return replace(new, jobs=(job,))
@@ -127,7 +127,7 @@ class Fate(Enum):
 
 
 def fate(record: Record, stamp: Stamp) -> Fate:
-    """Return whether a worker runs, drops or holds a due task of a Spark run."""
+    """Return whether a worker runs, drops or delays a due task of a Spark run."""
     match record.state:
         case "open":
             return Fate.HOLD

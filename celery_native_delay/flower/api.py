@@ -35,7 +35,7 @@ class ApiHandler(Errors, BaseApiHandler):
     """Base class of the REST API's handlers, with Flower's authentication and JSON errors."""
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Send an error response; with status 401, browsers ask for a password."""
+        """Send an error response; status 401 makes browsers ask for a password."""
         if status_code == 401 and self.application.options.basic_auth:
             self.set_header("WWW-Authenticate", 'Basic realm="flower"')
         super().write_error(status_code, **kwargs)

@@ -119,7 +119,7 @@ class DelayFlower(Flower):
         self.linked = {"delays"}
 
     def start(self) -> None:
-        """Start the threads that collect metrics, and serve until :meth:`stop`."""
+        """Start the threads that collect metrics, and serve requests until :meth:`stop`."""
         # Flower's /metrics serves the default registry.
         with suppress(NativeDelayError):  # the page shows the error
             settings = installed(self.capp).settings()

@@ -37,13 +37,13 @@ class Asking:
     async def delay(
         self, question: Callable[[Delay], T], *, within_seconds: float = ANSWER_SECONDS
     ) -> T:
-        """Call *question* in a thread with the argument ``Delay(app)``, and return the result."""
+        """Call the function *question* with ``Delay(app)`` in a thread, and return the result."""
         return await self._ask(lambda: question(Delay(self.app)), self._records, within_seconds)
 
     async def admin(
         self, question: Callable[[AdminPart], T], *, within_seconds: float = ANSWER_SECONDS
     ) -> T:
-        """Call *question* in a thread with the broker's AdminPart, and return the result."""
+        """Call the function *question* with the broker's :class:`AdminPart` in a thread."""
 
         def asked() -> T:
             with self.app.connection_or_acquire() as connection:

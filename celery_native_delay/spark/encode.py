@@ -151,7 +151,7 @@ class Encoder:
                 yield None, None, None, None, None, None, str(exc)
 
     def texts(self, columns: Sequence[Any], name: str) -> list[str | None]:
-        """Return the values of the column *name*, the rate limit's keys, as text."""
+        """Return the rate limit's keys as text: the values of the column *name*."""
         place = self.slot_names.index(name)
         values = _values(columns[place], self._kinds[place])
         return [None if one in (None, _Fault.NO_TEXT) else str(one)[:LONGEST_KEY] for one in values]
@@ -218,7 +218,7 @@ class _Rejected(Exception):
 
 
 class _Fault(Enum):
-    """Stands in for a value that cannot be encoded, so that the row is rejected."""
+    """Replaces a value that cannot be encoded; the row is then rejected."""
 
     NO_TEXT = "is not valid UTF-8"  # Spark does not check text
     NOT_FINITE = "is NaN or infinite"

@@ -25,7 +25,7 @@ _MOST_ANSWERS = 10_000
 
 
 def checker(call: Call) -> Callable[[Batches], Batches]:
-    """Return a mapInArrow() function that checks the app, and yields AppFacts or an error."""
+    """Return a mapInArrow() function that checks the app, and yields facts or an error."""
 
     def check(batches: Batches) -> Batches:
         for _ in batches:
@@ -38,7 +38,7 @@ def checker(call: Call) -> Callable[[Batches], Batches]:
 
 
 def sender(job: SendJob) -> Callable[[Batches], Batches]:
-    """Return a mapInArrow() function that sends rows, and yields Failures and one Receipt."""
+    """Return a mapInArrow() function that sends rows, and yields failures and counts."""
 
     def send(batches: Batches) -> Batches:
         context = TaskContext.get()

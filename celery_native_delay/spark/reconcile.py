@@ -179,8 +179,8 @@ class Reconciliation:
 
         Args:
             *by: columns to group by: ledger columns, ``"due"``, or ``"queue"`` or ``"worker"`` of
-                the first start (or the planned queue). By default, all tasks are one group.
-            due_seconds: the length in seconds of each ``"due"`` group, named by its start.
+                the first start (else the planned queue). By default, all tasks are one group.
+            due_seconds: the seconds of due time in each ``"due"`` group, named by its first time.
         """
         known = {name: F.col(_quoted(name)) for name in self.ledger_columns}
         queues = [F.col("ran.queue"), *([known["queue"]] if "queue" in known else [])]

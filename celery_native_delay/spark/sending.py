@@ -147,7 +147,7 @@ _ABOUT_THE_QUEUE = (NotPermitted, TopologyMismatch, UnsupportedBroker, SettingsE
 
 
 def _is_about_the_row(error: Exception) -> bool:
-    """Return True if the error concerns one row, False for the broker or connection."""
+    """Return True if the error concerns one row, not the broker or the connection."""
     about_rows = isinstance(error, NativeDelayError | TypeError | ValueError)
     return about_rows and not isinstance(error, StoreUnavailable)
 
@@ -186,7 +186,7 @@ class GivenUp:
 
 
 class Pace:
-    """Limits the tasks sent per second; after a pause, one second's tasks may go at once."""
+    """Limits the tasks sent per second; after a pause, one second's tasks are sent at once."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0

@@ -9,7 +9,7 @@
         app = Celery(broker=redis.url)
 
 The brokers listen on 127.0.0.1 only, and share nothing with other brokers. When this Python process
-ends, even by SIGKILL, the brokers end, and their temporary folders are deleted. This module imports
+ends, also by SIGKILL, the brokers end, and their temporary folders are deleted. This module imports
 only the standard library.
 """
 

@@ -115,7 +115,7 @@ class KeptServer:
 
     @property
     def pid(self) -> int | None:
-        """The id of the server process, also of its process group; None if the server is down."""
+        """The id of the process and process group of the server; None if the server is down."""
         return self._server.pid if self._server and self._server.poll() is None else None
 
     def start(self, serves: Callable[[], bool], *, within_seconds: float) -> None:

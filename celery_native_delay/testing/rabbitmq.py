@@ -48,7 +48,7 @@ class RabbitMQInstallation:
 
 
 def find_rabbitmq(version: str | None = None) -> RabbitMQInstallation | None:
-    """Find an installed RabbitMQ by *version*, or the system's RabbitMQ; None if not installed."""
+    """Return an installed RabbitMQ of *version*, by default the system's; None if missing."""
     for installation in _installations():
         if version is None and installation.root is None:
             return installation
@@ -74,7 +74,7 @@ def _installations() -> Iterator[RabbitMQInstallation]:
 
 
 def _version_of(server: Path) -> str | None:
-    """Return the RabbitMQ version in the name of the server's plugins folder, or None."""
+    """Return the version in the file name of RabbitMQ's plugin `rabbit`, or None."""
     for plugin in server.resolve().parent.parent.glob("plugins/rabbit-*"):
         if match := re.fullmatch(r"rabbit-(\d+\.\d+\.\d+.*?)(\.ez)?", plugin.name):
             return match[1]
@@ -86,7 +86,7 @@ def _rabbitmq_43_root() -> Path:
 
 
 def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
-    """Like :func:`find_rabbitmq`, but raise BrokerMissing if RabbitMQ is not installed."""
+    """Return an installed RabbitMQ of *version*; raise BrokerMissing if not installed."""
     if installation := find_rabbitmq(version):
         return installation
     if version == "4.3":
@@ -104,7 +104,7 @@ def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
 
 
 _BOOT_SECONDS = 90
-"""A cold start takes 3 to 8 seconds; on a busy machine, several times as long."""
+"""The time limit of a start, which takes 3 to 8 s, or several times as long on a busy machine."""
 
 _CONFIG = """\
 # Milliseconds between the reports of connections, channels and classic queues.
@@ -234,7 +234,7 @@ class PrivateRabbitMQ:
 
     @property
     def pid(self) -> int | None:
-        """The id of the node's process, also of its process group; None if the node is down."""
+        """The id of the process and process group of the node; None if the node is down."""
         return self._node.pid
 
     # ---- life ------------------------------------------------------------------------------

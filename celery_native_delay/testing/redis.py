@@ -66,7 +66,7 @@ def find_redis(
 
 
 def require_redis(server: ServerName | None = None, *, embedded: bool = False) -> RedisInstallation:
-    """Like :func:`find_redis`, but raise BrokerMissing if the server or redis-py is missing."""
+    """Return an installed Redis or Valkey; raise BrokerMissing if it or redis-py is missing."""
     if installation := find_redis(server, embedded=embedded):
         if find_spec("redis") is None:
             raise BrokerMissing(
@@ -131,7 +131,7 @@ def _who_is(server: str) -> tuple[ServerName, str] | None:
 
 
 _BOOT_SECONDS = 60
-"""A start takes 10 to 50 ms, and longer with a large append-only file or on a busy machine."""
+"""The time limit of a start, which takes 10 to 50 ms, or longer with a large append-only file."""
 
 _LONGEST_SOCKET_PATH = 103
 """The longest path of a Unix socket on macOS, in bytes. Linux allows four more bytes."""
