@@ -10,7 +10,7 @@ ok         the task is done
 failed     the task raised, was rejected, revoked, expired, or lost its process
 running    the task started and has not ended, or its worker was killed
 pending    the task is not due, or has been due for less than *grace_seconds*
-missing    the task is due and no worker knows of the task, or a retry never came
+missing    the task is due and no worker reported the task, or a retry never came
 ========== ========================================================================
 
 Spark computes the verdicts only for an action, such as ``count()``.
@@ -144,18 +144,18 @@ def reconcile(
 class Reconciliation:
     """One verdict per task, such as ``ok`` or ``missing``, and the counts of the verdicts.
 
-    Every Spark action computes the verdicts again; :meth:`stored` saves the computed verdicts.
+    Every Spark action computes the verdicts again. To avoid this, call :meth:`stored`.
     """
 
     verdicts: DataFrame
     """One row per task: the ledger's columns, ``verdict``, ``late_seconds`` (of the first start),
-    ``sent_after_due`` (null if unknown) and ``ran`` (null if no worker knows of the task). ``ran``
+    ``sent_after_due`` (null if unknown) and ``ran`` (null if no worker reported the task). ``ran``
     has ``started`` (first start), ``finished`` (last end), ``worker`` and ``queue`` of the first
     start, ``outcome`` of the last end, ``retries`` and ``attempts``."""
     ledger_columns: tuple[str, ...]
 
     def stored(self, path: str) -> Reconciliation:
-        """Write the verdicts to *path* as Parquet; return a ``Reconciliation`` that reads them."""
+        """Write the verdicts to *path* as Parquet; return a ``Reconciliation`` of these rows."""
         self.verdicts.write.partitionBy("verdict").parquet(path)
         stored = self.verdicts.sparkSession.read.parquet(path)
         columns = map(_quoted, self.verdicts.columns)
@@ -179,8 +179,8 @@ class Reconciliation:
 
         Args:
             *by: columns to group by: ledger columns, ``"due"``, or ``"queue"`` or ``"worker"`` of
-                the first start (or the planned queue). By default, all tasks are one group.
-            due_seconds: the length in seconds of each ``"due"`` group, named by its start.
+                the first start (else the planned queue). By default, all tasks are one group.
+            due_seconds: the seconds of due time in each ``"due"`` group, named by its first time.
         """
         known = {name: F.col(_quoted(name)) for name in self.ledger_columns}
         queues = [F.col("ran.queue"), *([known["queue"]] if "queue" in known else [])]
@@ -214,7 +214,7 @@ class Reconciliation:
 
 
 def _tasks(events: DataFrame) -> DataFrame:
-    """Return one row per task. All groups begin with the id, so Spark shuffles once."""
+    """Return one row per task. Spark partitions by task id first, and so shuffles once."""
     attempts = (
         events.where("id is not null")
         .repartition("id")

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SendJob:
-    """The options of a Spark job that sends rows: Celery app, task, rate and so on."""
+    """The options of a Spark job that sends rows, such as the Celery app and the task."""
 
     app: str
     task: str
@@ -55,9 +55,9 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     """Send encoded rows as Celery tasks, count the tasks in *receipt*, and yield each Failure.
 
     An outage of the broker does not fail the Spark task, because Spark would send all rows again.
-    After a minute of outage, rows are "unsent", also the rows of later Spark tasks.
+    After a minute of outage, all further rows on this executor yield the Failure "unsent".
 
-    If an earlier send of a run with *fence* succeeded, rows are counted and not sent.
+    If a run with *fence* has succeeded before, its rows are only counted.
 
     Raises:
         RecordsUnavailable: Redis or the database, which *fence* needs, is unreachable.
@@ -163,18 +163,15 @@ def warn_of_late_sending(late: int, sent: int) -> None:
 
 
 class GivenUp:
-    """A file that tells later Spark tasks on this executor that the broker is unreachable.
-
-    The file is in Spark's folder for the executor, because Spark ends the Python process of a
-    failed task.
-    """
+    """A file that tells later Spark tasks on this executor that the broker is unreachable."""
 
     def __init__(self, job_id: str) -> None:
+        # Spark ends the Python process of a failed task, so memory would not keep the reason.
         name = f"celery-native-delay-{job_id}.given-up"
         self._path = Path(SparkFiles.getRootDirectory(), name) if job_id else None
 
     def reason(self) -> str:
-        """Return the reason why an earlier Spark task stopped sending; "" if no task stopped."""
+        """Return the reason why an earlier Spark task stopped sending, or ""."""
         if self._path is not None:
             with suppress(OSError):
                 return self._path.read_text()
@@ -189,7 +186,7 @@ class GivenUp:
 
 
 class Pace:
-    """Limits the tasks sent per second; a pause allows a burst of one second's tasks."""
+    """Limits the tasks sent per second; after a pause, one second's tasks are sent at once."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0

@@ -1,4 +1,4 @@
-"""Private brokers for tests and development, which start in seconds and leave nothing behind.
+"""Start a private RabbitMQ or Redis for tests and development, in seconds.
 
     from celery_native_delay.testing import private_rabbitmq, private_redis
 
@@ -8,8 +8,9 @@
     with private_redis() as redis:
         app = Celery(broker=redis.url)
 
-The brokers listen on 127.0.0.1 only, share nothing with other brokers, and end with this Python
-process, even if the process is killed. This module imports only the standard library.
+The brokers listen on 127.0.0.1 only, and share nothing with other brokers. When this Python process
+ends, also by SIGKILL, the brokers end, and their temporary folders are deleted. This module imports
+only the standard library.
 """
 
 from .processes import BrokerFailed, BrokerMissing

@@ -23,16 +23,17 @@ class BrokerFailed(Exception):
 
 _LOWEST = 20_000
 _COUNT = 12_768
-"""The number of ports from 20000. Linux gives clients ports from 32768, macOS from 49152.
+"""The number of ports for servers, from port 20000.
 
-A client that reconnects to a dead server must not get the server's port."""
+Linux gives ports from 32768 to clients, macOS from 49152. A client that reconnects to a dead server
+must not get the server's port."""
 
 
 def claim_ports(count: int) -> list[socket.socket]:
-    """Reserve free TCP ports; return one UDP socket per port, bound to the same number.
+    """Reserve free TCP ports for servers; return one UDP socket per port.
 
-    Other callers skip these ports, but a server can bind the TCP ports. Close a socket to free the
-    port.
+    The UDP socket has the same port number, so that other callers of this function skip the port.
+    Close the socket to free the port.
     """
     claims: list[socket.socket] = []
     while len(claims) < count:
@@ -71,7 +72,7 @@ if [ -n "$folder" ]; then rm -rf -- "$folder"; fi
 
 
 class KeptServer:
-    """A server that ends with the current Python process, and that can be started repeatedly.
+    """A server process that can be restarted, and that ends with this Python process.
 
     Args:
         name: the server's name in error messages, such as "RabbitMQ 3.10.8".
@@ -79,7 +80,7 @@ class KeptServer:
         home: the server's working folder. The server's output goes to `console.log` in this folder.
         environment: all environment variables of the server; None: the variables of this process.
         logs: names of further log files in *home*.
-        temporary: if True, *home* is removed in the end.
+        temporary: if True, close() deletes *home*.
         companion: another command that runs as long as this object exists, such as epmd.
         pass_fds: file descriptors that the server inherits.
     """
@@ -114,11 +115,11 @@ class KeptServer:
 
     @property
     def pid(self) -> int | None:
-        """The id of the server's process and process group; None if the server is down."""
+        """The id of the process and process group of the server; None if the server is down."""
         return self._server.pid if self._server and self._server.poll() is None else None
 
     def start(self, serves: Callable[[], bool], *, within_seconds: float) -> None:
-        """Start or resume the server, and wait until *serves* returns True.
+        """Start the server and wait until *serves* returns True; continue a paused server.
 
         Raises:
             BrokerFailed: the server ended or took too long; the message has the end of the log.
@@ -160,7 +161,7 @@ class KeptServer:
                 os.killpg(self._server.pid, which)
 
     def end(self, how: signal.Signals, *, within_seconds: float = 30) -> None:
-        """Stop the server with a signal; after *within_seconds*, kill the server with SIGKILL."""
+        """Stop the server with a signal, and with SIGKILL after *within_seconds*."""
         if self._server is None:
             return
         self.send(how)

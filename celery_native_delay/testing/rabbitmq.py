@@ -1,4 +1,4 @@
-"""A private RabbitMQ for tests, which starts in seconds and leaves nothing behind.
+"""Start a private RabbitMQ for tests, in seconds.
 
     with private_rabbitmq() as rabbitmq:
         app = Celery(broker=rabbitmq.new_vhost())
@@ -31,7 +31,7 @@ from urllib.parse import quote, unquote, urlsplit
 from .processes import BrokerFailed, BrokerMissing, KeptServer, claim_ports, port_of
 
 ROOT_VARIABLE = "NATIVE_DELAY_RABBITMQ_43_ROOT"
-"""The environment variable that names the folder of a Debian testing system with RabbitMQ 4.3."""
+"""An environment variable: the folder of a Debian system with RabbitMQ 4.3, for chroot."""
 
 _DEFAULT_ROOT = "~/.cache/celery_native_delay/rabbitmq-4.3"
 
@@ -41,14 +41,14 @@ class RabbitMQInstallation:
     """An installed RabbitMQ."""
 
     server: Path
-    """The path of the server script within *root*. The script on the PATH would switch users."""
+    """The path of the server script inside *root*. The script on the PATH would switch users."""
     version: str
     root: Path | None = None
     """The folder to chroot into; None if RabbitMQ needs no chroot."""
 
 
 def find_rabbitmq(version: str | None = None) -> RabbitMQInstallation | None:
-    """Return the installed RabbitMQ of a *version* (default: the system's), or None."""
+    """Return an installed RabbitMQ of *version*, by default the system's; None if missing."""
     for installation in _installations():
         if version is None and installation.root is None:
             return installation
@@ -74,7 +74,7 @@ def _installations() -> Iterator[RabbitMQInstallation]:
 
 
 def _version_of(server: Path) -> str | None:
-    """Return the version of a RabbitMQ, read from the server's folder of plugins."""
+    """Return the version in the file name of RabbitMQ's plugin `rabbit`, or None."""
     for plugin in server.resolve().parent.parent.glob("plugins/rabbit-*"):
         if match := re.fullmatch(r"rabbit-(\d+\.\d+\.\d+.*?)(\.ez)?", plugin.name):
             return match[1]
@@ -86,7 +86,7 @@ def _rabbitmq_43_root() -> Path:
 
 
 def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
-    """Return the installed RabbitMQ of a *version*; raise BrokerMissing if not installed."""
+    """Return an installed RabbitMQ of *version*; raise BrokerMissing if not installed."""
     if installation := find_rabbitmq(version):
         return installation
     if version == "4.3":
@@ -104,7 +104,7 @@ def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
 
 
 _BOOT_SECONDS = 90
-"""A cold start takes 3 to 8 seconds; on a busy machine, several times as long."""
+"""The time limit of a start, which takes 3 to 8 s, or several times as long on a busy machine."""
 
 _CONFIG = """\
 # Milliseconds between the reports of connections, channels and classic queues.
@@ -234,7 +234,7 @@ class PrivateRabbitMQ:
 
     @property
     def pid(self) -> int | None:
-        """The id of the node's process and of its process group; None if the node is down."""
+        """The id of the process and process group of the node; None if the node is down."""
         return self._node.pid
 
     # ---- life ------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class PrivateRabbitMQ:
         return self.url_of(name)
 
     def url_of(self, vhost: str, user: str = "guest", password: str = "guest") -> str:
-        """Return the AMQP URL of a virtual host for a user."""
+        """Return the AMQP URL of a virtual host, with the login of a user."""
         user, password, vhost = (quote(part, safe="") for part in (user, password, vhost))
         return f"amqp://{user}:{password}@{self.ip}:{self.port}/{vhost}"
 
@@ -416,7 +416,7 @@ class PrivateRabbitMQ:
         return ["unshare", "--mount", "sh", "-c", _ENTER_ROOT, str(self._root), *command]
 
     def _serves(self) -> bool:
-        """Return True if AMQP and the management API answer, and store the node's version."""
+        """Return True if AMQP and the management API answer; also store the version."""
         try:
             with socket.create_connection((self.ip, self.port), timeout=5) as connection:
                 connection.sendall(b"AMQP\x00\x00\x09\x01")

