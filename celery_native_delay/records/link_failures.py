@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class LinkFailures:
-    """The failures of one connection. The text *what* names the server in logs."""
+    """Failures of one connection, with pauses. The text *what* names the server in logs."""
 
     def __init__(
         self,

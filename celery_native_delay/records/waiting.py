@@ -80,7 +80,7 @@ class Waiting:
 
     @property
     def due(self) -> datetime:
-        """The due time, an aware datetime in UTC."""
+        """The due time as a datetime in UTC, with time zone."""
         return datetime.fromtimestamp(self.due_us / 1_000_000, UTC)
 
     def as_json(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _number(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Query:
-    """A search for waiting tasks. A task matches if all conditions hold; None is no condition.
+    """A search for waiting tasks. A task matches if all conditions hold. None means no condition.
 
     - *words*: texts that the task must contain, from :meth:`parse`.
     - *name* and *queue*: the exact name and the exact queue of the task.
@@ -136,7 +136,7 @@ class Query:
         return cls(parse(text))
 
     def due_within(self, from_us: int | None, until_us: int | None) -> Query:
-        """Return a copy of this search with a new range of due times, in microseconds."""
+        """Return a copy of this search with another range of due times, in microseconds."""
         return replace(self, from_us=from_us, until_us=until_us)
 
     @property
@@ -323,7 +323,7 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def _found(self, task_id: str) -> list[tuple[Any, Any, Waiting]]:
-        """Return the name, content and task of each waiting message with one task id."""
+        """Return the name, content and task of each waiting message with this task id."""
 
     @abstractmethod
     def _replace(
