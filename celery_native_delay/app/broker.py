@@ -22,7 +22,7 @@ _WAY_TO_STORE = (
 
 
 def check_fits(connection: Any, settings: DelaySettings) -> None:
-    """Raise UnsupportedBroker if tasks can wait neither in this broker nor in a database."""
+    """Raise UnsupportedBroker if this broker cannot delay tasks and the app has no store."""
     if transport_of(connection.transport_cls, store=settings.store) is None:
         raise UnsupportedBroker(why_nothing_waits(connection.transport_cls))
 
@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 def ask_on_a_connection(app: Any, question: Callable[[Any], T]) -> T:
-    """Call *question* with a pooled connection. Retries once after a connection error.
+    """Call *question* with a pooled connection; retry once after a connection error.
 
     Raises kombu's OperationalError if the broker cannot be reached.
     """

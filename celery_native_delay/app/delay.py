@@ -132,7 +132,7 @@ class Delay(KeyedCalls):
         return Schedules(self._app)
 
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
-        """Correct the due times of rate-limited tasks that a ``RetryAfter`` delays."""
+        """Return *tasks* with later due times, if a ``RetryAfter`` delays rate-limited tasks."""
         until_us: dict[tuple[str, str], int] = {}
         if any(task.place for task in tasks):
             with suppress(NativeDelayError):  # then show the due times of the messages
@@ -299,17 +299,15 @@ class Delay(KeyedCalls):
         return ask_broker(self._app, ask)
 
     def _revoke_result(self, outcome: Outcome) -> None:
-        """Set the results of a cancelled task to REVOKED.
-
-        If the result backend fails, workers set all later results: each attempt may take minutes.
-        """
+        """Set the results of a cancelled task to REVOKED. After one backend failure, do nothing."""
+        # A call to an unreachable backend may take minutes. Workers set the remaining results.
         for task in outcome.tasks:
             if self._sets_results and task.name and task.keeps_result:
                 self._sets_results = revoke_result(self._app, task.id, task.name, reason="revoked")
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:
-    """Return a page of matching tasks, and True if the total number is exact."""
+    """Return a page of tasks that match *query*, and True if the page's total is exact."""
     searched = not query.is_by_time_only
     page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
     total = page.total

@@ -46,7 +46,7 @@ EXPECTED_URLS = {
 
 
 class Installation:
-    """The settings of one app, and the methods that replace methods of the app."""
+    """The settings of one app, and replacements for methods of the app."""
 
     def __init__(self, app: Celery, keywords: dict[str, Any]) -> None:
         self.app = app
@@ -60,7 +60,7 @@ class Installation:
         self.raises_if_unsupported = False
         """True in a ``delay`` command, which raises an error for an unsupported broker."""
         self.test_broker: str | None = None
-        """Under the test clock, the broker URL that replaces the app's broker settings."""
+        """In a test with the test clock, the URL that replaces the app's broker URL; else None."""
 
     def settings(self) -> DelaySettings:
         """Return the app's settings. A keyword of ``install()`` overrides the app's configuration.
@@ -84,7 +84,7 @@ class Installation:
     def keeps_celerys_off(self) -> bool:
         """True if Celery's own delayed delivery is off for this app.
 
-        Every delayed publish reads this property, so the value is from the app's last connection.
+        The value is from the app's last connection, because every delayed publish needs the value.
         """
         return self.enabled if self._connected_enabled is None else self._connected_enabled
 
@@ -196,7 +196,7 @@ def installed(app: Any) -> Installation:
 
 
 def ask_broker(app: Any, question: Callable[[Any, DelaySettings], T]) -> T:
-    """Call *question* with a broker channel. Retries once after a connection error."""
+    """Call *question* with a channel and the settings. Retries once after a connection error."""
 
     def ask(connection: Any) -> T:
         return question(*delaying_channel(app, connection))
@@ -205,11 +205,11 @@ def ask_broker(app: Any, question: Callable[[Any, DelaySettings], T]) -> T:
 
 
 def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
-    """Return a channel that can delay messages, and the settings of the app.
+    """Return the default channel of *connection*, and the app's settings.
 
     Raises:
         SettingsError: ``install(app)`` was not called, or a setting is invalid.
-        UnsupportedBroker: no delayed task can wait in this broker.
+        UnsupportedBroker: this broker cannot delay tasks.
     """
     settings = installed(app).settings()
     if not settings.enabled:
@@ -242,7 +242,7 @@ def _configured(app: Celery) -> dict[str, Any]:
 
 
 def _give_eta_header(amqp: Any) -> None:
-    """Make messages of task protocol 1 carry the ETA in a header, too."""
+    """Add a header with the ETA to all messages of task protocol 1."""
     original = amqp.task_protocols[1]
     if hasattr(original, "native_delay_original"):
         return
@@ -308,7 +308,7 @@ def bounded_connection(app: Any) -> Any:
 
 
 def records_place(app: Any, settings: DelaySettings) -> Place | None:
-    """Return the URL and the namespace of the state about waiting tasks, or None."""
+    """Return the URL and the namespace of the app's state about waiting tasks, or None."""
     if settings.records is not None:
         return Place(settings.records, settings.namespace)
     own_records = getattr(app.connection_for_write().transport, "own_records", None)
@@ -323,7 +323,7 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Tell an object of the transport which queues it serves: by default all of the app."""
+    """Set the queues of the object *part* (by default all of the app), and return *part*."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

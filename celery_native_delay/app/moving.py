@@ -2,11 +2,11 @@
 
 Steps for each message:
 
-1. Write the message and the state of its key to the destination, in one step.
+1. Write the message to the destination; also the state of the task's debounce or unique key.
 2. Remove the task from the key's state at the source.
 3. Delete the message at the source.
 
-If the process dies, both brokers may have the current message.
+If the process dies between two steps, both brokers have the message.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class MovingKeys:
             ) from exc
 
     def _probe(self) -> None:
-        """Find out, by a test key, if source and destination share the stored state."""
+        """Write a test key, to find out if source and destination share their stored state."""
         if self._from is not None and self._to is not None:
             token = token_hex(16)
             name = f"probe:{token}"
@@ -129,7 +129,7 @@ _REASONS = 20
 
 @dataclass
 class Account:
-    """The numbers of one source's messages: *count* before the move, and a number per outcome.
+    """Counts the messages of one source: *count* before the move, and a count for each outcome.
 
     - *stays*: messages that ``delay migrate`` leaves at the source.
     - *refused*: messages that could not be moved, by reason.
@@ -228,7 +228,7 @@ def moving(
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
     """Connect to the destination, and to the sources with these *names*.
 
-    *records* is the URL of the stored state of the other broker's tasks; None means the app's URL.
+    *records* is the URL of the Redis or database with state of the other broker's tasks, or None.
 
     Raises:
         UnsupportedBroker: messages cannot be moved to this broker, or a source does not exist.

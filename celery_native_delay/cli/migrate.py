@@ -60,7 +60,7 @@ def migrate(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Move waiting messages to the app's broker from another place.
+    """Move waiting messages to the app's broker.
 
     Sources are plain Celery's delayed delivery, delay queues of earlier settings, and other
     brokers. Due times stay the same. A message is deleted at its source after the app's broker has

@@ -1,6 +1,6 @@
 """The stored state of a debounce, throttle or unique key, and the message header.
 
-A change of the data format needs a new VERSION.
+Increase VERSION when the data format changes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Mark:
 
     - *kind*: "debounce", "throttle", "throttle-trailing" or "unique".
     - *task*: the name of the task.
-    - *until*: "start" or "end" of the task, when a unique key becomes free; None for other kinds.
+    - *until*: a unique key becomes free at the "start" or "end" of the task. None for other kinds.
     - *token*: the id of a unique task's execution, or None before a worker has received the task.
     """
 
@@ -126,7 +126,7 @@ _OPTIONAL = ("until", "token")
 
 
 def key_and_kind(headers: Mapping[str, Any]) -> tuple[str, str]:
-    """Return a message's key and the kind of key; "" and "" without a key."""
+    """Return the key in a message's headers and the kind of key; "" and "" without a key."""
     mark = Mark.of(headers)
     return (mark.key, mark.kind) if mark else ("", "")
 

@@ -18,7 +18,7 @@ class KeyRecords:
         self.needs_connection = records.needs_connection
 
     def read(self, name: str) -> Seen:
-        """Read the stored state of a key, and the waiting messages of the key's task."""
+        """Read the state of a key, and the waiting messages of the key's task."""
         return _seen(self._records.read(_name_of(name)))
 
     def change(self, name: str, rule: Rule, publish: Publish | None = None) -> tuple[Seen, Step]:
@@ -30,7 +30,7 @@ class KeyRecords:
 
 
 def publish_under(name: str, rule: Rule, task_id: str) -> RecordedPublish:
-    """Return a RecordedPublish, which publishes a task and changes the key's state by *rule*."""
+    """Make a RecordedPublish, which publishes a task and changes the key's state by *rule*."""
     return RecordedPublish(task_id, _name_of(name), partial(_decided, rule))
 
 

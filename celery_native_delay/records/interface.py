@@ -241,7 +241,7 @@ class Index(ABC):
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Stop the drop that :meth:`look` began: workers run the message, now or in *left_ms* ms."""
+        """Undo :meth:`look`: workers run the message if it arrives, now or in *left_ms* ms."""
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:

@@ -43,7 +43,7 @@ _cancelled: dict[str, bool] = {}
 
 
 def announce_cancelled(task_id: str) -> None:
-    """Let Celery announce the task as revoked when Celery receives the task."""
+    """Let Celery announce a cancelled task as revoked, instead of running the task."""
     _cancelled.setdefault(task_id, False)
 
 
@@ -132,7 +132,7 @@ class GatedStrategies(dict[str, Any]):
         super().__setitem__(name, on_task)
 
     def _pass(self, task: _Task, first: int = 0) -> None:
-        """Make a task's checks, beginning with check number *first*, then run the task."""
+        """Run the checks of a task, from check number *first*; then run the task."""
         for number, gate in enumerate(self._gates[first:], first):
             try:
                 ruling = gate(task.arrival)
@@ -255,7 +255,7 @@ class GatedStrategies(dict[str, Any]):
         self._call(call_soon, message.ack_log_error, logger, consumer.connection_errors)
 
     def _after(self, seconds: float, call: Callable[[], Any]) -> None:
-        """Call a function after some seconds, in any thread.
+        """Call a function after some seconds, perhaps in another thread.
 
         Celery's timer, if it is a thread, may be up to a second late.
         """
@@ -314,7 +314,7 @@ class Waker:
 
 
 def forget_eta(request: Any, now: datetime) -> None:
-    """Keep a due request out of the worker's ETA timer. ``task.request.eta`` does not change."""
+    """Let Celery run a due task without the ETA timer. ``task.request.eta`` does not change."""
     kept: str | None = getattr(request.message, "kept_eta", None)
     if kept is not None:
         request.request_dict["eta"] = kept

@@ -201,7 +201,7 @@ class Telemetry:
 class LineFiles:
     """Appends lines to one file per process and day. Thread-safe.
 
-    There is no lock, because another thread could hold the lock during a fork. The operating system
+    No lock is used, because another thread could hold the lock during a fork. The operating system
     never mixes two writes to a file that is open for appending.
     """
 
@@ -278,7 +278,7 @@ def waited(message: Any, *, now_ms: int) -> bool | None:
 
 
 def outcome_of(state: str | None, retval: Any) -> str:
-    """Return an attempt's outcome from Celery's state and the return value or exception."""
+    """Convert Celery's state of an ended task, and the return value or exception, to an outcome."""
     if state == states.REJECTED and getattr(retval, "requeue", False):
         return attempt.REQUEUED
     # A task that raised a BaseException has no state, and Celery takes its process for lost.
