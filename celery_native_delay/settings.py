@@ -75,9 +75,9 @@ class DelaySettings:
     fused_bits: int = 15
     """Number of low bits of a delay that form groups: 0, 3, 7, 11, 15 and so on. The delay is a
     binary count of resolutions. A message waits once per set bit outside the groups, and once per
-    nonzero group. A bit has one TTL queue, a group up to 15 TTL queues. With groups, the
-    broker has more queues, and delivers more messages per second. Defaults to 15: a delay of whole
-    seconds below an hour needs at most three queues."""
+    nonzero group. A bit has one TTL queue, a group up to 15 TTL queues. With groups, the broker has
+    more queues, and delivers more messages per second. Defaults to 15: a delay of whole seconds
+    below an hour needs at most three queues."""
     queue_type: str = "quorum"
     """Type of RabbitMQ's delay queues: "quorum" or "classic". A classic queue is on one node, and
     may lose messages that expire while the broker crashes. Defaults to "quorum"."""
@@ -92,8 +92,8 @@ class DelaySettings:
     all declarations for other tools. Defaults to True."""
     landing_exchanges: tuple[str, ...] = ()
     """Names of exchanges to which consumers without this package bind queues. A due
-    message for the exchange first goes to a queue of this package, which dead-letters the message
-    to the exchange. Defaults to none."""
+    message for one of these exchanges goes to a queue of this package, which dead-letters the
+    message to the exchange. Defaults to none."""
     adopt: bool = True
     """If on, workers return tasks that arrive before their ETA to the broker, instead of holding
     the tasks in memory. Defaults to True."""
@@ -302,7 +302,7 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
 
 
 def lowest_bit(bit: int, *, fused_bits: int) -> int:
-    """Return the lowest bit of a delay that shares delay queues with *bit*."""
+    """Return the lowest bit in the group of *bit*. The bits of a group share delay queues."""
     if bit >= fused_bits:
         return bit
     return max(0, bit - (bit - FRACTION_BITS) % FUSED_WIDTH)

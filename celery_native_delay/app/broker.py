@@ -1,4 +1,4 @@
-"""Checks an app's broker, calls the broker, and adds the broker's URL to errors."""
+"""Connects to an app's broker, checks the broker, and adds the broker's URL to errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WAY_TO_STORE = (
 
 
 def check_fits(connection: Any, settings: DelaySettings) -> None:
-    """Raise UnsupportedBroker if this broker cannot delay tasks and the app has no store."""
+    """Raise UnsupportedBroker if the broker cannot delay and ``native_delay_store`` is None."""
     if transport_of(connection.transport_cls, store=settings.store) is None:
         raise UnsupportedBroker(why_nothing_waits(connection.transport_cls))
 
@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 def ask_on_a_connection(app: Any, question: Callable[[Any], T]) -> T:
-    """Call *question* with a pooled connection; retry once after a connection error.
+    """Call the function *question* with a pooled connection; retry once if the connection is lost.
 
     Raises kombu's OperationalError if the broker cannot be reached.
     """

@@ -33,7 +33,7 @@ class RevokesWaiting:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Cancel the waiting tasks of a ``revoke`` to all workers; then broadcast the command."""
+        """Broadcast a command. Before a ``revoke`` to all workers, cancel the waiting tasks."""
         everywhere = destination is None and kwargs.get("pattern") is None
         if command in ("revoke", "terminate") and everywhere:
             self._cancel_waiting((arguments or {}).get("task_id"))

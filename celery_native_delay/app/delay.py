@@ -132,7 +132,7 @@ class Delay(KeyedCalls):
         return Schedules(self._app)
 
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
-        """Return *tasks* with later due times, if a ``RetryAfter`` delays rate-limited tasks."""
+        """Add the pause of a ``RetryAfter`` to the due times of rate-limited tasks."""
         until_us: dict[tuple[str, str], int] = {}
         if any(task.place for task in tasks):
             with suppress(NativeDelayError):  # then show the due times of the messages
@@ -169,8 +169,8 @@ class Delay(KeyedCalls):
             task_id: an id, an ``AsyncResult``, or a :class:`Waiting` that :meth:`ls` returned.
             key: the key of the task. Give *key*, *task* and *kind* instead of *task_id*.
             task: the task, or the name of the task.
-            kind: "debounce" or "unique" for a task of the method of this name; "throttle" for
-                ``throttle(edge="both")``; "throttle-trailing" for ``throttle(edge="trailing")``.
+            kind: the method that sent the task: "debounce", "unique", "throttle" for
+                ``throttle(edge="both")``, "throttle-trailing" for ``throttle(edge="trailing")``.
 
         Returns:
             the outcome. The outcome's *id* is "" if no task was sent with the key.

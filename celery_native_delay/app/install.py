@@ -84,7 +84,7 @@ def reinstall(app: Celery) -> None:
 
 
 def drop_pools(app: Celery) -> None:
-    """Drop pools from before ``install``, because the pooled connections cannot delay messages."""
+    """Drop the app's pools: connections from before ``install`` cannot delay messages."""
     app._pool = None
     if "amqp" in vars(app):
         app.amqp._producer_pool = None

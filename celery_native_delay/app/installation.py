@@ -196,7 +196,7 @@ def installed(app: Any) -> Installation:
 
 
 def ask_broker(app: Any, question: Callable[[Any, DelaySettings], T]) -> T:
-    """Call *question* with a channel and the settings. Retries once after a connection error."""
+    """Call *question* with a broker channel and the settings; retry once after a lost connection."""
 
     def ask(connection: Any) -> T:
         return question(*delaying_channel(app, connection))
@@ -227,7 +227,7 @@ def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
 
 
 def _configured(app: Celery) -> dict[str, Any]:
-    """Return the app's ``native_delay_*`` settings by name, without this prefix."""
+    """Return the app's settings of this package, by name without the prefix ``native_delay_``."""
     app.conf.get("broker_url")  # loads a pending configuration
     namespace = (app.namespace or "").lower().rstrip("_")
     found: dict[str, Any] = {}
@@ -308,7 +308,7 @@ def bounded_connection(app: Any) -> Any:
 
 
 def records_place(app: Any, settings: DelaySettings) -> Place | None:
-    """Return the URL and the namespace of the app's state about waiting tasks, or None."""
+    """Return the Redis or database with the app's state about waiting tasks, or None."""
     if settings.records is not None:
         return Place(settings.records, settings.namespace)
     own_records = getattr(app.connection_for_write().transport, "own_records", None)
@@ -316,14 +316,14 @@ def records_place(app: Any, settings: DelaySettings) -> Place | None:
 
 
 def admin_part(app: Any, connection: Any) -> AdminPart:
-    """Return the broker's object for ``delay`` commands, such as ``delay status``."""
+    """Return an ``AdminPart``, through which ``delay`` commands use the app's broker."""
     channel, settings = delaying_channel(app, connection)
     part: AdminPart = channel.admin_part(settings)
     return serving(part, app)
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Set the queues of the object *part* (by default all of the app), and return *part*."""
+    """Set the queues that an ``AdminPart`` or ``WorkerPart`` serves, by default all of the app."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

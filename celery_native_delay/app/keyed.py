@@ -231,7 +231,7 @@ class KeyedCalls:
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:
-    """Return the stored state of all keys. Raises UnsupportedBroker if keys cannot be stored."""
+    """Return the ``KeyRecords`` of an app. Raises UnsupportedBroker if keys cannot be stored."""
     try:
         channel, settings = delaying_channel(app, connection)
     except UnsupportedBroker as exc:

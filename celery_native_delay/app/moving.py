@@ -226,7 +226,7 @@ def reaches_of(app: Any) -> list[Reach]:
 def moving(
     app: Any, connection: Any, names: Sequence[str], *, records: str | None
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
-    """Connect to the destination, and to the sources with these *names*.
+    """Connect to the destination, and to the sources (names or URLs) in *names*.
 
     *records* is the URL of the Redis or database with state of the other broker's tasks, or None.
 

@@ -142,7 +142,7 @@ def _errors_explained(ctx: click.Context) -> Iterator[None]:
 
 @contextmanager
 def broker(ctx: click.Context) -> Iterator[AdminPart]:
-    """Yield the broker's object for ``delay`` commands, such as ``delay status``."""
+    """Yield an ``AdminPart``, through which ``delay`` commands use the app's broker."""
     from ..app.installation import admin_part
 
     with reachable(ctx) as connection:

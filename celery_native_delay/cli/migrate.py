@@ -123,9 +123,9 @@ def prune(
 ) -> None:
     """Delete empty delay queues of earlier settings.
 
-    Also deletes plain Celery's empty delay queues, and plain Celery's delay bindings on your topic
-    exchanges. First stop all producers that delay with plain Celery on this virtual host. The
-    command lists everything and asks. Delay queues with messages stay: run `delay migrate`.
+    The command also deletes Celery's own empty delay queues, and Celery's own delay bindings on
+    your topic exchanges. First stop all producers that delay with plain Celery on this virtual
+    host. The command lists everything and asks. Delay queues with messages stay: run `delay migrate`.
     """
     from ..app.moving import reaches_of
 

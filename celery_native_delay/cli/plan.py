@@ -67,8 +67,7 @@ def plan(
     """Show the path of a delayed message through the delay queues. Needs no broker.
 
     The path lists each hop: one delay queue, or on SQS one wait of up to 15 minutes. With --rate
-    and --delay, the command shows the number of waiting messages and the memory for these messages,
-    and for each delay queue the messages per second.
+    and --delay, show the load: waiting messages, memory, and messages per second of each queue.
     """
     from ..due_time import check_countdown
     from ..transports.rabbitmq.topology import Topology

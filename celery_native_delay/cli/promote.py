@@ -31,8 +31,8 @@ def promote(ctx: click.Context, loglevel: int, as_json: bool) -> None:
 def relay(ctx: click.Context, loglevel: int, queues: str, as_json: bool) -> None:
     """Resend waiting SQS tasks every 15 minutes, until Ctrl-C.
 
-    SQS delays a message by at most 15 minutes. After 15 minutes, this command sends a task that is
-    not due to its delay queue again. Due tasks go to the task's queue. Workers with this package do
+    SQS delays a message by at most 15 minutes, so a longer delay needs several waits. After each
+    wait, this command sends the message to a queue for the next wait. Workers with this package do
     the same. Run this command if no worker has the package. Several processes may run at once.
     """
     _run(ctx, loglevel, queues, as_json, done="relayed")

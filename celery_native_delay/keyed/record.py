@@ -100,7 +100,7 @@ class Mark:
 
     @property
     def name(self) -> str:
-        """The name of the key's stored state."""
+        """The name under which the state of the key is stored."""
         return name_of(self.kind, self.task, self.key)
 
     def header(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class RecordName(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A stored state at the time *now_us*, and the waiting messages of the task in this state.
+    """A stored state at the time *now_us*, and waiting messages of the task that the state names.
 
     - *now_us*: microseconds since the epoch, by the clock of the Redis or database.
     - *text*: the stored state, or None. The field ``id`` of a JSON state is the id of a task.
@@ -78,7 +78,7 @@ class Change(Generic[T]):
     - *text*: the new state, or None to remove the state.
     - *kept_us*: the expiry of the new state, in microseconds since the epoch.
     - *due_us*: the due time of a message to publish, or None to publish no message.
-    - *replaces*: True to cancel the task's earlier waiting messages (*messages* of Snapshot).
+    - *replaces*: True to cancel the waiting messages of the :class:`Snapshot`.
     """
 
     text: str | None
@@ -137,7 +137,7 @@ def delivery_of(member: str) -> str:
 
 
 def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
-    """Call *attempt* until the result is not None. Raises CannotDelay after 100 calls."""
+    """Repeat the call of *attempt* while the result is None; raise CannotDelay after 100 calls."""
     for _ in range(TRIES):
         if (answer := attempt()) is not None:
             return answer
@@ -172,7 +172,7 @@ class Records(ABC):
 
     @abstractmethod
     def read(self, name: RecordName) -> Snapshot:
-        """Read a stored state, and the waiting messages of the task in this state."""
+        """Read a stored state, and the waiting messages of the task that the state names."""
 
     @abstractmethod
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
@@ -241,7 +241,7 @@ class Index(ABC):
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Undo :meth:`look`: workers run the message if it arrives, now or in *left_ms* ms."""
+        """Undo :meth:`look`, now or in *left_ms* milliseconds: workers may then run the message."""
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:

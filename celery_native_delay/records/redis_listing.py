@@ -91,7 +91,7 @@ class IndexKeys:
 
     @property
     def marks(self) -> str:
-        """The prefix of Redis keys; each key tells workers to drop one message."""
+        """The prefix of the Redis keys that tell workers to drop a message."""
         return f"{self.space}.mark."
 
     def record(self, name: RecordName) -> str:

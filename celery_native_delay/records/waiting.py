@@ -23,7 +23,7 @@ class Waiting:
     - *id*: the task id, or the correlation id if the message is not a Celery task.
     - *name*: the task name, or "" if the message is not a Celery task.
     - *args* and *kwargs*: the arguments as texts (``repr``), as in Celery's events.
-    - *queue*: the task's queue, or "" if the message was published to an exchange without a queue.
+    - *queue*: the task's queue, or "" if an exchange routes the message at the due time.
     - *due_us*: the due time in microseconds since the epoch.
     - *key* and *kind*: for example "user:7" and "debounce"; both "" for a task without a key.
     """

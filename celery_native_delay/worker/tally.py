@@ -23,7 +23,7 @@ def count_start(tally: Counter[str], late_us: int) -> None:
 
 
 def bucket(bound: float) -> str:
-    """Return the name of the histogram bucket with this upper bound in seconds."""
+    """Return the name of a histogram bucket from the bucket's upper bound in seconds."""
     return f"late_{bound}"
 
 

@@ -278,7 +278,7 @@ def waited(message: Any, *, now_ms: int) -> bool | None:
 
 
 def outcome_of(state: str | None, retval: Any) -> str:
-    """Convert Celery's state of an ended task, and the return value or exception, to an outcome."""
+    """Convert a task's Celery state and return value (or exception) to an outcome."""
     if state == states.REJECTED and getattr(retval, "requeue", False):
         return attempt.REQUEUED
     # A task that raised a BaseException has no state, and Celery takes its process for lost.
@@ -286,7 +286,7 @@ def outcome_of(state: str | None, retval: Any) -> str:
 
 
 def retry_due_us(outcome: str, raised: Any, finished_us: int) -> int | None:
-    """Return the due time of the next attempt in microseconds, or None."""
+    """Return the due time of the next attempt in microseconds, or None without a next attempt."""
     if outcome not in attempt.COMES_AGAIN:
         return None
     when = getattr(raised, "when", None)
