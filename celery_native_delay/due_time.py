@@ -1,4 +1,4 @@
-"""Converts countdowns and ETAs to due times: integer microseconds since the epoch.
+"""Converts countdowns and ETAs to due times in microseconds since the epoch.
 
 Due times are integers, because a rounded float could run a task too early.
 """
@@ -74,7 +74,7 @@ def check_due(due_us: int, *, now_us: int, longest_delay_seconds: float) -> None
 
 
 def check_countdown(countdown: object, *, longest_delay_seconds: float) -> None:
-    """Raise an error if a countdown is infinite, NaN, or longer than the longest allowed delay."""
+    """Raise an error if a countdown is infinite, NaN, or too long."""
     if not isinstance(countdown, int | float):
         return  # Celery itself raises an error
     if not math.isfinite(countdown):

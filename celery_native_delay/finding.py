@@ -49,7 +49,7 @@ def clock_finding(
     *,
     check: str = "clocks",
 ) -> Iterator[Finding]:
-    """Yield a problem if a server's clock differs from this machine's by over a second."""
+    """Yield a problem if a server's clock and this machine's clock differ by over a second."""
     if abs(ahead_seconds) > MAY_DIFFER_SECONDS:
         side = "ahead of" if ahead_seconds > 0 else "behind"
         yield Finding(

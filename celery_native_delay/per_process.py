@@ -31,9 +31,9 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class PerProcess(Generic[Key, Value]):
-    """A cache of one value per key, which starts empty in a forked child process.
+    """A cache of values by key, which is empty in each new child process.
 
-    The child calls the function *abandon* with each value of the parent's cache.
+    The child process calls *abandon* with each cached value of the parent process.
     """
 
     def __init__(self, abandon: Callable[[Value], object] = lambda value: None) -> None:

@@ -21,7 +21,7 @@ OLDEST_REDIS = (6, 2)
 
 @dataclass(frozen=True)
 class Server:
-    """The version and the settings of a Redis or Valkey server, from the server's ``INFO``.
+    """The version and settings of a Redis or Valkey server, from ``INFO``.
 
     *policy* is ``maxmemory-policy`` and *aof* is ``appendonly``. *configurable* is True if the
     client's user may call ``CONFIG GET``. Unknown fields are None; an unknown *version* is ().
@@ -71,7 +71,7 @@ def check_server(server: Server, *, prefix: str) -> None:
 
 
 def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) -> Iterator[Finding]:
-    """Yield a problem for each server setting with which the Redis server may lose data.
+    """Yield a problem for each Redis setting that may cause a loss of data.
 
     *kept* names the data in the problem's text. With *has_ttls*, the data has TTLs, so a
     ``volatile-…`` eviction policy may delete the data, too.
@@ -111,7 +111,7 @@ def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) ->
 
 
 def clocks(ahead_seconds: float, *, check: str = "clocks") -> Iterator[Finding]:
-    """Yield a problem if the Redis server's clock differs from this machine's by over a second."""
+    """Yield a problem if the Redis server's clock and this machine's clock differ."""
     effect = "arrive early and are put back once" if ahead_seconds > 0 else "arrive that much later"
     yield from clock_finding(
         "the Redis server's clock", ahead_seconds, f"delayed tasks {effect}", check=check

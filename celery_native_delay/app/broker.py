@@ -1,4 +1,4 @@
-"""Connects to an app's broker, checks the broker, and adds the broker's URL to errors."""
+"""Connects to an app's broker, and adds the broker's URL to errors."""
 
 from __future__ import annotations
 
@@ -66,10 +66,7 @@ T = TypeVar("T")
 
 
 def ask_on_a_connection(app: Any, question: Callable[[Any], T]) -> T:
-    """Call the function *question* with a pooled connection; retry once if the connection is lost.
-
-    Raises kombu's OperationalError if the broker cannot be reached.
-    """
+    """Call *question* with a pooled connection, and once again if the connection was lost."""
     try:
         with app.connection_or_acquire() as connection:
             for last_try in (False, True):

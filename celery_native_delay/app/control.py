@@ -1,4 +1,4 @@
-"""Makes Celery's ``revoke`` also cancel waiting tasks, by a subclass of the app's ``Control``.
+"""Makes Celery's ``revoke`` also cancel waiting tasks.
 
 ``app.control.revoke``, ``AsyncResult.revoke``, ``celery control revoke`` and Flower's button all
 call ``Control.broadcast``.

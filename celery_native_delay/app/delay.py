@@ -299,15 +299,15 @@ class Delay(KeyedCalls):
         return ask_broker(self._app, ask)
 
     def _revoke_result(self, outcome: Outcome) -> None:
-        """Set the results of a cancelled task to REVOKED. After one backend failure, do nothing."""
-        # A call to an unreachable backend may take minutes. Workers set the remaining results.
+        """Set the results of a cancelled task to REVOKED."""
+        # After one failure workers set the results, because each failing call may take minutes.
         for task in outcome.tasks:
             if self._sets_results and task.name and task.keeps_result:
                 self._sets_results = revoke_result(self._app, task.id, task.name, reason="revoked")
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:
-    """Return a page of tasks that match *query*, and True if the page's total is exact."""
+    """Return tasks that match *query*, and True if their total number is exact."""
     searched = not query.is_by_time_only
     page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
     total = page.total

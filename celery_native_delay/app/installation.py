@@ -60,7 +60,7 @@ class Installation:
         self.raises_if_unsupported = False
         """True in a ``delay`` command, which raises an error for an unsupported broker."""
         self.test_broker: str | None = None
-        """In a test with the test clock, the URL that replaces the app's broker URL; else None."""
+        """The URL that replaces the app's broker URL in tests with the test clock."""
 
     def settings(self) -> DelaySettings:
         """Return the app's settings. A keyword of ``install()`` overrides the app's configuration.
@@ -82,10 +82,8 @@ class Installation:
 
     @property
     def keeps_celerys_off(self) -> bool:
-        """True if Celery's own delayed delivery is off for this app.
-
-        The value is from the app's last connection, because every delayed publish needs the value.
-        """
+        """True if Celery's own delayed delivery is off for this app."""
+        # Every delayed publish reads this property, so the last connection's value is kept.
         return self.enabled if self._connected_enabled is None else self._connected_enabled
 
     # --- what replaces the app's own ----------------------------------------------------
@@ -143,10 +141,7 @@ class Installation:
             return exc
 
     def _fits(self, connection: Connection, settings: DelaySettings | SettingsError) -> bool:
-        """Return True if a connection uses a transport of this package.
-
-        Otherwise log a warning, or raise UnsupportedBroker.
-        """
+        """Return True if a connection uses a transport of this package; otherwise warn or raise."""
         name = connection.transport_cls
         # With wrong settings take our transport: then a delayed publish raises the error.
         store = settings.store if isinstance(settings, DelaySettings) else ""
@@ -196,7 +191,7 @@ def installed(app: Any) -> Installation:
 
 
 def ask_broker(app: Any, question: Callable[[Any, DelaySettings], T]) -> T:
-    """Call *question* with a broker channel and the settings; retry once after a lost connection."""
+    """Call *question* with a broker channel and the app's settings."""
 
     def ask(connection: Any) -> T:
         return question(*delaying_channel(app, connection))
@@ -259,10 +254,7 @@ def _give_eta_header(amqp: Any) -> None:
 
 
 def keep_celerys_own_off(module: ModuleType) -> None:
-    """Switch off Celery's own delayed delivery in one of Celery's modules.
-
-    Raises UnsupportedBroker if the module has no function ``detect_quorum_queues`` to replace.
-    """
+    """Switch off Celery's own delayed delivery in one of Celery's modules."""
     original = getattr(module, "detect_quorum_queues", None)
     if original is None:
         raise UnsupportedBroker(
@@ -323,7 +315,7 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Set the queues that an ``AdminPart`` or ``WorkerPart`` serves, by default all of the app."""
+    """Set the queues of an ``AdminPart`` or ``WorkerPart``, by default all of the app."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

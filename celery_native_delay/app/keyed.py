@@ -159,7 +159,7 @@ class KeyedCalls:
         return self._unless_another_stands(mark, call, signature)
 
     def _standing_id(self, kind: KeyKind, task: str, key: str) -> str | None:
-        """Return the id of the last task with this key, or None. The task may have run already."""
+        """Return the id of the last task with this key, which may have run already."""
         _check_word("kind", kind, KeyKind)
         _check_key(key)
         seen: Seen = self._ask_keys(lambda records: records.read(name_of(kind, task, key)))

@@ -1,4 +1,4 @@
-"""Moves waiting messages from one broker or database to another, one message at a time.
+"""Moves waiting messages, one by one, from one broker or database to another.
 
 Steps for each message:
 
@@ -44,7 +44,7 @@ _PROBE_US = 60_000_000
 
 
 class MovingKeys:
-    """Moves the messages of a source, and the state of their debounce, throttle or unique keys."""
+    """Moves messages with the state of each message's debounce, throttle or unique key."""
 
     def __init__(self, source: Source, into: MovingPart) -> None:
         self._into = into
@@ -65,10 +65,7 @@ class MovingKeys:
         return None
 
     def take_in(self, moving: Moving) -> bool:
-        """Store a message at the destination. Returns False if the task may run twice.
-
-        Raises NativeDelayError if the message or its key cannot be stored.
-        """
+        """Store a message at the destination. Returns False if the task may run twice."""
         mark = Mark.of(moving.headers)
         if mark is not None and not self._is_kept and not self._is_probed:
             self._probe()
@@ -108,7 +105,7 @@ class MovingKeys:
             ) from exc
 
     def _probe(self) -> None:
-        """Write a test key, to find out if source and destination share their stored state."""
+        """Write a test key to find out if source and destination share stored state."""
         if self._from is not None and self._to is not None:
             token = token_hex(16)
             name = f"probe:{token}"
@@ -129,7 +126,7 @@ _REASONS = 20
 
 @dataclass
 class Account:
-    """Counts the messages of one source: *count* before the move, and a count for each outcome.
+    """The number of messages of one source before the move, and for each outcome.
 
     - *stays*: messages that ``delay migrate`` leaves at the source.
     - *refused*: messages that could not be moved, by reason.

@@ -164,7 +164,7 @@ def reachable(ctx: click.Context) -> Iterator[Any]:
 
 
 def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
-    """Return a connection to the app's broker, not opened. Raises if the broker cannot delay."""
+    """Return a closed connection to the app's broker. Raises if the broker cannot delay."""
     from ..app.broker import check_fits
 
     connection = ctx.obj.app.connection_for_write()

@@ -1,4 +1,4 @@
-"""The command ``delay plan``: show the path of one message, or the load of many messages."""
+"""The command ``delay plan``: show a message's path, or the load of many messages."""
 
 from __future__ import annotations
 

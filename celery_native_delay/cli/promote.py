@@ -1,4 +1,4 @@
-"""The commands ``delay promote`` and ``relay``: deliver due tasks if no worker has this package."""
+"""The commands ``delay promote`` and ``delay relay``, which deliver due tasks."""
 
 from __future__ import annotations
 

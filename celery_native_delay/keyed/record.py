@@ -1,4 +1,4 @@
-"""The stored state of a debounce, throttle or unique key, and the message header.
+"""The stored state of a debounce, throttle or unique key, and a message header.
 
 Increase VERSION when the data format changes.
 """
@@ -28,10 +28,10 @@ _as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(frozen=True)
 class Run:
-    """An execution of a unique task, and the expiry of its lock on the key.
+    """An execution of a unique task, which holds the lock of the task's key.
 
-    *token* is a random id of the execution. *lease_us* is the expiry in microseconds since the
-    epoch, by the clock of the Redis or database.
+    *token* is a random id of the execution. *lease_us* is the expiry of the lock in microseconds
+    since the epoch, by the clock of the Redis or database.
     """
 
     id: str
@@ -126,7 +126,7 @@ _OPTIONAL = ("until", "token")
 
 
 def key_and_kind(headers: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the key in a message's headers and the kind of key; "" and "" without a key."""
+    """Return the key in a message's headers, and the kind of key; both "" without a key."""
     mark = Mark.of(headers)
     return (mark.key, mark.kind) if mark else ("", "")
 

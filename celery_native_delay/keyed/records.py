@@ -11,7 +11,7 @@ from .rules import Rule, Seen, Step
 
 
 class KeyRecords:
-    """The stored state of debounce, throttle and unique keys, in a Redis or a database."""
+    """Reads and changes the state of keys in a Redis or a database."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -22,10 +22,7 @@ class KeyRecords:
         return _seen(self._records.read(_name_of(name)))
 
     def change(self, name: str, rule: Rule, publish: Publish | None = None) -> tuple[Seen, Step]:
-        """Change the stored state of a key, and publish a message in the same step.
-
-        The function *rule* computes the change. Returns the old state and the change.
-        """
+        """Change the state of a key by *rule*, and publish a message in the same step."""
         return self._records.change(_name_of(name), partial(_decided, rule), publish)
 
 

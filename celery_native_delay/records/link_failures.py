@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class LinkFailures:
-    """Counts failures of one connection, and pauses. The text *what* names the server in logs."""
+    """Pauses after failures of one connection. The text *what* names the server in logs."""
 
     def __init__(
         self,

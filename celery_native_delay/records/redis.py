@@ -154,7 +154,7 @@ return 1
 
 @dataclass(frozen=True)
 class RecordKeys(IndexKeys):
-    """The names of the Redis keys of one app's namespace. Several apps may share a Redis."""
+    """The names of the Redis keys in an app's namespace."""
 
     owner: str
 

@@ -183,10 +183,10 @@ class RedisLink:
 
 
 def latest(link: RedisLink, names: str, prefix: str, limit: int) -> tuple[int, list[Any]]:
-    """Return the Redis server's time, and the names and texts of up to *limit* stored states.
+    """Return the server's time, and names and texts of up to *limit* stored states.
 
-    The Redis key *names* is a sorted set of names by expiry; the latest expiry comes first. The
-    Redis key *prefix* plus a name has the text of one state.
+    The latest expiry comes first. *names* is the Redis key of a sorted set of names by expiry.
+    *prefix* plus a name is the Redis key of a state.
     """
     now_us, *found = link.run(_LATEST, [names], limit, prefix)
     texts = [text.decode() for text in found]

@@ -81,12 +81,12 @@ class IndexKeys:
 
     @property
     def due(self) -> str:
-        """The key of a Redis sorted set of the waiting messages, scored by due time."""
+        """The Redis key of a sorted set: waiting messages by due time."""
         return f"{self.space}.due"
 
     @property
     def messages(self) -> str:
-        """The key of a Redis hash with the contents of all waiting messages."""
+        """The Redis key of a hash with the contents of all waiting messages."""
         return f"{self.space}.messages"
 
     @property
@@ -95,16 +95,16 @@ class IndexKeys:
         return f"{self.space}.mark."
 
     def record(self, name: RecordName) -> str:
-        """Return the Redis key of a stored state, such as the state of a debounce key."""
+        """Return the Redis key of a stored state, such as a debounce key's."""
         return f"{self.space}.{name.kind}.{name.name}"
 
     def names(self, kind: str) -> str:
-        """Return the key of a Redis sorted set with the names of all stored states of one kind."""
+        """Return the Redis key of a sorted set: names of stored states of one kind."""
         return f"{self.space}.{kind}s"
 
     @property
     def ids(self) -> str:
-        """The key of a Redis sorted set of the waiting messages, sorted by task id."""
+        """The Redis key of a sorted set: waiting messages by task id."""
         return f"{self.space}.ids"
 
     @property
@@ -171,7 +171,7 @@ class RedisListing(WaitingTasks):
         return found
 
     def _ranks(self, query: Query) -> tuple[int, int]:
-        """Return the first and end rank of the query's due times in the sorted set ``due``."""
+        """Return the first rank and the end rank of a query's due times in ``due``."""
         count = self._client.zcount
         first = 0 if query.from_us is None else count(self._due, "-inf", f"({query.from_us}")
         if query.until_us is None:
@@ -191,7 +191,7 @@ class RedisListing(WaitingTasks):
 
 
 def throw_away(link: Any, keys: Sequence[str], lowest: int | str, highest: int | str) -> int:
-    """Remove messages in a range of scores from Redis. Returns the number of removed messages."""
+    """Remove messages in a range of scores; return the number of removed messages."""
     thrown = 0
     while True:
         taken: int = link.run(_THROW_AWAY, keys, lowest, highest, _THROWN_AT_ONCE)

@@ -66,7 +66,7 @@ class Word:
 
 
 def parse(text: str) -> tuple[Word, ...]:
-    """Parse the text of a search into words. Raises InvalidQuery if the text is invalid."""
+    """Parse a search text into words. Raises InvalidQuery if the text is invalid."""
     words, at, end = [], 0, len(text.rstrip())
     while at < end:
         found = _WORD.match(text, at)

@@ -168,7 +168,7 @@ ALL = Query()
 
 @dataclass(frozen=True)
 class Page(Sequence[Waiting]):
-    """Some waiting tasks, earliest due time first, and the total number of matching tasks.
+    """Waiting tasks, earliest due time first, and the total number of matching tasks.
 
     *total* is None if the matching tasks were not counted.
     """
@@ -329,10 +329,7 @@ class WaitingTasks(ABC):
     def _replace(
         self, member: Any, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
     ) -> tuple[Any, int] | None:
-        """Replace a waiting message. Returns the new name and due time, or None.
-
-        None means that the old message was already delivered or replaced.
-        """
+        """Replace a waiting message. Returns the new name and due time, or None if too late."""
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
         seen: dict[Any, Waiting] = {}

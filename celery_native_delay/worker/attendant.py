@@ -81,7 +81,7 @@ class Attendant(Thread):
     # --- called from the consumer's thread ----------------------------------------------
 
     def put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Ask the thread to return a message to the broker. Returns False if the thread stops.
+        """Ask the thread to return a message to the broker. False if the thread stops.
 
         The thread calls *done* after the broker's confirm, or *instead* after a failure.
         """
@@ -114,7 +114,7 @@ class Attendant(Thread):
         self._disconnect()
 
     def _take_batch(self) -> list[Task]:
-        """Wait for early tasks, and return up to 32; none if unroutable messages come first."""
+        """Wait for early tasks, and return up to 32 of these tasks."""
         batch: list[Task] = []
         timeout: float = max(self._next_look - monotonic(), 0.0)
         while len(batch) < BATCH:

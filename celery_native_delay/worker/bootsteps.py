@@ -146,7 +146,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         c.strategies.wake = self._waker.wake
 
     def _put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Let the attendant thread return a message to the broker. False if there is no thread."""
+        """Ask the attendant thread to return a message to the broker."""
         return self._attendant is not None and self._attendant.put_back(wait, done, instead)
 
     def stop(self, c: Any) -> None:
@@ -167,10 +167,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 def _check_records(app: Any, settings: DelaySettings) -> None:
-    """Raise NoRecords if rate limits or schedules need ``native_delay_records`` on this broker.
-
-    The check runs before the start, because ``start_worker`` hangs if a worker fails later.
-    """
+    """Raise NoRecords if rate limits or schedules need ``native_delay_records`` on this broker."""
+    # If a worker failed later, Celery's start_worker would hang.
     with app.connection_for_read() as connection:
         try:
             connection.connect()
@@ -191,5 +189,5 @@ def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> No
 
 @signals.worker_process_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
 def flush_at_the_end_of_a_child(**_: Any) -> None:
-    """Finish writes to the Redis or database, because a pool process runs no atexit functions."""
+    """Finish writes to the Redis or database before a pool process ends."""
     flush()

@@ -51,10 +51,8 @@ def cancelled(arrival: Arrival) -> Ruling | None:
 
 
 def expired(arrival: Arrival) -> Ruling | None:
-    """A check before a task runs: drop a message whose ``expiration`` has passed.
-
-    RabbitMQ removes ``expiration`` when it dead-letters a message, so our header has a copy.
-    """
+    """A check before a task runs: drop a message whose ``expiration`` has passed."""
+    # RabbitMQ removes ``expiration`` when it dead-letters a message, so our header has a copy.
     delayed = arrival.delayed
     if delayed is None or delayed.expires_ms is None or arrival.fields.get("expires"):
         return None

@@ -1,4 +1,4 @@
-"""Counts the delayed messages that a worker receives, and sends an event every second.
+"""Counts a worker's delayed messages, and sends an event with the counts every second.
 
 The worker counts while events are on (``celery worker -E``, ``celery control enable_events``). The
 metrics exporter listens to these events, so workers need no HTTP port.

@@ -1,4 +1,4 @@
-"""Telemetry: workers write a line of JSON when a task starts, and a line when the task ends.
+"""Writes telemetry: a line of JSON when a task starts, and another when the task ends.
 
 Each process of a worker appends to its own file of the day (UTC), ``<day>_<worker>_<pid>.jsonl``.
 Each line is one unbuffered write, so a SIGKILL loses no written line. A failing write never stops a
@@ -62,7 +62,7 @@ _ENDED_FROM_OUTSIDE: tuple[tuple[type[BaseException], str], ...] = (
 
 
 class Telemetry:
-    """Writes telemetry of one app's tasks in this worker, by receivers of Celery's signals.
+    """Writes telemetry of one app's tasks when Celery sends signals.
 
     Create the object before the pool forks, so that children inherit the receivers.
     """
@@ -286,7 +286,7 @@ def outcome_of(state: str | None, retval: Any) -> str:
 
 
 def retry_due_us(outcome: str, raised: Any, finished_us: int) -> int | None:
-    """Return the due time of the next attempt in microseconds, or None without a next attempt."""
+    """Return the due time of a retry in microseconds since the epoch, or None."""
     if outcome not in attempt.COMES_AGAIN:
         return None
     when = getattr(raised, "when", None)
