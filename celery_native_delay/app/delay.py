@@ -300,7 +300,7 @@ class Delay(KeyedCalls):
 
     def _revoke_result(self, outcome: Outcome) -> None:
         """Set the results of a cancelled task to REVOKED."""
-        # After one failure workers set the results, because each failing call may take minutes.
+        # After a failure, workers set the results: a call to a failing backend may take minutes.
         for task in outcome.tasks:
             if self._sets_results and task.name and task.keeps_result:
                 self._sets_results = revoke_result(self._app, task.id, task.name, reason="revoked")

@@ -191,7 +191,7 @@ def installed(app: Any) -> Installation:
 
 
 def ask_broker(app: Any, question: Callable[[Any, DelaySettings], T]) -> T:
-    """Call *question* with a broker channel and the app's settings."""
+    """Call the function *question* with a broker channel and the app's settings."""
 
     def ask(connection: Any) -> T:
         return question(*delaying_channel(app, connection))

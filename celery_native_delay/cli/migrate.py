@@ -125,7 +125,7 @@ def prune(
 
     The command also deletes Celery's own empty delay queues, and Celery's own delay bindings on
     your topic exchanges. First stop all producers that delay with plain Celery on this virtual
-    host. The command lists everything and asks. Delay queues with messages stay.
+    host. The command lists everything and asks. For queues with messages run `delay migrate`.
     """
     from ..app.moving import reaches_of
 

@@ -132,7 +132,7 @@ class CompareAndSet:
 
 
 def delivery_of(member: str) -> str:
-    """Return the second part of a message's name ``<task id>:<delivery id>``."""
+    """Return the delivery id (second part) of a message's name ``<task id>:<delivery id>``."""
     return member.rpartition(":")[2]
 
 

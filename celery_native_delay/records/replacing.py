@@ -102,7 +102,7 @@ class Republishes(Protocol):
 
 
 class RecordedTasks(WaitingTasks):
-    """A mixin that cancels and moves waiting tasks by publishing the tasks' messages again."""
+    """A mixin that publishes waiting messages again, to cancel or move tasks."""
 
     index: Index
     _delays: Republishes

@@ -209,7 +209,7 @@ _WIDTHS = (
 
 
 def edges(first_us: int, last_us: int, *, bars: int) -> list[int]:
-    """Return round times, in microseconds, at which a histogram's bars begin and end."""
+    """Choose rounded times, in microseconds, as the edges of a histogram's bars."""
     span_us = max(last_us - first_us, 1)
     for width in _WIDTHS:
         width_us = width * 1_000_000

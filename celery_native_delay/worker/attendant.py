@@ -51,7 +51,7 @@ _ERRORS = (AMQPError, OSError, AttributeError)
 class Task:
     """A task that a worker received before its due time.
 
-    The thread calls *done* after the broker's confirm, or *instead* after a failure.
+    The :class:`Attendant` calls *done* after the broker's confirm, or *instead* after a failure.
     """
 
     wait: Wait

@@ -279,8 +279,8 @@ class GatedStrategies(dict[str, Any]):
 class Waker:
     """Wakes up a worker's event loop, from any thread and from the loop's timers."""
 
-    # kombu 5.7 does not wake up its event loop for callbacks that a timer adds. Without a Waker these
-    # callbacks may be a second late.
+    # kombu 5.7 does not wake up its event loop for callbacks that a timer adds. These callbacks may
+    # be a second late without a Waker.
 
     def __init__(self, hub: Any) -> None:
         self._reader, self._writer = socketpair()

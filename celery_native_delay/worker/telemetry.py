@@ -64,7 +64,7 @@ _ENDED_FROM_OUTSIDE: tuple[tuple[type[BaseException], str], ...] = (
 class Telemetry:
     """Writes telemetry of one app's tasks when Celery sends signals.
 
-    Create the object before the pool forks, so that children inherit the receivers.
+    Create the object before the pool forks, so that child processes get the signals, too.
     """
 
     def __init__(self, installation: Installation, consumer: Any, folder: str) -> None:
