@@ -106,8 +106,8 @@ class DelaySettings:
     """URL of a Redis, or SQLAlchemy URL of a database such as ``postgresql+psycopg://host/shop``,
     for the records (state about waiting tasks). RabbitMQ, SQS and pgmq need records to list, cancel
     and reschedule tasks, for debounce, throttle and unique keys, and for rate limits. A Redis
-    broker and the database of ``native_delay_store`` store records themselves. On any broker,
-    ``FanOut(…, fence=True)`` stores the state of its Spark run here. Defaults to None."""
+    broker and the database of ``native_delay_store`` keep records without this setting. On any
+    broker, ``FanOut(…, fence=True)`` stores the state of the Spark run here. Defaults to None."""
     records_away: str = "run"
     """Action for due tasks while the records (state about waiting tasks) are unreachable. "run":
     workers run the tasks, even cancelled and rescheduled tasks. "wait": the tasks stay in the

@@ -55,7 +55,7 @@ def parsed(url: str) -> URL:
 
 
 def same_database(one: str, other: str) -> bool:
-    """Return True if two URLs differ at most in the driver and the user."""
+    """Return True if two URLs name the same database; driver and user may differ."""
     return _place(parsed(one)) == _place(parsed(other))
 
 

@@ -116,7 +116,7 @@ class AskAgain:
 
     - *beside_prefetch*: True to raise the prefetch count by one during this time.
     - *from_here*: True to skip the checks that the task has passed already.
-    - *once*: a function that calls its argument to start the time, or None to start now.
+    - *once*: None, or a function that calls its argument when *after_seconds* shall begin.
     """
 
     after_seconds: float

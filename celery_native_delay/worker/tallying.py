@@ -33,7 +33,7 @@ class Tallying:
         self._sends_events = False
         self._timer: Any = None
         self.passing: Any = None
-        """The message that Celery handles now, because ``task_revoked`` does not pass a message."""
+        """The message that Celery handles now. The signal ``task_revoked`` has no message."""
 
     def start(self) -> None:
         """Send the counts of delayed messages every second, over a new connection."""
