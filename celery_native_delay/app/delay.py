@@ -132,7 +132,7 @@ class Delay(KeyedCalls):
         return Schedules(self._app)
 
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
-        """Correct the due times of rate-limited tasks that a ``RetryAfter`` delays."""
+        """Add the pause of a ``RetryAfter`` to the due times of rate-limited tasks."""
         until_us: dict[tuple[str, str], int] = {}
         if any(task.place for task in tasks):
             with suppress(NativeDelayError):  # then show the due times of the messages
@@ -169,8 +169,8 @@ class Delay(KeyedCalls):
             task_id: an id, an ``AsyncResult``, or a :class:`Waiting` that :meth:`ls` returned.
             key: the key of the task. Give *key*, *task* and *kind* instead of *task_id*.
             task: the task, or the name of the task.
-            kind: "debounce" or "unique" for a task of the method of this name; "throttle" for
-                ``throttle(edge="both")``; "throttle-trailing" for ``throttle(edge="trailing")``.
+            kind: the method that sent the task: "debounce", "unique", "throttle" for
+                ``throttle(edge="both")``, "throttle-trailing" for ``throttle(edge="trailing")``.
 
         Returns:
             the outcome. The outcome's *id* is "" if no task was sent with the key.
@@ -299,17 +299,15 @@ class Delay(KeyedCalls):
         return ask_broker(self._app, ask)
 
     def _revoke_result(self, outcome: Outcome) -> None:
-        """Set the results of a cancelled task to REVOKED.
-
-        If the result backend fails, workers set all later results: each attempt may take minutes.
-        """
+        """Set the results of a cancelled task to REVOKED."""
+        # After a failure, workers set the results: a call to a failing backend may take minutes.
         for task in outcome.tasks:
             if self._sets_results and task.name and task.keeps_result:
                 self._sets_results = revoke_result(self._app, task.id, task.name, reason="revoked")
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:
-    """Return a page of matching tasks, and True if the total number is exact."""
+    """Return tasks that match *query*, and True if their total number is exact."""
     searched = not query.is_by_time_only
     page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
     total = page.total

@@ -46,7 +46,7 @@ EXPECTED_URLS = {
 
 
 class Installation:
-    """The settings of one app, and the methods that replace methods of the app."""
+    """The settings of one app, and replacements for methods of the app."""
 
     def __init__(self, app: Celery, keywords: dict[str, Any]) -> None:
         self.app = app
@@ -60,7 +60,7 @@ class Installation:
         self.raises_if_unsupported = False
         """True in a ``delay`` command, which raises an error for an unsupported broker."""
         self.test_broker: str | None = None
-        """Under the test clock, the broker URL that replaces the app's broker settings."""
+        """The URL that replaces the app's broker URL in tests with the test clock."""
 
     def settings(self) -> DelaySettings:
         """Return the app's settings. A keyword of ``install()`` overrides the app's configuration.
@@ -82,10 +82,8 @@ class Installation:
 
     @property
     def keeps_celerys_off(self) -> bool:
-        """True if Celery's own delayed delivery is off for this app.
-
-        Every delayed publish reads this property, so the value is from the app's last connection.
-        """
+        """True if Celery's own delayed delivery is off for this app."""
+        # Every delayed publish reads this property, so the last connection's value is kept.
         return self.enabled if self._connected_enabled is None else self._connected_enabled
 
     # --- what replaces the app's own ----------------------------------------------------
@@ -143,10 +141,7 @@ class Installation:
             return exc
 
     def _fits(self, connection: Connection, settings: DelaySettings | SettingsError) -> bool:
-        """Return True if a connection uses a transport of this package.
-
-        Otherwise log a warning, or raise UnsupportedBroker.
-        """
+        """Return True if a connection uses a transport of this package; otherwise warn or raise."""
         name = connection.transport_cls
         # With wrong settings take our transport: then a delayed publish raises the error.
         store = settings.store if isinstance(settings, DelaySettings) else ""
@@ -196,7 +191,7 @@ def installed(app: Any) -> Installation:
 
 
 def ask_broker(app: Any, question: Callable[[Any, DelaySettings], T]) -> T:
-    """Call *question* with a broker channel. Retries once after a connection error."""
+    """Call the function *question* with a broker channel and the app's settings."""
 
     def ask(connection: Any) -> T:
         return question(*delaying_channel(app, connection))
@@ -205,11 +200,11 @@ def ask_broker(app: Any, question: Callable[[Any, DelaySettings], T]) -> T:
 
 
 def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
-    """Return a channel that can delay messages, and the settings of the app.
+    """Return the default channel of *connection*, and the app's settings.
 
     Raises:
         SettingsError: ``install(app)`` was not called, or a setting is invalid.
-        UnsupportedBroker: no delayed task can wait in this broker.
+        UnsupportedBroker: this broker cannot delay tasks.
     """
     settings = installed(app).settings()
     if not settings.enabled:
@@ -227,7 +222,7 @@ def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
 
 
 def _configured(app: Celery) -> dict[str, Any]:
-    """Return the app's ``native_delay_*`` settings by name, without this prefix."""
+    """Return the app's settings of this package, by name without the prefix ``native_delay_``."""
     app.conf.get("broker_url")  # loads a pending configuration
     namespace = (app.namespace or "").lower().rstrip("_")
     found: dict[str, Any] = {}
@@ -242,7 +237,7 @@ def _configured(app: Celery) -> dict[str, Any]:
 
 
 def _give_eta_header(amqp: Any) -> None:
-    """Make messages of task protocol 1 carry the ETA in a header, too."""
+    """Add a header with the ETA to all messages of task protocol 1."""
     original = amqp.task_protocols[1]
     if hasattr(original, "native_delay_original"):
         return
@@ -259,10 +254,7 @@ def _give_eta_header(amqp: Any) -> None:
 
 
 def keep_celerys_own_off(module: ModuleType) -> None:
-    """Switch off Celery's own delayed delivery in one of Celery's modules.
-
-    Raises UnsupportedBroker if the module has no function ``detect_quorum_queues`` to replace.
-    """
+    """Switch off Celery's own delayed delivery in one of Celery's modules."""
     original = getattr(module, "detect_quorum_queues", None)
     if original is None:
         raise UnsupportedBroker(
@@ -308,7 +300,7 @@ def bounded_connection(app: Any) -> Any:
 
 
 def records_place(app: Any, settings: DelaySettings) -> Place | None:
-    """Return the URL and the namespace of the state about waiting tasks, or None."""
+    """Return the Redis or database with the app's state about waiting tasks, or None."""
     if settings.records is not None:
         return Place(settings.records, settings.namespace)
     own_records = getattr(app.connection_for_write().transport, "own_records", None)
@@ -316,14 +308,14 @@ def records_place(app: Any, settings: DelaySettings) -> Place | None:
 
 
 def admin_part(app: Any, connection: Any) -> AdminPart:
-    """Return the broker's object for ``delay`` commands, such as ``delay status``."""
+    """Return an ``AdminPart``, through which ``delay`` commands use the app's broker."""
     channel, settings = delaying_channel(app, connection)
     part: AdminPart = channel.admin_part(settings)
     return serving(part, app)
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Tell an object of the transport which queues it serves: by default all of the app."""
+    """Set the queues of an ``AdminPart`` or ``WorkerPart``, by default all of the app."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

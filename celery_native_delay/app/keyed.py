@@ -1,7 +1,7 @@
 """Debounce, throttle and unique: calls with the same key send one task instead of many.
 
-A call reads the stored state of its key. If no other task has the key, the call publishes. The
-channel then checks the state again, and stores message and state in one step.
+Throttle and unique first read the stored state of the key, because another task may have the key.
+Each publish then checks the state, and stores the message and the new state in one step.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class KeyedCalls:
         return self._unless_another_stands(mark, call, signature)
 
     def _standing_id(self, kind: KeyKind, task: str, key: str) -> str | None:
-        """Return the id of the last task with a key. The task may have run."""
+        """Return the id of the last task with this key, which may have run already."""
         _check_word("kind", kind, KeyKind)
         _check_key(key)
         seen: Seen = self._ask_keys(lambda records: records.read(name_of(kind, task, key)))
@@ -168,7 +168,7 @@ class KeyedCalls:
     def _unless_another_stands(
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
     ) -> KeyedResult:
-        """Publish the task, unless another task has the key."""
+        """Publish the task, or return the result of another task that has the key."""
         if self._task(signature) is None or not self._app.conf.task_always_eager:
             seen = self._ask_keys(lambda records: records.read(mark.name))
             if stands := call(seen, "").stands:
@@ -231,7 +231,7 @@ class KeyedCalls:
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:
-    """Return the stored state of all keys. Raises UnsupportedBroker if keys cannot be stored."""
+    """Return the ``KeyRecords`` of an app. Raises UnsupportedBroker if keys cannot be stored."""
     try:
         channel, settings = delaying_channel(app, connection)
     except UnsupportedBroker as exc:

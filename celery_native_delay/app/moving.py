@@ -1,12 +1,12 @@
-"""Moves waiting messages from one broker or database to another, one message at a time.
+"""Moves waiting messages, one by one, from one broker or database to another.
 
 Steps for each message:
 
-1. Write the message and the state of its key to the destination, in one step.
+1. Write the message to the destination; also the state of the task's debounce or unique key.
 2. Remove the task from the key's state at the source.
 3. Delete the message at the source.
 
-If the process dies, both brokers may have the current message.
+If the process dies between two steps, both brokers have the message.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PROBE_US = 60_000_000
 
 
 class MovingKeys:
-    """Moves the messages of a source, and the state of their debounce, throttle or unique keys."""
+    """Moves messages with the state of each message's debounce, throttle or unique key."""
 
     def __init__(self, source: Source, into: MovingPart) -> None:
         self._into = into
@@ -65,10 +65,7 @@ class MovingKeys:
         return None
 
     def take_in(self, moving: Moving) -> bool:
-        """Store a message at the destination. Returns False if the task may run twice.
-
-        Raises NativeDelayError if the message or its key cannot be stored.
-        """
+        """Store a message at the destination. Returns False if the task may run twice."""
         mark = Mark.of(moving.headers)
         if mark is not None and not self._is_kept and not self._is_probed:
             self._probe()
@@ -108,7 +105,7 @@ class MovingKeys:
             ) from exc
 
     def _probe(self) -> None:
-        """Find out, by a test key, if source and destination share the stored state."""
+        """Write a test key to find out if source and destination share stored state."""
         if self._from is not None and self._to is not None:
             token = token_hex(16)
             name = f"probe:{token}"
@@ -129,7 +126,7 @@ _REASONS = 20
 
 @dataclass
 class Account:
-    """The numbers of one source's messages: *count* before the move, and a number per outcome.
+    """The number of messages of one source before the move, and for each outcome.
 
     - *stays*: messages that ``delay migrate`` leaves at the source.
     - *refused*: messages that could not be moved, by reason.
@@ -226,9 +223,9 @@ def reaches_of(app: Any) -> list[Reach]:
 def moving(
     app: Any, connection: Any, names: Sequence[str], *, records: str | None
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
-    """Connect to the destination, and to the sources with these *names*.
+    """Connect to the destination, and to the sources (names or URLs) in *names*.
 
-    *records* is the URL of the stored state of the other broker's tasks; None means the app's URL.
+    *records* is the URL of the Redis or database with state of the other broker's tasks, or None.
 
     Raises:
         UnsupportedBroker: messages cannot be moved to this broker, or a source does not exist.

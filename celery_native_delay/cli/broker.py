@@ -55,9 +55,9 @@ def verify(ctx: click.Context, as_json: bool) -> None:
 def doctor(ctx: click.Context, as_json: bool) -> None:
     """Check that delays work, and print a remedy for each problem.
 
-    The command makes all checks of `delay verify`. More checks are: workers, clocks, overdue
-    messages, parked messages (due, but without a queue), stuck messages, and the settings of
-    records, rates and telemetry. The exit status is 1 if delays do not work.
+    The command makes all checks of `delay verify`, and checks workers, clocks, and the settings of
+    records, rates and telemetry. The command also finds overdue, parked and stuck messages: see
+    `delay status`. The exit status is 1 if delays do not work.
     """
     from ..app.doctor import examine
     from ..errors import SettingsError
@@ -72,10 +72,10 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 def status(ctx: click.Context, as_json: bool) -> None:
     """Count waiting, overdue, parked and stuck messages.
 
-    Parked messages are due, but have no queue. Stuck messages are due, but RabbitMQ cannot
-    dead-letter the messages. On RabbitMQ with native_delay_records, "waiting" counts the tasks that
-    `ls` lists. The delay queues also hold messages of cancelled and rescheduled tasks, until the
-    old due time.
+    Parked messages are due, but the destination does not exist. Stuck messages are due, but
+    RabbitMQ cannot dead-letter the messages. On RabbitMQ with native_delay_records, "waiting" is
+    the number of tasks that `delay ls` lists. The delay queues also hold messages of cancelled and
+    rescheduled tasks, until the old due time.
     """
     with broker(ctx) as part:
         found = part.status()
@@ -88,7 +88,7 @@ def status(ctx: click.Context, as_json: bool) -> None:
 def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
     """Delete all waiting messages of this app. Cannot be undone.
 
-    Messages that are due already are not deleted.
+    Due messages are not deleted.
     """
     with broker(ctx) as part:
         if not force:
@@ -128,14 +128,14 @@ def _show_findings(
 
 @delay.group(name="parked")
 def parked() -> None:
-    """Manage parked messages (due, but without a queue)."""
+    """Manage parked messages (due, but the destination does not exist)."""
 
 
 @command(group=parked, name="list")
 @limit_option
 @as_json_option
 def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
-    """List parked messages (due, but without a queue)."""
+    """List parked messages (due, but the destination does not exist)."""
     with broker(ctx) as part:
         found = part.parked(limit=limit)
     if found is None:
@@ -152,7 +152,7 @@ def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
 @command(group=parked, name="requeue")
 @as_json_option
 def requeue(ctx: click.Context, as_json: bool) -> None:
-    """Publish parked (due) messages again. A message that still has no queue stays parked."""
+    """Publish parked messages again. Messages without a destination stay parked."""
     with broker(ctx) as part:
         outcome = part.requeue()
     if outcome is None:
@@ -164,7 +164,7 @@ def requeue(ctx: click.Context, as_json: bool) -> None:
 @yes_option
 @as_json_option
 def purge_parked(ctx: click.Context, force: bool, as_json: bool) -> None:
-    """Delete all parked messages (due, but without a queue). Cannot be undone."""
+    """Delete all parked messages (due, but no destination). Cannot be undone."""
     with broker(ctx) as part:
         if not force:
             confirm(f"Delete all messages in {part.parking}?")

@@ -43,7 +43,7 @@ loglevel_option = click.option(
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]
-    """The type of click options for a duration such as 90 or 1h30m, as seconds."""
+    """A click type for a duration such as 90 or 1h30m, converted to seconds."""
 
     name = "duration"
 
@@ -66,7 +66,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
 
 
 class Moment(click.ParamType):  # type: ignore[type-arg]
-    """The type of click options for a time: 1h30m from now, or ISO 8601 (UTC)."""
+    """A click type for a time: 1h30m (from now), or ISO 8601 (UTC)."""
 
     name = "duration|time"
 
@@ -101,7 +101,7 @@ def delay(ctx: click.Context) -> None:
 
 
 def command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """Decorate a subcommand of ``delay``, so that an expected error is shown in one sentence."""
+    """Make a subcommand of ``delay`` that shows expected errors without a traceback."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @wraps(function)
@@ -142,7 +142,7 @@ def _errors_explained(ctx: click.Context) -> Iterator[None]:
 
 @contextmanager
 def broker(ctx: click.Context) -> Iterator[AdminPart]:
-    """Yield the broker's object for ``delay`` commands, such as ``delay status``."""
+    """Yield an ``AdminPart``, through which ``delay`` commands use the app's broker."""
     from ..app.installation import admin_part
 
     with reachable(ctx) as connection:
@@ -164,7 +164,7 @@ def reachable(ctx: click.Context) -> Iterator[Any]:
 
 
 def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
-    """Return an unopened connection to the app's broker. Raises if the broker cannot delay."""
+    """Return a closed connection to the app's broker. Raises if the broker cannot delay."""
     from ..app.broker import check_fits
 
     connection = ctx.obj.app.connection_for_write()
@@ -175,7 +175,7 @@ def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
 def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True) -> DelaySettings:
     """Return the app's settings. Raises if ``install(app)`` was not called.
 
-    With *raises_if_unsupported*, a later connection to an unsupported broker raises, too.
+    With *raises_if_unsupported*, a later connection raises if the broker cannot delay.
     """
     from celery import _state
 
@@ -242,7 +242,7 @@ def show(report: Report, as_json: bool) -> None:
 
 
 def printable(value: object) -> str:
-    """Return a value as text on one line, with control characters escaped."""
+    """Convert a value to text on one line, with escaped control characters."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(value))
 
 

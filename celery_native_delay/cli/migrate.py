@@ -60,7 +60,7 @@ def migrate(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Move waiting messages to the app's broker from another place.
+    """Move waiting messages to the app's broker.
 
     Sources are plain Celery's delayed delivery, delay queues of earlier settings, and other
     brokers. Due times stay the same. A message is deleted at its source after the app's broker has
@@ -123,9 +123,9 @@ def prune(
 ) -> None:
     """Delete empty delay queues of earlier settings.
 
-    Also deletes plain Celery's empty delay queues, and plain Celery's delay bindings on your topic
-    exchanges. First stop all producers that delay with plain Celery on this virtual host. The
-    command lists everything and asks. Delay queues with messages stay: run `delay migrate`.
+    The command also deletes Celery's own empty delay queues, and Celery's own delay bindings on
+    your topic exchanges. First stop all producers that delay with plain Celery on this virtual
+    host. The command lists everything and asks. For queues with messages run `delay migrate`.
     """
     from ..app.moving import reaches_of
 

@@ -25,9 +25,9 @@ _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held
 def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
     """Show waiting rate-limited tasks, by task name and key.
 
-    The key with most waiting tasks comes first. "next slot" is the time until the next task of the
-    key may start. "utilisation" is the part of the rate used in the last period. "held" is the time
-    for which RetryAfter still stops the tasks of the key.
+    The key with the most waiting tasks comes first. "next slot" is the time until the next task of
+    the key may start. "utilisation" is the used part of the rate in the last period. "held" is the
+    time until RetryAfter lets tasks of the key start again.
     """
     from ..app.delay import Delay
 

@@ -1,6 +1,6 @@
-"""The stored state of a debounce, throttle or unique key, and the message header.
+"""The stored state of a debounce, throttle or unique key, and a message header.
 
-A change of the data format needs a new VERSION.
+Increase VERSION when the data format changes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(frozen=True)
 class Run:
-    """An execution of a unique task, and the expiry of its lock on the key.
+    """An execution of a unique task, which holds the lock of the task's key.
 
-    *token* is a random id of the execution. *lease_us* is the expiry in microseconds since the
-    epoch, by the clock of the Redis or database.
+    *token* is a random id of the execution. *lease_us* is the expiry of the lock in microseconds
+    since the epoch, by the clock of the Redis or database.
     """
 
     id: str
@@ -88,7 +88,7 @@ class Mark:
 
     - *kind*: "debounce", "throttle", "throttle-trailing" or "unique".
     - *task*: the name of the task.
-    - *until*: "start" or "end" of the task, when a unique key becomes free; None for other kinds.
+    - *until*: a unique key becomes free at the "start" or "end" of the task. None for other kinds.
     - *token*: the id of a unique task's execution, or None before a worker has received the task.
     """
 
@@ -100,7 +100,7 @@ class Mark:
 
     @property
     def name(self) -> str:
-        """The name of the key's stored state."""
+        """The name under which the state of the key is stored."""
         return name_of(self.kind, self.task, self.key)
 
     def header(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ _OPTIONAL = ("until", "token")
 
 
 def key_and_kind(headers: Mapping[str, Any]) -> tuple[str, str]:
-    """Return a message's key and the kind of key; "" and "" without a key."""
+    """Return the key in a message's headers, and the kind of key; both "" without a key."""
     mark = Mark.of(headers)
     return (mark.key, mark.kind) if mark else ("", "")
 

@@ -1,12 +1,11 @@
 """The interface to the stored state about waiting tasks, in a Redis or a database.
 
-An example of a stored state is the task that a debounce key will run. A pure function computes the
-new state, and decides if a message is published. The new state is stored only if no other process
-has changed the state meanwhile.
+For example, the stored state of a debounce key has the id of the task that will run. A pure
+function computes the new state, and decides if a message is published. The new state is stored only
+if no other process has changed the state meanwhile.
 
-RabbitMQ, SQS and pgmq cannot list their waiting messages. For these brokers the package keeps an
-index: a list of the waiting messages. A worker reads the index before it runs a waiting task, and
-does not run cancelled tasks.
+RabbitMQ, SQS and pgmq cannot list their waiting messages, so this package stores a list of the
+waiting messages. A worker reads this list before a waiting task runs, and drops cancelled tasks.
 """
 
 from __future__ import annotations
@@ -59,12 +58,12 @@ class RecordName(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A stored state, read at the time *now_us*, and the waiting messages of the state's task.
+    """A stored state at the time *now_us*, and waiting messages of the task that the state names.
 
     - *now_us*: microseconds since the epoch, by the clock of the Redis or database.
-    - *text*: the stored state, or None. If the state is JSON, its field ``id`` is a task id.
+    - *text*: the stored state, or None. The field ``id`` of a JSON state is the id of a task.
     - *messages*: name and due time (in microseconds) of each waiting message of this task. The due
-      time 0 means that the task is due but its queue does not exist.
+      time 0 means that the task is due, but the task's queue does not exist.
     """
 
     now_us: int
@@ -74,12 +73,12 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Change(Generic[T]):
-    """A change of a stored state, and the *answer* for the caller.
+    """A change of a stored state, and *answer*, a value for the caller of :meth:`Records.change`.
 
     - *text*: the new state, or None to remove the state.
     - *kept_us*: the expiry of the new state, in microseconds since the epoch.
     - *due_us*: the due time of a message to publish, or None to publish no message.
-    - *replaces*: True if the waiting messages of the state's task are cancelled.
+    - *replaces*: True to cancel the waiting messages of the :class:`Snapshot`.
     """
 
     text: str | None
@@ -133,12 +132,12 @@ class CompareAndSet:
 
 
 def delivery_of(member: str) -> str:
-    """Return the message's own id in a name ``<task id>:<delivery id>``."""
+    """Return the delivery id (second part) of a message's name ``<task id>:<delivery id>``."""
     return member.rpartition(":")[2]
 
 
 def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
-    """Call *attempt* until the call returns a result. Raises CannotDelay after 100 calls."""
+    """Repeat the call of *attempt* while the result is None; raise CannotDelay after 100 calls."""
     for _ in range(TRIES):
         if (answer := attempt()) is not None:
             return answer
@@ -173,7 +172,7 @@ class Records(ABC):
 
     @abstractmethod
     def read(self, name: RecordName) -> Snapshot:
-        """Read a stored state by its name, and the waiting messages of the state's task."""
+        """Read a stored state, and the waiting messages of the task that the state names."""
 
     @abstractmethod
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
@@ -181,8 +180,8 @@ class Records(ABC):
 
         Args:
             name: the name of the stored state.
-            decide: a function that computes the change. It may be called several times.
-            publish: a function that publishes a message. It is called if the change has a due time.
+            decide: a function that computes the change, and may be called several times.
+            publish: a function that publishes a message, called if the change has a due time.
 
         Returns:
             the field *answer* of the change.
@@ -232,7 +231,7 @@ class Index(ABC):
 
     @abstractmethod
     def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
-        """Read a stored state, and tell workers to drop a message that is not confirmed yet.
+        """Read a stored state, and let workers drop a message that the broker will confirm later.
 
         Args:
             name: the name of the stored state, or None to read no state.
@@ -242,7 +241,7 @@ class Index(ABC):
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Let workers run a message again after :meth:`look`, now or in *left_ms* milliseconds."""
+        """Undo :meth:`look`, now or in *left_ms* milliseconds: workers may then run the message."""
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:
@@ -256,7 +255,7 @@ class Index(ABC):
     def tasks(self, republishes: Any) -> WaitingTasks:
         """Return an object that lists, cancels and moves the waiting tasks.
 
-        *republishes* is the broker's object that can publish waiting messages again.
+        *republishes* is the broker's object that publishes waiting messages again.
         """
 
     @abstractmethod

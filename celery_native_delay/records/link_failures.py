@@ -1,4 +1,4 @@
-"""Counts failures of a connection, pauses after each failure, and logs one warning."""
+"""Enforces a pause after each failure of a connection, and logs one warning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class LinkFailures:
-    """The failures of one connection. The text *what* names the server in logs."""
+    """Enforces a pause after each failure of a connection. *what* names the server in logs."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from ..urls import is_redis_url
 
 
 class Place(NamedTuple):
-    """The URL of a Redis or database, and the app's namespace in the Redis or database."""
+    """The URL of a Redis or database, and the app's namespace there."""
 
     url: str
     owner: str

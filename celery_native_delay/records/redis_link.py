@@ -48,7 +48,7 @@ return found
 class RedisLink:
     """A thread-safe Redis client. Raises RecordsUnavailable if the Redis does not answer.
 
-    The client takes the parameters from redis-py's *pool*, but opens its own connections.
+    The client opens its own connections, with the connection parameters of redis-py's *pool*.
     """
 
     def __init__(
@@ -183,10 +183,10 @@ class RedisLink:
 
 
 def latest(link: RedisLink, names: str, prefix: str, limit: int) -> tuple[int, list[Any]]:
-    """Return the Redis server's time, and up to *limit* stored states with their names.
+    """Return the server's time, and names and texts of up to *limit* stored states.
 
-    *names* is the key of a sorted set of names, scored by expiry. The latest expiry comes first.
-    *prefix* plus a name is the key of a stored state.
+    The latest expiry comes first. *names* is the Redis key of a sorted set of names by expiry.
+    *prefix* plus a name is the Redis key of a state.
     """
     now_us, *found = link.run(_LATEST, [names], limit, prefix)
     texts = [text.decode() for text in found]

@@ -1,4 +1,4 @@
-"""Replaces a waiting message on RabbitMQ, SQS and pgmq, which cannot remove a waiting message.
+"""Replaces a waiting message on RabbitMQ, SQS and pgmq, which cannot remove messages.
 
 1. ``Index.look()`` stores that the new message is "undecided": workers drop undecided messages.
 2. :func:`publish_undecided` publishes the new message, and waits for the broker's confirm.
@@ -95,14 +95,14 @@ class Republishes(Protocol):
         """Convert a stored message to a waiting task, or to None if cancelled."""
 
     def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
-        """Publish a waiting message with a new due time, and return the message's new content."""
+        """Publish a waiting message with a new due time. Returns the message's new content."""
 
     def check_reach(self, due_us: int) -> None:
         """Raise DelayTooLong if a due time is beyond the broker's longest delay."""
 
 
 class RecordedTasks(WaitingTasks):
-    """A mixin that cancels and moves waiting tasks by publishing the tasks' messages again."""
+    """A mixin that publishes waiting messages again, to cancel or move tasks."""
 
     index: Index
     _delays: Republishes

@@ -35,7 +35,7 @@ class SqlListing(WaitingTasks):
 
     @abstractmethod
     def _look_up(self, work: Callable[[Connection], T]) -> T:
-        """Run *work* in a read-only transaction, and return the result of *work*."""
+        """Call the function *work* in a read-only transaction, and return the result."""
 
     @abstractmethod
     def _decoded(self, row: Any) -> Waiting | None:

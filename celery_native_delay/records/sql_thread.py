@@ -38,7 +38,7 @@ class SqlThread:
         prepare: Callable[[], None],
         write: Callable[..., None],
     ) -> None:
-        """Set *prepare*, which creates the tables, and *write*, which inserts rows."""
+        """Set the functions *prepare* (creates the tables) and *write* (inserts rows)."""
         self._engine = engine
         self._prepare = prepare
         self._write = write

@@ -23,7 +23,7 @@ class Waiting:
     - *id*: the task id, or the correlation id if the message is not a Celery task.
     - *name*: the task name, or "" if the message is not a Celery task.
     - *args* and *kwargs*: the arguments as texts (``repr``), as in Celery's events.
-    - *queue*: the task's queue, or "" if the message was published to an exchange without a queue.
+    - *queue*: the task's queue, or "" if an exchange routes the message at the due time.
     - *due_us*: the due time in microseconds since the epoch.
     - *key* and *kind*: for example "user:7" and "debounce"; both "" for a task without a key.
     """
@@ -80,7 +80,7 @@ class Waiting:
 
     @property
     def due(self) -> datetime:
-        """The due time, an aware datetime in UTC."""
+        """The due time as a datetime in UTC, with time zone."""
         return datetime.fromtimestamp(self.due_us / 1_000_000, UTC)
 
     def as_json(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _number(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Query:
-    """A search for waiting tasks. A task matches if all conditions hold; None is no condition.
+    """A search for waiting tasks. A task matches if all conditions hold. None means no condition.
 
     - *words*: texts that the task must contain, from :meth:`parse`.
     - *name* and *queue*: the exact name and the exact queue of the task.
@@ -136,7 +136,7 @@ class Query:
         return cls(parse(text))
 
     def due_within(self, from_us: int | None, until_us: int | None) -> Query:
-        """Return a copy of this search with a new range of due times, in microseconds."""
+        """Return a copy of this search with another range of due times, in microseconds."""
         return replace(self, from_us=from_us, until_us=until_us)
 
     @property
@@ -168,7 +168,7 @@ ALL = Query()
 
 @dataclass(frozen=True)
 class Page(Sequence[Waiting]):
-    """Some waiting tasks, earliest due time first, and the total number of matching tasks.
+    """Waiting tasks, earliest due time first, and the total number of matching tasks.
 
     *total* is None if the matching tasks were not counted.
     """
@@ -209,7 +209,7 @@ _WIDTHS = (
 
 
 def edges(first_us: int, last_us: int, *, bars: int) -> list[int]:
-    """Return round times, in microseconds, at which a histogram's bars begin and end."""
+    """Choose rounded times, in microseconds, as the edges of a histogram's bars."""
     span_us = max(last_us - first_us, 1)
     for width in _WIDTHS:
         width_us = width * 1_000_000
@@ -323,16 +323,13 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def _found(self, task_id: str) -> list[tuple[Any, Any, Waiting]]:
-        """Return the name, content and task of each waiting message with one task id."""
+        """Return the name, content and task of each waiting message with this task id."""
 
     @abstractmethod
     def _replace(
         self, member: Any, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
     ) -> tuple[Any, int] | None:
-        """Replace a waiting message. Returns the new name and due time, or None.
-
-        None means that the old message was already delivered or replaced.
-        """
+        """Replace a waiting message. Returns the new name and due time, or None if too late."""
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
         seen: dict[Any, Waiting] = {}

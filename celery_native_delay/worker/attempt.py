@@ -1,4 +1,4 @@
-"""The fields of telemetry: a worker writes one line of JSON when a task starts or ends.
+"""The fields of telemetry: lines of JSON about the start and end of tasks.
 
 - The process that runs the task writes a line at the start, with ``finished`` and ``outcome`` null,
   and a line at the end.
@@ -53,7 +53,7 @@ DONE = (SUCCESS, IGNORED)
 GIVEN_UP = (FAILURE, REJECTED, LOST, TIMEOUT, REVOKED, EXPIRED, TERMINATED)
 COMES_AGAIN = (RETRY, REQUEUED)
 RAN_TO_ITS_END = (SUCCESS, FAILURE, RETRY, REJECTED)
-"""Outcomes of a task whose function returned or raised; used to find tasks that ran twice."""
+"""Outcomes of a task whose function returned or raised an exception."""
 
 _EPOCH = datetime(1970, 1, 1)  # UTC
 

@@ -16,7 +16,7 @@ from .arrival import Announce, Arrival, Drop, Gate, Ruling, WaitUntil
 def gates(
     settings: DelaySettings, moved: Moved, scheduling: Gate | None, *more: Gate | None
 ) -> tuple[Gate, ...]:
-    """Return the functions that check a received task, in the order of the calls."""
+    """Return the functions that check a received task, in calling order."""
     # Early tasks go back first, so that the records are asked once per task, when it is due.
     # A cancelled occurrence of a schedule entry publishes the next one, and then is announced.
     ordered = (early if settings.adopt else None, moved, scheduling, cancelled, expired, *more)
@@ -26,7 +26,7 @@ def gates(
 class Moved:
     """A check before a task runs: drop the message of a cancelled or rescheduled task.
 
-    If the state of tasks is unreachable, ``native_delay_records_away`` decides if the tasks run.
+    If the Redis or database is unreachable, ``native_delay_records_away`` decides if the task runs.
     """
 
     def __init__(self, settings: DelaySettings) -> None:
@@ -51,10 +51,8 @@ def cancelled(arrival: Arrival) -> Ruling | None:
 
 
 def expired(arrival: Arrival) -> Ruling | None:
-    """A check before a task runs: drop a message whose ``expiration`` has passed.
-
-    RabbitMQ removes ``expiration`` when it dead-letters a message, so our header has a copy.
-    """
+    """A check before a task runs: drop a message whose ``expiration`` has passed."""
+    # RabbitMQ removes ``expiration`` when it dead-letters a message, so our header has a copy.
     delayed = arrival.delayed
     if delayed is None or delayed.expires_ms is None or arrival.fields.get("expires"):
         return None
