@@ -166,8 +166,8 @@ def move(
     with closing(source):
         for found in source.found():
             match found:
-                case Stays(why, should):
-                    if should:
+                case Stays(why, is_error):
+                    if is_error:
                         account.refuse(why)
                     else:
                         account.stays += 1

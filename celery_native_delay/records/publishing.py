@@ -13,7 +13,7 @@ from .interface import Change, Decide, Publish, RecordName, Records, Snapshot
 
 
 class NotPublished(Exception):
-    """Raised if the change of a stored state publishes no message."""
+    """Raised to end ``apply_async`` early, if no message is needed."""
 
 
 @dataclass

@@ -26,8 +26,8 @@ def next_due(of: Any, after: datetime, zone: tzinfo) -> datetime | None:
     """Return the schedule's first due time later than *after*, in UTC, or None.
 
     A crontab contains local times of *zone*. A local time that the clocks skip is due at the clock
-    change. A local time that occurs twice is due the first time. A crontab for every hour is due in
-    each hour, also in a repeated hour.
+    change. A local time that occurs twice is due the first time only. There is one exception: a
+    crontab for every hour is due both times.
     """
     if isinstance(of, crontab):
         return next((each for each in _instants(of, after, zone) if each > after), None)

@@ -197,7 +197,7 @@ class PrivateRedis:
         tcp: if True, the server also listens on a free port of 127.0.0.1, not only its Unix socket.
         password: the password for clients; None: no password.
         tls: the files of certificate and key (PEM). The port then speaks only TLS, and `url` trusts
-            this certificate. The Valkey of the wheel has no TLS.
+            this certificate. The Valkey of the extra `embedded` has no TLS.
         config: further lines of redis.conf, such as "replicaof 127.0.0.1 6379".
     """
 

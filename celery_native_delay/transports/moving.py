@@ -49,11 +49,11 @@ class Moving:
 class Stays:
     """A message that ``delay migrate`` leaves on the old broker.
 
-    *why* is the reason. *should* is True if the command reports the message as an error.
+    *why* is the reason. If *is_error* is True, the command reports an error.
     """
 
     why: str
-    should: bool = True
+    is_error: bool = True
 
 
 @dataclass(frozen=True)

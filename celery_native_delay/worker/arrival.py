@@ -146,7 +146,7 @@ Gate: TypeAlias = Callable[[Arrival], Ruling | None]
 
 
 def queue_of(consumer: Any, message: Any) -> str:
-    """Return the queue that delivered *message*, or "" if the message cannot return to a queue."""
+    """Return the name of the queue that delivered *message*, or "" if unknown."""
     known: str | None = getattr(message, "consumed_from", None)
     if known is not None:
         return known

@@ -75,7 +75,11 @@ class SqsWorkerPart(RecordedWorkerPart):
 def set_up(
     delays: Any, queues: Sequence[str]
 ) -> tuple[list[str], list[str], dict[str, list[Finding]]]:
-    """Create the delay queues; return the correct, the missing and the wrong queues."""
+    """Create the delay queues of *queues*.
+
+    Returns three groups: the usable delay queues, the delay queues that SQS did not create, and the
+    delay queues with wrong attributes.
+    """
     found, lacking, wrong = [], [], {}
     for queue in queues:
         name = delays.queues.name(delay_queue_of(queue))

@@ -20,7 +20,7 @@ from .wrapping import unwrapped
 
 #: Microseconds: messages due sooner are left to the promoters (which move due messages), if any.
 LEFT_US = 5_000_000
-LEFT = Stays("it is due within 5 s where it is", should=False)
+LEFT = Stays("it is due within 5 s where it is", is_error=False)
 
 #: Properties of an envelope that are kombu's and not AMQP's.
 _KOMBUS = ("body_encoding", "delivery_info", "delivery_tag")
