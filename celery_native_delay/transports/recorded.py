@@ -52,9 +52,10 @@ def lines_beside(records: Any) -> Lines:
 
 
 def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
-    """Return a message's name in the list of waiting tasks, ``<task id>:<delivery id>``.
+    """Return a message's name in the list of waiting tasks: ``<task id>:<delivery id>``.
 
-    Returns None if the message is not a Celery task of protocol 2.
+    This package gives each delayed message a delivery id. Return None if the message is not a
+    Celery task of protocol 2.
     """
     task_id = headers.get("id")
     if "task" not in headers or not task_id or not is_text(task_id):
@@ -63,7 +64,10 @@ def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
 
 
 def with_records(backlog: Backlog, channel: Any, settings: DelaySettings) -> Backlog:
-    """Return *backlog* with additional numbers from the list of waiting tasks."""
+    """Return *backlog* with the number and the earliest due time of the listed tasks.
+
+    If the list of waiting tasks is not configured, return *backlog* unchanged.
+    """
     if channel.delays.records is None:
         return backlog
     try:
@@ -85,7 +89,10 @@ class RecordedChannel:
     """The class that publishes waiting messages again from stored copies."""
 
     def records(self, settings: DelaySettings) -> Records:
-        """Return the storage for task state, such as debounce keys, or raise UnsupportedBroker."""
+        """Return the storage for task state, such as debounce keys.
+
+        Raise UnsupportedBroker if no storage is configured.
+        """
         records: Records | None = self.delays.records
         if records is None:
             raise without_records(self)

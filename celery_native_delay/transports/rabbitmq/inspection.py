@@ -125,7 +125,7 @@ def _compare(
 
 
 def _missing(delays: Delays, plan: Sequence[Declaration]) -> Iterator[Finding]:
-    """Find missing exchanges and queues over AMQP, if the management API is unavailable."""
+    """Find missing exchanges and queues over AMQP, without the management API."""
     for declaration in plan:
         if isinstance(declaration, Binding):
             continue

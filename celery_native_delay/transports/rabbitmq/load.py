@@ -19,7 +19,7 @@ CEILINGS = (
 
 @dataclass(frozen=True)
 class Delays:
-    """A uniform distribution of delays from *first_us* to *last_us* microseconds."""
+    """Uniformly distributed delays, from the shortest (*first_us*) to the longest (*last_us*)."""
 
     first_us: int
     last_us: int
@@ -56,7 +56,7 @@ def queue_loads(topology: Topology, per_second: float, delays: Sequence[Delays])
 
 
 def _share(delays: Delays, level: Level, units: int, resolution_ms: int) -> float:
-    """Return the fraction of delayed messages that wait in one delay queue."""
+    """Return the fraction of all delayed messages that pass through one delay queue."""
     unit_us = resolution_ms * 1000
     low_us = units * unit_us
     width_us = unit_us << level.lowest

@@ -65,11 +65,13 @@ class ManagementAPI:
         return [item for item in self._containing(kind, prefix) if item["name"].startswith(prefix)]
 
     def names(self, kind: str, *, containing: str) -> list[str]:
-        """Return the names of queues or exchanges that contain the given text."""
         return [item["name"] for item in self._containing(kind, containing)]
 
     def policies(self, kind: str) -> list[dict[str, Any]] | None:
-        """Return all policies (or operator policies); return None if the request fails."""
+        """Return all policies of *kind*, which is "policy" or "operator policy".
+
+        Return None if the request fails.
+        """
         path = kind.replace("policy", "policies").replace(" ", "-")
         try:
             found: list[dict[str, Any]] = self._get(f"{path}/{quote(self.vhost, safe='')}")

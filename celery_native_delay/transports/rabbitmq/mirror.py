@@ -139,7 +139,7 @@ class Mirror:
         return bool(self.pending or self.pending_landings)
 
     def take_pending(self) -> tuple[list[Mirrored], list[str]]:
-        """Return the bindings and exchanges that still need declarations, and clear both lists."""
+        """Return and clear the bindings to copy and the exchanges that need landing queues."""
         pending = list(self.pending), list(self.pending_landings)
         self.pending, self.pending_landings = {}, {}
         return pending
@@ -173,9 +173,10 @@ class Mirror:
     def marker_declarations(
         self, bindings: list[Mirrored], landings: list[str], *, consuming: bool
     ) -> list[list[Declaration]]:
-        """Return the declarations of marker exchanges, and of queues that dead-letter due messages.
+        """Return the declarations of marker exchanges and landing queues.
 
-        A producer looks for marker exchanges to learn how delayed messages reach an exchange.
+        A landing queue dead-letters due messages to an exchange of the user. A marker exchange
+        tells producers that a landing queue or copied bindings exist.
         """
         groups = [list(marked_landing(self._topology, exchange)) for exchange in landings]
         if consuming:
@@ -184,7 +185,11 @@ class Mirror:
         return groups
 
     def binding_of(self, mirrored: Mirrored) -> Binding | None:
-        """Return this package's copy of a user's binding, or None if impossible."""
+        """Return this package's copy of a user's binding.
+
+        Return None if the binding key is too long, or if this package does not copy bindings of
+        this exchange type.
+        """
         topology, (queue, exchange, routing_key) = self._topology, mirrored
         kind = self.types[exchange]
         if kind not in MIRRORED_TYPES:
@@ -213,7 +218,7 @@ def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declarat
 def marked_landing(topology: Topology, exchange: str) -> Iterator[Declaration]:
     """Yield a queue that dead-letters due messages to *exchange*, and a marker exchange.
 
-    Publishers check the marker exchange to know that the queue exists.
+    A producer that finds the marker exchange knows that the queue exists.
     """
     yield from landing_declarations(topology, exchange)
     yield Exchange(topology.landing_marker(exchange), "fanout")

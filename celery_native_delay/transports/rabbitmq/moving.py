@@ -143,7 +143,10 @@ class SetSource(QueueSource):
         return found
 
     def _received(self, member: str, found: Moving) -> Found:
-        """Delete a message's stored copy; return Void for a cancelled or rescheduled task."""
+        """Remove the name *member* from the list of waiting tasks.
+
+        Return ``Void`` (drop the message) if the task was cancelled or rescheduled.
+        """
         may_run = self._records.received(member)
         if may_run is None:
             raise RecordsUnavailable(

@@ -89,7 +89,7 @@ def rescue(delays: Delays) -> Rescue | None:
 
 
 def peek(delays: Delays, *, limit: int) -> list[Parked]:
-    """Return the first undeliverable due messages, and leave all messages in the queue."""
+    """Return up to *limit* undeliverable due messages; the messages stay in the parking queue."""
     channel = OwnChannel(delays.connection)
     try:
         with _lock(delays.connection, delays.topology):
@@ -178,7 +178,7 @@ def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
 
 
 def _as_parked(parked: Parked, user: str) -> amqp.Message:
-    """Remove another user's ``user_id``, so that *user* may publish the message."""
+    """Return the parked message, without a ``user_id`` that RabbitMQ would refuse."""
     properties = dict(parked.message.properties)
     if parked.delayed is None:
         keep_user_id(properties, {}, user)
@@ -191,7 +191,7 @@ def _as_parked(parked: Parked, user: str) -> amqp.Message:
 
 
 def _is_in_reach(work: _RescueState, delayed: Delayed) -> bool:
-    """Return False if the message's delay is too long for the delay queues."""
+    """Return True if the delay is short enough for the delay queues."""
     # put_back() would shorten the delay: a worker without this package would run the task early.
     try:
         work.delays.check_reach(delayed.due_us)
@@ -231,7 +231,7 @@ def _publish_original(
 
 
 def _exists(work: _RescueState, exchange: str) -> bool:
-    """Return False if the broker has no exchange with this name."""
+    """Return True if the exchange exists, or if this user may not check."""
     # A publish to a missing exchange would close the channel.
     if exchange and exchange not in work.exchanges:
         work.exchanges[exchange] = True
@@ -254,7 +254,7 @@ class Arrivals:
         self._tag = channel.basic_consume(queue, callback=self._messages.append)
 
     def take(self, wanted: int) -> list[amqp.Message]:
-        """Wait for *wanted* messages; after a timeout, return fewer messages."""
+        """Return the next *wanted* messages, or fewer if the wait times out."""
         with suppress(TimeoutError):
             while len(self._messages) < wanted:
                 self._channel.connection.drain_events(timeout=ARRIVAL_SECONDS)

@@ -68,7 +68,7 @@ class Preparation:
         return Prepared(declared, mirrored, monotonic() - started)
 
     def prepare_to_consume(self, queue: str) -> None:
-        """Copy the user's bindings before a consumer starts, and only log errors."""
+        """Copy the user's bindings before a consumer starts; errors are logged, not raised."""
         if queue not in self._mirror.rejects:
             # Another process has declared the queue.
             self._mirror.queue_bound_once(queue)
@@ -82,7 +82,10 @@ class Preparation:
             logger.log(level, "native delay: delayed messages may park (no binding): %s", exc)
 
     def _is_there(self, *, redeclare: bool) -> bool:
-        """Return False if this app must declare the delay queues."""
+        """Return True if this app need not declare the delay queues.
+
+        Raise NotDeclared if the queues are missing and ``native_delay_declare`` is off.
+        """
         if self._declares:
             return not redeclare and self._is_complete()
         if not self._is_complete():
@@ -122,7 +125,7 @@ class Preparation:
         return len(mirrored)
 
     def _can_bind(self, queue: str) -> bool:
-        """Return False if RabbitMQ's error for a missing queue would break the connection."""
+        """Return True if the queue exists, or if a missing queue closes only the channel."""
         return (
             queue in self._mirror.rejects
             or self._declarer.refusal_fits(queue)

@@ -56,7 +56,11 @@ class Pruning:
         ]
 
     def prune(self, chosen: Sequence[Remnant]) -> list[Remnant]:
-        """Delete the chosen queues; keep and return the queues with new messages."""
+        """Delete the empty queues in *chosen*, with their exchanges.
+
+        If a producer publishes to a queue before the method deletes the queue, the method keeps
+        and returns the queue.
+        """
         places = [self._places[remnant.name] for remnant in chosen if not remnant.waiting]
         with permissions_explained(self._delays.topology):
             # The exchanges that receive new messages are deleted first, then the empty queues.

@@ -51,7 +51,7 @@ class Routes:
     def needs_landing(self, exchange: str, routing_key: str) -> bool:
         """Return True if due messages need an extra queue that dead-letters to *exchange*.
 
-        The method also declares this queue.
+        If the answer is True, the queue exists: the method declares a missing queue.
         """
         if self._version != self._mirror.version:
             self.forget()
@@ -116,7 +116,7 @@ class Routes:
         return _KnownExchange(needs_landing=False, mirrored=mirrored, until=until)
 
     def _is_too_long(self, exchange: str, routing_key: str) -> bool:
-        """Return True if a topic exchange's routing key is too long for delayed messages."""
+        """Return True if *exchange* is a topic exchange and *routing_key* is too long to encode."""
         return self._mirror.types[exchange] == "topic" and not self._topology.fits(
             message_address(exchange, routing_key)
         )

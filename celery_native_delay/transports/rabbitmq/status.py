@@ -85,7 +85,10 @@ class Status:
 
     @property
     def not_in_records(self) -> int | None:
-        """Return the number of delayed messages without a stored copy; None if unknown."""
+        """Return how many delayed messages are missing from the list of waiting tasks.
+
+        Return None if the list is not configured or unreachable.
+        """
         return None if self._known is None else self.in_levels - self._known.ahead
 
     @property
@@ -94,7 +97,10 @@ class Status:
 
     @property
     def stuck(self) -> int | None:
-        """Count the due messages that RabbitMQ could not dead-letter; None if unknown."""
+        """Count the due messages that RabbitMQ could not dead-letter.
+
+        Return None if the management API is unreachable.
+        """
         known = [level.stuck for level in self.levels if level.stuck is not None]
         return sum(known) + sum(landing.held for landing in self.landings) if known else None
 

@@ -176,7 +176,7 @@ def _method(channel_id: int, exchange: str, routing_key: str) -> bytes:
 
 
 def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
-    """Return a ``%`` format with a placeholder for each text in *marks*."""
+    """Turn the encoded *table* into a ``%`` format; each of *marks* becomes a placeholder."""
     parts = []
     at = 0
     for mark in marks:
@@ -188,7 +188,7 @@ def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
 
 
 def _frame(table: bytes, properties: Mapping[str, Any]) -> tuple[bytes, int]:
-    """Return a ``%`` format for the header frame, and the frame's fixed size."""
+    """Return a ``%`` format for the header frame, and the payload size without inserted values."""
     marks = {"correlation_id": _ID, "expiration": _EXPIRATION}
     marked = {**properties, "application_headers": {}, **marks}
     whole = bytes(amqp.Message("", **marked)._serialize_properties())

@@ -1,9 +1,10 @@
 """Compute the names and arguments of the queues in which delayed messages wait on RabbitMQ.
 
-A delay is a binary number of units (``native_delay_resolution``). Each bit of the number has a
-queue with a TTL. With a delay of 10 units (binary 1010), a message waits 8 units in one queue, then
-2 units in another queue. The lowest 15 bits (``native_delay_fused_bits``) form groups of three or
-four bits. A group has one queue for each value, so a message waits only once per group.
+A delay is a binary number of units (``native_delay_resolution``). The lowest 15 bits
+(``native_delay_fused_bits``) form groups of three or four bits. A group has one queue with a TTL
+for each nonzero value of its bits. Each higher bit has one queue with a TTL. So a message waits at
+most once per group and once per higher bit. With a delay of 10 units (binary 1010, groups 0001 and
+010), a message waits 8 units in one queue, then 2 units in another queue.
 
 The routing key begins with one word per bit, the highest bit first. The other words encode the
 destination (exchange and routing key). Each queue dead-letters a message to an exchange. The
@@ -180,7 +181,7 @@ class Topology:
         return self._first_hop(units).entry if units else self.delivery_exchange
 
     def first_ttl_ms(self, units: int, *, remaining_us: int) -> int:
-        """Return the per-message TTL (milliseconds) for a message's first delay queue."""
+        """Return the TTL of the first delay queue, minus the delay's rounding, in milliseconds."""
         # *units* is the delay, rounded up. The result is the TTL of the queue minus the rounding.
         # The rounding is less than a unit, so an earlier message in the queue delays a later
         # message by less than a unit.
@@ -326,7 +327,10 @@ class Topology:
             yield Binding(source, self.delivery_exchange, key, to_exchange=True)
 
     def _pattern(self, level: Level, value: int, zeros: int) -> str:
-        """Return a binding key that matches routing keys by their delay bits."""
+        """Return a binding key for delays with *value* in the bits of *level*.
+
+        The next higher bits, *zeros* in number, must be 0. All other bits may have any value.
+        """
         above = self.bit_count - zeros - level.width - level.lowest
         bits = f"{value:0{level.width}b}" if level.width else ""
         return ".".join(["*"] * above + ["0"] * zeros + [*bits] + ["*"] * level.lowest + ["#"])

@@ -134,7 +134,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         return result
 
     def exchange_bind(self, destination: str, source: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Bind two exchanges, and remember the binding for delayed messages."""
+        """Bind two exchanges; delayed messages follow the binding too."""
         result = super().exchange_bind(destination, source, *args, **kwargs)
         self.delays.mirror.exchange_bound(source)
         return result
@@ -142,7 +142,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     def queue_declare(
         self, queue: str = "", passive: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        """Declare a queue, and remember the queue for delayed messages."""
+        """Declare a queue; delayed messages can reach the queue too."""
         result = super().queue_declare(queue, passive, *args, **kwargs)
         if not passive:
             # py-amqp deletes a queue with its last consumer unless told otherwise.
@@ -259,13 +259,14 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
         vhost: str | None = None,
         own_queues: bool = True,
     ) -> Exported:
-        """Return RabbitMQ definitions (JSON) for an app, without connecting.
+        """Return RabbitMQ definitions (JSON) for an app, without a connection.
 
         Args:
             settings: the delay settings of the app.
             queues: the app's queues, as kombu objects.
-            vhost: the virtual host; None means the connection's virtual host.
-            own_queues: True includes the app's own queues and exchanges.
+            vhost: the virtual host; None means the virtual host of the broker URL.
+            own_queues: True includes *queues*, with their exchanges and bindings. False includes
+                only the queues, exchanges and bindings of this package.
         """
         from .blueprint import export
 

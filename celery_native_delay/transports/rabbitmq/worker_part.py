@@ -66,7 +66,7 @@ class RabbitMQWorkerPart(RecordedWorkerPart):
 
 
 def _delayed(wait: Wait) -> Delayed:
-    """Return the destination, next due time and unchanged expiry of a message."""
+    """Describe a message's next delay: the queue, the new due time, the old expiry."""
     info = wait.message.delivery_info
     earlier: Delayed | None = getattr(wait.message, "native_delay", None)
     return Delayed(

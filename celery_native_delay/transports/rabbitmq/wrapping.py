@@ -76,7 +76,7 @@ def wrap(
 
 
 def keep_user_id(properties: dict[str, Any], header: dict[str, Any], user: str) -> None:
-    """Move another user's ``user_id`` from the properties into this package's header."""
+    """Move the ``user_id`` property into *header* if it differs from the connection's *user*."""
     # RabbitMQ would close the channel. https://www.rabbitmq.com/docs/validated-user-id
     if properties.get("user_id", user) != user:
         header["user_id"] = properties.pop("user_id")
@@ -116,7 +116,7 @@ def unwrap(
 
 
 def _without_our_deaths(headers: dict[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove this package's dead-letter headers; restore the *earlier* dead-letter headers."""
+    """Remove this package's dead-letter headers; add *earlier*, the user's dead-letter headers."""
     if not earlier and headers.keys().isdisjoint(DEATH_HEADERS):
         return headers
     kept = without_deaths(headers)

@@ -63,7 +63,10 @@ class Delays(delays.Delays):
     def publish(
         self, message: dict[str, Any], destination: Destination, *, due_us: int, batch: Any = None
     ) -> None:
-        """Store a delayed message in Redis, at once or as part of kombu's ``Producer.batch()``."""
+        """Store a delayed message in Redis.
+
+        With *batch*, kombu's ``Producer.batch()`` sends the command later.
+        """
         member, entry = self.stored(message, destination, due_us=due_us)
         if batch is None:
             self.store.add(member, due_us, entry)
@@ -102,7 +105,7 @@ class Delays(delays.Delays):
         return member_of(message, destination.keys[0]), self._entry(message, destination, due_us)
 
     def put_back(self, message: dict[str, Any], destination: Destination, *, due_us: int) -> None:
-        """Store a message again that a worker received before the due time."""
+        """Store a message again, because a worker received the message before the due time."""
         # The name has the old delivery tag, so a second attempt changes nothing.
         member = member_of(message, destination.keys[0])
         # The worker acknowledges the old tag. The delay counts from the server's clock.

@@ -103,7 +103,7 @@ class RedisSource(Source):
 
 
 class PlainSource(Source):
-    """Tasks with a future ETA that ``delay migrate`` cannot move."""
+    """Counts the tasks that ``delay migrate`` cannot move, and gives the reason."""
 
     def __init__(self, name: str, count: int, why: str) -> None:
         self.name = name
@@ -114,7 +114,6 @@ class PlainSource(Source):
         return self._count
 
     def found(self) -> Iterator[Found]:
-        """Yield the same reason for each task that cannot be moved."""
         for _ in range(self._count):
             yield Stays(self._why)
 

@@ -1,9 +1,11 @@
 """Lua scripts that store and move delayed messages in Redis.
 
 Times are in microseconds, by the clock of the Redis server. Redis stores each message as the text
-``push|publish <ttl ms> <bytes of each key>\\n<keys><envelope>``, with kombu's JSON as the envelope.
-The scripts read the destination's keys from this text. So in a cluster, all keys must be in one
-slot.
+``push|publish <ttl ms> <length of each key>\\n<keys><envelope>``. The lengths are in bytes. The
+envelope is kombu's JSON.
+
+The scripts read the destination's keys from this text, not from ``KEYS``. So a cluster does not
+know these keys before the call, and all keys must be in one slot.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class HandedOver:
 
     @property
     def wait_us(self) -> int | None:
-        """Return the microseconds until the next due time, or None without waiting messages."""
+        """Return the microseconds until the next due time, or None if no message waits."""
         return None if self.next_us is None else max(self.next_us - self.now_us, 0)
 
 
@@ -96,7 +96,10 @@ class Store:
     # --- one message changed -------------------------------------------------------------
 
     def replace(self, member: str, old: bytes, due_us: int | None, new: bytes) -> int | None:
-        """Replace a waiting message; return None if another process changed the message first."""
+        """Replace a waiting message; return the new due time in microseconds.
+
+        If another process has changed the message, change nothing and return None.
+        """
         keys = [self.keys.due, self.keys.messages, self.keys.wake, self.keys.parked]
         due = int(self.run(REPLACE, keys, member, old, "" if due_us is None else due_us, new))
         return None if due < 0 else due

@@ -73,7 +73,7 @@ class StoreAdminPart(AdminPart):
 
 @contextmanager
 def _told() -> Iterator[list[Finding]]:
-    """Yield a list of problems; add a problem if the database is unavailable."""
+    """Yield an empty list of problems; if the block raises StoreUnavailable, add a problem."""
     found: list[Finding] = []
     try:
         yield found

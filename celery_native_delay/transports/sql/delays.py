@@ -46,7 +46,7 @@ class Delays(delays.Delays):
 
     @property
     def store(self) -> Store:
-        """Return the database of waiting messages; raise an error if not configured."""
+        """Return the database of waiting messages; raise :attr:`refusal` if delays do not work."""
         self.check_settings()
         return Store.of(self._url, self.settings.namespace)
 
@@ -78,7 +78,7 @@ class Delays(delays.Delays):
         return self._put(message, queue, due_us)
 
     def put_back(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
-        """Insert a message again that a worker received before the due time."""
+        """Insert a message again, because a worker received the message before the due time."""
         # The worker acknowledges the old delivery tag.
         properties = {**message["properties"], "delivery_tag": str(uuid4())}
         self._add(self._put({**message, "properties": properties}, queue, due_us))

@@ -129,7 +129,10 @@ class Dispatcher:
             self._pause((until_us - time_ns() // 1000) / 1_000_000)
 
     def _hand_over_batch(self) -> Exception | None:
-        """Deliver one batch, then pause, so that other processes can use the SQLite file."""
+        """Deliver one batch; return the error if the broker is unreachable.
+
+        With SQLite, the method then pauses, so that other processes can lock the file.
+        """
         began = monotonic()
         found, away = self.deliver_batch()
         if self._store.is_file:

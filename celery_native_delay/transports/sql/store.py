@@ -132,13 +132,17 @@ class Store(Database):
     # --- out -----------------------------------------------------------------------------
 
     def next_due_us(self) -> int | None:
-        """Return the earliest due time, in microseconds since the epoch, or None."""
+        """Return the earliest due time (µs since the epoch), or None if no message waits."""
         mine = {"mine": self.namespace}
         due_us = self.look_up(lambda connection: connection.execute(_NEXT, mine).scalar())
         return None if due_us is None else int(due_us)
 
     def taking(self, *, until_us: int) -> AbstractContextManager[DispatchBatch]:
-        """Lock a batch of due messages; the end of the ``with`` block writes the results."""
+        """Lock a batch of due messages for a ``with`` block.
+
+        At the end of the block, the same transaction deletes delivered messages and updates
+        undelivered messages.
+        """
         return self._batch(DUE, {"mine": self.namespace, "until": until_us})
 
     def taking_parked(self, *, after_id: int) -> AbstractContextManager[DispatchBatch]:
@@ -186,7 +190,7 @@ class Store(Database):
         return Census(int(waiting), parked, int(overdue or 0), until_first_us, self._is_shown())
 
     def look_for_dispatcher(self) -> Census:
-        """Check quickly for waiting and overdue messages; each count is 0 or 1."""
+        """Return a quick census, whose counts are only 0 (none) or 1 (at least one)."""
         due_us = self.next_due_us()
         until_us = None if due_us is None else due_us - time_ns() // 1000
         overdue = until_us is not None and until_us <= 0
