@@ -1,4 +1,4 @@
-"""Checks that every broker and database can store a text."""
+"""Check for strings that no UTF-8 text can hold, because brokers and databases store UTF-8."""
 
 from __future__ import annotations
 

@@ -291,7 +291,8 @@ class PrivateRedis:
     def kill(self) -> None:
         """Kill the server with SIGKILL; its data and port stay the same.
 
-        If the option *folder* is set, Redis may lose the writes of the last two seconds.
+        With a temporary folder, Redis loses no write. With the option *folder*, Redis may lose the
+        last two seconds of writes if the disk is busy (``appendfsync everysec``).
         """
         self._server.end(signal.SIGKILL)
 
