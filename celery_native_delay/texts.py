@@ -1,4 +1,4 @@
-"""Check for strings that no UTF-8 text can hold, because brokers and databases store UTF-8."""
+"""Check that strings can be encoded as UTF-8, as brokers and databases require."""
 
 from __future__ import annotations
 

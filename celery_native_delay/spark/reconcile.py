@@ -181,8 +181,8 @@ class Reconciliation:
 
         Args:
             *by: columns to group by: ledger columns, ``"due"``, ``"queue"`` or ``"worker"``. By
-                default, all tasks are one group. Queue and worker are those of the first start. If
-                no worker started the task, the queue is the ledger's ``queue``.
+                default, all tasks are one group. The queue and the worker come from the task's
+                first start. If no worker started the task, the queue is the ledger's ``queue``.
             due_seconds: the length of each ``"due"`` group in seconds. The result shows the start
                 of each group.
         """
@@ -263,7 +263,7 @@ def _tasks(events: DataFrame) -> DataFrame:
 
 
 def _micros(name: str, *, none: int) -> Column:
-    """Convert a timestamp column to microseconds since the epoch; null becomes the number *none*."""
+    """Convert timestamps to microseconds since the epoch; null becomes the number *none*."""
     return F.coalesce(F.unix_micros(name), F.lit(none))
 
 

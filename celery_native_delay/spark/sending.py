@@ -61,7 +61,7 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     sends nothing.
 
     Raises:
-        RecordsUnavailable: with *fence*, the Redis or database of the run's state is unreachable.
+        RecordsUnavailable: with *fence*, Redis or the database is unreachable.
         FanOutFailed: with *fence*, a worker has aborted the run. Nothing was sent.
     """
     started = monotonic()

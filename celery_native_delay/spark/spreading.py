@@ -65,7 +65,7 @@ def spread_of(
     """Convert a task's rate limit to a Spread; find the column that contains the key.
 
     Raises:
-        InvalidFanOut: the key is computed by a function, or is an unknown argument.
+        InvalidFanOut: the rate limit's key is a function, or no argument has the key's name.
     """
     if callable(rate.key):
         raise InvalidFanOut(

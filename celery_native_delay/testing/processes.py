@@ -121,7 +121,8 @@ class KeptServer:
     def start(self, serves: Callable[[], bool], *, within_seconds: float) -> None:
         """Start the server and wait until the function *serves* returns True.
 
-        If the server process exists, possibly paused, only continue the process (SIGCONT).
+        If the server process exists already, this method only sends SIGCONT, which continues a
+        paused server.
 
         Raises:
             BrokerFailed: the server ended or took too long; the message has the end of the log.

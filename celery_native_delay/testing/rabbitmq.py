@@ -74,7 +74,7 @@ def _installations() -> Iterator[RabbitMQInstallation]:
 
 
 def _version_of(server: Path) -> str | None:
-    """Read the version from the plugin's file name; return None if RabbitMQ is not installed."""
+    """Read the version from RabbitMQ's plugin files; return None if RabbitMQ is not installed."""
     for plugin in server.resolve().parent.parent.glob("plugins/rabbit-*"):
         if match := re.fullmatch(r"rabbit-(\d+\.\d+\.\d+.*?)(\.ez)?", plugin.name):
             return match[1]

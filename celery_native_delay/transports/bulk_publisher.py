@@ -34,7 +34,7 @@ class TaskTemplate(ABC):
     @classmethod
     @abstractmethod
     def of(cls, message: Any, channel: Any) -> Self | None:
-        """Build a template from one task's message; return None if a template cannot reproduce it."""
+        """Build a template from *message*; return None if no template can reproduce *message*."""
 
     @staticmethod
     @abstractmethod
@@ -87,8 +87,8 @@ class BulkPublisher:
     def learn(self) -> TaskTemplate | None:
         """Build a template from the task that :meth:`publish` published last.
 
-        Returns None if not exactly one queue gets the task, or if a template cannot reproduce the
-        task's message.
+        Returns None if no queue or several queues get the task, or if no template can reproduce
+        the task's message.
         """
         last = self._one()
         return None if last is None else self._template.of(last, self.outbox.channel)

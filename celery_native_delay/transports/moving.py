@@ -89,7 +89,7 @@ class Source(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Delete the message that :meth:`found` yielded last; return False if the message has changed."""
+        """Delete the message that :meth:`found` yielded last; return False if it has changed."""
 
     def close(self) -> None:  # noqa: B027  nothing to do where nothing is held
         """Unlock the message that :meth:`found` yielded last."""
@@ -147,8 +147,8 @@ class MovingPart(ABC):
 class Remnant:
     """Outdated delay queues and exchanges that ``delay prune`` can delete.
 
-    They come from former settings of this package, or from Celery's own delayed delivery. *waiting*
-    is the number of messages in these queues. *bindings* are Celery's bindings to the app's queues.
+    The queues come from former settings of this package, or from Celery's own delayed delivery.
+    *waiting* is the number of messages in these queues. *bindings* are Celery's bindings to the app's queues.
     """
 
     name: str

@@ -46,7 +46,7 @@ def landing_address(exchange: str) -> str:
 
 
 def queue_address(queue: str) -> str:
-    """Encode *queue* as the end of a routing key that only *queue* matches."""
+    """Return the suffix of a routing key whose messages go only to *queue*."""
     return "%%q." + short_word(queue)
 
 
