@@ -62,7 +62,7 @@ class Rescue:
 
     @property
     def rescued(self) -> int:
-        """The number of messages that are no longer parked after this attempt."""
+        """The number of parked messages that are no longer parked after this attempt."""
         return self.delivered + self.waiting_again + self.expired
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ class WorkerPart(ABC):
         return None
 
     def sweep(self) -> int:
-        """Delete copies of messages overdue by a day; return the number of deleted copies."""
+        """Delete expired records and copies overdue by a day; return the number of deleted copies."""
         return 0
 
 

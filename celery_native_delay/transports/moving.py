@@ -148,7 +148,8 @@ class Remnant:
     """Outdated delay queues and exchanges that ``delay prune`` can delete.
 
     The queues come from former settings of this package, or from Celery's own delayed delivery.
-    *waiting* is the number of messages in these queues. *bindings* are Celery's bindings to the app's queues.
+    *waiting* is the number of messages in these queues. *bindings* are bindings that Celery added
+    to the app's queues.
     """
 
     name: str

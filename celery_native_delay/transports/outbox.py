@@ -212,7 +212,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
 
     @abstractmethod
     def _opened(self, client: Any) -> Any:
-        """Open a channel on *client* that collects messages instead of sending the messages."""
+        """On the connection *client*, open a channel that only collects published messages."""
 
     @abstractmethod
     def _reports(self, reason: str, puts: Iterable[MessageT]) -> list[RefusedMessage]:
