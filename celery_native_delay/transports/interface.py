@@ -145,7 +145,7 @@ class WorkerPart(ABC):
         return None
 
     def sweep(self) -> int:
-        """Delete expired records and copies overdue by a day; return the number of deleted copies."""
+        """Delete expired records and copies overdue by a day; return the number of copies."""
         return 0
 
 
