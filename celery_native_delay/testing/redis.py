@@ -66,7 +66,11 @@ def find_redis(
 
 
 def require_redis(server: ServerName | None = None, *, embedded: bool = False) -> RedisInstallation:
-    """Return an installed Redis or Valkey; raise BrokerMissing if it or redis-py is missing."""
+    """Return an installed Redis or Valkey.
+
+    Raises:
+        BrokerMissing: the server or redis-py is not installed.
+    """
     if installation := find_redis(server, embedded=embedded):
         if find_spec("redis") is None:
             raise BrokerMissing(
