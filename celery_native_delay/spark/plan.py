@@ -19,7 +19,7 @@ FASTEST_PER_SECOND = 25_000
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers and due times of the tasks that :meth:`FanOut.send` would send."""
+    """The counts and due times of the tasks that :meth:`FanOut.send` would send."""
 
     rows: int
     accepted: int

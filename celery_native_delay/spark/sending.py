@@ -57,10 +57,11 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     An outage of the broker does not fail the Spark task, because Spark would send all rows again.
     After a minute of outage, all further rows on this executor yield the Failure "unsent".
 
-    If a run with *fence* has succeeded before, its rows are only counted.
+    With the option *fence*, if the same run succeeded before, this function counts the rows and
+    sends nothing.
 
     Raises:
-        RecordsUnavailable: Redis or the database, which *fence* needs, is unreachable.
+        RecordsUnavailable: with *fence*, Redis or the database is unreachable.
         FanOutFailed: with *fence*, a worker has aborted the run. Nothing was sent.
     """
     started = monotonic()
@@ -171,7 +172,7 @@ class GivenUp:
         self._path = Path(SparkFiles.getRootDirectory(), name) if job_id else None
 
     def reason(self) -> str:
-        """Return the reason why an earlier Spark task stopped sending, or ""."""
+        """Return why an earlier Spark task stopped sending; "" if no Spark task stopped."""
         if self._path is not None:
             with suppress(OSError):
                 return self._path.read_text()
@@ -186,7 +187,7 @@ class GivenUp:
 
 
 class Pace:
-    """Limits the tasks sent per second; after a pause, one second's tasks are sent at once."""
+    """A token bucket for sending tasks; the largest burst is one second's tasks."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0

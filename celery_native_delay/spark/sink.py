@@ -46,7 +46,7 @@ class Sent(WriterCommitMessage):
 
 
 def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Parse the sink's options (texts); return ``on_reject`` and the values of FanOutOptions.
+    """Parse the sink's options from text; return ``on_reject`` and FanOutOptions arguments.
 
     Raises:
         InvalidFanOut: an option is unknown or missing, or has a wrong value.
@@ -95,10 +95,14 @@ class Writer(DataSourceArrowWriter):
         return self._send(iterator, self._options.run_id, self._fence, self._job_id)
 
     def commit(self, messages: list[Any]) -> None:
-        """Log the number of sent tasks. With *fence*, first store the valid Spark attempts.
+        """Log the number of sent tasks.
+
+        With the option *fence*, first store which Spark attempt of each partition is valid. Workers
+        run only tasks of valid attempts.
 
         Raises:
-            FanOutFailed: the valid attempts could not be stored.
+            FanOutFailed: the attempts could not be stored, a worker had aborted the run, or the
+                run succeeded before with other rows.
         """
         receipts = _receipts(messages)
         if self._fence is not None:
@@ -107,7 +111,10 @@ class Writer(DataSourceArrowWriter):
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any]) -> None:
-        """Log that the Spark job failed. The sent tasks run, except with the option *fence*."""
+        """Log that the Spark job failed. The sent tasks run.
+
+        The only exception: with the option *fence*, the log says whether the sent tasks run.
+        """
         if self._fence is not None:
             logger.error("native delay: the job failed; %s", self._fence.abort())
             return
@@ -197,7 +204,10 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         return self._send(iterator, f"{run_id}-{batch}", fence, f"{self._job_id}-{batch}")
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Log the batch's number of sent tasks. With *fence*, first store the valid attempts."""
+        """Log the number of sent tasks of the micro batch.
+
+        With the option *fence*, first store which Spark attempt of each partition is valid.
+        """
         receipts = _receipts(messages)
         if self._fence is not None and receipts:
             # Spark makes a new writer to commit, which learns the query's id from the receipts.

@@ -108,7 +108,7 @@ def _expected(role: str, kind: t.DataType, *, has_zone: bool) -> str:
 
 
 def _not_json(kind: Any) -> str:
-    """Return "" if the Spark type can become JSON, else a text that names other types."""
+    """Return "" if the Spark type can become JSON, else the text for the error."""
     match kind:
         case t.StructType():
             if len({*kind.names}) < len(kind.names):

@@ -1,6 +1,6 @@
 """Spread due times by a rate limit: tasks with the same key are due one after another.
 
-Workers enforce the rate limit again. The due times depend on all rows and the current time. To send
+Workers also enforce the rate limit. The due times depend on all rows and the current time. To send
 tasks again with the same due times, send the stored rows of ``FanOut.ledger()``.
 """
 
@@ -40,8 +40,8 @@ class Spread:
     def over(self, frame: Any, now_us: int) -> Any:
         """Return the DataFrame with due times (``due_us``) moved later to obey the rate limit.
 
-        Rows with the same key of the rate limit (column ``line``) share the limit. Rejected rows
-        do not count.
+        The column ``line`` has the rate limit's key; rows with the same key share the limit.
+        Rejected rows do not delay accepted rows.
         """
         line = "partition by line, error is null order by due_us, task_id"
         ahead_us = (self.burst - 1) * self.spacing_us
@@ -62,10 +62,10 @@ class Spread:
 def spread_of(
     rate: Rate, task: str, run: Any, args_count: int, kwargs_names: Sequence[str]
 ) -> Spread:
-    """Return a task's rate limit for due times, with the column of the limit's key.
+    """Convert a task's rate limit to a Spread; find the column that contains the key.
 
     Raises:
-        InvalidFanOut: no column has the key of the rate limit.
+        InvalidFanOut: the rate limit's key is a function, or no argument has the key's name.
     """
     if callable(rate.key):
         raise InvalidFanOut(

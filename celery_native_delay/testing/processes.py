@@ -119,7 +119,10 @@ class KeptServer:
         return self._server.pid if self._server and self._server.poll() is None else None
 
     def start(self, serves: Callable[[], bool], *, within_seconds: float) -> None:
-        """Start the server and wait until *serves* returns True; continue a paused server.
+        """Start the server and wait until the function *serves* returns True.
+
+        If the server process exists already, this method only sends SIGCONT, which continues a
+        paused server.
 
         Raises:
             BrokerFailed: the server ended or took too long; the message has the end of the log.

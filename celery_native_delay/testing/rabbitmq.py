@@ -74,7 +74,7 @@ def _installations() -> Iterator[RabbitMQInstallation]:
 
 
 def _version_of(server: Path) -> str | None:
-    """Return the version in the file name of RabbitMQ's plugin `rabbit`, or None."""
+    """Read the version from RabbitMQ's plugin files; return None if RabbitMQ is not installed."""
     for plugin in server.resolve().parent.parent.glob("plugins/rabbit-*"):
         if match := re.fullmatch(r"rabbit-(\d+\.\d+\.\d+.*?)(\.ez)?", plugin.name):
             return match[1]
@@ -283,7 +283,7 @@ class PrivateRabbitMQ:
         return self.url_of(name)
 
     def url_of(self, vhost: str, user: str = "guest", password: str = "guest") -> str:
-        """Return the AMQP URL of a virtual host, with the login of a user."""
+        """Return the AMQP URL of *vhost*, with *user* and *password* in the URL."""
         user, password, vhost = (quote(part, safe="") for part in (user, password, vhost))
         return f"amqp://{user}:{password}@{self.ip}:{self.port}/{vhost}"
 
@@ -302,7 +302,12 @@ class PrivateRabbitMQ:
         vhost: str = "/",
         tags: str = "",
     ) -> str:
-        """Create a user with these permission patterns on *vhost*; return the user's AMQP URL."""
+        """Create a user with permissions on *vhost*; return the user's AMQP URL.
+
+        *configure*, *write* and *read* are regular expressions for the names of queues and
+        exchanges, as in ``rabbitmqctl set_permissions``. *tags* are the user's tags, such as
+        "monitoring".
+        """
         user = quote(name, safe="")
         self.api("PUT", f"/users/{user}", {"password": password, "tags": tags})
         permissions = dict(zip(_PERMISSIONS, (configure, write, read), strict=True))

@@ -66,7 +66,11 @@ def find_redis(
 
 
 def require_redis(server: ServerName | None = None, *, embedded: bool = False) -> RedisInstallation:
-    """Return an installed Redis or Valkey; raise BrokerMissing if it or redis-py is missing."""
+    """Return an installed Redis or Valkey.
+
+    Raises:
+        BrokerMissing: the server or redis-py is not installed.
+    """
     if installation := find_redis(server, embedded=embedded):
         if find_spec("redis") is None:
             raise BrokerMissing(
@@ -291,7 +295,8 @@ class PrivateRedis:
     def kill(self) -> None:
         """Kill the server with SIGKILL; its data and port stay the same.
 
-        If the option *folder* is set, Redis may lose the writes of the last two seconds.
+        With a temporary folder, Redis loses no write. With the option *folder*, Redis may lose the
+        last two seconds of writes if the disk is busy (``appendfsync everysec``).
         """
         self._server.end(signal.SIGKILL)
 

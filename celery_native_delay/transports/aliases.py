@@ -225,7 +225,8 @@ def delay_headers(
         ``{"eta": ISO 8601 text}``. Add this dict to the headers of the message.
 
     Raises:
-        InvalidDueTime: the due time is invalid, or *countdown* and *eta* are both given or missing.
+        InvalidDueTime: the due time is invalid, *countdown* and *eta* are both given, or both are
+            missing.
     """
     if (countdown is None) == (eta is None):
         raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")

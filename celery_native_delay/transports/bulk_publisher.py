@@ -34,7 +34,7 @@ class TaskTemplate(ABC):
     @classmethod
     @abstractmethod
     def of(cls, message: Any, channel: Any) -> Self | None:
-        """Build a message template from one task's message; return None if impossible."""
+        """Build a template from *message*; return None if no template can reproduce *message*."""
 
     @staticmethod
     @abstractmethod
@@ -43,7 +43,7 @@ class TaskTemplate(ABC):
 
     @abstractmethod
     def makes(self, message: Any, values: TaskValues) -> bool:
-        """Return True if this template and a task's *values* give exactly *message*."""
+        """Return True if this template makes exactly *message* from a task's *values*."""
 
     @abstractmethod
     def another(self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues) -> Any:
@@ -61,9 +61,9 @@ class BulkPublisher:
         self._last: list[Any] = []
 
     def publish(self, publish: Callable[[Any], object]) -> None:
-        """Call the function *publish* with a kombu producer; send the published messages in bulk.
+        """Call the function *publish* with a kombu producer that writes into the outbox.
 
-        If this method raises an error, the broker does not get the message.
+        If this method raises an error, the broker gets none of the messages of this call.
         """
 
         def collect(channel: Any) -> Any:
@@ -85,12 +85,16 @@ class BulkPublisher:
         return None if last is None else self._template.headers_of(last)
 
     def learn(self) -> TaskTemplate | None:
-        """Build a message template from the last published task; return None if impossible."""
+        """Build a template from the task that :meth:`publish` published last.
+
+        Returns None if no queue or several queues get the task, or if no template can reproduce
+        the task's message.
+        """
         last = self._one()
         return None if last is None else self._template.of(last, self.outbox.channel)
 
     def made_by(self, template: TaskTemplate, values: TaskValues) -> bool:
-        """Return True if *template* and a task's *values* give exactly the last message."""
+        """Return True if *template* makes exactly the last message from a task's *values*."""
         last = self._one()
         return last is not None and template.makes(last, values)
 

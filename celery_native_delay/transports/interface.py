@@ -62,7 +62,7 @@ class Rescue:
 
     @property
     def rescued(self) -> int:
-        """The number of parked messages that are now delivered, waiting again, or expired."""
+        """The number of parked messages that are no longer parked after this attempt."""
         return self.delivered + self.waiting_again + self.expired
 
     def __str__(self) -> str:
@@ -141,14 +141,11 @@ class WorkerPart(ABC):
         return None
 
     def receipts(self) -> Receipts | None:
-        """Return an object that recognises messages of cancelled tasks.
-
-        Returns None without a separate list of waiting tasks (``native_delay_records``).
-        """
+        """Return a lookup of cancelled tasks; None if ``native_delay_records`` is not set."""
         return None
 
     def sweep(self) -> int:
-        """Delete old data, such as copies of lost messages; return the number of deleted copies."""
+        """Delete expired records and copies overdue by a day; return the number of copies."""
         return 0
 
 
@@ -254,8 +251,9 @@ class Backlog:
 
     - *levels*: the delay queues of RabbitMQ
     - *records_answer*: True if the list of waiting tasks is reachable; None if there is no list
-    - *until_first_us*: microseconds until the first due time, negative if overdue, or None
-    - *in_records*: the number of tasks in the list of waiting tasks, or None
+    - *until_first_us*: microseconds until the earliest due time, negative if overdue; None if
+      unknown, or if no message waits
+    - *in_records*: the number of tasks in the list of waiting tasks; None without a reachable list
     """
 
     waiting: int
@@ -293,9 +291,9 @@ class AdminPart(Protocol):
         """Delete all waiting messages; return the number of deleted messages."""
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
-        """Return the number of parked (undeliverable) messages, and the first *limit* parked tasks.
+        """Return the number of parked (undeliverable) messages, and up to *limit* of their tasks.
 
-        Returns None while a worker publishes these messages again.
+        Returns None if a worker is publishing the parked messages at this moment.
         """
 
     def requeue(self) -> Rescue | None:
@@ -314,7 +312,7 @@ class ExpectsQueues(Protocol):
 
 
 def lines_of(channel: Any, settings: DelaySettings) -> Lines:
-    """Return the stored queues of rate-limited tasks; raise NoRecords if not configured."""
+    """Return the storage for rate-limited tasks; raise NoRecords if there is no storage."""
     if not hasattr(channel, "lines"):
         raise NoRecords(
             "native_delay_rates has no place to count tasks beside this broker: use Redis or a "

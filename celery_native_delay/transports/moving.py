@@ -89,10 +89,10 @@ class Source(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Delete the last message of :meth:`found`; return False if the message has changed."""
+        """Delete the message that :meth:`found` yielded last; return False if it has changed."""
 
     def close(self) -> None:  # noqa: B027  nothing to do where nothing is held
-        """Unlock the last message of :meth:`found`."""
+        """Unlock the message that :meth:`found` yielded last."""
 
 
 class Reach(NamedTuple):
@@ -145,9 +145,11 @@ class MovingPart(ABC):
 
 @dataclass(frozen=True)
 class Remnant:
-    """Old delay queues and exchanges, of former settings or of Celery's own delayed delivery.
+    """Outdated delay queues and exchanges that ``delay prune`` can delete.
 
-    *waiting* is the number of messages in these queues. Celery added the *bindings*.
+    The queues come from former settings of this package, or from Celery's own delayed delivery.
+    *waiting* is the number of messages in these queues. *bindings* are bindings that Celery added
+    to the app's queues.
     """
 
     name: str
@@ -167,7 +169,7 @@ def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str
 def derived_id(
     headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes, *where: object
 ) -> str | None:
-    """Return a hash as the message's own id, or None for messages without a task id."""
+    """Hash a task's message to a stable id; return None for messages without a task id."""
     task_id = task_id_of(headers, properties)
     if not task_id:
         return None
@@ -176,7 +178,7 @@ def derived_id(
 
 
 def expires_ms_of(properties: Mapping[str, Any], *, now_us: int) -> int | None:
-    """Return the time when a message expires, in milliseconds since the epoch, or None."""
+    """Return a message's expiry in milliseconds since the epoch; None without an expiration."""
     expiration = properties.get("expiration")
     if expiration is None or not str(expiration).isdecimal():
         return None

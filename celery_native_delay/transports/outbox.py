@@ -212,7 +212,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
 
     @abstractmethod
     def _opened(self, client: Any) -> Any:
-        """Open a channel on the connection *client*; the channel collects published messages."""
+        """On the connection *client*, open a channel that only collects published messages."""
 
     @abstractmethod
     def _reports(self, reason: str, puts: Iterable[MessageT]) -> list[RefusedMessage]:
@@ -233,7 +233,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         """Read the broker's confirms that arrive within *timeout_seconds*."""
 
     def _forget(self) -> None:
-        """Before the publisher closes, delete the publisher's own data on the broker."""
+        """Delete the batch numbers that this publisher stored on the broker."""
 
     # --- batches ----------------------------------------------------------------------------
 

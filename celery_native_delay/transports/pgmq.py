@@ -61,7 +61,10 @@ class Delays(recorded.Delays):
 
 
 class RecordedChannel(recorded.Channel, Channel):
-    """A pgmq channel that stores copies of waiting tasks, except topic and fanout tasks."""
+    """A pgmq channel that stores copies of waiting tasks.
+
+    The only exception: there are no copies of tasks that are sent to topic or fanout exchanges.
+    """
 
     delays_class = Delays
 

@@ -46,12 +46,12 @@ def landing_address(exchange: str) -> str:
 
 
 def queue_address(queue: str) -> str:
-    """Return the last words of a routing key that routes only to *queue*."""
+    """Return the suffix of a routing key whose messages go only to *queue*."""
     return "%%q." + short_word(queue)
 
 
 def queue_of_address(routing_key: str) -> str | None:
-    """Decode the queue name at the end of a routing key, or return None."""
+    """Decode the queue name in a routing key; return None for absent or hashed names."""
     _, mark, word = routing_key.rpartition(".%%q.")
     return unquote(word) if mark and not word.startswith(_HASHED) else None
 
@@ -64,7 +64,7 @@ def short_word(name: str) -> str:
 
 
 def refusal_fits(*names: str) -> bool:
-    """Return False if non-ASCII *names* do not fit into a RabbitMQ error text."""
+    """Return True if the names are ASCII, or short enough for a RabbitMQ error text."""
     # RabbitMQ cuts an error text at 255 bytes. If the text is not ASCII, RabbitMQ 4.3 closes the
     # connection (541), and RabbitMQ 3.10 may send half a character, which py-amqp cannot decode.
     text = "".join(names)

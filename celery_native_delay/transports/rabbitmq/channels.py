@@ -113,7 +113,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         self._returned.append(Publication(received(message), exchange, routing_key))
 
     def _on_close(self, reply_code: int, reply_text: str, class_id: int, method_id: int) -> None:
-        """Keep the channel closed; py-amqp would reopen the channel without confirm mode."""
+        """Keep the channel closed: py-amqp would reopen a WindowChannel without confirm mode."""
         self.closed_with = (reply_code, reply_text)
         self.send_method(spec.Channel.CloseOk)
         self.collect()
@@ -189,7 +189,7 @@ class WindowChannel(OwnChannel):
             self.read()
 
     def read_down_to(self, unconfirmed: int, *, deadline: float | None = None) -> None:
-        """Wait until at most *unconfirmed* published messages have no confirm from the broker."""
+        """Wait for confirms until the number of unconfirmed messages is at most *unconfirmed*."""
         while len(self._unconfirmed) > unconfirmed:
             if deadline is None:
                 _ = self._transport  # raises if the connection is lost

@@ -72,12 +72,12 @@ class Delays:
 
     @cached_property
     def records(self) -> Any:
-        """Return access to the Redis or database in ``native_delay_records``, or None."""
+        """Return the storage that ``native_delay_records`` names; None if not set."""
         return records_beside(self.settings, self.connection.virtual_host)
 
     @cached_property
     def recorder(self) -> Recorder | None:
-        """Return an object that stores copies of delayed messages, or None."""
+        """Return a Recorder; None if ``native_delay_records`` is not set."""
         return None if self.records is None else Recorder(self.records)
 
     @cached_property

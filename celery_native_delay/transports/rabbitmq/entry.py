@@ -83,7 +83,7 @@ def waiting(member: str, text: str, due_us: int) -> Waiting:
 
 
 class Recorder:
-    """Stores copies of delayed messages in the background, in Redis or a database."""
+    """Stores copies of delayed messages in Redis or a database."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
