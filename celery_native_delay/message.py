@@ -90,9 +90,10 @@ class Delayed(NamedTuple):
 
 
 def due_of(headers: Mapping[str, Any] | None) -> int | None:
-    """Return the due time in the header ``eta``, in microseconds since the epoch, or None.
+    """Return the header ``eta`` in microseconds since the epoch, or None without this header.
 
-    Raises InvalidDueTime if the ETA of a task is not ISO 8601.
+    If the header is not ISO 8601, raises InvalidDueTime for a Celery task, and returns None for
+    another message.
     """
     eta = headers.get("eta") if headers else None
     if not eta:
@@ -130,7 +131,7 @@ def cancel(headers: dict[str, Any], header: dict[str, Any]) -> None:
 
 
 def uncover(headers: dict[str, Any], header: Mapping[str, Any]) -> bool:
-    """Restore the headers of a cancelled task. Returns True if the task was cancelled."""
+    """Undo :func:`cancel`. Returns False if the task was not cancelled."""
     if not header.get(CANCELLED):
         return False
     if EXPIRES in header:

@@ -24,7 +24,8 @@ class Server:
     """The version and settings of a Redis or Valkey server, from ``INFO``.
 
     *policy* is ``maxmemory-policy`` and *aof* is ``appendonly``. *configurable* is True if the
-    client's user may call ``CONFIG GET``. Unknown fields are None; an unknown *version* is ().
+    client's user may call ``CONFIG GET``. Unknown fields are None. The only exception: an unknown
+    *version* is ().
     """
 
     name: str = "Redis"
@@ -55,7 +56,8 @@ class Server:
 def check_server(server: Server, *, prefix: str) -> None:
     """Raise UnsupportedBroker if the server is older than Redis 6.2, or in cluster mode.
 
-    A cluster is allowed if *prefix* (kombu's ``global_keyprefix``) has a hash tag.
+    The only exception: a cluster is allowed if *prefix* (kombu's ``global_keyprefix``) has a hash
+    tag, such as ``{queue}:``.
     """
     if server.version and server.version < OLDEST_REDIS:
         raise UnsupportedBroker(

@@ -247,7 +247,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def _rule(name: str, value: Any) -> tuple[bool, str]:
-    """Return True if a setting's value is valid, and a text with the valid values."""
+    """Check a setting's value. Returns True or False, and a text that describes valid values."""
     is_text = isinstance(value, str) and value != ""
     match name:
         case "enabled" | "adopt" | "confirm_publish" | "declare" | "strict" | "schedules":
@@ -302,7 +302,11 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
 
 
 def lowest_bit(bit: int, *, fused_bits: int) -> int:
-    """Return the lowest bit in the group of *bit*. The bits of a group share delay queues."""
+    """Return the lowest bit of the group that contains *bit*.
+
+    A delay is a binary number, in units of the setting *resolution*. The bits of a group
+    share one set of delay queues.
+    """
     if bit >= fused_bits:
         return bit
     return max(0, bit - (bit - FRACTION_BITS) % FUSED_WIDTH)

@@ -44,12 +44,12 @@ class Record:
     """The stored state of one debounce, throttle or unique key.
 
     - *id* and *due_us*: the id and the due time of the waiting task.
-    - *since_us*: the time of the first debounced call.
+    - *since_us*: the time of the first debounced call after the key's previous task was due.
     - *window_us*: the end of a throttle's window.
     - *opener*: the id of the task that began a throttle's window.
     - *run*: the running execution of a unique task.
 
-    All times are in microseconds since the epoch.
+    All times are in microseconds since the epoch. A field without a value is None or 0.
     """
 
     id: str | None = None
@@ -86,10 +86,12 @@ class Record:
 class Mark:
     """The header of a message with a debounce, throttle or unique key.
 
-    - *kind*: "debounce", "throttle", "throttle-trailing" or "unique".
+    - *kind*: "debounce", "unique", "throttle-trailing" (``throttle(edge="trailing")``), or
+      "throttle" (the other edges).
     - *task*: the name of the task.
-    - *until*: a unique key becomes free at the "start" or "end" of the task. None for other kinds.
-    - *token*: the id of a unique task's execution, or None before a worker has received the task.
+    - *until*: "start" or "end" of the task, which frees a unique key. None for other kinds.
+    - *token*: the id of a unique task's execution. None until a worker receives the task, and for
+      other kinds.
     """
 
     kind: str

@@ -22,12 +22,15 @@ class KeyRecords:
         return _seen(self._records.read(_name_of(name)))
 
     def change(self, name: str, rule: Rule, publish: Publish | None = None) -> tuple[Seen, Step]:
-        """Change the state of a key by *rule*, and publish a message in the same step."""
+        """Change the state of a key, and publish a message in the same step.
+
+        The pure function *rule* computes the new state, and decides if a message is published.
+        """
         return self._records.change(_name_of(name), partial(_decided, rule), publish)
 
 
 def publish_under(name: str, rule: Rule, task_id: str) -> RecordedPublish:
-    """Make a RecordedPublish, which publishes a task and changes the key's state by *rule*."""
+    """Make a RecordedPublish for a task. The function *rule* computes the key's new state."""
     return RecordedPublish(task_id, _name_of(name), partial(_decided, rule))
 
 

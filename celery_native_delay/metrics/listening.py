@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class Counts:
-    """Totals of delayed messages by queue, and of started rate-limited tasks by task name."""
+    """Sums of workers' counts: received messages by queue, started rate-limited tasks by name."""
 
     def __init__(self, queues: Iterable[str] = (), rated: Iterable[str] = ()) -> None:
         self._lock = Lock()

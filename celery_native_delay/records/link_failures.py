@@ -43,7 +43,7 @@ class LinkFailures:
         self._backoff.reset()
 
     def failed(self, error: BaseException) -> RecordsUnavailable:
-        """Return an exception for a failed connection. The first failure is logged."""
+        """Begin a pause, and return an exception. Logs the first failure after a success."""
         self._retry_at = monotonic() + self._backoff.failed()
         said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
         if self._logs and not self._is_told:

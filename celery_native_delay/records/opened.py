@@ -50,6 +50,6 @@ def records_of_process(url: str, owner: str) -> Any:
 
 @atexit.register
 def flush() -> None:
-    """Wait up to 0.3 s for unfinished writes to each Redis and database."""
+    """Wait for unfinished writes, up to 0.3 s per Redis or database."""
     for found in _records.values():
         found.flush()

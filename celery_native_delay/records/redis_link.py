@@ -183,10 +183,10 @@ class RedisLink:
 
 
 def latest(link: RedisLink, names: str, prefix: str, limit: int) -> tuple[int, list[Any]]:
-    """Return the server's time, and names and texts of up to *limit* stored states.
+    """Return the server's time, and up to *limit* stored states as pairs of name and text.
 
-    The latest expiry comes first. *names* is the Redis key of a sorted set of names by expiry.
-    *prefix* plus a name is the Redis key of a state.
+    The state with the latest expiry comes first. The sorted set at the Redis key *names* scores the
+    name of each state by expiry. The Redis key of a state is *prefix* plus the name.
     """
     now_us, *found = link.run(_LATEST, [names], limit, prefix)
     texts = [text.decode() for text in found]

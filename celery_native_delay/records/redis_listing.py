@@ -1,7 +1,7 @@
 """Lists and searches the waiting tasks in a Redis.
 
-Each waiting message has a name, ``<task id>:<digest or delivery id>``, and a content. Three Redis
-keys hold the messages:
+Each waiting message has a content and a name, ``<task id>:<delivery id>``. If the Redis is the
+broker, a digest replaces the delivery id. Three Redis keys hold the messages:
 
 - ``due``: a sorted set of the names, scored by due time in microseconds;
 - ``messages``: a hash from the names to the contents;
@@ -76,7 +76,7 @@ class IndexKeys:
 
     @property
     def space(self) -> str:
-        """The common prefix of all Redis keys of one namespace, without the last dot."""
+        """The beginning of all Redis keys of one namespace, such as ``shop.records.v1``."""
         raise NotImplementedError
 
     @property
@@ -171,7 +171,7 @@ class RedisListing(WaitingTasks):
         return found
 
     def _ranks(self, query: Query) -> tuple[int, int]:
-        """Return the first rank and the end rank of a query's due times in ``due``."""
+        """Return the ranks in ``due`` where the query's due times begin and end (exclusive)."""
         count = self._client.zcount
         first = 0 if query.from_us is None else count(self._due, "-inf", f"({query.from_us}")
         if query.until_us is None:
@@ -191,7 +191,10 @@ class RedisListing(WaitingTasks):
 
 
 def throw_away(link: Any, keys: Sequence[str], lowest: int | str, highest: int | str) -> int:
-    """Remove messages in a range of scores; return the number of removed messages."""
+    """Remove the messages that the sorted set ``keys[0]`` scores from *lowest* to *highest*.
+
+    Returns the number of removed messages.
+    """
     thrown = 0
     while True:
         taken: int = link.run(_THROW_AWAY, keys, lowest, highest, _THROWN_AT_ONCE)

@@ -2,10 +2,11 @@
 
 1. ``Index.look()`` stores that the new message is "undecided": workers drop undecided messages.
 2. :func:`publish_undecided` publishes the new message, and waits for the broker's confirm.
-3. ``Index.compare_and_set()`` stores that workers drop the old message and run the new message. If
-   another process has changed the task since step 1, step 3 changes nothing.
+3. ``Index.compare_and_set()`` stores that workers drop the old message and run the new message.
 
-If the process dies between two steps, the old message runs and workers drop the new message.
+If another process has changed the task since step 1, step 3 stores instead that workers drop the
+new message. If the process dies before step 3, workers run the old message, and drop the new
+message.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Parses and matches searches for waiting tasks: words, quoted texts and ``field:word``.
 
 A task matches if all words match, in upper or lower case. The fields are ``name``, ``queue``,
-``key``, ``args``, ``kwargs``, ``id``, ``uuid`` and ``root``. ``kwargs:order=7`` matches if the
-keyword argument ``order`` is exactly 7.
+``key``, ``args``, ``kwargs``, ``id`` (the task id, also called ``uuid``) and ``root`` (Celery's
+``root_id``). ``kwargs:order=7`` matches if the keyword argument ``order`` is exactly 7.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class SqlListing(WaitingTasks):
         text: Column[Any],
         shown: Sequence[Column[Any]],
     ) -> None:
-        """Select the rows that match the condition *mine*, sorted by due time."""
+        """Set the condition for rows (*mine*), and the columns to sort, search and return."""
         self._mine = mine
         self._due_us = due_us
         self._text = text
@@ -75,7 +75,10 @@ class SqlListing(WaitingTasks):
         return int(connection.execute(asked.where(*self._between(from_us, until_us))).scalar() or 0)
 
     def _matching(self, connection: Connection, query: Query, offset: int = 0) -> Iterator[Waiting]:
-        """Yield the tasks that match *query*, earliest first. Skip *offset* rows."""
+        """Yield the tasks that match *query*, earliest first.
+
+        *offset* skips rows of the SQL query, and some of these rows may not match.
+        """
         conditions = self._between(query.from_us, query.until_us)
         if query.needle:
             conditions.append(self._text.icontains(query.needle, autoescape=True))

@@ -51,7 +51,11 @@ class SqlThread:
         self.missed = 0
 
     def note(self, row: Row) -> None:
-        """Queue a row for insertion, also while the database is slow, but at most 2000 rows."""
+        """Queue a row for insertion.
+
+        If 2000 rows are queued, the caller waits up to 0.3 s. If the database is too slow, the row
+        is dropped and counted in *missed*.
+        """
         is_full = self._jobs.qsize() >= _MOST_NOTES
         if is_full and (self._is_stuck() or not self.flush()):
             self.missed += 1

@@ -242,7 +242,7 @@ class Outcome:
 
     - *id*: the task id.
     - *verdict*: the result.
-    - *due_us*: the new due time in microseconds since the epoch; None for a cancelled task.
+    - *due_us*: the new due time of a moved task in microseconds since the epoch, else None.
     - *tasks*: the task's waiting messages before the change.
     - *reason*: a text that explains why the task was not changed, or "".
     """
@@ -303,19 +303,23 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def span(self) -> tuple[int, int] | None:
-        """Return the first and last due time in microseconds, or None if no task is waiting."""
+        """Return the earliest and the latest due time in microseconds since the epoch.
+
+        Returns None if no task is waiting.
+        """
 
     def close(self) -> None:  # noqa: B027  most have nothing to close
         """Close the connections that this object has opened."""
 
     def cancel(self, task_id: str) -> Outcome:
-        """Cancel a task. A worker receives the message at once, and announces the revoked task."""
+        """Cancel a task. The message is due at once, and a worker reports the task as revoked."""
         return self._change(task_id, None, cancelled=True)
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:
         """Give a task a new due time, in microseconds since the epoch; None means now.
 
-        Raises DelayTooLong or CannotDelay if the task cannot wait that long.
+        Raises DelayTooLong if the due time is too far away. Raises CannotDelay if the message
+        cannot get another due time: for example, the message is not a Celery task.
         """
         if due_us is not None:
             self._delays.check_reach(due_us)
@@ -329,7 +333,10 @@ class WaitingTasks(ABC):
     def _replace(
         self, member: Any, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
     ) -> tuple[Any, int] | None:
-        """Replace a waiting message. Returns the new name and due time, or None if too late."""
+        """Replace a waiting message. Returns the new message's name and due time.
+
+        Returns None if the old message was delivered or changed in the meantime.
+        """
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
         seen: dict[Any, Waiting] = {}

@@ -23,11 +23,13 @@ _EVERY_HOUR = frozenset(range(24))
 
 
 def next_due(of: Any, after: datetime, zone: tzinfo) -> datetime | None:
-    """Return the schedule's first due time later than *after*, in UTC, or None.
+    """Return the schedule's first due time later than *after*, in UTC.
+
+    Returns None if the schedule has no later due time.
 
     A crontab contains local times of *zone*. A local time that the clocks skip is due at the clock
-    change. A local time that occurs twice is due the first time only. There is one exception: a
-    crontab for every hour is due both times.
+    change. A local time that occurs twice is due the first time only. The only exception: a crontab
+    for every hour is due both times.
     """
     if isinstance(of, crontab):
         return next((each for each in _instants(of, after, zone) if each > after), None)

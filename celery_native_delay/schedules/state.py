@@ -40,7 +40,7 @@ class State:
     - *number*, *id*, *due_us*, *sent_us*: the message's number, task id, due time and publish time
     - *ran*: the task id of the last run
     - *runs*, *last_us*: the number of runs, and the time of the last run
-    - *missed*: the number of late runs in a row
+    - *missed*: the number of consecutive late runs that catch up on missed due times
     """
 
     entry: str
@@ -82,7 +82,7 @@ def occurrence_of(headers: Mapping[str, Any]) -> tuple[str, int] | None:
 def planned(state: State | None, entry: Entry, now_us: int) -> State | None:
     """Return the state for a new or changed schedule entry; None if unchanged.
 
-    The due time stays if only the task or the arguments changed. Otherwise daily releases would
+    If only the task or the arguments changed, the due time stays, because a daily release must not
     postpone a weekly task each time.
     """
     if state is not None and state.entry == entry.text:
@@ -150,7 +150,8 @@ def resumed(state: State, entry: Entry, now_us: int) -> State:
 def swapped(snapshot: Snapshot, *, before: State | None, after: State) -> Change[bool]:
     """Replace the stored state *before* by *after*, and the waiting message by a new message.
 
-    The answer of the change is False if another process has changed the stored state.
+    If another process has stored a different state, nothing is replaced, and the result's field
+    *answer* is False.
     """
     stored = State.from_text(snapshot.text)
     if stored != before:

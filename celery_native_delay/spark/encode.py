@@ -151,7 +151,7 @@ class Encoder:
                 yield None, None, None, None, None, None, str(exc)
 
     def texts(self, columns: Sequence[Any], name: str) -> list[str | None]:
-        """Return the rate limit's keys as text: the values of the column *name*."""
+        """Return the values of the column *name* as texts: each row's key for the rate limit."""
         place = self.slot_names.index(name)
         values = _values(columns[place], self._kinds[place])
         return [None if one in (None, _Fault.NO_TEXT) else str(one)[:LONGEST_KEY] for one in values]

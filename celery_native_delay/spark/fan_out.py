@@ -210,7 +210,7 @@ class FanOut:
         """Send all accepted rows as tasks, and return when the broker has confirmed the tasks.
 
         If an executor is lost, Spark sends the partition again, with the same task ids. With the
-        option *fence* each task still runs once, and no task of a failed Spark job runs.
+        option *fence*, workers run each task once, and run no task of a failed Spark job.
 
         If the Spark job fails or is interrupted, the log has three numbers: tasks sent, confirmed,
         and in doubt (the broker may have received these tasks).
@@ -221,9 +221,10 @@ class FanOut:
         Raises:
             InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
                 Nothing was sent.
-            FanOutFailed: the broker has not confirmed some tasks, listed in the error's *result*.
-                With *fence*, workers run no task of this job. Also raised with *fence* if the job's
-                result could not be stored, or if this *run_id* was sent before with other rows.
+            FanOutFailed: the broker has not confirmed some tasks. The error's *result* lists these
+                tasks. With *fence*, workers then run no task of this job. With *fence*, the
+                error has two more causes: the job's result could not be stored, or this *run_id*
+                was sent before with other rows.
             RecordsUnavailable: Redis or the database, which *fence* needs, is unreachable. Nothing
                 was sent.
             NoRecords: with this broker, *fence* needs ``native_delay_records``. Nothing was sent.

@@ -73,13 +73,14 @@ class Fence:
         return Stamp(self.run, partition, f"{attempt}-{token_hex(4)}")
 
     def open(self) -> Record:
-        """Store that the Spark run has begun, renew the deadline, and return the run's state.
+        """Store that the Spark run has begun, and return the run's stored state.
 
-        If the state is COMMITTED, the run succeeded before, and the caller must send nothing.
+        If the state is COMMITTED, the run succeeded before, and the caller must send nothing. Each
+        call postpones the deadline, after which workers decide if the run's tasks run.
 
         Raises:
             RecordsUnavailable: Redis or the database is unreachable; nothing may be sent.
-            FanOutFailed: a worker has aborted the run of this job.
+            FanOutFailed: the run was aborted before, for example by a worker after the deadline.
         """
         now = time()
         new = Record(OPEN, now, deadline=now + self.timeout_seconds)
@@ -145,7 +146,7 @@ class Fence:
             )
 
     def abort(self) -> str:
-        """Store that the Spark job failed; return a text that says which of its tasks run."""
+        """Store that the Spark job failed. Returns a text that says which sent tasks run."""
         try:
             sealed = self._seal(Record(ABORTED, time(), by=_BY), self.longest_seconds)
         except RecordsUnavailable as exc:

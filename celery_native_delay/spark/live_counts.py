@@ -166,7 +166,10 @@ class Reporter:
                 self._socket.connect(at)
 
     def report(self, batch: Bulk, *, is_last: bool = False) -> bool:
-        """Tell the driver the batch's counts every 0.2 s. Returns True if sending must stop."""
+        """Send the counts of *batch* to the driver, at most every 0.2 s.
+
+        Returns True if the driver has cancelled the Spark job, so that the executor must stop.
+        """
         if self._socket is None or (monotonic() < self._next and not is_last):
             return False
         self._next = monotonic() + _REPORT_SECONDS
@@ -179,7 +182,7 @@ class Reporter:
         return False
 
     def end(self, batch: Bulk) -> None:
-        """Tell the driver the batch's final counts, and close the socket."""
+        """Send the final counts of *batch* to the driver, and close the socket."""
         self.report(batch, is_last=True)
         if self._socket is not None:
             self._socket.close()
