@@ -61,7 +61,10 @@ class Queues:
             return None
 
     def make_delay_queue(self, queue: str) -> str | None:
-        """Create a missing delay queue of *queue*; return the URL, or None if impossible."""
+        """Create the delay queue of *queue* if it is missing, and return its URL.
+
+        Returns None if its name is too long, or if ``predefined_queues`` is set without its name.
+        """
         name = self.name(delay_queue_of(queue))
         found = self.find(delay_queue_of(queue))
         if found is not None or self._channel.predefined_queues or len(name) > LONGEST_NAME:
