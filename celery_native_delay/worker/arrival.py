@@ -116,8 +116,8 @@ class AskAgain:
 
     - *beside_prefetch*: True to raise the prefetch count by one during this time.
     - *from_here*: True to skip the checks that the task has passed already.
-    - *once*: None to begin *after_seconds* now. Otherwise *once* gets a callback, and *after_seconds*
-      begins when the callback is called.
+    - *once*: None to begin *after_seconds* now. Otherwise *once* gets a callback, which begins
+      *after_seconds* when called.
     """
 
     after_seconds: float
