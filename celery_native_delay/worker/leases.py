@@ -67,8 +67,8 @@ class Leases:
     ) -> tuple[str, Step]:
         """Try to lock the key of a unique task; return the lock's token and a :class:`.Step`.
 
-        If the key is already locked, *free_us* of the Step is the time of the next attempt.
-        If the attempt succeeded, *free_us* is None.
+        If the key is already locked, *free_us* of the Step is the time of the next attempt. After
+        success, *free_us* is None.
         """
         token = token_hex(8)
         step = self._change(name, partial(rule, task_id=task_id, token=token))

@@ -61,9 +61,10 @@ class Queues:
             return None
 
     def make_delay_queue(self, queue: str) -> str | None:
-        """Create the delay queue of *queue* if it is missing, and return its URL.
+        """Return the URL of *queue*'s delay queue; create the delay queue if it is missing.
 
-        Returns None if its name is too long, or if ``predefined_queues`` is set without its name.
+        Returns None if the delay queue's name is too long. Also returns None if the setting
+        ``predefined_queues`` is not empty and does not contain the delay queue.
         """
         name = self.name(delay_queue_of(queue))
         found = self.find(delay_queue_of(queue))

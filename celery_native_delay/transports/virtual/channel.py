@@ -53,7 +53,7 @@ class PublishingChannel:
 
     @staticmethod
     def due_of(message: dict[str, Any]) -> int | None:
-        """Return the due time (µs since the epoch), or None to publish the message at once."""
+        """Return the due time (µs since the epoch), or None if the message needs no delay."""
         if message.get("redelivered"):
             return None
         due_us = due_of(message.get("headers"))
