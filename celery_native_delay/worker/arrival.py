@@ -48,7 +48,7 @@ class Arrival:
 
     @property
     def queue(self) -> str:
-        """The queue that delivered the message, or "" if the message cannot return to a queue."""
+        """The queue that delivered the message, or "" if unknown, as after a fanout on Redis."""
         return queue_of(self.consumer, self.message)
 
     @cached_property
@@ -68,7 +68,7 @@ class Arrival:
 
     @property
     def is_connected(self) -> bool:
-        """False if the message's connection is lost, so that the broker redelivers the message."""
+        """True until the message's connection is lost. Then the broker redelivers the message."""
         return self.message.channel.connection is not None
 
     @cached_property
@@ -116,7 +116,8 @@ class AskAgain:
 
     - *beside_prefetch*: True to raise the prefetch count by one during this time.
     - *from_here*: True to skip the checks that the task has passed already.
-    - *once*: None, or a function that calls its argument when *after_seconds* shall begin.
+    - *once*: None to begin *after_seconds* now. Otherwise *once* gets a callback, which begins
+      *after_seconds* when called.
     """
 
     after_seconds: float
@@ -130,7 +131,7 @@ class WaitUntil:
     """Decision: return the message to the broker until *due_us*, with additional *headers*.
 
     - *delivery_id*: the delivery id that the message keeps, or None for a new id.
-    - *otherwise*: the decision if the broker refuses the message, or None for the next check.
+    - *otherwise*: the decision if the broker refuses the message. None: the next check decides.
     """
 
     due_us: int

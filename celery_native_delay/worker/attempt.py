@@ -6,8 +6,10 @@
   or if the process was killed or timed out.
 
 ``waited`` is true if the message waited in the broker until its due time. ``waited`` is false if a
-producer with this package sent the message after its due time. Otherwise ``waited`` is null. Before
-Celery 5.7 other fields may be null, too.
+producer with this package sent the message after its due time. Otherwise ``waited`` is null.
+
+Before Celery 5.7, the line about a killed or timed-out process may have more null fields:
+``root_id``, ``queue``, ``retries``, ``due`` and ``waited``.
 """
 
 from __future__ import annotations

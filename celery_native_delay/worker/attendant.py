@@ -81,7 +81,7 @@ class Attendant(Thread):
     # --- called from the consumer's thread ----------------------------------------------
 
     def put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Ask the thread to return a message to the broker. False if the thread stops.
+        """Ask the thread to return a message to the broker; return False if the thread is stopping.
 
         The thread calls *done* after the broker's confirm, or *instead* after a failure.
         """

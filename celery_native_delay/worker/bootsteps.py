@@ -189,5 +189,5 @@ def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> No
 
 @signals.worker_process_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
 def flush_at_the_end_of_a_child(**_: Any) -> None:
-    """Wait for unfinished writes to the Redis or database before a pool process ends."""
+    """Let an ending pool process wait up to 0.3 s for its writes to Redis or a database."""
     flush()

@@ -74,7 +74,10 @@ class Fence:
         return _hold(arrival, record)
 
     def _stamp(self, arrival: Arrival) -> Stamp | None:
-        """Return the Spark attempt that sent the message. None lets the task run unchecked."""
+        """Return the Spark attempt that sent the message, or None to run the task unchecked.
+
+        Returns None if the worker has no ``native_delay_records``, or if the header is invalid.
+        """
         if self._place is None:
             self._warn_once(
                 "native delay: task %s is of a fenced run, but this worker has no "

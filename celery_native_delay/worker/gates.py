@@ -24,9 +24,10 @@ def gates(
 
 
 class Moved:
-    """A check before a task runs: drop the message of a cancelled or rescheduled task.
+    """A check before a task runs: drop an old message that a cancel or a reschedule has replaced.
 
-    If the Redis or database is unreachable, ``native_delay_records_away`` decides if the task runs.
+    The setting ``native_delay_records_away`` decides if the task runs while the list of waiting
+    messages is unreachable.
     """
 
     def __init__(self, settings: DelaySettings) -> None:
@@ -63,7 +64,8 @@ def expired(arrival: Arrival) -> Ruling | None:
 def early(arrival: Arrival) -> Ruling | None:
     """A check before a task runs: return the task to the broker until its ETA.
 
-    A task is early if the producer lacks this package, or the delay is too long for the broker.
+    Two causes of early messages: a producer without this package, and a delay that is too long for
+    the broker.
     """
     if not arrival.is_early:
         return None

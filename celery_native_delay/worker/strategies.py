@@ -249,7 +249,7 @@ class GatedStrategies(dict[str, Any]):
         self._call(call_soon, message.ack_log_error, logger, consumer.connection_errors)
 
     def _after(self, seconds: float, call: Callable[[], Any]) -> None:
-        """Call a function after some seconds, perhaps in another thread."""
+        """Call a function after *seconds*. If Celery's timer is a thread, use a new thread."""
         # Celery's timer, if it is a thread, may be up to a second late.
         if not isinstance(self._consumer.timer, Thread):
             self._consumer.timer.call_after(seconds, call)

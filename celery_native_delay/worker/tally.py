@@ -28,7 +28,10 @@ def bucket(bound: float) -> str:
 
 
 def counts_of(fields: Mapping[str, Any]) -> Counter[str]:
-    """Return the message counts in an event. Raises ValueError, TypeError or AttributeError."""
+    """Return the message counts in an event.
+
+    Raises ValueError, TypeError or AttributeError if *fields* is not a dict of counts.
+    """
     for name, count in fields.items():
         if not isinstance(count, int) or not 0 <= count < 1 << 63:
             raise ValueError(f"expected {name} to be a count, got {count!r}")

@@ -286,7 +286,7 @@ def outcome_of(state: str | None, retval: Any) -> str:
 
 
 def retry_due_us(outcome: str, raised: Any, finished_us: int) -> int | None:
-    """Return the due time of a retry in microseconds since the epoch, or None."""
+    """Return the due time (µs since the epoch) of a retried or requeued task, else None."""
     if outcome not in attempt.COMES_AGAIN:
         return None
     when = getattr(raised, "when", None)

@@ -76,7 +76,7 @@ def _is_here(arrival: Arrival) -> bool:
 
 
 def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
-    """Return the locks and the message header of a unique task, or None."""
+    """Return the app's leases and the task's key header, or None if the task needs no lock."""
     mark = _unique_mark_of(vars(request))
     if mark is None or request.is_eager or installation_of(task.app) is None:
         return None
@@ -85,7 +85,7 @@ def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
 
 @signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
 def start(sender: Any = None, **_: Any) -> None:
-    """Free the key of a starting task with ``until="start"``, or renew the lock."""
+    """Free the key of a starting unique task if ``until="start"``; otherwise renew the lock."""
     found = _marked(sender, sender.request)
     if found is None or (token := found[1].token) is None:
         return
@@ -125,7 +125,8 @@ def never_runs(sender: Any, headers: Any, task_id: str) -> None:
 def revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:
     """Free the debounce, throttle or unique key of a revoked, cancelled or expired task.
 
-    A debounced or throttled task that was terminated has run, and keeps its key.
+    The only exception: a terminated task with a debounce or throttle key keeps the key, because the
+    task had started.
     """
     if request is None or (terminated and _unique_mark_of(vars(request)) is None):
         return

@@ -1,7 +1,8 @@
-"""Extend the kombu transports that cannot delay messages: delayed messages wait in a database.
+"""Subclasses of kombu's transports for brokers that cannot delay: messages wait in a database.
 
-Each subclass is created at the first use of the transport. Without the transport option
-``native_delay``, the subclass behaves exactly like kombu's transport.
+Examples are the transports ``filesystem``, ``mongodb`` and ``sqlalchemy``. Each subclass is
+created at the first use of its transport. Without the transport option ``native_delay``, the
+subclass behaves exactly like kombu's transport.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ class DatabaseTransport(StoreDelayingTransport):
 
 
 def _for_engines(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the transport options that SQLAlchemy accepts."""
+    """Return *options* without ``native_delay`` and ``polling_interval``, unknown to SQLAlchemy."""
     ours = (OPTION, "polling_interval")
     return {name: value for name, value in options.items() if name not in ours}
 

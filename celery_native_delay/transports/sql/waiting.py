@@ -1,6 +1,6 @@
 """List, cancel and reschedule the waiting tasks in a database.
 
-Each transaction locks the row of the message. So two transactions never change one message at once.
+Each transaction locks the message's row, so no other transaction can change the message meanwhile.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StoreWaitingTasks(SqlListing):
         return outcome
 
     def _dispatch(self) -> None:
-        """Deliver a batch of due messages at once, without a worker."""
+        """Move one batch of due messages to their queues now, without a worker."""
         lost = self._channel.connection.client.connection_errors
         with suppress(OSError, *lost):  # a worker does it when the broker is back
             hand_over = self._hand_over

@@ -1,4 +1,4 @@
-"""Code for workers on a database: move due messages, and retry undeliverable messages."""
+"""Code for workers whose delayed messages wait in a database: move due messages to queues."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StoreWorkerPart(WorkerPart):
         )
 
     def dangers(self) -> list[Finding]:
-        """Report a problem if ``data_folder_out`` and ``data_folder_in`` differ."""
+        """Report a problem if this worker does not consume from the folder of due messages."""
         if not is_folder(self._channel):
             return []
         out, into = self._channel.data_folder_out, self._channel.data_folder_in
@@ -64,7 +64,7 @@ class StoreWorkerPart(WorkerPart):
 
 
 def rescue(channel: Any, store: Store) -> Rescue:
-    """Try again to deliver due but undeliverable messages."""
+    """Publish parked (due, but so far undeliverable) messages again."""
     outcome = Rescue()
     if not store.count_parked():
         return outcome

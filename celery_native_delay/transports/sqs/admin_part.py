@@ -128,7 +128,10 @@ class SqsAdminPart(NothingParked):
         return with_records(backlog, self._channel, self._delays.settings)
 
     def purge(self) -> int:
-        """Empty the delay queues, and delete all stored copies; return the number of messages."""
+        """Empty the delay queues, and the stored list of waiting messages.
+
+        Returns the approximate number of messages that were in the delay queues.
+        """
         if self._delays.records is not None:
             self._delays.records.purge()
         purged = 0

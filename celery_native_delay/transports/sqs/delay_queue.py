@@ -44,7 +44,7 @@ def delay_queue_of(queue: str) -> str:
 
 
 def can_delay(queue: str) -> bool:
-    """Return False for FIFO queues, because SQS cannot delay a single message there."""
+    """Return True for standard queues: FIFO queues accept no ``DelaySeconds`` per message."""
     return not queue.endswith(FIFO)
 
 

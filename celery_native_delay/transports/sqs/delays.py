@@ -114,7 +114,10 @@ class Delays(recorded.Delays):
             self.queues.client(queue).send_message(QueueUrl=url, **arguments)
 
     def known_delay_queue(self, queue: str) -> KnownDelayQueue:
-        """Return cached information about a delay queue, or raise TopologyMismatch."""
+        """Return information about the delay queue of *queue*, cached for up to ten minutes.
+
+        Raises TopologyMismatch if the delay queue has wrong attributes.
+        """
         known = self._known.get(queue)
         if known is None or monotonic() - known.at > (
             LOOK_SECONDS if known.url is not None else LOOK_FOR_SECONDS

@@ -1,7 +1,8 @@
 """Encode messages for SQS queues and SQS delay queues. This module does no I/O.
 
-The body of a message in a delay queue is JSON (the remaining delay and more), a newline, and the
-body for the destination queue. Only this package reads the delay queues.
+The body of a message in a delay queue begins with a line of JSON: the remaining delay, the due
+time, the message id, and the attributes. The rest is the body for the destination queue. Only this
+package reads the delay queues.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Return the larger size in bytes: in the delay queue or in the destination queue."""
+        """Return the largest size, in bytes, that the message has in either queue."""
         return max(len(self.text().encode()) + _GROWTH_BYTES, self.payload.size_bytes)
 
     def arguments(self) -> dict[str, Any]:
@@ -124,7 +125,7 @@ class SqsMessage(NamedTuple):
 
     @property
     def message(self) -> dict[str, Any]:
-        """Return kombu's message as a dict, with the SQS message attributes."""
+        """Return kombu's message as a dict, with the SQS attributes among its properties."""
         message: dict[str, Any] = loads(self.envelope)
         if self.payload.attributes:
             message["properties"][_ATTRIBUTES] = self.payload.attributes

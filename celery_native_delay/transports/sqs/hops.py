@@ -27,7 +27,7 @@ def seconds_up(milliseconds: int) -> int:
 
 
 def remainders(delay_ms: int) -> list[int]:
-    """Return the remaining delay in seconds, at each time that the message is sent.
+    """Return the remaining delay at each send of a message, as a list of seconds.
 
     For a delay of 1,925 s the result is 1,925, 1,025 and 125.
     """

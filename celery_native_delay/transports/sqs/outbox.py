@@ -1,7 +1,8 @@
 """Publish in bulk to SQS: ten messages per request.
 
-A request without an answer is sent again. A delay queue is a FIFO queue, so SQS drops the
-duplicates within five minutes. A standard queue may deliver the messages twice.
+A request without an answer is sent again. A delay queue is a FIFO queue, so SQS drops a
+duplicate that arrives less than five minutes after the original. A standard queue may deliver the
+messages twice.
 """
 
 from __future__ import annotations

@@ -61,7 +61,11 @@ class Queues:
             return None
 
     def make_delay_queue(self, queue: str) -> str | None:
-        """Create a missing delay queue of *queue*; return the URL, or None if impossible."""
+        """Return the URL of *queue*'s delay queue; create the delay queue if it is missing.
+
+        Returns None if the delay queue's name is too long. Also returns None if the setting
+        ``predefined_queues`` is not empty and does not contain the delay queue.
+        """
         name = self.name(delay_queue_of(queue))
         found = self.find(delay_queue_of(queue))
         if found is not None or self._channel.predefined_queues or len(name) > LONGEST_NAME:

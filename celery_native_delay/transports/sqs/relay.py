@@ -1,8 +1,12 @@
-"""Move messages out of the SQS delay queues, where each message stays for 15 minutes.
+"""Move messages out of the SQS delay queues, where SQS delivers a message after 15 minutes.
 
-Every worker, or ``delay relay``, runs one thread for each delay queue. A thread first sends a
-message to the next queue, and then deletes the received message. If a worker dies between these
-steps, another worker sends the message again. In a delay queue, SQS drops this duplicate.
+Every worker, or ``delay relay``, runs one thread for each delay queue. A thread receives a message.
+If more than 15 minutes of the delay remain, the thread sends the message to the delay queue again.
+Otherwise the thread sends the message to the destination queue. Then the thread deletes the
+received message.
+
+If a worker dies between the send and the deletion, another worker sends the message, too. SQS drops
+this duplicate in a delay queue, but not in the destination queue.
 """
 
 from __future__ import annotations
@@ -95,7 +99,7 @@ class Relay:
                 self._stopping.wait(backoff.failed())
 
     def count(self, *, promoted: int = 0, relayed: int = 0, failed: int = 0) -> None:
-        """Add numbers to the three counters; any thread may call this method."""
+        """Add to the counters ``promoted``, ``relayed`` and ``failed``. Thread-safe."""
         with self._counting:
             self.promoted += promoted
             self.relayed += relayed
@@ -155,7 +159,7 @@ class QueueRelay:
         self._sent: set[str] = set()
 
     def step(self) -> None:
-        """Receive up to ten messages, and send each message to the next queue."""
+        """Receive up to ten messages; send each message to the destination or the delay queue."""
         url = self._url(self._source)
         try:
             answer = self._client().receive_message(
@@ -293,7 +297,7 @@ class QueueRelay:
         return url
 
     def _client(self) -> Any:
-        """Return a boto client with an unexpired token for the delay queue."""
+        """Return a boto client for the delay queue; kombu renews an expired STS token."""
         return self._queues.client(self._source)
 
 

@@ -21,7 +21,7 @@ from .wrapping import due_then, unwrapped
 
 
 class Message(virtual.Message):  # type: ignore[misc]
-    """A received message without this package's header ``native_delay``."""
+    """A received message, whose header ``native_delay`` is parsed and then removed."""
 
     headers: dict[str, Any]
     native_delay: Delayed | None = None
@@ -34,7 +34,7 @@ class Message(virtual.Message):  # type: ignore[misc]
 
 
 class PublishingChannel:
-    """A channel mixin: a delayed publish on a closed channel raises a recoverable error."""
+    """A channel mixin: a closed channel raises a recoverable error for each delayed message."""
 
     disconnected: ClassVar[type[Exception]] = RecoverableConnectionError
     """The recoverable error that a delayed publish on a closed channel raises."""
@@ -53,7 +53,7 @@ class PublishingChannel:
 
     @staticmethod
     def due_of(message: dict[str, Any]) -> int | None:
-        """Return a message's future due time (µs since the epoch), or None."""
+        """Return the due time (µs since the epoch), or None if the message needs no delay."""
         if message.get("redelivered"):
             return None
         due_us = due_of(message.get("headers"))

@@ -18,7 +18,7 @@ class Delays:
         self.settings = settings
 
     def check_settings(self) -> None:
-        """Raise :attr:`refusal` if delays do not work."""
+        """Raise the error :attr:`refusal`, if it is set."""
         if self.refusal is not None:
             raise self.refusal
 

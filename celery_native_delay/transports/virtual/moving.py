@@ -84,7 +84,7 @@ class MovingPart(moving.MovingPart):
         )
 
     def _message(self, moving: Moving) -> dict[str, Any]:
-        """Encode a moved message for kombu; set the ETA to the present due time."""
+        """Encode a moved message for kombu; a rescheduled message gets its new due time as ETA."""
         properties, delayed, channel = dict(moving.properties), moving.delayed, self._channel
         headers = dict(moving.headers)
         if delayed.cancelled:

@@ -114,7 +114,10 @@ class Delays(delays.Delays):
         now_us: int,
         cancelled: bool = False,
     ) -> str:
-        """Send a message; return the copy that the caller stores after the send."""
+        """Send a message, and return the copy that the caller must store.
+
+        Without a stored copy, the worker that receives the message drops it.
+        """
         # With the old delivery tag SQS would drop the message as a duplicate.
         properties = {**message["properties"], "delivery_tag": delivery_id}
         own = due_then({**message, "properties": properties}, due_us)
