@@ -111,7 +111,7 @@ class Delay(KeyedCalls):
         return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
 
     def rates(self, *, limit: int = 50) -> list[RateLine]:
-        """Return the state of each rate limit, by task name and key, most waiting tasks first.
+        """Return the states of rate limits by task name and key, most waiting tasks first.
 
         Args:
             limit: the largest number of rate limits to return.
@@ -136,7 +136,7 @@ class Delay(KeyedCalls):
         return Schedules(self._app)
 
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
-        """Change due times within a ``RetryAfter`` pause to the end of the pause."""
+        """Change tasks' due times within a ``RetryAfter`` pause to the end of the pause."""
         until_us: dict[tuple[str, str], int] = {}
         if any(task.place for task in tasks):
             with suppress(NativeDelayError):  # then show the due times of the messages

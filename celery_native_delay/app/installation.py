@@ -143,8 +143,8 @@ class Installation:
     def _fits(self, connection: Connection, settings: DelaySettings | SettingsError) -> bool:
         """Return True if a connection's transport can delay; log a warning and return False if not.
 
-        With ``native_delay_strict``, or if another broker URL would help, this method raises
-        UnsupportedBroker instead of the warning.
+        With ``native_delay_strict`` or ``raises_if_unsupported``, or if another broker URL would
+        help, this method raises UnsupportedBroker instead of the warning.
         """
         name = connection.transport_cls
         # With wrong settings take our transport: then a delayed publish raises the error.
@@ -319,7 +319,7 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Give *part* the names of *queues*, by default the names of all the app's queues."""
+    """Give *part* the queue names *queues*, by default of all the app's queues."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

@@ -102,12 +102,12 @@ class KeyedCalls:
         """Run a task at most once per *key* within *seconds*.
 
         Args:
-            edge: the calls that send a task. The first call begins a period of *seconds*.
+            edge: the calls whose tasks run. The first call begins a period of *seconds*.
                 "leading" (the default): the first call's task runs at once. Other calls in the
                 period send no task.
                 "trailing": the last call's task runs at the end of the period.
-                "both": the first call's task runs at once. If more calls follow, the last call's
-                task runs at the end of the period.
+                "both": the first call's task runs at once. If more calls follow in the period, the
+                last call's task runs at the end of the period, and begins the next period.
             signature, key, announce: as in :meth:`debounce`, which raises the same errors.
 
         Returns:

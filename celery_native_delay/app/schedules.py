@@ -132,8 +132,8 @@ class Schedules:
     def publish(self) -> None:
         """Publish messages of new and changed schedule entries, and replace lost messages.
 
-        If a release with a higher ``native_delay_schedules_version`` has published its schedule
-        entries, this method only replaces lost messages.
+        If the schedule of another release is valid (see ``native_delay_schedules_version``), this
+        method only replaces lost messages.
         """
         self._entries = self._read_entries()
         ours = Release.of(self._settings.schedules_version, self._entries)
@@ -294,7 +294,7 @@ class Schedules:
         return tried_again(name, attempt)
 
     def _put(self, name: str, before: State | None, after: State) -> bool:
-        """Replace the state *before* by *after* and publish; False if *before* is not stored."""
+        """Replace the state *before* by *after* and publish; False if *before* is outdated."""
         after = replace(after, id=None if after.due_us is None else uuid())
         rule = partial(swapped, before=before, after=after)
         if after.id is None or after.due_us is None:

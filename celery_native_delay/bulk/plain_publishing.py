@@ -2,8 +2,8 @@
 
 ``bulk(app)`` makes this check before it sends copies of an encoded message.
 
-The check compares two attributes of each method: ``__globals__`` and ``__code__.co_qualname``.
-``functools.wraps`` does not copy these attributes to a wrapper, so the check finds wrappers.
+A method's attributes ``__globals__`` and ``__code__.co_qualname`` show whether the method is a
+wrapper, because ``functools.wraps`` does not copy these attributes.
 """
 
 from __future__ import annotations

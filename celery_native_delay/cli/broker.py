@@ -75,9 +75,9 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 def status(ctx: click.Context, as_json: bool) -> None:
     """Count waiting, overdue, parked and stuck messages.
 
-    Overdue messages are due, but not yet delivered. Parked messages are due, but their exchange or
-    queue does not exist. Stuck messages stay in a delay queue, because RabbitMQ cannot dead-letter
-    them.
+    Overdue messages are due, but still listed as waiting. Parked messages are due, but their
+    exchange or queue does not exist. Stuck messages stay in a delay queue, because RabbitMQ cannot
+    dead-letter them.
 
     On RabbitMQ with native_delay_records, "waiting" is the number of tasks that `delay ls` lists.
     The numbers of each delay queue also include messages of cancelled and rescheduled tasks, until
@@ -94,8 +94,8 @@ def status(ctx: click.Context, as_json: bool) -> None:
 def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
     """Delete all waiting messages of this app. Cannot be undone.
 
-    Due messages in the app's queues and parked messages stay. The only exception: on SQS, tasks
-    with short delays wait in the app's queues, and stay there.
+    The only exception: on SQS, messages with short delays wait in the app's own queues, and are not
+    deleted. Parked messages, and due messages in the app's queues, do not count as waiting.
     """
     with broker(ctx) as part:
         if not force:
@@ -108,7 +108,7 @@ def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
 def _show_findings(
     ctx: click.Context, found: Sequence[Finding], as_json: bool, *, well: str
 ) -> None:
-    """Print all findings and a last line, which is *well* without problems; then exit."""
+    """Print the findings and a last line (*well* if no problem was found), and exit."""
     from ..finding import ADVICE, UNCHECKED, WRONG
 
     levels = (WRONG, UNCHECKED, ADVICE)
@@ -161,7 +161,7 @@ def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
 def requeue(ctx: click.Context, as_json: bool) -> None:
     """Publish parked messages to their destinations.
 
-    The only exception: messages whose destination still does not exist stay parked.
+    Messages whose destination still does not exist stay parked. Expired messages are deleted.
     """
     with broker(ctx) as part:
         outcome = part.requeue()

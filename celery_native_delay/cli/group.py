@@ -176,7 +176,7 @@ def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True
     """Return the app's settings. Raises if ``install(app)`` was not called.
 
     This function does not connect. If the broker cannot delay, the app's next connection raises an
-    error with *raises_if_unsupported*, and logs a warning without.
+    error. If *raises_if_unsupported* is False, this connection logs a warning instead.
     """
     from celery import _state
 

@@ -104,8 +104,8 @@ class Record:
 def opened(held: Record | None, new: Record, job: str) -> Record:
     """Return the state to store for a Spark run when the Spark job *job* begins.
 
-    If the run is open, only the deadline changes, to the later one. A new job may begin an aborted
-    run. A final state never changes.
+    An open run gets the later of both deadlines. A new job may restart an aborted run.
+    The states "committed" and "all" never change.
     """
     if held is None or (held.state == ABORTED and job not in held.jobs):
         return replace(new, jobs=(job,))

@@ -200,7 +200,8 @@ class Parked(Errors):
     async def get(self) -> None:
         """Send the number of parked messages (``total``), and the first 50 (``tasks``).
 
-        Both fields are null while a worker is delivering parked messages.
+        Parked messages are due, but have no bound queue. Both fields are null while a worker is
+        delivering parked messages.
         """
         found = await self.asking.admin(lambda part: part.parked(limit=_PARKED))
         if found is None:
