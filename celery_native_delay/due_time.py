@@ -19,7 +19,8 @@ _MICROSECOND = timedelta(microseconds=1)
 def due_us(eta: datetime | str) -> int:
     """Convert an ETA (a datetime or ISO 8601 text) to microseconds since the epoch.
 
-    An ETA without a time zone is in UTC. Raises InvalidDueTime for any other value.
+    An ETA without a time zone is in UTC. Raises InvalidDueTime if *eta* is neither a datetime nor
+    a text in ISO 8601.
     """
     if isinstance(eta, str):
         try:

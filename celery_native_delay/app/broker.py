@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 def ask_on_a_connection(app: Any, question: Callable[[Any], T]) -> T:
-    """Call *question* with a pooled connection, and once again if the connection was lost."""
+    """Call the function *question* with a pooled connection; retry once after a lost connection."""
     try:
         with app.connection_or_acquire() as connection:
             for last_try in (False, True):

@@ -49,9 +49,10 @@ class Delay(KeyedCalls):
     the tasks are read from the Redis or database of ``native_delay_records``. On other brokers,
     the tasks are read from the database in which the messages wait.
 
-    Every method raises :class:`~celery_native_delay.RecordsUnavailable` if this Redis or database
-    is unreachable, and kombu's errors if the broker is unreachable. Methods that change a task
-    return an :class:`~celery_native_delay.Outcome`, which is truthy if the change was made.
+    Every method raises :class:`~celery_native_delay.RecordsUnavailable` if the waiting tasks cannot
+    be read, and kombu's ``OperationalError`` if the app cannot connect to the broker. Methods that
+    change a task return an :class:`~celery_native_delay.Outcome`, which is truthy if the change was
+    made.
     """
 
     def __init__(self, app: Celery) -> None:
@@ -110,10 +111,13 @@ class Delay(KeyedCalls):
         return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
 
     def rates(self, *, limit: int = 50) -> list[RateLine]:
-        """Return the queues of tasks that wait for a rate limit, longest queue first.
+        """Return the states of rate limits by task name and key, most waiting tasks first.
+
+        Args:
+            limit: the largest number of rate limits to return.
 
         Raises:
-            NoRecords: rate limits on this broker need ``native_delay_records``.
+            NoRecords: the broker cannot store rate limits, and ``native_delay_records`` is not set.
         """
         _check_count("limit", limit, least=0)
 
@@ -126,13 +130,13 @@ class Delay(KeyedCalls):
     def schedules(self) -> Schedules:
         """Return the app's schedule entries, to list, pause, resume and run them.
 
-        Raises:
-            NoRecords: schedules on this broker need ``native_delay_records``.
+        The methods of the result raise :class:`~celery_native_delay.NoRecords` if the broker cannot
+        store schedule entries, and ``native_delay_records`` is not set.
         """
         return Schedules(self._app)
 
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
-        """Add the pause of a ``RetryAfter`` to the due times of rate-limited tasks."""
+        """Change tasks' due times within a ``RetryAfter`` pause to the end of the pause."""
         until_us: dict[tuple[str, str], int] = {}
         if any(task.place for task in tasks):
             with suppress(NativeDelayError):  # then show the due times of the messages
@@ -169,14 +173,16 @@ class Delay(KeyedCalls):
             task_id: an id, an ``AsyncResult``, or a :class:`Waiting` that :meth:`ls` returned.
             key: the key of the task. Give *key*, *task* and *kind* instead of *task_id*.
             task: the task, or the name of the task.
-            kind: the method that sent the task: "debounce", "unique", "throttle" for
-                ``throttle(edge="both")``, "throttle-trailing" for ``throttle(edge="trailing")``.
+            kind: "debounce", "unique", "throttle" or "throttle-trailing". Tasks that were sent by
+                ``throttle(edge="trailing")`` have the kind "throttle-trailing". Tasks that were
+                sent by ``throttle(edge="both")`` have the kind "throttle".
 
         Returns:
             the outcome. The outcome's *id* is "" if no task was sent with the key.
 
         Raises:
-            UnsupportedBroker: keys on this broker need ``native_delay_records``.
+            UnsupportedBroker: *key* is given, but the broker cannot store keys, and
+                ``native_delay_records`` is not set.
         """
         if key is None and task is None and kind is None:
             return self.cancel_all([_id_of(task_id)])[0]
@@ -299,7 +305,7 @@ class Delay(KeyedCalls):
         return ask_broker(self._app, ask)
 
     def _revoke_result(self, outcome: Outcome) -> None:
-        """Set the results of a cancelled task to REVOKED."""
+        """Set a cancelled task's result to REVOKED, unless the result backend failed before."""
         # After a failure, workers set the results: a call to a failing backend may take minutes.
         for task in outcome.tasks:
             if self._sets_results and task.name and task.keeps_result:
@@ -307,7 +313,7 @@ class Delay(KeyedCalls):
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:
-    """Return tasks that match *query*, and True if their total number is exact."""
+    """Return a page of tasks that match *query*, and True if the page's total is exact."""
     searched = not query.is_by_time_only
     page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
     total = page.total

@@ -141,7 +141,11 @@ class Installation:
             return exc
 
     def _fits(self, connection: Connection, settings: DelaySettings | SettingsError) -> bool:
-        """Return True if a connection uses a transport of this package; otherwise warn or raise."""
+        """Return True if a connection's transport can delay; log a warning and return False if not.
+
+        With ``native_delay_strict`` or ``raises_if_unsupported``, or if another broker URL would
+        help, this method raises UnsupportedBroker instead of the warning.
+        """
         name = connection.transport_cls
         # With wrong settings take our transport: then a delayed publish raises the error.
         store = settings.store if isinstance(settings, DelaySettings) else ""
@@ -254,7 +258,7 @@ def _give_eta_header(amqp: Any) -> None:
 
 
 def keep_celerys_own_off(module: ModuleType) -> None:
-    """Switch off Celery's own delayed delivery in one of Celery's modules."""
+    """Patch ``detect_quorum_queues`` in *module*: installed apps skip Celery's delayed delivery."""
     original = getattr(module, "detect_quorum_queues", None)
     if original is None:
         raise UnsupportedBroker(
@@ -300,7 +304,7 @@ def bounded_connection(app: Any) -> Any:
 
 
 def records_place(app: Any, settings: DelaySettings) -> Place | None:
-    """Return the Redis or database with the app's state about waiting tasks, or None."""
+    """Return the address of the records of waiting tasks; None if no URL is known."""
     if settings.records is not None:
         return Place(settings.records, settings.namespace)
     own_records = getattr(app.connection_for_write().transport, "own_records", None)
@@ -315,7 +319,7 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Set the queues of an ``AdminPart`` or ``WorkerPart``, by default all of the app."""
+    """Give *part* the queue names *queues*, by default of all the app's queues."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

@@ -1,7 +1,8 @@
 """Debounce, throttle and unique: calls with the same key send one task instead of many.
 
-Throttle and unique first read the stored state of the key, because another task may have the key.
-Each publish then checks the state, and stores the message and the new state in one step.
+Each publish checks the key's stored state, and stores the message and the new state in one step.
+Before the publish, ``throttle`` and ``unique`` also read the state. If another call's task already
+has the key, nothing is published.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class KeyedCalls:
             signature: the signature of a single task, such as ``reindex.s(7)``. Tasks with
                 different names do not share a key.
             key: any text, such as "user:7".
-            max_wait_seconds: the task runs at most this long after the first call.
+            max_wait_seconds: the longest delay if calls keep coming, in seconds from the first of
+                these calls. By default, each call delays the task again, without a limit.
             announce: set the results of replaced tasks to REVOKED, with the reason. By default
                 these results stay pending.
 
@@ -72,7 +74,8 @@ class KeyedCalls:
             task that the new task replaced, or None.
 
         Raises:
-            UnsupportedBroker: keys on this broker need ``native_delay_records``. Nothing was sent.
+            UnsupportedBroker: the broker cannot store keys, and ``native_delay_records`` is not
+                set. Nothing was sent.
         """
         mark = _mark_of("debounce", signature, key)
         quiet_us = _microseconds("seconds", seconds)
@@ -99,14 +102,18 @@ class KeyedCalls:
         """Run a task at most once per *key* within *seconds*.
 
         Args:
-            edge: "leading": the first call's task runs at once, and later calls get its result;
-                "trailing": the last call's task runs when *seconds* are over; "both": the first
-                call's task runs at once, the last call's task when *seconds* are over.
+            edge: the calls whose tasks run. The first call begins a period of *seconds*.
+                "leading" (the default): the first call's task runs at once. Other calls in the
+                period send no task.
+                "trailing": the last call's task runs at the end of the period.
+                "both": the first call's task runs at once. If more calls follow in the period, the
+                last call's task runs at the end of the period, and begins the next period.
             signature, key, announce: as in :meth:`debounce`, which raises the same errors.
 
         Returns:
-            the result of the task that runs for the key. The field *created* of the result is true
-            if this call sent the task. The field *replaced* is as in :meth:`debounce`.
+            the result of this call's task. If this call sent no task, the result of the first
+            call's task. The field *created* of the result is true if this call sent a task. The
+            field *replaced* is as in :meth:`debounce`.
         """
         window_us = _microseconds("seconds", seconds)
         _check_word("edge", edge, Edge)
@@ -298,7 +305,7 @@ _UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
 class KeyedResult(AsyncResult):  # type: ignore[misc]  # Celery has no types
     """The result of a debounced, throttled or unique task: an ``AsyncResult`` with two more fields.
 
-    - *created*: False if this call sent no task, because another call's task has the key.
+    - *created*: True if this call sent the task, False if an earlier call sent the task.
     - *replaced*: the id of the waiting task that this call's task replaced, or None.
     """
 

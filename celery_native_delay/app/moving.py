@@ -2,11 +2,12 @@
 
 Steps for each message:
 
-1. Write the message to the destination; also the state of the task's debounce or unique key.
+1. Write the message to the destination. If the task has a debounce, throttle or unique key, write
+   the key's state to the destination, too.
 2. Remove the task from the key's state at the source.
 3. Delete the message at the source.
 
-If the process dies between two steps, both brokers have the message.
+If the process dies between two steps, the source and the destination both have the message.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class MovingKeys:
 
     @property
     def warning(self) -> str | None:
-        """A warning if tasks cannot move, or lose their debounce, throttle or unique key."""
+        """A warning if tasks with a key cannot move, or lose the key; otherwise None."""
         if self._is_kept:
             return None
         if self._from is None:
@@ -126,11 +127,13 @@ _REASONS = 20
 
 @dataclass
 class Account:
-    """The number of messages of one source before the move, and for each outcome.
+    """Counts the messages of one source that were moved, left or deleted.
 
+    - *count*: the number of messages at the source before the move.
+    - *moved*: messages that the destination stored.
     - *stays*: messages that ``delay migrate`` leaves at the source.
+    - *void*: deleted messages of cancelled or rescheduled tasks.
     - *refused*: messages that could not be moved, by reason.
-    - *void*: messages of cancelled or rescheduled tasks.
     - *doubtful*: the ids of tasks that may run twice.
     """
 
@@ -223,9 +226,9 @@ def reaches_of(app: Any) -> list[Reach]:
 def moving(
     app: Any, connection: Any, names: Sequence[str], *, records: str | None
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
-    """Connect to the destination, and to the sources (names or URLs) in *names*.
+    """Connect to the app's broker (the destination), and to the sources (names or URLs) in *names*.
 
-    *records* is the URL of the Redis or database with state of the other broker's tasks, or None.
+    *records* is ``native_delay_records`` of the sources; None means the app's own setting.
 
     Raises:
         UnsupportedBroker: messages cannot be moved to this broker, or a source does not exist.

@@ -217,7 +217,7 @@ class Bulk:
 
     @property
     def unconfirmed_count(self) -> int:
-        """The number of sent tasks without a confirm or a refusal from the broker."""
+        """The number of sent tasks that the broker has neither confirmed nor refused."""
         waiting = 0 if self._publisher is None else int(self._publisher.outbox.unconfirmed_count)
         return len(self.result.in_doubt) + waiting
 
@@ -301,14 +301,16 @@ def bulk(app: Celery, **options: Any) -> Bulk:
         app: a Celery app with ``install(app)``.
         window: the largest number of unconfirmed messages, which the batch keeps in memory;
             ``native_delay_confirm_window`` by default.
-        check: if False, the end of the block raises no PublishRefused.
+        check: True (the default) raises PublishRefused at the end of the block if tasks were not
+            confirmed. With False, read these tasks in ``batch.result``.
         timeout_seconds: seconds to wait for confirms at the end of the block; 60 by default, None
             for no limit.
         headers: headers for every message of the batch.
 
     Raises:
         UnsupportedBroker: ``install(app)`` was not called, or the broker cannot delay tasks.
-        PublishRefused: at the end of the block, if the broker refused or did not confirm tasks.
+        PublishRefused: at the end of the block, if the broker refused or did not confirm tasks, and
+            *check* is True.
     """
     return Bulk(app, **options)
 

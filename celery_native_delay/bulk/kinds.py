@@ -80,11 +80,11 @@ class Kinds:
         self._logged: set[str] = set()
 
     def hooks(self, key: Any, known: Task | None) -> tuple[Any, ...]:
-        """Return the functions that publish the task; () if no encoded message is reusable."""
+        """Return the task's publishing functions; () if copies differ from this kind's messages."""
         return () if key in self._without_template else self._plain.hooks(known)
 
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:
-        """Return the task's reusable message; None if the publishing functions have changed."""
+        """Return the stored kind; None if missing, or if its publishing functions have changed."""
         kind = self._kinds.get(key)
         return kind if kind is not None and same(kind.hooks, hooks) else None
 
@@ -127,7 +127,7 @@ class Kinds:
         self._kinds[key] = kind
 
     def _made_by(self, kind: Kind, sample: Sample, now_us: int) -> bool | None:
-        """Return True if a copy equals the published message, False if not, None if unknown."""
+        """Return True if a copy equals the published message; None if they cannot be compared."""
         if sample.made is None:
             return None
         headers = self._publisher.last_headers

@@ -2,8 +2,8 @@
 
 ``bulk(app)`` makes this check before it sends copies of an encoded message.
 
-An original method has the globals of its class's module, and its qualified name in the code object.
-``functools.wraps`` copies neither, so wrappers are found.
+A method's attributes ``__globals__`` and ``__code__.co_qualname`` show whether the method is a
+wrapper, because ``functools.wraps`` does not copy these attributes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class PlainPublishing:
         )
 
     def witness(self, task: Task | None) -> str:
-        """Return the reason not to reuse encoded messages of the task, or ""."""
+        """Return why encoded messages of the task cannot be reused; "" if they can."""
         found = next(self._witnesses(), "")
         if not found and task is not None:
             found = next(self._witnesses_of(task), "")

@@ -164,7 +164,7 @@ def reachable(ctx: click.Context) -> Iterator[Any]:
 
 
 def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
-    """Return a closed connection to the app's broker. Raises if the broker cannot delay."""
+    """Return a connection, not yet open, to the broker. Raises if the broker cannot delay."""
     from ..app.broker import check_fits
 
     connection = ctx.obj.app.connection_for_write()
@@ -175,7 +175,8 @@ def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
 def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True) -> DelaySettings:
     """Return the app's settings. Raises if ``install(app)`` was not called.
 
-    With *raises_if_unsupported*, a later connection raises if the broker cannot delay.
+    This function does not connect. If the broker cannot delay, the app's next connection raises an
+    error. If *raises_if_unsupported* is False, this connection logs a warning instead.
     """
     from celery import _state
 
@@ -224,7 +225,7 @@ def say(as_json: bool, value: Any, text: str) -> None:
 def confirm(question: str) -> None:
     """Ask for confirmation on standard error, and abort unless the answer is yes.
 
-    click.confirm() would write a blank to standard output, which scripts read.
+    click.confirm() would add a space to standard output, which scripts may parse as JSON.
     """
     click.echo(f"{question} [y/N]: ", nl=False, err=True)
     answer = sys.stdin.readline()

@@ -20,7 +20,7 @@ _Told: TypeAlias = tuple[dict[str, Any], list[str]]
 
 
 class _Range(click.ParamType):  # type: ignore[type-arg]
-    """A click type for a duration or FROM..TO, converted to a pair of seconds."""
+    """A click type for FROM..TO, in seconds; one duration alone is both FROM and TO."""
 
     name = "duration"
 

@@ -26,8 +26,9 @@ def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
     """Show waiting rate-limited tasks, by task name and key.
 
     The key with the most waiting tasks comes first. "next slot" is the time until the next task of
-    the key may start. "utilisation" is the used part of the rate in the last period. "held" is the
-    time until RetryAfter lets tasks of the key start again.
+    the key may start. "utilisation" is the number of tasks that started in the last period of the
+    rate, in percent of the limit. "held" is the time until the end of a pause that RetryAfter
+    began.
     """
     from ..app.delay import Delay
 

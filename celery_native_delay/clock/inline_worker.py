@@ -128,7 +128,7 @@ class InlineTimer:
         self._number = count()
 
     def next_us(self) -> int | None:
-        """Return the time of the next timer call in epoch microseconds, or None."""
+        """Return the epoch microseconds of the next timer call; None if no call is planned."""
         return self._entries[0][0] if self._entries else None
 
     def run_due(self) -> None:

@@ -2,10 +2,12 @@
 
 A header of each message names the Spark run, partition and attempt: ``run/partition/attempt``.
 
-1. The driver stores that the run has begun. Until the run ends, workers delay due tasks again.
+1. The driver stores that the run has begun. If a task is due before the run ends, a worker returns
+   the task to the broker with a delay of up to 30 seconds.
 2. When the Spark job ends, the driver stores the successful attempt of each partition. Workers run
    the tasks of these attempts, and drop all other tasks.
-3. If the driver misses a deadline, a worker applies ``native_delay_fence_policy``.
+3. If the driver stores no result before the run's deadline, ``native_delay_fence_policy`` decides:
+   workers run all tasks, or drop all tasks.
 """
 
 from __future__ import annotations
@@ -100,9 +102,10 @@ class Record:
 
 
 def opened(held: Record | None, new: Record, job: str) -> Record:
-    """Return the stored state of a Spark run after a Spark job has begun the run.
+    """Return the state to store for a Spark run when the Spark job *job* begins.
 
-    If the run is open already, the later deadline counts. After an abort, a new job may begin.
+    An open run gets the later of both deadlines. A new job may restart an aborted run.
+    The states "committed" and "all" never change.
     """
     if held is None or (held.state == ABORTED and job not in held.jobs):
         return replace(new, jobs=(job,))
@@ -113,7 +116,7 @@ def opened(held: Record | None, new: Record, job: str) -> Record:
 
 
 def sealed(held: Record | None, new: Record) -> Record:
-    """Return the result of a Spark run: the stored result, or else *new*."""
+    """Return a Spark run's stored result; if no result is stored, return the result *new*."""
     if held is None:
         return new
     return replace(new, jobs=held.jobs) if held.state == OPEN else held

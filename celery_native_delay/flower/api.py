@@ -157,10 +157,10 @@ class ListParked(ApiHandler, Parked):
 class ChangeParked(ApiHandler):
     @web.authenticated
     async def post(self, verb: str) -> None:
-        """Publish again, or delete, due messages that had no bound queue.
+        """Deliver or delete parked messages (due, but without a bound queue).
 
-        Sends 409 while a worker publishes these messages again. If the body of a purge is
-        ``{"parked": n}`` and the number of these messages is not n, sends 409, too.
+        A request to deliver gets 409 while a worker is delivering parked messages. A request to
+        delete with the body ``{"parked": n}`` gets 409 if the number of parked messages is not n.
         """
         self.changes()
         seen = self.body().get("parked")

@@ -51,7 +51,6 @@ class PatchedTemplates(Loader):
         super().__init__(str(Path(flower.__file__).parent / "templates"))
 
     def resolve_path(self, name: str, parent_path: str | None = None) -> str:
-        """Return *name* unchanged: templates include each other by file name."""
         return name
 
     def _create_template(self, name: str) -> Template:

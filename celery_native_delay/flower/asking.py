@@ -28,7 +28,7 @@ ANSWER_SECONDS = 10.0
 
 
 class Asking:
-    """Makes blocking calls in threads; an error or a timeout raises RecordsUnavailable."""
+    """Makes blocking calls in threads. Raises RecordsUnavailable for broker errors and timeouts."""
 
     def __init__(self, app: Celery) -> None:
         self.app = app

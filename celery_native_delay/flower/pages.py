@@ -198,9 +198,10 @@ def _numbers(delay: Delay) -> dict[str, Any]:
 class Parked(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Send the first 50 due messages without a bound queue, and the total.
+        """Send the number of parked messages (``total``), and the first 50 (``tasks``).
 
-        ``total`` and ``tasks`` are null while a worker publishes these messages again.
+        Parked messages are due, but have no bound queue. Both fields are null while a worker is
+        delivering parked messages.
         """
         found = await self.asking.admin(lambda part: part.parked(limit=_PARKED))
         if found is None:
@@ -235,7 +236,10 @@ class DataTable(Errors):
 
 
 def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
-    """Encode *answer* and many *items* as one JSON object; slow, so call in a thread."""
+    """Encode the dict *answer* as JSON, with the additional field *name* for the list *items*.
+
+    A long list takes long: call this function in a thread, or it blocks Flower.
+    """
     text = f'{json.dumps(answer)[:-1]}, "{name}": [{", ".join(map(json.dumps, items))}]}}'
     return text.encode()
 
