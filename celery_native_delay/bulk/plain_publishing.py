@@ -51,7 +51,10 @@ class PlainPublishing:
         self._app = installation.app
 
     def hooks(self, task: Task | None) -> tuple[Any, ...]:
-        """Return the functions and signals used to publish *task*, to detect a later change."""
+        """Return the functions and signals that publish *task*.
+
+        The caller compares two results, to detect that other code has replaced a function.
+        """
         # Read the objects' dicts, which is ten times as fast as kombu's cached_property.
         app = self._app
         amqp = vars(app).get("amqp") or app.amqp

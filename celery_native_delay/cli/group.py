@@ -202,7 +202,7 @@ def _words_of(ctx: click.Context) -> str:
 
 
 def settings(ctx: click.Context) -> DelaySettings:
-    """Return the app's settings, or the default settings without ``install(app)``."""
+    """Return the app's settings; the default settings if ``install(app)`` was not called."""
     from ..app.installation import installation_of
     from ..settings import DelaySettings
 

@@ -106,7 +106,7 @@ class Mark:
         return name_of(self.kind, self.task, self.key)
 
     def header(self) -> dict[str, Any]:
-        """Return the header as a dict, without the task's name."""
+        """Return the message header that marks a task with this key."""
         said = {"v": VERSION, "kind": self.kind, "key": self.key}
         return said | {name: value for name in _OPTIONAL if (value := getattr(self, name))}
 

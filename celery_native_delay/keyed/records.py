@@ -18,13 +18,13 @@ class KeyRecords:
         self.needs_connection = records.needs_connection
 
     def read(self, name: str) -> Seen:
-        """Read the state of a key, and the waiting messages of the key's task."""
+        """Read the state of a key, and the waiting messages that have the task id in this state."""
         return _seen(self._records.read(_name_of(name)))
 
     def change(self, name: str, rule: Rule, publish: Publish | None = None) -> tuple[Seen, Step]:
-        """Change the state of a key, and publish a message in the same step.
+        """Change the state of a key; if needed, publish a message in the same step.
 
-        The pure function *rule* computes the new state, and decides if a message is published.
+        The pure function *rule* computes the new state, and decides if a message is needed.
         """
         return self._records.change(_name_of(name), partial(_decided, rule), publish)
 

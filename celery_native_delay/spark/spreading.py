@@ -1,7 +1,7 @@
 """Spread due times by a rate limit: tasks with the same key are due one after another.
 
-Workers also enforce the rate limit. The due times depend on all rows and the current time. To send
-tasks again with the same due times, send the stored rows of ``FanOut.ledger()``.
+In addition, Celery workers enforce the rate limit. The due times depend on all rows and the current
+time. To send tasks again with the same due times, send the stored rows of ``FanOut.ledger()``.
 """
 
 from __future__ import annotations

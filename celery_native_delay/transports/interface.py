@@ -249,7 +249,7 @@ class Level:
 class Backlog:
     """The numbers of waiting and parked (due, but undeliverable) messages on a broker.
 
-    - *levels*: the delay queues of RabbitMQ
+    - *levels*: the state of each delay queue of RabbitMQ; empty on other brokers
     - *records_answer*: True if the list of waiting tasks is reachable; None if there is no list
     - *until_first_us*: microseconds until the earliest due time, negative if overdue; None if
       unknown, or if no message waits

@@ -139,7 +139,7 @@ class Mirror:
         return bool(self.pending or self.pending_landings)
 
     def take_pending(self) -> tuple[list[Mirrored], list[str]]:
-        """Return and clear the bindings to copy and the exchanges that need landing queues."""
+        """Return the bindings that wait to be copied, and the exchanges without landing queues."""
         pending = list(self.pending), list(self.pending_landings)
         self.pending, self.pending_landings = {}, {}
         return pending

@@ -68,7 +68,7 @@ class Preparation:
         return Prepared(declared, mirrored, monotonic() - started)
 
     def prepare_to_consume(self, queue: str) -> None:
-        """Copy the user's bindings before a consumer starts; errors are logged, not raised."""
+        """Copy a queue's bindings to the delivery exchange; errors are logged, not raised."""
         if queue not in self._mirror.rejects:
             # Another process has declared the queue.
             self._mirror.queue_bound_once(queue)
