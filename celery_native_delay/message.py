@@ -48,8 +48,9 @@ class Delayed(NamedTuple):
     """The header of a delayed message: original exchange, routing key and due time.
 
     Copies of a message in several queues have the same *delivery_id*. If *queue* is None, the
-    exchange routes the message. *due_us* and *expires_ms* (the end of the message's
-    ``expiration``) are times since the epoch. If *cancelled* is True, a worker revokes the task.
+    exchange routes the message. *due_us* and *expires_ms* are times since the epoch. The message
+    expires at *expires_ms*, computed from the property ``expiration``. If *cancelled* is True, a
+    worker revokes the task.
     """
 
     delivery_id: str

@@ -1,4 +1,4 @@
-"""The stored state of a debounce, throttle or unique key, and a message header.
+"""The stored state of a debounce, throttle or unique key, and the message header that has the key.
 
 Increase VERSION when the data format changes.
 """
@@ -44,7 +44,7 @@ class Record:
     """The stored state of one debounce, throttle or unique key.
 
     - *id* and *due_us*: the id and the due time of the waiting task.
-    - *since_us*: the time of the first debounced call after the key's previous task was due.
+    - *since_us*: the time when debouncing began: a call came while no task was waiting.
     - *window_us*: the end of a throttle's window.
     - *opener*: the id of the task that began a throttle's window.
     - *run*: the running execution of a unique task.
@@ -89,7 +89,8 @@ class Mark:
     - *kind*: "debounce", "unique", "throttle-trailing" (``throttle(edge="trailing")``), or
       "throttle" (the other edges).
     - *task*: the name of the task.
-    - *until*: "start" or "end" of the task, which frees a unique key. None for other kinds.
+    - *until*: the event of the task that frees a unique key, "start" or "end". None for other
+      kinds.
     - *token*: the id of a unique task's execution. None until a worker receives the task, and for
       other kinds.
     """

@@ -18,7 +18,7 @@ class KeyRecords:
         self.needs_connection = records.needs_connection
 
     def read(self, name: str) -> Seen:
-        """Read the state of a key, and the waiting messages that have the task id in this state."""
+        """Read a key's stored state, and the waiting messages of the key's task."""
         return _seen(self._records.read(_name_of(name)))
 
     def change(self, name: str, rule: Rule, publish: Publish | None = None) -> tuple[Seen, Step]:

@@ -86,7 +86,7 @@ def engine_of(url: str, *, setting: str = "native_delay_store") -> Engine:
 
 
 def _of_servers(place: URL) -> dict[str, Any]:
-    """Return arguments of ``create_engine`` for PostgreSQL, MySQL and MariaDB."""
+    """Return the connect timeout and isolation level for PostgreSQL, MySQL and MariaDB."""
     if place.get_backend_name() not in ("postgresql", "mysql", "mariadb"):
         return {}
     # A producer waits at most 5 seconds for a server that does not answer.

@@ -248,7 +248,7 @@ class Index(ABC):
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Remove a message's mark "undecided" now, or after *left_ms* milliseconds if not 0."""
+        """Remove a message's mark "undecided" after *left_ms* milliseconds; 0 means now."""
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:
@@ -267,7 +267,7 @@ class Index(ABC):
 
     @abstractmethod
     def sweep(self) -> int:
-        """Remove messages that are overdue by a day; return the number of removed messages."""
+        """Remove messages from the list if overdue by more than a day; return their number."""
 
     @abstractmethod
     def purge(self) -> None:

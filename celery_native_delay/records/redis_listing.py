@@ -1,7 +1,8 @@
 """Lists and searches the waiting tasks in a Redis.
 
 Each waiting message has a content and a name, ``<task id>:<delivery id>``. If the Redis is the
-broker, a digest replaces the delivery id. Three Redis keys hold the messages:
+broker, the name is ``<task id>:<digest>``, with a digest of the delivery tag and the destination.
+Three Redis keys hold the messages:
 
 - ``due``: a sorted set of the names, scored by due time in microseconds;
 - ``messages``: a hash from the names to the contents;
@@ -191,9 +192,10 @@ class RedisListing(WaitingTasks):
 
 
 def throw_away(link: Any, keys: Sequence[str], lowest: int | str, highest: int | str) -> int:
-    """Remove the messages that the sorted set ``keys[0]`` scores from *lowest* to *highest*.
+    """Remove all messages with a score from *lowest* to *highest*, both inclusive.
 
-    Returns the number of removed messages.
+    *keys* has three Redis keys: a sorted set with the scores, ``messages`` and ``ids``. The
+    messages are removed from all three. Returns the number of removed messages.
     """
     thrown = 0
     while True:

@@ -27,7 +27,10 @@ class SqlListing(WaitingTasks):
         text: Column[Any],
         shown: Sequence[Column[Any]],
     ) -> None:
-        """Set the condition for rows (*mine*), and the columns to sort, search and return."""
+        """Set the columns to sort by, to search and to return.
+
+        *mine* is the SQL condition that selects the waiting messages of one app.
+        """
         self._mine = mine
         self._due_us = due_us
         self._text = text
@@ -77,7 +80,8 @@ class SqlListing(WaitingTasks):
     def _matching(self, connection: Connection, query: Query, offset: int = 0) -> Iterator[Waiting]:
         """Yield the tasks that match *query*, earliest first.
 
-        *offset* skips rows of the SQL query, and some of these rows may not match.
+        *offset* counts rows that SQL selects, not matching tasks. So use *offset* only if
+        ``query.is_by_time_only`` is True.
         """
         conditions = self._between(query.from_us, query.until_us)
         if query.needle:

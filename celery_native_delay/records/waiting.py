@@ -146,7 +146,10 @@ class Query:
 
     @property
     def needle(self) -> str:
-        """The longest lower-case text that every matching task contains, for a database search."""
+        """The longest known text that every matching task contains, in lower case; else "".
+
+        Redis or the database ignores case, and returns only tasks with this text.
+        """
         texts = [word.needle for word in self.words]
         texts += [text.lower() for text in (self.name, self.queue) if text]
         return max(filter(is_itself_in_json, texts), key=len, default="")
@@ -224,7 +227,7 @@ def edges(first_us: int, last_us: int, *, bars: int) -> list[int]:
 
 
 class Verdict(Enum):
-    """The result of an attempt to cancel or move a task."""
+    """The possible results of cancelling or moving a task."""
 
     DONE = "done"
     """The task was cancelled or moved."""
@@ -241,7 +244,7 @@ class Outcome:
     """The result of cancelling or moving a task; truthy if the task was cancelled or moved.
 
     - *id*: the task id.
-    - *verdict*: the result.
+    - *verdict*: done, too late, unknown or impossible; see :class:`Verdict`.
     - *due_us*: the new due time of a moved task in microseconds since the epoch, else None.
     - *tasks*: the task's waiting messages before the change.
     - *reason*: a text that explains why the task was not changed, or "".
@@ -294,7 +297,7 @@ class WaitingTasks(ABC):
         return ids_by_page(self.page, query)
 
     def get(self, task_id: str) -> list[Waiting]:
-        """Return the waiting messages with this task id: usually one, none if no task waits."""
+        """Return the task's waiting messages: usually one, none if the task is not waiting."""
         return [task for _, _, task in self._found(task_id)]
 
     @abstractmethod

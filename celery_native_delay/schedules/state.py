@@ -37,10 +37,12 @@ class State:
     """The stored state of a schedule entry and of its waiting message.
 
     - *entry*: the schedule entry as JSON
-    - *number*, *id*, *due_us*, *sent_us*: the message's number, task id, due time and publish time
+    - *id*, *due_us*, *sent_us*: the waiting message's task id, due time and publish time
+    - *number*: the waiting message's number, higher for each new message
     - *ran*: the task id of the last run
     - *runs*, *last_us*: the number of runs, and the time of the last run
-    - *missed*: the number of consecutive late runs that catch up on missed due times
+    - *missed*: the number of late runs since the last run on time, if
+      ``native_delay_schedules_catch_up`` is "all". A run is late if the next due time has passed.
     """
 
     entry: str
@@ -82,8 +84,8 @@ def occurrence_of(headers: Mapping[str, Any]) -> tuple[str, int] | None:
 def planned(state: State | None, entry: Entry, now_us: int) -> State | None:
     """Return the state for a new or changed schedule entry; None if unchanged.
 
-    If only the task or the arguments changed, the due time stays, because a daily release must not
-    postpone a weekly task each time.
+    If only the task or the arguments changed, the due time stays. A new due time would postpone a
+    weekly task at each release.
     """
     if state is not None and state.entry == entry.text:
         return None
@@ -171,7 +173,11 @@ def _first_us(entry: Entry, state: State, now_us: int) -> int | None:
 
 
 def _later_us(entry: Entry, due_us: int, next_us: int, now_us: int) -> int | None:
-    """Return the first due time after *now_us*; intervals count from *due_us*."""
+    """Return the first due time after *now_us*.
+
+    An interval keeps its rhythm: an hourly task that was due at 10:05 is next due at 13:05 if the
+    time is now 12:30.
+    """
     if not hasattr(entry.schedule, "run_every"):
         return entry.next_us(now_us)
     return entry.next_us(now_us - (now_us - due_us) % max(next_us - due_us, 1))

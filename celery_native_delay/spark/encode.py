@@ -138,7 +138,10 @@ class Encoder:
         )
 
     def rows(self, columns: Sequence[Any], run_id: str) -> Iterator[tuple[Any, ...]]:
-        """Yield one tuple per row; its last value is the reason for rejecting the row, or None."""
+        """Yield one tuple per row, with the values of ``SENT_COLUMNS``.
+
+        The last value is the reason why the row is rejected, or None for an accepted row.
+        """
         parts = counted(run_id) + counted(self._task)
         lists = [_values(column, kind) for column, kind in zip(columns, self._kinds, strict=True)]
         for place, convert in enumerate(self._conversions):
@@ -151,7 +154,7 @@ class Encoder:
                 yield None, None, None, None, None, None, str(exc)
 
     def texts(self, columns: Sequence[Any], name: str) -> list[str | None]:
-        """Return the values of the column *name* as texts: each row's key for the rate limit."""
+        """Return the column *name* as texts. Rows with the same text share a rate limit."""
         place = self.slot_names.index(name)
         values = _values(columns[place], self._kinds[place])
         return [None if one in (None, _Fault.NO_TEXT) else str(one)[:LONGEST_KEY] for one in values]
@@ -282,7 +285,7 @@ def _value(scalar: Any) -> Any:
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """Convert a Spark value for JSON: maps to dicts, 32-bit floats to short decimals."""
+    """Convert a Spark value for JSON: a map becomes a dict, a 32-bit float a short decimal."""
     match kind:
         case _ if value is None:
             return None

@@ -216,7 +216,8 @@ class FanOut:
         and in doubt (the broker may have received these tasks).
 
         Args:
-            check: if False, unconfirmed tasks are only listed in the result, and raise no error.
+            check: if True, unconfirmed tasks cause FanOutFailed. If False, the method returns the
+                result, which lists these tasks.
 
         Raises:
             InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.

@@ -75,8 +75,10 @@ class Fence:
     def open(self) -> Record:
         """Store that the Spark run has begun, and return the run's stored state.
 
-        If the state is COMMITTED, the run succeeded before, and the caller must send nothing. Each
-        call postpones the deadline, after which workers decide if the run's tasks run.
+        If the state is COMMITTED, the run succeeded before, and the caller must send nothing.
+        Each call extends the deadline of an open run to at least *timeout_seconds* from now. If the
+        driver stores no result by then, ``native_delay_fence_policy`` decides: workers run or
+        drop all tasks.
 
         Raises:
             RecordsUnavailable: Redis or the database is unreachable; nothing may be sent.
@@ -101,7 +103,7 @@ class Fence:
         """Store each partition's valid Spark attempt; workers run only tasks of valid attempts.
 
         Args:
-            receipts: one receipt per partition, from the valid attempt.
+            receipts: the report of each partition, which names the valid Spark attempt.
             rows: the count and checksum of all rows, which must be the same in each job of the run.
 
         Raises:
