@@ -26,7 +26,7 @@ class RedisWorkerPart(WorkerPart):
         )
 
     def dangers(self) -> list[Finding]:
-        """Report eviction, a missing append-only file, or a wrong clock of the Redis server."""
+        """Find Redis settings that can lose messages; compare Redis's clock with ours."""
         return [*self._delays.dangers(), *clocks(self._delays.clock_ahead_seconds())]
 
     def put_one_back(self, wait: Wait) -> None:
