@@ -29,7 +29,7 @@ from .interface import (
 
 
 def records_beside(settings: DelaySettings, place: str) -> Any:
-    """Return the stored list of waiting tasks of one broker; None if not configured."""
+    """Return the stored list of waiting tasks, or None if ``native_delay_records`` is not set."""
     if settings.records is None:
         return None
     return records_of_process(settings.records, f"{settings.namespace}.{place}")

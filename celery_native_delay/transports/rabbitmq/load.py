@@ -44,7 +44,7 @@ class QueueLoad:
 
 
 def queue_loads(topology: Topology, per_second: float, delays: Sequence[Delays]) -> list[QueueLoad]:
-    """Estimate the message rate of each delay queue; return the busiest queue first."""
+    """Return the estimated loads of all delay queues, with the highest message rate first."""
     found = []
     for level in topology.levels:
         for units in level.steps:

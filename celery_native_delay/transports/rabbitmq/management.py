@@ -61,7 +61,7 @@ class ManagementAPI:
         self._headers = {"Authorization": f"Basic {token}"}
 
     def named(self, kind: str, prefix: str) -> list[dict[str, Any]]:
-        """Return the queues or exchanges whose names begin with *prefix*."""
+        """Return items of *kind* ("queues" or "exchanges") whose names begin with *prefix*."""
         return [item for item in self._containing(kind, prefix) if item["name"].startswith(prefix)]
 
     def names(self, kind: str, *, containing: str) -> list[str]:

@@ -139,7 +139,7 @@ class Mirror:
         return bool(self.pending or self.pending_landings)
 
     def take_pending(self) -> tuple[list[Mirrored], list[str]]:
-        """Return the bindings that wait to be copied, and the exchanges without landing queues."""
+        """Return the bindings to copy and the exchanges that need landing queues; forget both."""
         pending = list(self.pending), list(self.pending_landings)
         self.pending, self.pending_landings = {}, {}
         return pending

@@ -103,7 +103,7 @@ class QueueSource(Source):
 
 
 class SetSource(QueueSource):
-    """Reads messages from delay queues whose settings differ from the app's settings."""
+    """Reads the waiting messages of one set of this package's delay queues."""
 
     def __init__(
         self, delays: Delays, topology: Topology, settings: DelaySettings, *, here: bool
@@ -145,7 +145,7 @@ class SetSource(QueueSource):
     def _received(self, member: str, found: Moving) -> Found:
         """Remove the name *member* from the list of waiting tasks.
 
-        Return ``Void`` (drop the message) if the task was cancelled or rescheduled.
+        Return *found*, or ``Void`` (drop the message) if the task was cancelled or rescheduled.
         """
         may_run = self._records.received(member)
         if may_run is None:
@@ -231,7 +231,10 @@ class RabbitMQMovingPart(MovingPart):
         return [QueueSource(self._delays, levels.name, levels.queues, read) for levels in found]
 
     def _sets(self, name: str, *, here: bool) -> list[Source]:
-        """Find this package's delay queues whose settings differ from the app's settings."""
+        """Find the sets of delay queues from which ``delay migrate`` takes messages.
+
+        If *here* is True, the result excludes the set that the app uses.
+        """
         wanted = name or self._settings.namespace
         try:
             names = self._api.names("queues", containing="level-")

@@ -68,7 +68,10 @@ def count(delays: Delays) -> int:
 
 
 def rescue(delays: Delays) -> Rescue | None:
-    """Publish undeliverable due messages again; return None if another process has the lock."""
+    """Publish the messages of the parking queue again, and return the counts.
+
+    Return None if another process holds the lock of the parking queue.
+    """
     connection = delays.connection
     parked = min(count(delays), ROUND)
     if not parked:
@@ -178,7 +181,11 @@ def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
 
 
 def _as_parked(parked: Parked, user: str) -> amqp.Message:
-    """Return the parked message, without a ``user_id`` that RabbitMQ would refuse."""
+    """Return a copy of the message, which can be published to the parking queue.
+
+    RabbitMQ refuses the ``user_id`` of another user. So this function moves that ``user_id`` into
+    this package's header. The only exception: a message without this header loses the ``user_id``.
+    """
     properties = dict(parked.message.properties)
     if parked.delayed is None:
         keep_user_id(properties, {}, user)
@@ -231,7 +238,7 @@ def _publish_original(
 
 
 def _exists(work: _RescueState, exchange: str) -> bool:
-    """Return True if the exchange exists, or if this user may not check."""
+    """Return True if the exchange exists, or if RabbitMQ refuses the check."""
     # A publish to a missing exchange would close the channel.
     if exchange and exchange not in work.exchanges:
         work.exchanges[exchange] = True
@@ -254,7 +261,7 @@ class Arrivals:
         self._tag = channel.basic_consume(queue, callback=self._messages.append)
 
     def take(self, wanted: int) -> list[amqp.Message]:
-        """Return the next *wanted* messages, or fewer if the wait times out."""
+        """Wait for *wanted* messages, and return them; after a timeout, return fewer."""
         with suppress(TimeoutError):
             while len(self._messages) < wanted:
                 self._channel.connection.drain_events(timeout=ARRIVAL_SECONDS)
@@ -278,7 +285,10 @@ def _arrivals(delays: Delays) -> closing[Arrivals]:
 
 @contextmanager
 def _lock(connection: Any, topology: Topology) -> Iterator[None]:
-    """Hold an exclusive queue as a lock, or raise ResourceLocked."""
+    """Hold an exclusive queue as a lock during a ``with`` block.
+
+    Raise ResourceLocked if another connection holds the lock.
+    """
     channel = OwnChannel(connection)
     channel.queue_declare(topology.rescue_lock_queue, exclusive=True, auto_delete=True)
     try:

@@ -125,7 +125,11 @@ class Preparation:
         return len(mirrored)
 
     def _can_bind(self, queue: str) -> bool:
-        """Return True if the queue exists, or if a missing queue closes only the channel."""
+        """Return False if the queue is missing and a bind would close the connection.
+
+        RabbitMQ closes the connection if the queue's name is too long for the error text.
+        Otherwise, RabbitMQ closes only the channel.
+        """
         return (
             queue in self._mirror.rejects
             or self._declarer.refusal_fits(queue)

@@ -56,10 +56,10 @@ class Pruning:
         ]
 
     def prune(self, chosen: Sequence[Remnant]) -> list[Remnant]:
-        """Delete the empty queues in *chosen*, with their exchanges.
+        """Delete the *chosen* sets of outdated queues and exchanges, if the queues are empty.
 
-        If a producer publishes to a queue before the method deletes the queue, the method keeps
-        and returns the queue.
+        Return each set to which a producer published during this call. The queues of these sets
+        stay.
         """
         places = [self._places[remnant.name] for remnant in chosen if not remnant.waiting]
         with permissions_explained(self._delays.topology):

@@ -49,9 +49,10 @@ class Routes:
         self._version = mirror.version
 
     def needs_landing(self, exchange: str, routing_key: str) -> bool:
-        """Return True if due messages need an extra queue that dead-letters to *exchange*.
+        """Return True if due messages reach *exchange* through a landing queue.
 
-        If the answer is True, the queue exists: the method declares a missing queue.
+        A landing queue dead-letters due messages to *exchange*. If a landing queue is needed but
+        missing, this method declares the landing queue.
         """
         if self._version != self._mirror.version:
             self.forget()

@@ -29,7 +29,7 @@ class LevelStatus:
 
 @dataclass(frozen=True)
 class LandingStatus:
-    """A queue of due messages that RabbitMQ could not dead-letter to their destination."""
+    """A landing queue that still holds due messages, because the destination rejects them."""
 
     queue: str
     held: int
@@ -37,7 +37,7 @@ class LandingStatus:
 
 @dataclass(frozen=True)
 class RecordsStatus:
-    """The numbers of waiting and overdue tasks in Redis or a database."""
+    """Counts from the list of waiting tasks: overdue tasks, and tasks not yet due."""
 
     where: str
     #: The error that prevented counting.

@@ -70,7 +70,7 @@ class TaskFields(NamedTuple):
 
 
 class Template:
-    """Makes AMQP frames for similar tasks from one encoded task."""
+    """Encodes one task, then inserts the values of similar tasks into the AMQP frames."""
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
         headers = dict(properties.get("application_headers") or {})
@@ -136,7 +136,7 @@ class Template:
 
 
 class FramedTask:
-    """A task message as encoded AMQP frames."""
+    """A task message that a :class:`Template` encodes into AMQP frames."""
 
     __slots__ = ("fields", "frames", "template", "to")
 
@@ -226,7 +226,7 @@ def _long_string(text: str) -> bytes:
 
 
 class FramedPublication:
-    """A message as encoded AMQP frames."""
+    """A message that py-amqp encodes into AMQP frames."""
 
     def __init__(self, publication: Publication, to: tuple[str, str]) -> None:
         self.publication = publication
@@ -251,7 +251,7 @@ class FramedPublication:
 
 
 class TaskTemplate(bulk_publisher.TaskTemplate):
-    """Makes task messages that differ only in id, due time and arguments."""
+    """Makes task messages with one destination, but with different ids, due times and arguments."""
 
     def __init__(
         self,
@@ -338,7 +338,7 @@ def _is_made_by(template: Template, fields: TaskFields, publication: Publication
 
 
 def fields_of(publication: Publication) -> TaskFields:
-    """Read the task's id, ETA, arguments and destination from a message."""
+    """Read the :class:`TaskFields` of a message; raise ValueError if a field is missing."""
     message = publication.message
     headers = message.properties["application_headers"]
     body = message.body

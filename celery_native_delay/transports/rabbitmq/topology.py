@@ -3,13 +3,16 @@
 A delay is a binary number of units (``native_delay_resolution``). The lowest 15 bits
 (``native_delay_fused_bits``) form groups of three or four bits. A group has one queue with a TTL
 for each nonzero value of its bits. Each higher bit has one queue with a TTL. So a message waits at
-most once per group and once per higher bit. With a delay of 10 units (binary 1010, groups 0001 and
-010), a message waits 8 units in one queue, then 2 units in another queue.
+most once per group and once per higher bit.
+
+Example: a delay of 10 units is 8 + 2 units. The bits for 8 and for 2 belong to different groups. So
+a message waits 8 units in one queue, then 2 units in another queue.
 
 The routing key begins with one word per bit, the highest bit first. The other words encode the
-destination (exchange and routing key). Each queue dead-letters a message to an exchange. The
-exchange reads the lower bits and routes the message to the next queue. The last exchange (the
-delivery exchange) routes the due message to the user's queues by the encoded destination.
+destination (exchange and routing key). When a TTL ends, the queue dead-letters the message to a
+topic exchange. The bindings of this exchange match the lower bits, and lead to the next queue. If
+all lower bits are 0, a binding leads to the delivery exchange. The delivery exchange routes the due
+message to the user's queues by the encoded destination.
 """
 
 from __future__ import annotations
@@ -138,7 +141,7 @@ class Topology:
         return f"{self.name}.level-{bit:02d}"
 
     def level_queue(self, units: int) -> str:
-        """Return the name of the first queue in which a message with this delay waits."""
+        """Return the name of the delay queue that a message with this delay enters first."""
         return self._first_hop(units).queue
 
     def landing_queue(self, exchange: str) -> str:
@@ -181,7 +184,11 @@ class Topology:
         return self._first_hop(units).entry if units else self.delivery_exchange
 
     def first_ttl_ms(self, units: int, *, remaining_us: int) -> int:
-        """Return the TTL of the first delay queue, minus the delay's rounding, in milliseconds."""
+        """Return the TTL of a message in its first delay queue, in milliseconds.
+
+        *units* is the delay, rounded up. The message waits less in the first queue, to make up
+        for the rounding.
+        """
         # *units* is the delay, rounded up. The result is the TTL of the queue minus the rounding.
         # The rounding is less than a unit, so an earlier message in the queue delays a later
         # message by less than a unit.

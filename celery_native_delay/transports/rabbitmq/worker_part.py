@@ -66,7 +66,7 @@ class RabbitMQWorkerPart(RecordedWorkerPart):
 
 
 def _delayed(wait: Wait) -> Delayed:
-    """Describe a message's next delay: the queue, the new due time, the old expiry."""
+    """Return the destination, due time and unchanged expiry for delaying a message again."""
     info = wait.message.delivery_info
     earlier: Delayed | None = getattr(wait.message, "native_delay", None)
     return Delayed(

@@ -116,7 +116,10 @@ def unwrap(
 
 
 def _without_our_deaths(headers: dict[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove this package's dead-letter headers; add *earlier*, the user's dead-letter headers."""
+    """Remove the dead-letter headers of delay queues, and add the *earlier* headers.
+
+    *earlier* contains the dead-letter headers that the user published.
+    """
     if not earlier and headers.keys().isdisjoint(DEATH_HEADERS):
         return headers
     kept = without_deaths(headers)

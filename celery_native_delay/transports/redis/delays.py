@@ -65,7 +65,8 @@ class Delays(delays.Delays):
     ) -> None:
         """Store a delayed message in Redis.
 
-        With *batch*, kombu's ``Producer.batch()`` sends the command later.
+        *batch* is the command buffer of kombu's ``Producer.batch()``. If *batch* is given, this
+        method only adds a command to the buffer, and kombu sends the command later.
         """
         member, entry = self.stored(message, destination, due_us=due_us)
         if batch is None:

@@ -151,7 +151,7 @@ class Store:
     # --- throwing away -------------------------------------------------------------------
 
     def purge(self, *, parked: bool) -> int:
-        """Delete all waiting messages, or if *parked* is True, all undeliverable messages."""
+        """Delete all undeliverable messages if *parked* is True, otherwise all other messages."""
         source = self.keys.parked if parked else self.keys.due
         return throw_away(self, [source, self.keys.messages, self.keys.ids], "-inf", "+inf")
 
@@ -169,7 +169,7 @@ class BrokerRecords(RedisRecords):
 
 
 class Rounds:
-    """Calls the Lua script that moves due messages, on a separate connection."""
+    """Uses a Redis connection of its own to call the script that moves due messages."""
 
     def __init__(self, connection: Any, keys: Keys, *, version: tuple[int, ...]) -> None:
         """*connection* is a redis-py connection; *version* is the server's version."""

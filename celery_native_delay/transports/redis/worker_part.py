@@ -26,7 +26,10 @@ class RedisWorkerPart(WorkerPart):
         )
 
     def dangers(self) -> list[Finding]:
-        """Report eviction, a missing append-only file, or a wrong clock of the Redis server."""
+        """Find Redis settings that can lose messages.
+
+        Also report a difference between the clocks of Redis and this worker.
+        """
         return [*self._delays.dangers(), *clocks(self._delays.clock_ahead_seconds())]
 
     def put_one_back(self, wait: Wait) -> None:

@@ -46,7 +46,10 @@ class Delays(delays.Delays):
 
     @property
     def store(self) -> Store:
-        """Return the database of waiting messages; raise :attr:`refusal` if delays do not work."""
+        """Return the database of waiting messages.
+
+        If :attr:`refusal` contains an exception, raise this exception.
+        """
         self.check_settings()
         return Store.of(self._url, self.settings.namespace)
 

@@ -160,7 +160,11 @@ class IntoTheSameDatabase:
 
 
 def refuse(batch: DispatchBatch, message: Any, error: Exception, *, park: bool) -> None:
-    """After a failed delivery, schedule another attempt or mark the message as undeliverable."""
+    """Schedule the next delivery attempt of a rejected message, or park the message.
+
+    The message is parked (marked as undeliverable) after :data:`TRIES` rejections. With *park*,
+    the message is parked at once.
+    """
     tries = message.attempts + 1
     parked = park or tries >= TRIES
     due_us = None if parked else time_ns() // 1000 + (1_000_000 << (tries - 1))

@@ -98,7 +98,10 @@ class Store(Database):
     # --- the tables ----------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Create missing tables at the first call, or raise StoreUnavailable."""
+        """Create missing tables at the first call.
+
+        Raise StoreUnavailable if the database cannot be used.
+        """
         if not self.is_ready:
             self.do(lambda connection: None)
 
@@ -212,7 +215,7 @@ class Store(Database):
         return self.look_up(lambda connection: list(connection.execute(statement, mine).scalars()))
 
     def purge(self, *, parked: bool) -> int:
-        """Delete all waiting messages, or if *parked* is True, all undeliverable messages."""
+        """Delete all undeliverable messages if *parked* is True, otherwise all other messages."""
         which = _ROW.due_us.is_(None) if parked else _ROW.due_us.is_not(None)
         statement = delete(MESSAGES).where(_MINE, which)
         return self.do(
