@@ -307,8 +307,8 @@ def bounded_connection(app: Any) -> Any:
 def records_place(app: Any, settings: DelaySettings) -> Place | None:
     """Return the URL and namespace of the server that stores task state.
 
-    This server is ``native_delay_records``; by default the broker, or the database in which messages
-    wait. Returns None if the broker stores no task state, or is behind Redis Sentinel.
+    This server is ``native_delay_records``; by default the broker, or the database in which the
+    messages wait. Returns None if the broker stores no task state, or is behind Redis Sentinel.
     """
     if settings.records is not None:
         return Place(settings.records, settings.namespace)
