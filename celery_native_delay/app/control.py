@@ -33,7 +33,10 @@ class RevokesWaiting:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Broadcast a command. Before a ``revoke`` to all workers, cancel the waiting tasks."""
+        """Cancel each revoked task that is waiting, then broadcast the command to the workers.
+
+        The only exception: a ``revoke`` with *destination* or *pattern* cancels no waiting task.
+        """
         everywhere = destination is None and kwargs.get("pattern") is None
         if command in ("revoke", "terminate") and everywhere:
             self._cancel_waiting((arguments or {}).get("task_id"))

@@ -43,7 +43,7 @@ _MOST_LINES = 10_000
 
 
 class Delay(KeyedCalls):
-    """List, search, cancel and reschedule an app's waiting tasks. Send debounced or unique tasks.
+    """List, search, cancel and reschedule waiting tasks. Send debounced, throttled or unique tasks.
 
     If the broker is Redis, the waiting tasks are read from the broker. On RabbitMQ, SQS and pgmq,
     the tasks are read from the Redis or database of ``native_delay_records``. On other brokers,
@@ -71,11 +71,13 @@ class Delay(KeyedCalls):
             offset: the number of matching tasks to skip.
 
         Returns:
-            a sequence of :class:`Waiting`. The attribute *total* of the sequence is the number of
-            all matching tasks, or None if the tasks were not counted.
+            a sequence of :class:`Waiting`, with an attribute *total*: the number of all
+            matching tasks. If *search* has words, a name or a queue, *total* is None: use
+            :meth:`count`.
 
         Raises:
-            InvalidQuery: *search* is malformed, or *limit* or *offset* is negative or no integer.
+            InvalidQuery: a malformed *search*, or a *limit* or *offset* that is negative or not an
+                integer.
         """
         _check_count("limit", limit, least=0)
         _check_count("offset", offset, least=0)
@@ -111,10 +113,10 @@ class Delay(KeyedCalls):
         return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
 
     def rates(self, *, limit: int = 50) -> list[RateLine]:
-        """Return the states of rate limits by task name and key, most waiting tasks first.
+        """Return a :class:`RateLine` for each rate-limited task and key, longest queue first.
 
         Args:
-            limit: the largest number of rate limits to return.
+            limit: the largest number of ``RateLine`` objects to return.
 
         Raises:
             NoRecords: the broker cannot store rate limits, and ``native_delay_records`` is not set.
@@ -136,7 +138,7 @@ class Delay(KeyedCalls):
         return Schedules(self._app)
 
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
-        """Change tasks' due times within a ``RetryAfter`` pause to the end of the pause."""
+        """If a ``RetryAfter`` pause delays a task, replace its due time by the pause's end."""
         until_us: dict[tuple[str, str], int] = {}
         if any(task.place for task in tasks):
             with suppress(NativeDelayError):  # then show the due times of the messages
@@ -305,7 +307,7 @@ class Delay(KeyedCalls):
         return ask_broker(self._app, ask)
 
     def _revoke_result(self, outcome: Outcome) -> None:
-        """Set a cancelled task's result to REVOKED, unless the result backend failed before."""
+        """Set the results of cancelled tasks to REVOKED, until the result backend fails once."""
         # After a failure, workers set the results: a call to a failing backend may take minutes.
         for task in outcome.tasks:
             if self._sets_results and task.name and task.keeps_result:
@@ -313,7 +315,10 @@ class Delay(KeyedCalls):
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:
-    """Return a page of tasks that match *query*, and True if the page's total is exact."""
+    """Return a page of tasks that match *query*, and True if all matching tasks were counted.
+
+    If the second value is False, the page's *total* may be too low.
+    """
     searched = not query.is_by_time_only
     page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
     total = page.total

@@ -116,7 +116,7 @@ class Installation:
         *more: Any,
         **options: Any,
     ) -> Any:
-        """Check *countdown*, then send a task by the app's own ``send_task``."""
+        """Check *countdown*, then call the ``send_task`` that this method replaces."""
         # The channel checks all other countdowns when it publishes. NaN is caught here, too.
         if isinstance(countdown, int | float) and not countdown < LONGEST_CELERY_SECONDS:
             settings = self._settings_or_error()
@@ -143,8 +143,9 @@ class Installation:
     def _fits(self, connection: Connection, settings: DelaySettings | SettingsError) -> bool:
         """Return True if a connection's transport can delay; log a warning and return False if not.
 
-        With ``native_delay_strict`` or ``raises_if_unsupported``, or if another broker URL would
-        help, this method raises UnsupportedBroker instead of the warning.
+        In three cases this method raises UnsupportedBroker instead of the warning:
+        ``native_delay_strict`` is True, ``raises_if_unsupported`` is True, or the same broker could
+        delay with another URL, such as ``pyamqp://``.
         """
         name = connection.transport_cls
         # With wrong settings take our transport: then a delayed publish raises the error.
@@ -258,7 +259,7 @@ def _give_eta_header(amqp: Any) -> None:
 
 
 def keep_celerys_own_off(module: ModuleType) -> None:
-    """Patch ``detect_quorum_queues`` in *module*: installed apps skip Celery's delayed delivery."""
+    """Patch *module*: apps with ``install(app)`` skip Celery's own delayed delivery."""
     original = getattr(module, "detect_quorum_queues", None)
     if original is None:
         raise UnsupportedBroker(
@@ -304,7 +305,11 @@ def bounded_connection(app: Any) -> Any:
 
 
 def records_place(app: Any, settings: DelaySettings) -> Place | None:
-    """Return the address of the records of waiting tasks; None if no URL is known."""
+    """Return the URL and namespace of the server that stores task state.
+
+    This server is ``native_delay_records``; by default the broker, or the database in which the
+    messages wait. Returns None if the broker stores no task state, or is behind Redis Sentinel.
+    """
     if settings.records is not None:
         return Place(settings.records, settings.namespace)
     own_records = getattr(app.connection_for_write().transport, "own_records", None)
@@ -319,7 +324,7 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Give *part* the queue names *queues*, by default of all the app's queues."""
+    """Tell a WorkerPart or AdminPart its queues: *queues*, or by default all queues of the app."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

@@ -140,12 +140,15 @@ class KeyedCalls:
         eta: datetime | str | None = None,
         until: Until = "end",
     ) -> KeyedResult:
-        """Send a task, unless another task with the same *key* is waiting or running.
+        """Send a task, unless an earlier task with the same *key* is waiting or running.
+
+        With ``until="start"``, only a waiting task prevents the send.
 
         Args:
             countdown, eta: the due time, as in ``apply_async``.
-            until: "end": the key becomes free when the task has ended, so that no two tasks run at
-                once; "start": the key becomes free when the task starts.
+            until: when the key becomes free for the next task. "end" (the default): when the
+                earlier task ends, so that no two tasks run at once. "start": when the earlier task
+                starts.
             signature, key: as in :meth:`debounce`, which raises the same errors.
 
         Returns:

@@ -131,7 +131,7 @@ class Account:
 
     - *count*: the number of messages at the source before the move.
     - *moved*: messages that the destination stored.
-    - *stays*: messages that ``delay migrate`` leaves at the source.
+    - *stays*: messages left at the source because they are due within 5 s.
     - *void*: deleted messages of cancelled or rescheduled tasks.
     - *refused*: messages that could not be moved, by reason.
     - *doubtful*: the ids of tasks that may run twice.
@@ -228,7 +228,8 @@ def moving(
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
     """Connect to the app's broker (the destination), and to the sources (names or URLs) in *names*.
 
-    *records* is ``native_delay_records`` of the sources; None means the app's own setting.
+    *records* is the URL of the Redis or database that lists the sources' waiting tasks. None means
+    the app's own ``native_delay_records``.
 
     Raises:
         UnsupportedBroker: messages cannot be moved to this broker, or a source does not exist.

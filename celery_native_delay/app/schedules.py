@@ -132,8 +132,8 @@ class Schedules:
     def publish(self) -> None:
         """Publish messages of new and changed schedule entries, and replace lost messages.
 
-        If the schedule of another release is valid (see ``native_delay_schedules_version``), this
-        method only replaces lost messages.
+        If another release of the app has a newer schedule (see ``native_delay_schedules_version``),
+        this method only replaces lost messages.
         """
         self._entries = self._read_entries()
         ours = Release.of(self._settings.schedules_version, self._entries)
@@ -197,7 +197,7 @@ class Schedules:
             self._ask(lambda records: records.change(_BEAT, lambda _: Change(name, kept_us, None)))
 
     def beat(self) -> str | None:
-        """Return the name of a task that ``celery beat`` sent within the last hour."""
+        """Return the name that :meth:`note_beat` stored within the last hour, if any."""
         return self._ask(lambda records: records.load([_BEAT]))[0]
 
     def missing(self) -> list[str]:
@@ -294,7 +294,10 @@ class Schedules:
         return tried_again(name, attempt)
 
     def _put(self, name: str, before: State | None, after: State) -> bool:
-        """Replace the state *before* by *after* and publish; False if *before* is outdated."""
+        """Replace the stored state *before* by *after*, and publish the next message, if any.
+
+        Returns False, and changes nothing, if another process has replaced *before*.
+        """
         after = replace(after, id=None if after.due_us is None else uuid())
         rule = partial(swapped, before=before, after=after)
         if after.id is None or after.due_us is None:

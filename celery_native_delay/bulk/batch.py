@@ -8,9 +8,12 @@
 ``apply_async`` publishes the first two tasks with the same name, route and options. Further tasks
 are copies of the first encoded message, with another task id, due time and arguments.
 
-``apply_async`` publishes every task if other code would see or change the messages: publish
-signals, wrapped or overridden methods, router functions. ``apply_async`` also publishes tasks with
-links, stamps, compression, ``expires``, or another serializer or protocol.
+The only exceptions:
+
+- If other code sees or changes the messages, ``apply_async`` publishes every task. Such code is
+  publish signals, wrapped or overridden methods, and router functions.
+- ``apply_async`` publishes each task with links, stamps, compression, ``expires``, a serializer
+  other than JSON, or task protocol 1.
 """
 
 from __future__ import annotations
@@ -75,7 +78,7 @@ class BulkResult:
 
     @property
     def returned(self) -> list[RefusedMessage]:
-        """The refused tasks that the broker returned because no queue is bound."""
+        """The refused tasks that the broker returned, because no queue matches the routing key."""
         return [message for message in self.refused if message.returned]
 
     def __str__(self) -> str:
@@ -235,7 +238,7 @@ class Bulk:
         countdown: float | None,
         task_id: str,
     ) -> Made | None:
-        """Return a task's values for the encoded message; None if ``apply_async`` must publish."""
+        """Return a task's id, due time and arguments; None if ``apply_async`` must publish."""
         if type(args) not in (list, tuple) or type(kwargs) is not dict:
             return None
         at_us = time_ns() // 1000
@@ -292,7 +295,7 @@ class Bulk:
 
 
 def bulk(app: Celery, **options: Any) -> Bulk:
-    """Return a batch for a ``with`` block, which publishes many delayed tasks of *app* fast.
+    """Return a batch that publishes many delayed tasks of *app* fast, in a ``with`` block.
 
     The end of the block waits until the broker has confirmed all tasks. Then ``batch.result`` has
     the number of sent tasks, and lists the tasks without a confirm.

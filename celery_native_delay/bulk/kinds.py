@@ -1,9 +1,9 @@
 """Reusable encoded messages for ``bulk(app)``: one per kind of task (name, route and options).
 
 ``bulk(app)`` keeps the first encoded message of a kind. Later messages are copies with another task
-id, due time and arguments. Two checks come first: a second message from ``apply_async`` must differ
-only in these values, and no other code may see or change the messages. ``bulk`` repeats both checks
-after a reconnect, and once a minute.
+id, due time and arguments. Before the first copy, ``bulk`` makes two checks: a second message from
+``apply_async`` differs only in these values, and no other code sees or changes the messages.
+``bulk`` repeats both checks after a reconnect, and once a minute.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Kinds:
         self._logged: set[str] = set()
 
     def hooks(self, key: Any, known: Task | None) -> tuple[Any, ...]:
-        """Return the task's publishing functions; () if copies differ from this kind's messages."""
+        """Return :meth:`PlainPublishing.hooks`; () if a copy of this kind's message was wrong."""
         return () if key in self._without_template else self._plain.hooks(known)
 
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:

@@ -51,9 +51,10 @@ class PlainPublishing:
         self._app = installation.app
 
     def hooks(self, task: Task | None) -> tuple[Any, ...]:
-        """Return the functions and signals that publish *task*.
+        """Return a tuple that changes if other code replaces a function that publishes *task*.
 
-        The caller compares two results, to detect that other code has replaced a function.
+        The tuple also changes if other code connects to a publish signal. The caller compares an
+        old and a new tuple.
         """
         # Read the objects' dicts, which is ten times as fast as kombu's cached_property.
         app = self._app

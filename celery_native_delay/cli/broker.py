@@ -95,7 +95,10 @@ def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
     """Delete all waiting messages of this app. Cannot be undone.
 
     The only exception: on SQS, messages with short delays wait in the app's own queues, and are not
-    deleted. Parked messages, and due messages in the app's queues, do not count as waiting.
+    deleted.
+
+    Parked messages, and due messages in the app's queues, are not waiting, and are not deleted. To
+    delete parked messages, run `delay parked purge`.
     """
     with broker(ctx) as part:
         if not force:

@@ -173,10 +173,10 @@ def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
 
 
 def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True) -> DelaySettings:
-    """Return the app's settings. Raises if ``install(app)`` was not called.
+    """Return the app's settings, without connecting. Raises if ``install(app)`` was not called.
 
-    This function does not connect. If the broker cannot delay, the app's next connection raises an
-    error. If *raises_if_unsupported* is False, this connection logs a warning instead.
+    *raises_if_unsupported* sets what happens when the app later connects to a broker that cannot
+    delay: True raises an error, False logs a warning.
     """
     from celery import _state
 

@@ -26,9 +26,9 @@ def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
     """Show waiting rate-limited tasks, by task name and key.
 
     The key with the most waiting tasks comes first. "next slot" is the time until the next task of
-    the key may start. "utilisation" is the number of tasks that started in the last period of the
-    rate, in percent of the limit. "held" is the time until the end of a pause that RetryAfter
-    began.
+    the key may start. "utilisation" is the number of recent starts in percent of the limit: 50
+    starts within the last minute are 50 % of the rate 100/m. "held" is the time until the end of a
+    pause that RetryAfter began.
     """
     from ..app.delay import Delay
 

@@ -67,7 +67,7 @@ class Record:
     *state* is one of:
 
     - "open": the Spark job has not ended;
-    - "committed": workers run the tasks of one attempt per partition, listed in *winners*;
+    - "committed": *winners* has one attempt per partition; workers run only these attempts' tasks;
     - "aborted": no tasks of the run may run;
     - "all": the tasks of all attempts run. Only a worker decides this, after the deadline.
     """
@@ -104,7 +104,8 @@ class Record:
 def opened(held: Record | None, new: Record, job: str) -> Record:
     """Return the state to store for a Spark run when the Spark job *job* begins.
 
-    An open run gets the later of both deadlines. A new job may restart an aborted run.
+    If the run is already open, its deadline becomes the later of the stored deadline and the new
+    job's deadline. A new job may restart an aborted run.
     The states "committed" and "all" never change.
     """
     if held is None or (held.state == ABORTED and job not in held.jobs):

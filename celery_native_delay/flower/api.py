@@ -91,7 +91,7 @@ class ApiHandler(Errors, BaseApiHandler):
 class ListDelays(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
-        """Send the waiting tasks that match the request's search text and range of due times.
+        """Respond with the waiting tasks that match the request's search text and due times.
 
         ``total`` is null if the search matches too many tasks to count.
         """
@@ -151,7 +151,7 @@ class ChangeSchedule(ApiHandler):
 
 
 class ListParked(ApiHandler, Parked):
-    """Sends due messages that have no bound queue."""
+    """Responds with the parked messages (due, but without a bound queue)."""
 
 
 class ChangeParked(ApiHandler):
@@ -196,7 +196,7 @@ def _purged(part: AdminPart, *, seen: int | None) -> dict[str, Any] | str:
 class ShowDelay(ApiHandler):
     @web.authenticated
     async def get(self, task_id: str) -> None:
-        """Send the waiting task with this id, or 404 if the task is not waiting."""
+        """Respond with the waiting messages of a task, or with 404 if the task is not waiting."""
         found = await self.asking.delay(lambda delay: delay.show(task_id))
         if not found:
             raise web.HTTPError(404, f"No task waits with the id '{task_id}'")

@@ -198,7 +198,7 @@ def _numbers(delay: Delay) -> dict[str, Any]:
 class Parked(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Send the number of parked messages (``total``), and the first 50 (``tasks``).
+        """Respond with the number of parked messages (``total``), and up to 50 of them (``tasks``).
 
         Parked messages are due, but have no bound queue. Both fields are null while a worker is
         delivering parked messages.
@@ -236,7 +236,7 @@ class DataTable(Errors):
 
 
 def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
-    """Encode the dict *answer* as JSON, with the additional field *name* for the list *items*.
+    """Encode the dict *answer* as JSON, and add the list *items* under the key *name*.
 
     A long list takes long: call this function in a thread, or it blocks Flower.
     """
