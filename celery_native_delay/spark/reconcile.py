@@ -1,16 +1,16 @@
-"""Compare planned tasks with the workers' telemetry (starts and ends): one verdict per task.
+"""Compare planned tasks with the workers' telemetry, and give each task one verdict.
 
-The table lists the verdicts in order; the first verdict that fits a task counts:
+A task gets the first verdict of this table that fits:
 
 ========== ========================================================================
-unplanned  a worker ran the task, and the ledger (planned tasks) lacks the task
-duplicate  two runs of the task ended with the same ``request.retries``
+unplanned  a worker reported the task, and the ledger (planned tasks) lacks the task
+duplicate  the task's function ended twice with the same ``request.retries``
 early      the task started before it was due
 ok         the task succeeded, or raised ``Ignore``
 failed     the task failed, timed out, expired, was rejected or revoked, or its process died
 running    the task started and has not ended, or its worker was killed
-pending    the task is not due, or has been due for less than *grace_seconds*
-missing    no worker reported the due task, or the task's due retry
+pending    the task (or its retry) is not due, or overdue by at most *grace_seconds*
+missing    the task (or its retry) is overdue by more; no worker reported a start
 ========== ========================================================================
 
 Spark computes the verdicts only for an action, such as ``count()``.
@@ -71,14 +71,14 @@ def reconcile(
     grace_seconds: float = 60.0,
     early_seconds: float = ROUNDING_SECONDS,
 ) -> Reconciliation:
-    """Compare planned tasks with the workers' telemetry (starts and ends): one verdict per task.
+    """Compare planned tasks with the workers' telemetry, and give each task one verdict.
 
     Args:
         ledger: the planned tasks: ``task_id`` (string), ``due`` (timestamp), and any other columns.
             If a ``task_id`` has several rows, the earliest due time counts. A row without a due
             time is due at once.
-        events: the telemetry, from :func:`read_events`. Filter out the events of other runs, for
-            example by ``task``: tasks of other runs get the verdict ``unplanned``.
+        events: the telemetry, from :func:`read_events`. Select the ledger's tasks before the call,
+            for example by the column ``task``: other tasks get the verdict ``unplanned``.
         as_of: the time (an aware datetime) up to which *events* are complete. The default is the
             current time.
         grace_seconds: if no worker reports a task, the task is ``pending`` until this many seconds
@@ -87,9 +87,9 @@ def reconcile(
             because clocks differ.
 
     Raises:
-        ValueError: a column is missing or has the wrong type, or *as_of* has no time zone. Also if
-            *ledger* has a column that this function adds: ``verdict``, ``late_seconds``,
-            ``sent_after_due`` or ``ran``.
+        ValueError: a column is missing or has the wrong type, *as_of* has no time zone, or
+            *ledger* has a column that this function adds (``verdict``, ``late_seconds``,
+            ``sent_after_due`` or ``ran``).
     """
     _check_columns("ledger", ledger, {"task_id": "string", "due": "timestamp"})
     _check_columns("events", events, FIELDS)
@@ -218,7 +218,7 @@ class Reconciliation:
 
 
 def _tasks(events: DataFrame) -> DataFrame:
-    """Return one row per task. Spark partitions by task id first, and so shuffles once."""
+    """Return one row per task; Spark shuffles the events only once, by task id."""
     attempts = (
         events.where("id is not null")
         .repartition("id")
@@ -263,7 +263,7 @@ def _tasks(events: DataFrame) -> DataFrame:
 
 
 def _micros(name: str, *, none: int) -> Column:
-    """Convert timestamps to microseconds since the epoch; null becomes the number *none*."""
+    """Convert a timestamp column to microseconds since the epoch; replace null by *none*."""
     return F.coalesce(F.unix_micros(name), F.lit(none))
 
 

@@ -55,14 +55,15 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     """Send encoded rows as Celery tasks, count the tasks in *receipt*, and yield each Failure.
 
     An outage of the broker does not fail the Spark task, because Spark would send all rows again.
-    After a minute of outage, all further rows on this executor yield the Failure "unsent".
+    After a minute of outage, this job sends no more rows on this executor. For each of these rows,
+    this function yields a Failure with the outcome "unsent".
 
-    With the option *fence*, if the same run succeeded before, this function counts the rows and
-    sends nothing.
+    With the option *fence*, if an earlier job with the same ``run_id`` succeeded, this function
+    counts the rows and sends nothing.
 
     Raises:
         RecordsUnavailable: with *fence*, Redis or the database is unreachable.
-        FanOutFailed: with *fence*, a worker has aborted the run. Nothing was sent.
+        FanOutFailed: with *fence*, a worker or the driver has aborted the job. Nothing was sent.
     """
     started = monotonic()
     headers = {}
@@ -172,7 +173,7 @@ class GivenUp:
         self._path = Path(SparkFiles.getRootDirectory(), name) if job_id else None
 
     def reason(self) -> str:
-        """Return why an earlier Spark task stopped sending; "" if no Spark task stopped."""
+        """Return the text that :meth:`note` wrote to the file; "" if there is no file."""
         if self._path is not None:
             with suppress(OSError):
                 return self._path.read_text()
@@ -187,7 +188,7 @@ class GivenUp:
 
 
 class Pace:
-    """A token bucket for sending tasks; the largest burst is one second's tasks."""
+    """A token bucket; at 50 tasks per second, a burst has at most about 50 tasks."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0

@@ -46,7 +46,7 @@ class Sent(WriterCommitMessage):
 
 
 def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Parse the sink's options from text; return ``on_reject`` and FanOutOptions arguments.
+    """Return the parsed options of the sink: arguments of FanOutOptions, and ``on_reject``.
 
     Raises:
         InvalidFanOut: an option is unknown or missing, or has a wrong value.
@@ -97,12 +97,12 @@ class Writer(DataSourceArrowWriter):
     def commit(self, messages: list[Any]) -> None:
         """Log the number of sent tasks.
 
-        With the option *fence*, first store which Spark attempt of each partition is valid. Workers
-        run only tasks of valid attempts.
+        With the option *fence*, also store the valid Spark attempt of each partition. Workers run
+        only tasks of valid attempts.
 
         Raises:
-            FanOutFailed: the attempts could not be stored, a worker had aborted the run, or the
-                run succeeded before with other rows.
+            FanOutFailed: with *fence*, the attempts could not be stored, a worker has already
+                dropped the tasks, or an earlier job with this ``run_id`` sent other rows.
         """
         receipts = _receipts(messages)
         if self._fence is not None:
@@ -111,9 +111,10 @@ class Writer(DataSourceArrowWriter):
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any]) -> None:
-        """Log that the Spark job failed. The sent tasks run.
+        """Log that the Spark job failed.
 
-        The only exception: with the option *fence*, the log says whether the sent tasks run.
+        Without the option *fence*, workers run the sent tasks. With *fence*, workers usually drop
+        the sent tasks; the log says whether this is so.
         """
         if self._fence is not None:
             logger.error("native delay: the job failed; %s", self._fence.abort())
@@ -206,7 +207,7 @@ class StreamWriter(Writer, DataSourceStreamWriter):
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
         """Log the number of sent tasks of the micro batch.
 
-        With the option *fence*, first store which Spark attempt of each partition is valid.
+        With the option *fence*, also store the valid Spark attempt of each partition.
         """
         receipts = _receipts(messages)
         if self._fence is not None and receipts:

@@ -1,4 +1,4 @@
-"""Start a private RabbitMQ or Redis for tests and development, in seconds.
+"""Start a private RabbitMQ or Redis for tests and development.
 
     from celery_native_delay.testing import private_rabbitmq, private_redis
 
@@ -8,9 +8,11 @@
     with private_redis() as redis:
         app = Celery(broker=redis.url)
 
-The brokers listen on 127.0.0.1 only, and share nothing with other brokers. When this Python process
-ends, also by SIGKILL, the brokers end, and their temporary folders are deleted. This module imports
-only the standard library.
+RabbitMQ starts in 3 to 8 seconds, and Redis in 10 to 50 milliseconds. The brokers accept only
+connections from this machine, and share nothing with other brokers. When this Python process ends,
+even by SIGKILL, the brokers end, and their temporary folders are deleted.
+
+RabbitMQ needs only Python's standard library. Redis also needs redis-py.
 """
 
 from .processes import BrokerFailed, BrokerMissing

@@ -115,17 +115,18 @@ class KeptServer:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process and process group of the server; None if the server is down."""
+        """The server's process id, also the id of its process group; None if the server is down."""
         return self._server.pid if self._server and self._server.poll() is None else None
 
     def start(self, serves: Callable[[], bool], *, within_seconds: float) -> None:
-        """Start the server and wait until the function *serves* returns True.
+        """Start the server, and call *serves* repeatedly until it returns True.
 
-        If the server process exists already, this method only sends SIGCONT, which continues a
-        paused server.
+        The only exception: if the server process already exists, this method sends SIGCONT, which
+        continues a paused server, and does not wait.
 
         Raises:
-            BrokerFailed: the server ended or took too long; the message has the end of the log.
+            BrokerFailed: the server ended, or was not ready after *within_seconds*. The message has
+                the end of the log.
         """
         if self.pid is not None:
             self.send(signal.SIGCONT)
@@ -164,7 +165,7 @@ class KeptServer:
                 os.killpg(self._server.pid, which)
 
     def end(self, how: signal.Signals, *, within_seconds: float = 30) -> None:
-        """Stop the server with a signal, and with SIGKILL after *within_seconds*."""
+        """Stop the server with a signal; send SIGKILL if the server outlives *within_seconds*."""
         if self._server is None:
             return
         self.send(how)
@@ -179,7 +180,7 @@ class KeptServer:
             self._tell_keeper("")
 
     def close(self) -> None:
-        """Kill the server and its companion (such as epmd), and remove a temporary folder."""
+        """Kill the server and its companion; if *temporary* is True, delete *home*."""
         self.end(signal.SIGKILL)
         with suppress(OSError):
             self._tell_keeper("end")

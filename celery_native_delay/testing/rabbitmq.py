@@ -1,4 +1,4 @@
-"""Start a private RabbitMQ for tests, in seconds.
+"""Start a private RabbitMQ for tests, usually within 3 to 8 seconds.
 
     with private_rabbitmq() as rabbitmq:
         app = Celery(broker=rabbitmq.new_vhost())
@@ -48,7 +48,10 @@ class RabbitMQInstallation:
 
 
 def find_rabbitmq(version: str | None = None) -> RabbitMQInstallation | None:
-    """Return an installed RabbitMQ of *version*, by default the system's; None if missing."""
+    """Return an installed RabbitMQ of *version*; None if this version is not installed.
+
+    Without *version*, return the RabbitMQ that apt or Homebrew installed.
+    """
     for installation in _installations():
         if version is None and installation.root is None:
             return installation
@@ -146,7 +149,8 @@ def private_rabbitmq(*, version: str | None = None, **options: Any) -> Iterator[
     """Run a private RabbitMQ node until the ``with`` block ends.
 
     Args:
-        version: the version of the installed RabbitMQ, such as "3.10"; None: the system's RabbitMQ.
+        version: the version of an installed RabbitMQ, such as "3.10"; None: the version that apt
+            or Homebrew installed.
         **options: the options of :class:`PrivateRabbitMQ`.
 
     Raises:
@@ -234,7 +238,7 @@ class PrivateRabbitMQ:
 
     @property
     def pid(self) -> int | None:
-        """The id of the process and process group of the node; None if the node is down."""
+        """The node's process id, also the id of its process group; None if the node is down."""
         return self._node.pid
 
     # ---- life ------------------------------------------------------------------------------
@@ -243,7 +247,8 @@ class PrivateRabbitMQ:
         """Start the node, always with the same ports and data, and wait until the node is ready.
 
         Raises:
-            BrokerFailed: the start took over *within_seconds*; the message has the end of the log.
+            BrokerFailed: the node ended, or was not ready after *within_seconds*. The message has
+                the end of the log.
         """
         self._node.start(self._serves, within_seconds=within_seconds)
 
@@ -421,7 +426,7 @@ class PrivateRabbitMQ:
         return ["unshare", "--mount", "sh", "-c", _ENTER_ROOT, str(self._root), *command]
 
     def _serves(self) -> bool:
-        """Return True if AMQP and the management API answer; also store the version."""
+        """Return True if AMQP and the management API answer; also store RabbitMQ's version."""
         try:
             with socket.create_connection((self.ip, self.port), timeout=5) as connection:
                 connection.sendall(b"AMQP\x00\x00\x09\x01")

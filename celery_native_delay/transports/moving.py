@@ -89,7 +89,10 @@ class Source(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Delete the message that :meth:`found` yielded last; return False if it has changed."""
+        """Delete the message that :meth:`found` yielded last.
+
+        Returns False, and deletes nothing, if the message has changed since then.
+        """
 
     def close(self) -> None:  # noqa: B027  nothing to do where nothing is held
         """Unlock the message that :meth:`found` yielded last."""
@@ -160,7 +163,7 @@ class Remnant:
 
 
 def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str | None:
-    """Return a message's task id; without a task, return the message's correlation id."""
+    """Return a message's task id, or its correlation id if there is no header ``task``."""
     if "task" in headers:
         return headers.get("id")
     return properties.get("correlation_id")

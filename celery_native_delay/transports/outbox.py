@@ -233,7 +233,10 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         """Read the broker's confirms that arrive within *timeout_seconds*."""
 
     def _forget(self) -> None:
-        """Delete the batch numbers that this publisher stored on the broker."""
+        """Delete this publisher's last batch number, which the broker stores.
+
+        By this number, the broker recognises and ignores a repeated batch.
+        """
 
     # --- batches ----------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
 
 
 class Delays(recorded.Delays):
-    """Publishes delayed messages to pgmq, and stores copies for the list of waiting tasks."""
+    """Publishes delayed messages to pgmq, and adds each message to the list of waiting tasks."""
 
     def _put(self, queue: str, message: dict[str, Any], due_us: int) -> PlainMessage:
         return PlainMessage(queue, message, due_us)
@@ -146,7 +146,7 @@ class PgmqAdminPart(NothingParked):
         return self._of_waiting("DELETE")
 
     def _of_waiting(self, verb: str) -> int:
-        """Count or delete the messages that are not due yet; return the number of messages."""
+        """Return the number of messages not yet due; the *verb* "DELETE" also deletes them."""
         count = 0
         for queue in self._queues:
             table = f"q_{self._channel._queue_name(queue)}"

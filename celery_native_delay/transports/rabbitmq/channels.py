@@ -113,7 +113,10 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         self._returned.append(Publication(received(message), exchange, routing_key))
 
     def _on_close(self, reply_code: int, reply_text: str, class_id: int, method_id: int) -> None:
-        """Keep the channel closed: py-amqp would reopen a WindowChannel without confirm mode."""
+        """Keep the channel closed if the broker closes the channel.
+
+        By default, py-amqp opens the channel again, but without publisher confirms.
+        """
         self.closed_with = (reply_code, reply_text)
         self.send_method(spec.Channel.CloseOk)
         self.collect()

@@ -75,7 +75,7 @@ class Declarer:
             channel.exchange_declare(name, "fanout", passive=True)
 
     def has_exchange(self, name: str, *, if_refused: bool) -> bool:
-        """Return True if a fanout exchange of this package exists."""
+        """Return True if the exchange exists; if RabbitMQ refuses access, return *if_refused*."""
         try:
             try:
                 self.look_for_exchange(name, unreadable=AccessRefused)
