@@ -233,5 +233,5 @@ def conclude(ways: dict[str, Variant], rounds: int) -> Result:
 
 
 def draw(result: Result) -> Figure:
-    title, unit = "Many delayed tasks at once", "tasks per second"
+    title, unit = "Publishing many delayed tasks", "tasks per second"
     return quartile_bars(title, unit, result.series, lambda label: "bulk" in label)

@@ -66,9 +66,9 @@ def quartile_bars(
     series: Mapping[str, Sequence[float]],
     is_ours: Callable[[str], bool] = lambda label: True,
 ) -> Figure:
-    """Draw one bar per series. The bar's length is the median, its spread the middle half."""
+    """Draw one bar per series: its length is the median, and a line shows p25 to p75."""
     rows = [(label, p50, (p25, p75), is_ours(label)) for label, (p25, p50, p75) in series.items()]
-    return bars(f"{title}: median, with the middle half", unit, rows)
+    return bars(f"{title} (median; the line: p25 to p75)", unit, rows)
 
 
 def bars_on(axes: Axes, unit: str, rows: Sequence[Bar], *, limit: float | None = None) -> None:

@@ -151,15 +151,15 @@ def _level_queues(settings: DelaySettings | None) -> int:
 
 
 def draw(result: Result) -> Figure:
-    picture, axes = figure("Declaring the delay levels", height=6.4, rows=2)
+    picture, axes = figure("Time to declare the delay queues", height=6.4, rows=2)
     for one, key, title in (
-        (axes[0], "cold", "cold"),
-        (axes[1], "warm", "on a new connection, when present"),
+        (axes[0], "cold", "in an empty virtual host"),
+        (axes[1], "warm", "on a new connection, if the queues exist"),
     ):
         one.set_title(title, fontsize=10, loc="left")
         bars_on(
             one,
-            "milliseconds, median",
+            "milliseconds (median)",
             [
                 (label, values[key], None, label.startswith("ours"))
                 for label, values in result.series.items()

@@ -131,5 +131,5 @@ def measured(bench: Bench, place: str, app: Celery, rounds: int) -> dict[str, li
 
 def draw(result: Result) -> Figure:
     return quartile_bars(
-        "One call", "microseconds", result.series, lambda label: DELAYED not in label
+        "Time of one call", "microseconds", result.series, lambda label: DELAYED not in label
     )

@@ -137,7 +137,7 @@ def publish(bench: Bench, app: Any, countdowns: list[float], what: str) -> list[
 
 def draw(result: Result) -> Figure:
     colours = {"ours": OURS, "celery": OTHERS[0], "held": GREY}
-    picture, (axes,) = figure("How late delayed tasks are on RabbitMQ")
+    picture, (axes,) = figure("Lateness of delayed tasks on RabbitMQ")
     lines = [
         (LABELS[method].split(" ", 1)[-1], values, colour)
         for method, colour in colours.items()

@@ -162,5 +162,5 @@ def _ratio_text(ours: Variant, other: Variant) -> str:
 
 
 def draw(result: Result) -> Figure:
-    title = "Client cost of one publish"
+    title = "Client time to publish one task"
     return quartile_bars(title, "microseconds", result.series, lambda label: label[:4] == "ours")

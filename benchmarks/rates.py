@@ -272,8 +272,8 @@ def send(app: Celery, task: str, count: int, *, first: int = 0) -> None:
 
 def draw(result: Result) -> Figure:
     return bars(
-        f"Starts per second of tasks at {LIMIT}",
-        "starts per second; the line: the most in any one second",
+        f"Task starts per second with the rate limit {LIMIT}",
+        "starts per second (the line ends at the most starts in any second)",
         [
             (label, per_second, (per_second, most), label.startswith("ours"))
             for label, (per_second, most) in result.series.items()

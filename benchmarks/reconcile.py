@@ -231,4 +231,4 @@ def measure(spark: SparkSession, bench: Bench) -> Result:
 
 def draw(result: Result) -> Figure:
     rows = [(what, took, None, True) for what, took in result.series.items()]
-    return bars("Spark: time to reconcile", "seconds", rows)
+    return bars("Spark: time of each step of a reconciliation", "seconds", rows)

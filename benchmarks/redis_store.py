@@ -276,10 +276,10 @@ def delaying(redis: PrivateRedis) -> Any:
 
 
 def draw(result: Result) -> Figure:
-    picture, (cost, rate) = figure("Redis: cost of waiting, and of its end", height=4.6, rows=2)
+    picture, (cost, rate) = figure("Redis: adding and moving messages", height=4.6, rows=2)
     for axes, unit, title, wanted in (
-        (cost, "microseconds", "one message in: median, with the middle half", True),
-        (rate, "messages per second", f"promoted in batches of {BATCH}", False),
+        (cost, "microseconds", "time to publish one message (median; the line: p25 to p75)", True),
+        (rate, "messages per second", f"due messages moved, {BATCH} per batch", False),
     ):
         axes.set_title(title, fontsize=10, loc="left")
         rows = [

@@ -89,7 +89,7 @@ class Scale:
         return conclude(bench, measured)
 
     def draw(self, result: Result) -> Figure:
-        title = "Lateness of a task on a broker full of waiting tasks"
+        title = "Lateness of a task while many tasks wait"
         return quartile_bars(
             title, "milliseconds", result.series, lambda label: STAGES[0] not in label
         )

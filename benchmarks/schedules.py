@@ -224,7 +224,7 @@ def second_of(index: int, count: int, when: str) -> float:
 
 
 def draw(result: Result) -> Figure:
-    picture, panels = figure("How late periodic tasks start", height=6.4, rows=2, columns=2)
+    picture, panels = figure("Lateness of periodic tasks", height=6.4, rows=2, columns=2)
     names = [(broker, when) for broker in ("Redis", "RabbitMQ") for when in (AT_ONCE, SPREAD)]
     for axes, (broker, when) in zip(panels, names, strict=True):
         lines = [

@@ -187,5 +187,5 @@ def conclude(ways: dict[str, Way], rounds: int) -> Result:
 def draw(result: Result) -> Figure:
     sending = {label: one for label, one in result.series.items() if "alone" not in label}
     return quartile_bars(
-        "Delayed tasks from Spark", "rows per second", sending, lambda label: "by hand" not in label
+        "Sending tasks from Spark", "rows per second", sending, lambda label: "by hand" not in label
     )

@@ -184,10 +184,10 @@ def draw(result: Result) -> Figure:
         f"{ours}, {SAME.label}": ("ours, all the same", OTHERS[3]),
         f"binary, {RANDOM.label}": ("binary", OTHERS[0]),
     }
-    picture, (axes,) = figure("3,000 messages per second: how late")
+    picture, (axes,) = figure("Lateness at 3,000 messages per second")
     curves_on(
         axes,
-        "at the destination queue",
+        "on arrival in the destination queue",
         [
             (label, result.series[name], colour)
             for name, (label, colour) in lines.items()

@@ -206,5 +206,5 @@ def lateness(bench: Bench) -> list[float]:
 
 
 def draw(result: Result) -> Figure:
-    title = "Timeout store in SQLite, 100,000 messages pending"
+    title = "Messages per second in SQLite, while 100,000 messages wait"
     return quartile_bars(title, "messages per second", result.series)

@@ -131,7 +131,7 @@ def publish(
 
 def draw(result: Result) -> Figure:
     return bars(
-        "Tasks per second through one worker: median, lowest and highest",
+        "Tasks per second of one worker (median; the line: lowest to highest)",
         "tasks per second",
         [
             (label, middle, (low, high), label.startswith("ours"))

@@ -282,4 +282,4 @@ def timed(look: Callable[[], object]) -> float:
 
 
 def draw(result: Result) -> Figure:
-    return quartile_bars("Looking at what waits in Redis", "milliseconds", result.series)
+    return quartile_bars("Time to read the waiting tasks in Redis", "milliseconds", result.series)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 
 class Backoff:
-    """Pauses between attempts to reach a server; each pause is twice the last, up to a limit."""
+    """Computes the pause before the next attempt. Each pause is twice the last, up to a limit."""
 
     def __init__(self, first: float, longest: float) -> None:
         self._first = first
         self._longest = longest
         self.seconds = first
-        """Seconds that the next call of :meth:`failed` returns."""
+        """The next pause in seconds."""
 
     def failed(self) -> float:
         """Return the seconds to wait before the next attempt, and double the pause."""
@@ -19,7 +19,7 @@ class Backoff:
         return seconds
 
     def reset(self) -> bool:
-        """Return to the shortest pause. Returns True if an attempt failed since the last reset."""
+        """Reset the pause. Returns True if an attempt failed since the last reset."""
         has_failed = self.seconds != self._first
         self.seconds = self._first
         return has_failed

@@ -1,6 +1,6 @@
-"""Converts countdowns and ETAs to due times: integer microseconds since the epoch.
+"""Converts countdowns and ETAs to due times in microseconds since the epoch.
 
-With floating-point numbers, rounding could make a task early.
+Due times are integers, because a rounded float could run a task too early.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _MICROSECOND = timedelta(microseconds=1)
 def due_us(eta: datetime | str) -> int:
     """Convert an ETA (a datetime or ISO 8601 text) to microseconds since the epoch.
 
-    An ETA without a time zone is in UTC. Raises InvalidDueTime for any other value.
+    An ETA without a time zone is in UTC. Raises InvalidDueTime if *eta* is neither a datetime nor
+    a text in ISO 8601.
     """
     if isinstance(eta, str):
         try:
@@ -48,17 +49,17 @@ def eta_of(due_us: int) -> str:
 
 
 def milliseconds_up(microseconds: int) -> int:
-    """Convert microseconds to milliseconds, rounded up so that no message is early."""
+    """Convert microseconds to milliseconds, rounded up, so that no task runs too early."""
     return -(-microseconds // 1000)
 
 
 def units_until(due_us: int, *, now_us: int, resolution_ms: int) -> int:
-    """Return a delay in units of the setting *resolution*, rounded up; 0 if due already."""
+    """Convert the time until *due_us* to units of *resolution_ms*, rounded up; at least 0."""
     return max(0, -((now_us - due_us) // (resolution_ms * 1000)))
 
 
 def check_reach(units: int, *, max_units: int, resolution_ms: int) -> None:
-    """Raise DelayTooLong if a delay is longer than the longest allowed delay."""
+    """Raise DelayTooLong if a delay exceeds the longest allowed delay."""
     if units > max_units:
         raise DelayTooLong(
             _too_long(units * resolution_ms / 1000, max_units * resolution_ms / 1000)
@@ -74,12 +75,9 @@ def check_due(due_us: int, *, now_us: int, longest_delay_seconds: float) -> None
 
 
 def check_countdown(countdown: object, *, longest_delay_seconds: float) -> None:
-    """Raise an error if a countdown is infinite, NaN, or longer than the longest allowed delay.
-
-    Celery itself rejects a countdown that is not a number.
-    """
+    """Raise an error if a countdown is infinite, NaN, or too long."""
     if not isinstance(countdown, int | float):
-        return
+        return  # Celery itself raises an error
     if not math.isfinite(countdown):
         raise InvalidDueTime(
             f"expected a countdown of 0 to {duration(longest_delay_seconds)}, got {countdown!r}"

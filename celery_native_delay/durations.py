@@ -23,11 +23,11 @@ _WRITTEN = re.compile(
 
 
 def duration(seconds: float, *, exact: bool = False, up: bool = False) -> str:
-    """Format seconds in their two largest units: ``1 d 3 h``, ``1 h 10 min``, ``0.3 s``.
+    """Format seconds with the two largest units, such as ``1 h 10 min``.
 
     Args:
         exact: if True, use all units, down to milliseconds.
-        up: if True, round up; otherwise round to the nearest unit.
+        up: if True, round up; if False, round to the nearest value.
     """
     if seconds < 0:
         return f"-{duration(-seconds, exact=exact)}"

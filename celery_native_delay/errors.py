@@ -74,7 +74,7 @@ class NotPermitted(NativeDelayError):
 
 
 class NotDeclared(NativeDelayError):
-    """RabbitMQ lacks a queue, exchange or binding, and ``native_delay_declare`` is off."""
+    """RabbitMQ lacks a queue, exchange or binding, and ``native_delay_declare`` is False."""
 
 
 class UnsupportedBroker(NativeDelayError):
@@ -102,7 +102,7 @@ class NoRecords(RecordsUnavailable):
 
 
 class InvalidFanOut(NativeDelayError, ValueError):
-    """A ``FanOut`` or a Spark sink has a wrong option, column or row."""
+    """A ``FanOut`` or a Spark sink has an invalid option, column or row."""
 
 
 class FanOutFailed(NativeDelayError):

@@ -21,7 +21,7 @@ ADVICE = "advice"
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem that a check has found, or a check that could not be made.
+    """A problem that a check has found, or a check that could not run.
 
     *check* names the check, such as "policies". *level* is :data:`WRONG`, :data:`UNCHECKED` or
     :data:`ADVICE`. *problem* and *remedy* are one line each.
@@ -49,7 +49,7 @@ def clock_finding(
     *,
     check: str = "clocks",
 ) -> Iterator[Finding]:
-    """Yield a finding if a server's clock differs from this machine's by over a second."""
+    """Yield a problem if a server's clock and this machine's clock differ by over a second."""
     if abs(ahead_seconds) > MAY_DIFFER_SECONDS:
         side = "ahead of" if ahead_seconds > 0 else "behind"
         yield Finding(

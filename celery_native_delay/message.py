@@ -1,6 +1,6 @@
-"""Reads and writes this package's header of a delayed message, and reads the ETA.
+"""Reads and writes this package's header of a delayed message.
 
-A change of the header needs a new VERSION, because messages stay in brokers for years.
+Increase VERSION when the header changes, because messages stay in brokers for years.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ def is_own(header: Any) -> bool:
 
 
 class Delayed(NamedTuple):
-    """The header of a delayed message: the original exchange and routing key, and the due time.
+    """The header of a delayed message: original exchange, routing key and due time.
 
-    All copies of a message have the same *delivery_id*. If *queue* is None, the exchange and the
-    routing key decide the queues. *due_us* and *expires_ms* (the end of the message's
-    ``expiration``) count from the epoch. If *cancelled* is True, a worker revokes the task.
+    Copies of a message in several queues have the same *delivery_id*. If *queue* is None, the
+    exchange routes the message. *due_us* and *expires_ms* are times since the epoch. The message
+    expires at *expires_ms*, computed from the property ``expiration``. If *cancelled* is True, a
+    worker revokes the task.
     """
 
     delivery_id: str
@@ -61,7 +62,7 @@ class Delayed(NamedTuple):
     cancelled: bool = False
 
     def header(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the header as a dict; *kept*: message properties to restore at the due time."""
+        """Return the header as a dict. *kept* are message properties to restore when due."""
         header: dict[str, Any] = {
             "v": VERSION,
             "id": self.delivery_id,
@@ -90,9 +91,10 @@ class Delayed(NamedTuple):
 
 
 def due_of(headers: Mapping[str, Any] | None) -> int | None:
-    """Return the due time in the header ``eta``, in microseconds since the epoch, or None.
+    """Return the header ``eta`` in microseconds since the epoch, or None without this header.
 
-    Raises InvalidDueTime if the ETA of a task is not ISO 8601.
+    If the header is not ISO 8601, raises InvalidDueTime for a Celery task, and returns None for
+    another message.
     """
     eta = headers.get("eta") if headers else None
     if not eta:
@@ -106,7 +108,7 @@ def due_of(headers: Mapping[str, Any] | None) -> int | None:
 
 
 def due_ms_of(headers: Mapping[str, Any]) -> int | None:
-    """Return the header ``eta`` in milliseconds since the epoch, or None for an invalid ETA."""
+    """Return the header ``eta`` in milliseconds since the epoch, or None if invalid."""
     try:
         found_us = due_of(headers)
     except InvalidDueTime:
@@ -130,7 +132,7 @@ def cancel(headers: dict[str, Any], header: dict[str, Any]) -> None:
 
 
 def uncover(headers: dict[str, Any], header: Mapping[str, Any]) -> bool:
-    """Restore the headers of a cancelled task. Returns True if the task was cancelled."""
+    """Undo :func:`cancel`. Returns False if the task was not cancelled."""
     if not header.get(CANCELLED):
         return False
     if EXPIRES in header:

@@ -17,7 +17,7 @@ _forgets: list[Callable[[], object]] = []
 
 
 def in_forked_child(forget: Callable[[], object]) -> None:
-    """Register a function that every forked child calls at its start."""
+    """Register a function that every forked child process calls after the fork."""
     _forgets.append(forget)
 
 
@@ -31,9 +31,9 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class PerProcess(Generic[Key, Value]):
-    """A cache of values, one per key, that a forked child does not share with its parent.
+    """A cache of values by key, which is empty in each new child process.
 
-    A forked child calls the function *abandon* with each value of its parent.
+    The child process calls *abandon* with each cached value of the parent process.
     """
 
     def __init__(self, abandon: Callable[[Value], object] = lambda value: None) -> None:

@@ -21,11 +21,11 @@ OLDEST_REDIS = (6, 2)
 
 @dataclass(frozen=True)
 class Server:
-    """A Redis or Valkey server, as the server's ``INFO`` describes it.
+    """The version and settings of a Redis or Valkey server, from ``INFO``.
 
     *policy* is ``maxmemory-policy`` and *aof* is ``appendonly``. *configurable* is True if the
-    client's user may call ``CONFIG GET``. An unknown *version* is (); other unknown fields are
-    None.
+    client's user may call ``CONFIG GET``. Unknown fields are None. The only exception: an unknown
+    *version* is ().
     """
 
     name: str = "Redis"
@@ -56,7 +56,8 @@ class Server:
 def check_server(server: Server, *, prefix: str) -> None:
     """Raise UnsupportedBroker if the server is older than Redis 6.2, or in cluster mode.
 
-    A cluster is accepted if *prefix*, kombu's ``global_keyprefix``, has a hash tag.
+    The only exception: a cluster is allowed if *prefix* (kombu's ``global_keyprefix``) has a hash
+    tag, such as ``{queue}:``.
     """
     if server.version and server.version < OLDEST_REDIS:
         raise UnsupportedBroker(
@@ -72,10 +73,10 @@ def check_server(server: Server, *, prefix: str) -> None:
 
 
 def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) -> Iterator[Finding]:
-    """Yield a finding for each server setting that may make the Redis server lose data.
+    """Yield a problem for each Redis setting that may cause a loss of data.
 
-    *kept* names the data in the findings. If *has_ttls* is True, the data has TTLs, so Redis may
-    also evict the data by a volatile eviction policy.
+    *kept* names the data in the problem's text. With *has_ttls*, the data has TTLs, so a
+    ``volatile-…`` eviction policy may delete the data, too.
     """
     level = ADVICE if server.configurable is False else WRONG
     policy = server.policy
@@ -112,7 +113,7 @@ def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) ->
 
 
 def clocks(ahead_seconds: float, *, check: str = "clocks") -> Iterator[Finding]:
-    """Yield a finding if the Redis server's clock differs from this machine's by over a second."""
+    """Yield a problem if the Redis server's clock and this machine's clock differ."""
     effect = "arrive early and are put back once" if ahead_seconds > 0 else "arrive that much later"
     yield from clock_finding(
         "the Redis server's clock", ahead_seconds, f"delayed tasks {effect}", check=check
@@ -159,7 +160,7 @@ def clock_ahead_seconds(client: Any) -> float:
 
 
 def findings(client: Any, *, key: str, where: str) -> Iterator[Finding]:
-    """Yield the problems of a Redis server that stores the state about waiting tasks.
+    """Yield the problems of a Redis server that stores state about waiting tasks.
 
     The check writes a test value to *key*. *where* is the server's URL without a password.
     """

@@ -75,11 +75,11 @@ class DelaySettings:
     """TTL in seconds of the shortest delay queue, a whole number of milliseconds. Delays are
     rounded up to a multiple of the resolution. Defaults to 0.125."""
     fused_bits: int = 15
-    """Number of low bits of a delay that are grouped: 0, 3, 7, 11, 15 and so on. A delay is a
-    binary number of resolutions. Without groups, a message passes one TTL queue per set bit of the
-    delay. With groups, a message passes one of up to 15 TTL queues per group. Groups need more
-    queues, but let the broker deliver more messages per second. Defaults to 15: whole seconds below
-    an hour pass at most three queues."""
+    """Number of low bits of a delay that form groups: 0, 3, 7, 11, 15 and so on. The delay is a
+    binary count of resolutions. A message waits once per set bit outside the groups, and once per
+    nonzero group. A bit has one TTL queue, a group up to 15 TTL queues. With groups, the broker has
+    more queues, and delivers more messages per second. Defaults to 15: a delay of whole seconds
+    below an hour needs at most three queues."""
     queue_type: str = "quorum"
     """Type of RabbitMQ's delay queues: "quorum" or "classic". A classic queue is on one node, and
     may lose messages that expire while the broker crashes. Defaults to "quorum"."""
@@ -87,15 +87,15 @@ class DelaySettings:
     """If on, each publish of a delayed message waits for RabbitMQ's confirm. If off, as in Celery,
     the producer does not notice a lost message. Defaults to True."""
     confirm_window: int = 1000
-    """Largest number of unconfirmed messages of ``bulk(app)``. Defaults to 1000."""
+    """Largest number of messages of ``bulk(app)`` that wait for a confirm. Defaults to 1000."""
     declare: bool = True
     """If off, this package declares, binds and deletes nothing on RabbitMQ, and raises
     ``NotDeclared`` if a queue, exchange or binding is missing. `celery -A PROJ delay export` writes
     all declarations for other tools. Defaults to True."""
     landing_exchanges: tuple[str, ...] = ()
-    """Exchanges to which consumers without this package bind queues. A landing queue of this
-    package dead-letters due messages to the exchange, and so to all bound queues. Defaults to
-    none."""
+    """Names of exchanges to which consumers without this package bind queues. A due
+    message for one of these exchanges goes to a queue of this package, which dead-letters the
+    message to the exchange. Defaults to none."""
     adopt: bool = True
     """If on, workers return tasks that arrive before their ETA to the broker, instead of holding
     the tasks in memory. Defaults to True."""
@@ -108,12 +108,12 @@ class DelaySettings:
     """URL of a Redis, or SQLAlchemy URL of a database such as ``postgresql+psycopg://host/shop``,
     for the records (state about waiting tasks). RabbitMQ, SQS and pgmq need records to list, cancel
     and reschedule tasks, for debounce, throttle and unique keys, and for rate limits. A Redis
-    broker and ``native_delay_store`` store records themselves. Spark runs with the option *fence*
-    are recorded here on any broker. Defaults to None."""
+    broker and the database of ``native_delay_store`` keep records without this setting. On any
+    broker, ``FanOut(…, fence=True)`` stores the state of the Spark run here. Defaults to None."""
     records_away: str = "run"
     """Action for due tasks while the records (state about waiting tasks) are unreachable. "run":
-    run the tasks, also cancelled and rescheduled tasks. "wait": keep the tasks in the broker.
-    Defaults to "run"."""
+    workers run the tasks, even cancelled and rescheduled tasks. "wait": the tasks stay in the
+    broker. Defaults to "run"."""
 
     store: str | None = None
     """SQLAlchemy URL of the database in which messages wait if the broker cannot delay messages,
@@ -128,9 +128,9 @@ class DelaySettings:
     """Folder for telemetry. Every process of a worker writes one line of JSON when a task starts,
     and one line when the task ends. Defaults to None: no telemetry."""
     fence_policy: str = "run"
-    """Action for tasks of a Spark run with the option *fence*, if the driver did not store the
-    valid attempts of the Spark tasks in time. Workers "run" all tasks, perhaps twice, or "drop" all
-    tasks. Defaults to "run"."""
+    """With ``FanOut(…, fence=True)``, the Spark driver stores which Spark attempts succeeded, and
+    workers run only the tasks of these attempts. If the driver dies, workers "run" all tasks,
+    perhaps twice, or "drop" all tasks. Defaults to "run"."""
 
     rates: Mapping[str, AnyRate | Sequence[AnyRate]] | tuple[tuple[str, tuple[Rate, ...]], ...] = ()
     """Rate limits by task name, such as ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
@@ -144,12 +144,12 @@ class DelaySettings:
     """If on, periodic tasks such as those of ``beat_schedule`` wait in the broker, and no ``celery
     beat`` is needed. Needs records. Defaults to False."""
     schedules_version: int | str | None = None
-    """Release of the schedule entries: a number, or a date such as ``"2026-11-23"``. Workers of an
-    older release publish no entries of their own. Of equal releases, the worker that started last
-    publishes its entries. Defaults to None."""
+    """Release of the app's ``beat_schedule``: a number, or a date such as ``"2026-11-23"``. The
+    schedule of the highest release is valid. Of equal releases, the schedule of the worker that
+    started last is valid. Defaults to None."""
     schedules_catch_up: Literal["one", "none", "all"] = "one"
-    """Decides about due times that passed while no worker ran: "one" run, "none", or "all" of at
-    most 100. Defaults to "one"."""
+    """Number of runs for the due times that passed while no worker ran: "one", "none", or "all"
+    (at most 100). Defaults to "one"."""
 
     def __post_init__(self) -> None:
         for name in ("landing_exchanges", "rates"):
@@ -186,13 +186,13 @@ class DelaySettings:
 
     @property
     def while_records_are_away(self) -> str:
-        """An error text: due tasks run, or wait, while the Redis or database is unreachable."""
+        """A text that says if due tasks run or wait while the Redis or database is unreachable."""
         due = "run, even if cancelled" if self.records_away == "run" else "wait in the broker"
         return f"meanwhile due tasks {due}, and none can be listed, cancelled or moved"
 
     @property
     def longest_delay_seconds(self) -> float:
-        """The longest allowed delay in seconds; the settings *levels* and *resolution* set it."""
+        """The longest allowed delay in seconds, from the settings *levels* and *resolution*."""
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000
 
     def _largest_step(self, levels: int) -> int:
@@ -204,7 +204,7 @@ class DelaySettings:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> DelaySettings:
-        """Make settings from a mapping of names, without the prefix ``native_delay_``, to values.
+        """Make settings from a dict of setting names (without ``native_delay_``) and values.
 
         Raises SettingsError if a name is unknown or a value is invalid.
         """
@@ -261,7 +261,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def _rule(name: str, value: Any) -> tuple[bool, str]:
-    """Check a setting's value: return True if valid, and a text with the valid values."""
+    """Check a setting's value. Returns True or False, and a text that describes valid values."""
     is_text = isinstance(value, str) and value != ""
     match name:
         case "enabled" | "adopt" | "confirm_publish" | "declare" | "strict" | "schedules":
@@ -319,7 +319,11 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
 
 
 def lowest_bit(bit: int, *, fused_bits: int) -> int:
-    """Return the lowest bit of a delay that shares delay queues with *bit*."""
+    """Return the lowest bit of the group that contains *bit*; for example, 3 for bit 5.
+
+    A delay is a binary number, in units of the setting *resolution*. The bits below *fused_bits*
+    form the groups 0-2, 3-6, 7-10 and so on. Each other bit is a group of its own.
+    """
     if bit >= fused_bits:
         return bit
     return max(0, bit - (bit - FRACTION_BITS) % FUSED_WIDTH)

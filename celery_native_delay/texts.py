@@ -1,4 +1,4 @@
-"""Checks that every broker and database can store a text."""
+"""Check that strings can be encoded as UTF-8, as brokers and databases require."""
 
 from __future__ import annotations
 

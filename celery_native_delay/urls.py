@@ -1,4 +1,4 @@
-"""Helpers for the URLs of brokers and databases: hide the password, or convert for redis-py."""
+"""Hides passwords in URLs, and converts URLs for redis-py."""
 
 from __future__ import annotations
 

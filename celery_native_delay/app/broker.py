@@ -1,4 +1,4 @@
-"""Checks an app's broker, calls the broker, and adds the broker's URL to errors."""
+"""Connects to an app's broker, and adds the broker's URL to errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WAY_TO_STORE = (
 
 
 def check_fits(connection: Any, settings: DelaySettings) -> None:
-    """Raise UnsupportedBroker if tasks can wait neither in this broker nor in a database."""
+    """Raise UnsupportedBroker if the broker cannot delay and ``native_delay_store`` is None."""
     if transport_of(connection.transport_cls, store=settings.store) is None:
         raise UnsupportedBroker(why_nothing_waits(connection.transport_cls))
 
@@ -66,10 +66,7 @@ T = TypeVar("T")
 
 
 def ask_on_a_connection(app: Any, question: Callable[[Any], T]) -> T:
-    """Call *question* with a pooled connection. Retries once after a connection error.
-
-    Raises kombu's OperationalError if the broker cannot be reached.
-    """
+    """Call the function *question* with a pooled connection; retry once after a lost connection."""
     try:
         with app.connection_or_acquire() as connection:
             for last_try in (False, True):

@@ -1,4 +1,4 @@
-"""Makes Celery's ``revoke`` also cancel waiting tasks, by a subclass of the app's ``Control``.
+"""Makes Celery's ``revoke`` also cancel waiting tasks.
 
 ``app.control.revoke``, ``AsyncResult.revoke``, ``celery control revoke`` and Flower's button all
 call ``Control.broadcast``.
@@ -33,7 +33,10 @@ class RevokesWaiting:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Broadcast a command. A ``revoke`` to all workers first cancels the waiting tasks."""
+        """Cancel each revoked task that is waiting, then broadcast the command to the workers.
+
+        The only exception: a ``revoke`` with *destination* or *pattern* cancels no waiting task.
+        """
         everywhere = destination is None and kwargs.get("pattern") is None
         if command in ("revoke", "terminate") and everywhere:
             self._cancel_waiting((arguments or {}).get("task_id"))

@@ -48,15 +48,16 @@ _MOST_MOVED = 100_000
 
 
 class Delay(KeyedCalls):
-    """List, search, cancel and reschedule an app's waiting tasks. Send debounced or unique tasks.
+    """List, search, cancel and reschedule waiting tasks. Send debounced, throttled or unique tasks.
 
     If the broker is Redis, the waiting tasks are read from the broker. On RabbitMQ, SQS and pgmq,
     the tasks are read from the Redis or database of ``native_delay_records``. On other brokers,
     the tasks are read from the database in which the messages wait.
 
-    Every method raises :class:`~celery_native_delay.RecordsUnavailable` if this Redis or database
-    is unreachable, and kombu's errors if the broker is unreachable. Methods that change a task
-    return an :class:`~celery_native_delay.Outcome`, which is truthy if the change was made.
+    Every method raises :class:`~celery_native_delay.RecordsUnavailable` if the waiting tasks cannot
+    be read, and kombu's ``OperationalError`` if the app cannot connect to the broker. Methods that
+    change a task return an :class:`~celery_native_delay.Outcome`, which is truthy if the change was
+    made.
     """
 
     def __init__(self, app: Celery) -> None:
@@ -75,11 +76,13 @@ class Delay(KeyedCalls):
             offset: the number of matching tasks to skip.
 
         Returns:
-            a sequence of :class:`Waiting`. The attribute *total* of the sequence is the number of
-            all matching tasks, or None if the tasks were not counted.
+            a sequence of :class:`Waiting`, with an attribute *total*: the number of all
+            matching tasks. If *search* has words, a name or a queue, *total* is None: use
+            :meth:`count`.
 
         Raises:
-            InvalidQuery: *search* is malformed, or *limit* or *offset* is negative or no integer.
+            InvalidQuery: a malformed *search*, or a *limit* or *offset* that is negative or not an
+                integer.
         """
         _check_count("limit", limit, least=0)
         _check_count("offset", offset, least=0)
@@ -115,10 +118,13 @@ class Delay(KeyedCalls):
         return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
 
     def rates(self, *, limit: int = 50) -> list[RateLine]:
-        """Return the queues of tasks that wait for a rate limit, longest queue first.
+        """Return a :class:`RateLine` for each rate-limited task and key, longest queue first.
+
+        Args:
+            limit: the largest number of ``RateLine`` objects to return.
 
         Raises:
-            NoRecords: rate limits on this broker need ``native_delay_records``.
+            NoRecords: the broker cannot store rate limits, and ``native_delay_records`` is not set.
         """
         _check_count("limit", limit, least=0)
 
@@ -136,8 +142,8 @@ class Delay(KeyedCalls):
     def schedules(self) -> Schedules:
         """Return the app's schedule entries, to list, pause, resume and run them.
 
-        Raises:
-            NoRecords: schedules on this broker need ``native_delay_records``.
+        The methods of the result raise :class:`~celery_native_delay.NoRecords` if the broker cannot
+        store schedule entries, and ``native_delay_records`` is not set.
         """
         return Schedules(self._app)
 
@@ -190,7 +196,7 @@ class Delay(KeyedCalls):
         return sum(map(bool, self._change(due, move))) if due else 0
 
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
-        """Correct the due times of rate-limited tasks that a ``RetryAfter`` delays."""
+        """If a ``RetryAfter`` pause delays a task, replace its due time by the pause's end."""
         until_us: dict[str, int] = {}
         if any(task.place for task in tasks):
             with suppress(NativeDelayError):  # then show the due times of the messages
@@ -227,14 +233,16 @@ class Delay(KeyedCalls):
             task_id: an id, an ``AsyncResult``, or a :class:`Waiting` that :meth:`ls` returned.
             key: the key of the task. Give *key*, *task* and *kind* instead of *task_id*.
             task: the task, or the name of the task.
-            kind: "debounce" or "unique" for a task of the method of this name; "throttle" for
-                ``throttle(edge="both")``; "throttle-trailing" for ``throttle(edge="trailing")``.
+            kind: "debounce", "unique", "throttle" or "throttle-trailing". Tasks that were sent by
+                ``throttle(edge="trailing")`` have the kind "throttle-trailing". Tasks that were
+                sent by ``throttle(edge="both")`` have the kind "throttle".
 
         Returns:
             the outcome. The outcome's *id* is "" if no task was sent with the key.
 
         Raises:
-            UnsupportedBroker: keys on this broker need ``native_delay_records``.
+            UnsupportedBroker: *key* is given, but the broker cannot store keys, and
+                ``native_delay_records`` is not set.
         """
         if key is None and task is None and kind is None:
             return self.cancel_all([_id_of(task_id)])[0]
@@ -357,17 +365,18 @@ class Delay(KeyedCalls):
         return ask_broker(self._app, ask)
 
     def _revoke_result(self, outcome: Outcome) -> None:
-        """Set the results of a cancelled task to REVOKED.
-
-        If the result backend fails, workers set all later results: each attempt may take minutes.
-        """
+        """Set the results of cancelled tasks to REVOKED, until the result backend fails once."""
+        # After a failure, workers set the results: a call to a failing backend may take minutes.
         for task in outcome.tasks:
             if self._sets_results and task.name and task.keeps_result:
                 self._sets_results = revoke_result(self._app, task.id, task.name, reason="revoked")
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:
-    """Return a page of matching tasks, and True if the total number is exact."""
+    """Return a page of tasks that match *query*, and True if all matching tasks were counted.
+
+    If the second value is False, the page's *total* may be too low.
+    """
     searched = not query.is_by_time_only
     page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
     total = page.total

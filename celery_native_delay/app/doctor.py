@@ -53,7 +53,7 @@ _START_THEM = (
 
 
 def examine(app: Any) -> list[Finding]:
-    """Check the app's delays. Returns the problems found, and the checks that could not run."""
+    """Run the checks of ``delay doctor``. Returns problems, and checks that could not run."""
     installation = installed(app)
     try:
         settings = installation.settings()

@@ -1,4 +1,4 @@
-"""Stops ``celery beat`` from sending tasks if schedule entries wait in the broker."""
+"""Stops ``celery beat`` from sending tasks if ``native_delay_schedules`` is True."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def install(app: App, **settings: Any) -> App:
 
 @dataclass(frozen=True)
 class ControlOf:
-    """A picklable factory of the app's ``Control``, whose ``revoke`` also cancels waiting tasks."""
+    """Makes the app's ``Control`` with a ``revoke`` that also cancels waiting tasks. Picklable."""
 
     original: Any
 
@@ -90,7 +90,7 @@ def reinstall(app: Celery) -> None:
 
 
 def drop_pools(app: Celery) -> None:
-    """Drop connection pools made before ``install``: their connections cannot delay messages."""
+    """Drop the app's pools: connections from before ``install`` cannot delay messages."""
     app._pool = None
     if "amqp" in vars(app):
         app.amqp._producer_pool = None

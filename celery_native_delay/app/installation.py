@@ -46,7 +46,7 @@ EXPECTED_URLS = {
 
 
 class Installation:
-    """The settings of one app, and the methods that replace methods of the app."""
+    """The settings of one app, and replacements for methods of the app."""
 
     def __init__(self, app: Celery, keywords: dict[str, Any]) -> None:
         self.app = app
@@ -60,7 +60,7 @@ class Installation:
         self.raises_if_unsupported = False
         """True in a ``delay`` command, which raises an error for an unsupported broker."""
         self.test_broker: str | None = None
-        """Under the test clock, the broker URL that replaces the app's broker settings."""
+        """The URL that replaces the app's broker URL in tests with the test clock."""
 
     def settings(self) -> DelaySettings:
         """Return the app's settings. A keyword of ``install()`` overrides the app's configuration.
@@ -82,10 +82,8 @@ class Installation:
 
     @property
     def keeps_celerys_off(self) -> bool:
-        """True if Celery's own delayed delivery is off for this app.
-
-        Every delayed publish reads this property, so the value is from the app's last connection.
-        """
+        """True if Celery's own delayed delivery is off for this app."""
+        # Every delayed publish reads this property, so the last connection's value is kept.
         return self.enabled if self._connected_enabled is None else self._connected_enabled
 
     # --- what replaces the app's own ----------------------------------------------------
@@ -118,7 +116,7 @@ class Installation:
         *more: Any,
         **options: Any,
     ) -> Any:
-        """Check *countdown*, then send a task by the app's own ``send_task``."""
+        """Check *countdown*, then call the ``send_task`` that this method replaces."""
         # The channel checks all other countdowns when it publishes. NaN is caught here, too.
         if isinstance(countdown, int | float) and not countdown < LONGEST_CELERY_SECONDS:
             settings = self._settings_or_error()
@@ -143,9 +141,11 @@ class Installation:
             return exc
 
     def _fits(self, connection: Connection, settings: DelaySettings | SettingsError) -> bool:
-        """Return True if a connection uses a transport of this package.
+        """Return True if a connection's transport can delay; log a warning and return False if not.
 
-        Otherwise log a warning, or raise UnsupportedBroker.
+        In three cases this method raises UnsupportedBroker instead of the warning:
+        ``native_delay_strict`` is True, ``raises_if_unsupported`` is True, or the same broker could
+        delay with another URL, such as ``pyamqp://``.
         """
         name = connection.transport_cls
         # With wrong settings take our transport: then a delayed publish raises the error.
@@ -196,7 +196,7 @@ def installed(app: Any) -> Installation:
 
 
 def ask_broker(app: Any, question: Callable[[Any, DelaySettings], T]) -> T:
-    """Call *question* with a broker channel. Retries once after a connection error."""
+    """Call the function *question* with a broker channel and the app's settings."""
 
     def ask(connection: Any) -> T:
         return question(*delaying_channel(app, connection))
@@ -205,11 +205,11 @@ def ask_broker(app: Any, question: Callable[[Any, DelaySettings], T]) -> T:
 
 
 def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
-    """Return a channel that can delay messages, and the settings of the app.
+    """Return the default channel of *connection*, and the app's settings.
 
     Raises:
         SettingsError: ``install(app)`` was not called, or a setting is invalid.
-        UnsupportedBroker: no delayed task can wait in this broker.
+        UnsupportedBroker: this broker cannot delay tasks.
     """
     settings = installed(app).settings()
     if not settings.enabled:
@@ -227,7 +227,7 @@ def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
 
 
 def _configured(app: Celery) -> dict[str, Any]:
-    """Return the app's ``native_delay_*`` settings by name, without this prefix."""
+    """Return the app's settings of this package, by name without the prefix ``native_delay_``."""
     app.conf.get("broker_url")  # loads a pending configuration
     namespace = (app.namespace or "").lower().rstrip("_")
     found: dict[str, Any] = {}
@@ -242,7 +242,7 @@ def _configured(app: Celery) -> dict[str, Any]:
 
 
 def _give_eta_header(amqp: Any) -> None:
-    """Make messages of task protocol 1 carry the ETA in a header, too."""
+    """Add a header with the ETA to all messages of task protocol 1."""
     original = amqp.task_protocols[1]
     if hasattr(original, "native_delay_original"):
         return
@@ -259,10 +259,7 @@ def _give_eta_header(amqp: Any) -> None:
 
 
 def keep_celerys_own_off(module: ModuleType) -> None:
-    """Switch off Celery's own delayed delivery in one of Celery's modules.
-
-    Raises UnsupportedBroker if the module has no function ``detect_quorum_queues`` to replace.
-    """
+    """Patch *module*: apps with ``install(app)`` skip Celery's own delayed delivery."""
     original = getattr(module, "detect_quorum_queues", None)
     if original is None:
         raise UnsupportedBroker(
@@ -308,7 +305,11 @@ def bounded_connection(app: Any) -> Any:
 
 
 def records_place(app: Any, settings: DelaySettings) -> Place | None:
-    """Return the URL and the namespace of the state about waiting tasks, or None."""
+    """Return the URL and namespace of the server that stores task state.
+
+    This server is ``native_delay_records``; by default the broker, or the database in which the
+    messages wait. Returns None if the broker stores no task state, or is behind Redis Sentinel.
+    """
     if settings.records is not None:
         return Place(settings.records, settings.namespace)
     own_records = getattr(app.connection_for_write().transport, "own_records", None)
@@ -316,14 +317,14 @@ def records_place(app: Any, settings: DelaySettings) -> Place | None:
 
 
 def admin_part(app: Any, connection: Any) -> AdminPart:
-    """Return the broker's object for ``delay`` commands, such as ``delay status``."""
+    """Return an ``AdminPart``, through which ``delay`` commands use the app's broker."""
     channel, settings = delaying_channel(app, connection)
     part: AdminPart = channel.admin_part(settings)
     return serving(part, app)
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Tell an object of the transport which queues it serves: by default all of the app."""
+    """Tell a WorkerPart or AdminPart its queues: *queues*, or by default all queues of the app."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

@@ -1,7 +1,8 @@
 """Debounce, throttle and unique: calls with the same key send one task instead of many.
 
-A call reads the stored state of its key. If no other task has the key, the call publishes. The
-channel then checks the state again, and stores message and state in one step.
+Each publish checks the key's stored state, and stores the message and the new state in one step.
+Before the publish, ``throttle`` and ``unique`` also read the state. If another call's task already
+has the key, nothing is published.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class KeyedCalls:
             signature: the signature of a single task, such as ``reindex.s(7)``. Tasks with
                 different names do not share a key.
             key: any text, such as "user:7".
-            max_wait_seconds: the task runs at most this long after the first call.
+            max_wait_seconds: the longest delay if calls keep coming, in seconds from the first of
+                these calls. By default, each call delays the task again, without a limit.
             announce: set the results of replaced tasks to REVOKED, with the reason. By default
                 these results stay pending.
 
@@ -72,7 +74,8 @@ class KeyedCalls:
             task that the new task replaced, or None.
 
         Raises:
-            UnsupportedBroker: keys on this broker need ``native_delay_records``. Nothing was sent.
+            UnsupportedBroker: the broker cannot store keys, and ``native_delay_records`` is not
+                set. Nothing was sent.
         """
         mark = _mark_of("debounce", signature, key)
         quiet_us = _microseconds("seconds", seconds)
@@ -99,14 +102,18 @@ class KeyedCalls:
         """Run a task at most once per *key* within *seconds*.
 
         Args:
-            edge: "leading": the first call's task runs at once, and later calls get its result;
-                "trailing": the last call's task runs when *seconds* are over; "both": the first
-                call's task runs at once, the last call's task when *seconds* are over.
+            edge: the calls whose tasks run. The first call begins a period of *seconds*.
+                "leading" (the default): the first call's task runs at once. Other calls in the
+                period send no task.
+                "trailing": the last call's task runs at the end of the period.
+                "both": the first call's task runs at once. If more calls follow in the period, the
+                last call's task runs at the end of the period, and begins the next period.
             signature, key, announce: as in :meth:`debounce`, which raises the same errors.
 
         Returns:
-            the result of the task that runs for the key. The field *created* of the result is true
-            if this call sent the task. The field *replaced* is as in :meth:`debounce`.
+            the result of this call's task. If this call sent no task, the result of the first
+            call's task. The field *created* of the result is true if this call sent a task. The
+            field *replaced* is as in :meth:`debounce`.
         """
         window_us = _microseconds("seconds", seconds)
         _check_word("edge", edge, Edge)
@@ -133,12 +140,15 @@ class KeyedCalls:
         eta: datetime | str | None = None,
         until: Until = "end",
     ) -> KeyedResult:
-        """Send a task, unless another task with the same *key* is waiting or running.
+        """Send a task, unless an earlier task with the same *key* is waiting or running.
+
+        With ``until="start"``, only a waiting task prevents the send.
 
         Args:
             countdown, eta: the due time, as in ``apply_async``.
-            until: "end": the key becomes free when the task has ended, so that no two tasks run at
-                once; "start": the key becomes free when the task starts.
+            until: when the key becomes free for the next task. "end" (the default): when the
+                earlier task ends, so that no two tasks run at once. "start": when the earlier task
+                starts.
             signature, key: as in :meth:`debounce`, which raises the same errors.
 
         Returns:
@@ -159,7 +169,7 @@ class KeyedCalls:
         return self._unless_another_stands(mark, call, signature)
 
     def _standing_id(self, kind: KeyKind, task: str, key: str) -> str | None:
-        """Return the id of the last task with a key. The task may have run."""
+        """Return the id of the last task with this key, which may have run already."""
         _check_word("kind", kind, KeyKind)
         _check_key(key)
         seen: Seen = self._ask_keys(lambda records: records.read(name_of(kind, task, key)))
@@ -168,7 +178,7 @@ class KeyedCalls:
     def _unless_another_stands(
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
     ) -> KeyedResult:
-        """Publish the task, unless another task has the key."""
+        """Publish the task, or return the result of another task that has the key."""
         if self._task(signature) is None or not self._app.conf.task_always_eager:
             seen = self._ask_keys(lambda records: records.read(mark.name))
             if stands := call(seen, "").stands:
@@ -231,7 +241,7 @@ class KeyedCalls:
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:
-    """Return the stored state of all keys. Raises UnsupportedBroker if keys cannot be stored."""
+    """Return the ``KeyRecords`` of an app. Raises UnsupportedBroker if keys cannot be stored."""
     try:
         channel, settings = delaying_channel(app, connection)
     except UnsupportedBroker as exc:
@@ -298,7 +308,7 @@ _UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
 class KeyedResult(AsyncResult):  # type: ignore[misc]  # Celery has no types
     """The result of a debounced, throttled or unique task: an ``AsyncResult`` with two more fields.
 
-    - *created*: False if this call sent no task, because another call's task has the key.
+    - *created*: True if this call sent the task, False if an earlier call sent the task.
     - *replaced*: the id of the waiting task that this call's task replaced, or None.
     """
 

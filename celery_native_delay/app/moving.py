@@ -1,12 +1,13 @@
-"""Moves waiting messages from one broker or database to another, one message at a time.
+"""Moves waiting messages, one by one, from one broker or database to another.
 
 Steps for each message:
 
-1. Write the message and the state of its key to the destination, in one step.
+1. Write the message to the destination. If the task has a debounce, throttle or unique key, write
+   the key's state to the destination, too.
 2. Remove the task from the key's state at the source.
 3. Delete the message at the source.
 
-If the process dies, both brokers may have the current message.
+If the process dies between two steps, the source and the destination both have the message.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _PROBE_US = 60_000_000
 
 
 class MovingKeys:
-    """Moves the messages of a source, and the state of their debounce, throttle or unique keys."""
+    """Moves messages with the state of each message's debounce, throttle or unique key."""
 
     def __init__(self, source: Source, into: MovingPart) -> None:
         self._into = into
@@ -55,7 +56,7 @@ class MovingKeys:
 
     @property
     def warning(self) -> str | None:
-        """A warning if tasks cannot move, or lose their debounce, throttle or unique key."""
+        """A warning if tasks with a key cannot move, or lose the key; otherwise None."""
         if self._is_kept:
             return None
         if self._from is None:
@@ -65,10 +66,7 @@ class MovingKeys:
         return None
 
     def take_in(self, moving: Moving) -> bool:
-        """Store a message at the destination. Returns False if the task may run twice.
-
-        Raises NativeDelayError if the message or its key cannot be stored.
-        """
+        """Store a message at the destination. Returns False if the task may run twice."""
         mark = Mark.of(moving.headers)
         if mark is not None and not self._is_kept and not self._is_probed:
             self._probe()
@@ -108,7 +106,7 @@ class MovingKeys:
             ) from exc
 
     def _probe(self) -> None:
-        """Find out, by a test key, if source and destination share the stored state."""
+        """Write a test key to find out if source and destination share stored state."""
         if self._from is not None and self._to is not None:
             token = token_hex(16)
             name = f"probe:{token}"
@@ -129,11 +127,13 @@ _REASONS = 20
 
 @dataclass
 class Account:
-    """The numbers of one source's messages: *count* before the move, and a number per outcome.
+    """Counts the messages of one source that were moved, left or deleted.
 
-    - *stays*: messages that ``delay migrate`` leaves at the source.
+    - *count*: the number of messages at the source before the move.
+    - *moved*: messages that the destination stored.
+    - *stays*: messages left at the source because they are due within 5 s.
+    - *void*: deleted messages of cancelled or rescheduled tasks.
     - *refused*: messages that could not be moved, by reason.
-    - *void*: messages of cancelled or rescheduled tasks.
     - *doubtful*: the ids of tasks that may run twice.
     """
 
@@ -169,8 +169,8 @@ def move(
     with closing(source):
         for found in source.found():
             match found:
-                case Stays(why, should):
-                    if should:
+                case Stays(why, is_error):
+                    if is_error:
                         account.refuse(why)
                     else:
                         account.stays += 1
@@ -226,9 +226,10 @@ def reaches_of(app: Any) -> list[Reach]:
 def moving(
     app: Any, connection: Any, names: Sequence[str], *, records: str | None
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
-    """Connect to the destination, and to the sources with these *names*.
+    """Connect to the app's broker (the destination), and to the sources (names or URLs) in *names*.
 
-    *records* is the URL of the stored state of the other broker's tasks; None means the app's URL.
+    *records* is the URL of the Redis or database that lists the sources' waiting tasks. None means
+    the app's own ``native_delay_records``.
 
     Raises:
         UnsupportedBroker: messages cannot be moved to this broker, or a source does not exist.

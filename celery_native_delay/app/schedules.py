@@ -61,9 +61,9 @@ def schedule_records(channel: Any, settings: DelaySettings) -> Records:
 class Scheduled(NamedTuple):
     """A schedule entry with its last and next run, as :meth:`Delay.schedules` returns it.
 
-    *schedule* is a text such as ``every 10 s``. *next_due* is None if the schedule entry is paused
-    or has ended. *late_seconds* is above 0 if the next run is overdue. *task_id* is the id of the
-    waiting task.
+    *schedule* is a text such as ``every 10 s``. *task_id* is the id of the waiting task. *next_due*
+    and *task_id* are None if the schedule entry is paused or has ended. *late_seconds* is the time
+    since *next_due*; 0 if *next_due* is None or in the future.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Schedules:
         return self._send(entry, uuid(), time_ns() // 1000, {})
 
     def remove_all(self) -> int:
-        """Remove all schedule entries and the waiting messages; return the number of entries."""
+        """Remove all schedule entries with their waiting messages; return the number of entries."""
         names = self._names()
         for name in (*map(_name, names), _RELEASE):
             self._remove(name)
@@ -130,9 +130,10 @@ class Schedules:
     # --- for workers and checks ----------------------------------------------------------
 
     def publish(self) -> None:
-        """Publish the next messages of new and changed schedule entries; replace lost messages.
+        """Publish messages of new and changed schedule entries, and replace lost messages.
 
-        If a newer release of the app is running, this process's own schedule entries are ignored.
+        If another release of the app has a newer schedule (see ``native_delay_schedules_version``),
+        this method only replaces lost messages.
         """
         self._entries = self._read_entries()
         ours = Release.of(self._settings.schedules_version, self._entries)
@@ -196,7 +197,7 @@ class Schedules:
             self._ask(lambda records: records.change(_BEAT, lambda _: Change(name, kept_us, None)))
 
     def beat(self) -> str | None:
-        """Return the name of a task that ``celery beat`` sent within the last hour."""
+        """Return the name that :meth:`note_beat` stored within the last hour, if any."""
         return self._ask(lambda records: records.load([_BEAT]))[0]
 
     def missing(self) -> list[str]:
@@ -277,9 +278,9 @@ class Schedules:
     def _change(
         self, name: str, rule: Callable[[State | None], State | None]
     ) -> tuple[State | None, State | None]:
-        """Change a schedule entry's state; return the states before and after.
+        """Replace a schedule entry's state by the result of *rule*; return the old and new state.
 
-        If the function *rule* returns None, the state stays.
+        If *rule* returns None, the stored state does not change.
         """
 
         def attempt() -> tuple[State | None, State | None] | None:
@@ -293,7 +294,10 @@ class Schedules:
         return tried_again(name, attempt)
 
     def _put(self, name: str, before: State | None, after: State) -> bool:
-        """Store *after* and publish the message; return False if *before* is outdated."""
+        """Replace the stored state *before* by *after*, and publish the next message, if any.
+
+        Returns False, and changes nothing, if another process has replaced *before*.
+        """
         after = replace(after, id=None if after.due_us is None else uuid())
         rule = partial(swapped, before=before, after=after)
         if after.id is None or after.due_us is None:
@@ -334,9 +338,9 @@ def _removed(snapshot: Snapshot) -> Change[None]:
 
 
 def _reading_all(kind: Any) -> Any:
-    """Return a class like *kind* that reads all entries of django-celery-beat.
+    """Return a scheduler class that reads all enabled entries of django-celery-beat.
 
-    From 2.8 on, django-celery-beat reads a crontab only within two hours of the crontab's hour.
+    Without this change, django-celery-beat 2.8 or later reads only crontabs for the hours near now.
     """
     if not hasattr(kind, "enabled_models_qs"):
         return kind

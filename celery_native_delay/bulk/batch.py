@@ -1,15 +1,19 @@
-"""Publish many delayed tasks of an app fast, with broker confirms.
+"""Publish many delayed tasks of an app fast, with publisher confirms.
 
     with bulk(app) as batch:
         for order in orders:
             batch.send("shop.remind", kwargs={"order": order.id}, eta=order.due)
     print(batch.result)
 
-``apply_async`` publishes the first two tasks of each kind (name, route and options). The first
-message becomes a template: an encoded task message in which only id, due time and arguments change.
-Later tasks of this kind use the template. No template is used if other code would see or change the
-messages (publish signals, wrapped or overridden methods, router functions), or if the task has
-links, stamps, compression, ``expires``, or another serializer or protocol.
+``apply_async`` publishes the first two tasks with the same name, route and options. Further tasks
+are copies of the first encoded message, with another task id, due time and arguments.
+
+The only exceptions:
+
+- If other code sees or changes the messages, ``apply_async`` publishes every task. Such code is
+  publish signals, wrapped or overridden methods, and router functions.
+- ``apply_async`` publishes each task with links, stamps, compression, ``expires``, a serializer
+  other than JSON, or task protocol 1.
 """
 
 from __future__ import annotations
@@ -55,9 +59,10 @@ _LOOK_EVERY = 1000
 
 @dataclass
 class BulkResult:
-    """The result of a batch: how many tasks were sent, and which tasks the broker refused.
+    """The result of :func:`bulk`: the number of sent tasks, and the tasks without a confirm.
 
-    The field *in_doubt* lists tasks that the broker may have received, but has not confirmed.
+    ``refused`` lists the tasks that the broker refused. ``in_doubt`` lists the tasks that the
+    broker may or may not have received.
     """
 
     sent: int = 0
@@ -68,12 +73,12 @@ class BulkResult:
 
     @property
     def confirmed(self) -> int:
-        """The number of tasks that the broker has confirmed; final when the batch has ended."""
+        """The number of tasks that the broker confirmed; valid after the ``with`` block."""
         return self.sent - len(self.refused) - len(self.in_doubt)
 
     @property
     def returned(self) -> list[RefusedMessage]:
-        """The refused messages that the broker returned because no queue is bound."""
+        """The refused tasks that the broker returned, because no queue matches the routing key."""
         return [message for message in self.refused if message.returned]
 
     def __str__(self) -> str:
@@ -84,7 +89,7 @@ class BulkResult:
 
 
 class Bulk:
-    """A batch of delayed tasks with its own connection, for one thread. Use :func:`bulk`."""
+    """Sends many delayed tasks over one broker connection, for one thread. Use :func:`bulk`."""
 
     def __init__(
         self,
@@ -157,13 +162,13 @@ class Bulk:
         task_id: str | None = None,
         **options: Any,
     ) -> str:
-        """Send a task as ``apply_async`` would, without waiting for the broker.
+        """Send a delayed task like ``apply_async``, without waiting for the broker's confirm.
 
         Args:
             task: the task or its name. A task given by name need not be registered in this app.
             args, kwargs: the task's arguments.
             eta: the due time; a naive datetime is UTC.
-            countdown: seconds from now; give either *countdown* or *eta*.
+            countdown: the delay in seconds; give either *countdown* or *eta*.
             task_id: the task's id; a UUID by default.
             **options: other options of ``apply_async``: ``queue``, ``priority``, ``expires``, …
 
@@ -171,12 +176,12 @@ class Bulk:
             The task's id.
 
         Raises:
-            NativeDelayError: this task cannot be delayed; other tasks are not affected.
+            NativeDelayError: this task cannot be delayed. Other tasks can still be sent.
             PublishRefused: the broker has refused :data:`MOST_REFUSED` tasks.
             RuntimeError: the ``with`` block has not begun or has ended; the task was not sent.
             OSError, amqp.exceptions.AMQPError: the connection has been lost for a minute, or the
                 broker rejects the app's login. The task was not sent. During one outage only the
-                first task waits for a minute.
+                first call of ``send`` waits for a minute.
         """
         if not self._is_open:
             raise RuntimeError("expected send() within the block `with bulk(app) as batch:`")
@@ -221,7 +226,7 @@ class Bulk:
 
     @property
     def has_given_up(self) -> bool:
-        """True if the connection was lost for too long, or the broker rejects the app's login."""
+        """True if the connection was lost for a minute, or the broker rejects the login."""
         return bool(self._publisher.outbox.has_given_up)
 
     def _made(
@@ -233,7 +238,7 @@ class Bulk:
         countdown: float | None,
         task_id: str,
     ) -> Made | None:
-        """Return values for an encoded message; None if only ``apply_async`` can publish."""
+        """Return a task's id, due time and arguments; None if ``apply_async`` must publish."""
         if type(args) not in (list, tuple) or type(kwargs) is not dict:
             return None
         at_us = time_ns() // 1000
@@ -290,23 +295,25 @@ class Bulk:
 
 
 def bulk(app: Celery, **options: Any) -> Bulk:
-    """Return a batch that publishes delayed tasks of *app*, for a ``with`` block.
+    """Return a batch that publishes many delayed tasks of *app* fast, in a ``with`` block.
 
     The end of the block waits until the broker has confirmed all tasks. Then ``batch.result`` has
-    the counts.
+    the number of sent tasks, and lists the tasks without a confirm.
 
     Args:
         app: a Celery app with ``install(app)``.
-        window: the largest number of unconfirmed messages, all kept in memory;
+        window: the largest number of unconfirmed messages, which the batch keeps in memory;
             ``native_delay_confirm_window`` by default.
-        check: if False, refused tasks raise no error at the end, and are only listed in the result.
+        check: True (the default) raises PublishRefused at the end of the block if tasks were not
+            confirmed. With False, read these tasks in ``batch.result``.
         timeout_seconds: seconds to wait for confirms at the end of the block; 60 by default, None
             for no limit.
         headers: headers for every message of the batch.
 
     Raises:
         UnsupportedBroker: ``install(app)`` was not called, or the broker cannot delay tasks.
-        PublishRefused: at the end of the block, if the broker refused or did not confirm tasks.
+        PublishRefused: at the end of the block, if the broker refused or did not confirm tasks, and
+            *check* is True.
     """
     return Bulk(app, **options)
 
@@ -321,7 +328,7 @@ def check_broker(connection: Any) -> None:
 
 
 def short_repr(arguments: Any, max_size: int) -> str | None:
-    """Return the text of ``saferepr``, but faster; None for nested or long arguments."""
+    """Return the same text as ``saferepr``, but faster; None for nested or long arguments."""
     values = arguments.values() if type(arguments) is dict else arguments
     if not _SIMPLE.issuperset(map(type, values)):
         return None

@@ -1,9 +1,9 @@
-"""Reusable encoded messages for ``bulk(app)``: one for each kind of task (name, route, options).
+"""Reusable encoded messages for ``bulk(app)``: one per kind of task (name, route and options).
 
-``bulk(app)`` encodes the first message of a kind, and for later tasks replaces only id, due time
-and arguments. Two checks come first: the second message must differ only in these values, and no
-other code may see or change the messages. Both checks are repeated after a reconnect, and once a
-minute.
+``bulk(app)`` keeps the first encoded message of a kind. Later messages are copies with another task
+id, due time and arguments. Before the first copy, ``bulk`` makes two checks: a second message from
+``apply_async`` differs only in these values, and no other code sees or changes the messages.
+``bulk`` repeats both checks after a reconnect, and once a minute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("celery_native_delay.bulk")
 
 
 class Made(NamedTuple):
-    """A task's id, due time and arguments, to be put into an encoded message."""
+    """A task's id, due time and arguments, for a copy of an encoded message."""
 
     at_us: int
     due_us: int
@@ -35,21 +35,19 @@ class Made(NamedTuple):
 
 @dataclass(slots=True)
 class Kind:
-    """A kind of task (name, route, options), with an encoded message that later tasks use.
-
-    The message is valid for one connection (*generation*), and until *hooks* change.
-    *checked* is True if a second message differed only in id, due time and arguments. If *body* is
-    not None, only tasks with these arguments can use the message.
-    """
+    """Tasks with the same name, route and options, and their reusable encoded message."""
 
     learnt: TaskTemplate
     hooks: tuple[Any, ...]
+    #: The number of the connection on which the message is valid.
     generation: int
+    #: If not None, only tasks with these encoded arguments can use the message.
     body: bytes | None
+    #: True if a second message differed only in id, due time and arguments.
     checked: bool = False
 
     def serves(self, made: Made, generation: int) -> bool:
-        """Return True if a task can use the encoded message on the current connection."""
+        """Return True if the task can be sent as a copy of this kind's encoded message."""
         known = self.checked and (self.body is None or self.body == made.values[-1])
         return known and self.generation == generation
 
@@ -66,7 +64,7 @@ class Sample(NamedTuple):
 
 
 class Kinds:
-    """All kinds of tasks (name, route, options) in a batch, with their encoded messages."""
+    """The reusable encoded messages of a batch, one per task name, route and options."""
 
     def __init__(
         self, plain: PlainPublishing, publisher: BulkPublisher, iso: Callable[[int], str]
@@ -82,19 +80,16 @@ class Kinds:
         self._logged: set[str] = set()
 
     def hooks(self, key: Any, known: Task | None) -> tuple[Any, ...]:
-        """Return objects that change if other code begins to see this task's messages.
-
-        Returns () if tasks of this kind cannot reuse an encoded message.
-        """
+        """Return :meth:`PlainPublishing.hooks`; () if a copy of this kind's message was wrong."""
         return () if key in self._without_template else self._plain.hooks(known)
 
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:
-        """Return the known kind of a task; None if one of the *hooks* changed."""
+        """Return the stored kind; None if missing, or if its publishing functions have changed."""
         kind = self._kinds.get(key)
         return kind if kind is not None and same(kind.hooks, hooks) else None
 
     def learn(self, sample: Sample) -> None:
-        """Keep a published task's encoded message for later tasks, or check the kept message."""
+        """Store the message of a published task, or compare the message with the stored message."""
         key, now_us = sample.key, time_ns() // 1000
         kind = self.of(key, sample.hooks)
         generation = self._publisher.outbox.connects
@@ -112,10 +107,7 @@ class Kinds:
                     kind.body = None
 
     def _begin(self, sample: Sample, before: Kind | None, now_us: int) -> None:
-        """Keep the last encoded message for later tasks, if no other code sees the message.
-
-        The message is *checked* at once if the old message (*before*) gives the same bytes.
-        """
+        """Store the last published message for reuse, unless other code sees the messages."""
         key, hooks = sample.key, sample.hooks
         if same(self._observed.get(key, ()), hooks):
             return
@@ -129,12 +121,13 @@ class Kinds:
         if learnt is None:
             return
         kind = Kind(learnt, hooks, self._publisher.outbox.connects, learnt.body)
+        # If the earlier message gives the same bytes, no second task has to be compared.
         if before is not None and before.checked and self._made_by(before, sample, now_us):
             kind.checked, kind.body = True, before.body
         self._kinds[key] = kind
 
     def _made_by(self, kind: Kind, sample: Sample, now_us: int) -> bool | None:
-        """Return True if the kept message, with a task's values, equals the last message."""
+        """Return True if a copy equals the published message; None if they cannot be compared."""
         if sample.made is None:
             return None
         headers = self._publisher.last_headers

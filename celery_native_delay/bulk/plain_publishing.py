@@ -1,9 +1,9 @@
-"""Checks that only Celery and kombu see a task while an app publishes the task.
+"""Checks that no code except Celery and kombu handles the messages that an app publishes.
 
-``bulk(app)`` makes this check before it uses an encoded message for several tasks.
+``bulk(app)`` makes this check before it sends copies of an encoded message.
 
-An original method has the globals of its class's module, and its qualified name in the code object.
-``functools.wraps`` copies neither, so wrappers are found.
+A method's attributes ``__globals__`` and ``__code__.co_qualname`` show whether the method is a
+wrapper, because ``functools.wraps`` does not copy these attributes.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ _before, _after, _sent = _SIGNALS.values()
 
 
 class PlainPublishing:
-    """Finds other code that sees or changes the tasks that an app publishes."""
+    """Finds code outside Celery and kombu that sees or changes an app's published messages."""
 
     def __init__(self, installation: Installation) -> None:
         self._installation = installation
         self._app = installation.app
 
     def hooks(self, task: Task | None) -> tuple[Any, ...]:
-        """Return objects that change if other code begins to see the messages of *task*.
+        """Return a tuple that changes if other code replaces a function that publishes *task*.
 
-        While all objects stay the same, callers need :meth:`witness` only once a minute.
+        The tuple also changes if other code connects to a publish signal. The caller compares an
+        old and a new tuple.
         """
         # Read the objects' dicts, which is ten times as fast as kombu's cached_property.
         app = self._app
@@ -78,7 +79,7 @@ class PlainPublishing:
         )
 
     def witness(self, task: Task | None) -> str:
-        """Return a reason why other code may see or change the task, or ""."""
+        """Return why encoded messages of the task cannot be reused; "" if they can."""
         found = next(self._witnesses(), "")
         if not found and task is not None:
             found = next(self._witnesses_of(task), "")
@@ -142,19 +143,17 @@ class PlainPublishing:
 
 
 def same(hooks: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    """Return True if both tuples have identical objects."""
+    """Return True if both tuples have identical objects (compared with ``is``)."""
     return len(hooks) == len(others) and all(map(is_, hooks, others))
 
 
 def _foreign(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
-    """Yield a text for each attribute of a class or object that other code has replaced.
-
-    All base classes are checked, because an overriding method may call the method of a base class.
-    """
+    """Yield a text for each method of *owner* that other code has replaced."""
     is_class = isinstance(owner, type)
     for name in names:
         if not is_class and name in vars(owner):
             yield f"{_name(vars(owner)[name])} stands for {type(owner).__name__}.{name}"
+        # An overriding method may call the method of a base class.
         for each in (owner if is_class else type(owner)).__mro__:
             found = vars(each).get(name, _MISSING)
             if found is not _MISSING and not _is_of(found, each, name):
@@ -162,7 +161,7 @@ def _foreign(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
 
 
 def _is_of(found: Any, owner: type, name: str) -> bool:
-    """Return True if *found* is the original method of a class of Celery or kombu."""
+    """Return True if *found* is the original method *name* of Celery or kombu."""
     return _is_of_module(found, owner.__module__, f"{owner.__qualname__}.{name}")
 
 
@@ -183,7 +182,7 @@ def _function(found: Any) -> Any:
 
 
 def _name(found: Any) -> str:
-    """Return the module and qualified name under which a function or class was compiled."""
+    """Return the real dotted name of a function, not a name copied by ``functools.wraps``."""
     function = _function(getattr(found, "_self_wrapper", found))  # for wrappers of wrapt
     if type(function) is FunctionType:
         return f"{function.__globals__.get('__name__')}.{function.__code__.co_qualname}"

@@ -55,9 +55,12 @@ def verify(ctx: click.Context, as_json: bool) -> None:
 def doctor(ctx: click.Context, as_json: bool) -> None:
     """Check that delays work, and print a remedy for each problem.
 
-    The command makes all checks of `delay verify`. More checks are: workers, clocks, overdue
-    messages, parked messages (due, but without a queue), stuck messages, and the settings of
-    records, rates and telemetry. The exit status is 1 if delays do not work.
+    The command makes all checks of `delay verify`. The command also checks workers, clocks, rate
+    limits, schedules, telemetry and the Redis or database of native_delay_records. The command
+    finds overdue, parked and stuck messages: see `delay status`.
+
+    The exit status is 1 if a problem is "wrong". The findings "not checked" and "advice" do not
+    change the exit status.
     """
     from ..app.doctor import examine
     from ..errors import SettingsError
@@ -72,10 +75,13 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 def status(ctx: click.Context, as_json: bool) -> None:
     """Count waiting, overdue, parked and stuck messages.
 
-    Parked messages are due, but have no queue. Stuck messages are due, but RabbitMQ cannot
-    dead-letter the messages. On RabbitMQ with native_delay_records, "waiting" counts the tasks that
-    `ls` lists. The delay queues also hold messages of cancelled and rescheduled tasks, until the
-    old due time.
+    Overdue messages are due, but still listed as waiting. Parked messages are due, but their
+    exchange or queue does not exist. Stuck messages stay in a delay queue, because RabbitMQ cannot
+    dead-letter them.
+
+    On RabbitMQ with native_delay_records, "waiting" is the number of tasks that `delay ls` lists.
+    The numbers of each delay queue also include messages of cancelled and rescheduled tasks, until
+    their old due times.
     """
     with broker(ctx) as part:
         found = part.status()
@@ -88,7 +94,11 @@ def status(ctx: click.Context, as_json: bool) -> None:
 def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
     """Delete all waiting messages of this app. Cannot be undone.
 
-    Messages that are due already are not deleted.
+    The only exception: on SQS, messages with short delays wait in the app's own queues, and are not
+    deleted.
+
+    Parked messages, and due messages in the app's queues, are not waiting, and are not deleted. To
+    delete parked messages, run `delay parked purge`.
     """
     with broker(ctx) as part:
         if not force:
@@ -101,7 +111,7 @@ def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
 def _show_findings(
     ctx: click.Context, found: Sequence[Finding], as_json: bool, *, well: str
 ) -> None:
-    """Print the problems found, or the text *well*, and exit."""
+    """Print the findings and a last line (*well* if no problem was found), and exit."""
     from ..finding import ADVICE, UNCHECKED, WRONG
 
     levels = (WRONG, UNCHECKED, ADVICE)
@@ -128,14 +138,14 @@ def _show_findings(
 
 @delay.group(name="parked")
 def parked() -> None:
-    """Manage parked messages (due, but without a queue)."""
+    """Manage parked messages (due, but the destination does not exist)."""
 
 
 @command(group=parked, name="list")
 @limit_option
 @as_json_option
 def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
-    """List parked messages (due, but without a queue)."""
+    """List parked messages (due, but the destination does not exist)."""
     with broker(ctx) as part:
         found = part.parked(limit=limit)
     if found is None:
@@ -152,7 +162,10 @@ def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
 @command(group=parked, name="requeue")
 @as_json_option
 def requeue(ctx: click.Context, as_json: bool) -> None:
-    """Publish parked (due) messages again. A message that still has no queue stays parked."""
+    """Publish parked messages to their destinations.
+
+    Messages whose destination still does not exist stay parked. Expired messages are deleted.
+    """
     with broker(ctx) as part:
         outcome = part.requeue()
     if outcome is None:
@@ -164,7 +177,7 @@ def requeue(ctx: click.Context, as_json: bool) -> None:
 @yes_option
 @as_json_option
 def purge_parked(ctx: click.Context, force: bool, as_json: bool) -> None:
-    """Delete all parked messages (due, but without a queue). Cannot be undone."""
+    """Delete all parked messages (due, but no destination). Cannot be undone."""
     with broker(ctx) as part:
         if not force:
             confirm(f"Delete all messages in {part.parking}?")

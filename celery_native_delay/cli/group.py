@@ -43,7 +43,7 @@ loglevel_option = click.option(
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]
-    """The type of click options for a duration such as 90 or 1h30m, as seconds."""
+    """A click type for a duration such as 90 or 1h30m, converted to seconds."""
 
     name = "duration"
 
@@ -66,7 +66,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
 
 
 class Moment(click.ParamType):  # type: ignore[type-arg]
-    """The type of click options for a time: 1h30m from now, or ISO 8601 (UTC)."""
+    """A click type for a time: 1h30m (from now), or ISO 8601 (UTC)."""
 
     name = "duration|time"
 
@@ -101,7 +101,7 @@ def delay(ctx: click.Context) -> None:
 
 
 def command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """Decorate a subcommand of ``delay``, so that an expected error is shown in one sentence."""
+    """Make a subcommand of ``delay`` that shows expected errors without a traceback."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @wraps(function)
@@ -142,7 +142,7 @@ def _errors_explained(ctx: click.Context) -> Iterator[None]:
 
 @contextmanager
 def broker(ctx: click.Context) -> Iterator[AdminPart]:
-    """Yield the broker's object for ``delay`` commands, such as ``delay status``."""
+    """Yield an ``AdminPart``, through which ``delay`` commands use the app's broker."""
     from ..app.installation import admin_part
 
     with reachable(ctx) as connection:
@@ -164,7 +164,7 @@ def reachable(ctx: click.Context) -> Iterator[Any]:
 
 
 def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
-    """Return an unopened connection to the app's broker. Raises if the broker cannot delay."""
+    """Return a connection, not yet open, to the broker. Raises if the broker cannot delay."""
     from ..app.broker import check_fits
 
     connection = ctx.obj.app.connection_for_write()
@@ -173,9 +173,10 @@ def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
 
 
 def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True) -> DelaySettings:
-    """Return the app's settings. Raises if ``install(app)`` was not called.
+    """Return the app's settings, without connecting. Raises if ``install(app)`` was not called.
 
-    With *raises_if_unsupported*, a later connection to an unsupported broker raises, too.
+    *raises_if_unsupported* sets what happens when the app later connects to a broker that cannot
+    delay: True raises an error, False logs a warning.
     """
     from celery import _state
 
@@ -201,7 +202,7 @@ def _words_of(ctx: click.Context) -> str:
 
 
 def settings(ctx: click.Context) -> DelaySettings:
-    """Return the app's settings, or the default settings without ``install(app)``."""
+    """Return the app's settings; the default settings if ``install(app)`` was not called."""
     from ..app.installation import installation_of
     from ..settings import DelaySettings
 
@@ -224,7 +225,7 @@ def say(as_json: bool, value: Any, text: str) -> None:
 def confirm(question: str) -> None:
     """Ask for confirmation on standard error, and abort unless the answer is yes.
 
-    click.confirm() would write a blank to standard output, which scripts read.
+    click.confirm() would add a space to standard output, which scripts may parse as JSON.
     """
     click.echo(f"{question} [y/N]: ", nl=False, err=True)
     answer = sys.stdin.readline()
@@ -242,7 +243,7 @@ def show(report: Report, as_json: bool) -> None:
 
 
 def printable(value: object) -> str:
-    """Return a value as text on one line, with control characters escaped."""
+    """Convert a value to text on one line, with escaped control characters."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(value))
 
 

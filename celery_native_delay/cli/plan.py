@@ -1,4 +1,4 @@
-"""The command ``delay plan``: show the path of one message, or the load of many messages."""
+"""The command ``delay plan``: show a message's path, or the load of many messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Told: TypeAlias = tuple[dict[str, Any], list[str]]
 
 
 class _Range(click.ParamType):  # type: ignore[type-arg]
-    """The type of click options for a duration or FROM..TO, as two numbers of seconds."""
+    """A click type for FROM..TO, in seconds; one duration alone is both FROM and TO."""
 
     name = "duration"
 
@@ -67,7 +67,7 @@ def plan(
     """Show the path of a delayed message through the delay queues. Needs no broker.
 
     The path lists each hop: one delay queue, or on SQS one wait of up to 15 minutes. With --rate
-    and --delay, show messages per second of each delay queue, waiting messages and memory.
+    and --delay, show the load: waiting messages, memory, and messages per second of each queue.
     """
     from ..due_time import check_countdown
     from ..transports.rabbitmq.topology import Topology
@@ -97,7 +97,7 @@ def plan(
 
 
 def _load(topology: Topology | None, rate: float, ranges: tuple[tuple[float, float], ...]) -> _Told:
-    """Return the load of the delay queues at *rate* messages a second."""
+    """Return the load of the delay queues if *rate* messages per second are published."""
     from ..durations import duration
     from ..transports.rabbitmq.load import CEILINGS, MEMORY_BYTES, Delays, queue_loads
 

@@ -1,4 +1,4 @@
-"""The commands ``delay promote`` and ``relay``: deliver due tasks if no worker has this package."""
+"""The commands ``delay promote`` and ``delay relay``, which deliver due tasks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def promote(ctx: click.Context, loglevel: int, as_json: bool) -> None:
 def relay(ctx: click.Context, loglevel: int, queues: str, as_json: bool) -> None:
     """Resend waiting SQS tasks every 15 minutes, until Ctrl-C.
 
-    SQS delays a message by at most 15 minutes. A task with more time left returns to its delay
-    queue. Other tasks go to their own queue. Workers with this package do the same for their
-    queues. Run this command if no worker has the package. Several processes may run at once.
+    SQS delays a message by at most 15 minutes, so a longer delay needs several waits. After each
+    wait, this command sends the message to a queue for the next wait. Workers with this package do
+    the same. Run this command if no worker has the package. Several processes may run at once.
     """
     _run(ctx, loglevel, queues, as_json, done="relayed")
 

@@ -25,10 +25,10 @@ _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held
 def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
     """Show waiting rate-limited tasks, by task name and key.
 
-    The key with most waiting tasks comes first. "next slot" is the time until the next task of the
-    key may start. A limit with "*" differs from the rate of the other keys. "utilisation" is the
-    part of the rate used in the last period. "held" is the time for which RetryAfter still stops
-    the tasks of the key.
+    The key with the most waiting tasks comes first. A rate with "*" is not the usual rate. "next
+    slot" is the time until the next task of the key may start. "utilisation" is the number of
+    recent starts in percent of the limit: 50 starts within the last minute are 50 % of the rate
+    100/m. "held" is the time until the end of a pause that RetryAfter began.
     """
     if ctx.invoked_subcommand is not None:
         return

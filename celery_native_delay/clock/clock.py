@@ -33,8 +33,8 @@ class Clock:
 
     Args:
         app: a Celery app with ``install(app)``. Defaults to Celery's current app.
-        raises: if True, an error of a task is raised in the test. If False, the errors are added to
-            :attr:`errors`.
+        raises: if True, the test gets the exception of a failed task. If False, the exceptions are
+            added to :attr:`errors`.
     """
 
     def __init__(self, app: Celery | None = None, *, raises: bool = True) -> None:
@@ -81,7 +81,7 @@ class Clock:
 
         Raises:
             ValueError: the duration is negative.
-            StillWaiting: 10,000 tasks ran at the same clock time, and another task is due.
+            StillWaiting: 10,000 tasks ran while the clock stood still, and another task is due.
         """
         self.advance_to(self.now + timedelta(**duration))
 
@@ -100,7 +100,7 @@ class Clock:
             running.run_until(until_us)
 
     def run_all(self, limit: int = 1000) -> int:
-        """Move the clock forward until no task waits, and return the number of tasks that ran.
+        """Run all waiting tasks at their due times, and return the number of tasks that ran.
 
         Raises:
             StillWaiting: *limit* tasks ran, and another task is waiting.

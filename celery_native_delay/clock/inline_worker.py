@@ -27,7 +27,7 @@ PREFETCH_COUNT = 4
 
 
 class InlineWorker:
-    """A Celery worker without threads, which works only during calls of its methods."""
+    """A Celery worker without threads: the test clock calls :meth:`step` for each message."""
 
     def __init__(self, app: Any) -> None:
         self.timer = InlineTimer()
@@ -78,7 +78,7 @@ class InlineWorker:
         return any(channel._size(name) for name in self._consumer.app.amqp.queues)
 
     def deliver_due(self) -> None:
-        """Move due messages to their queues, and run the timer's due calls."""
+        """Make the timer calls that are due, and move due messages to their queues."""
         self.timer.run_due()
         _, error = self.promoter.deliver_batch()
         if error is not None:
@@ -128,7 +128,7 @@ class InlineTimer:
         self._number = count()
 
     def next_us(self) -> int | None:
-        """Return the time of the timer's next call in epoch microseconds, or None."""
+        """Return the epoch microseconds of the next timer call; None if no call is planned."""
         return self._entries[0][0] if self._entries else None
 
     def run_due(self) -> None:
@@ -140,7 +140,7 @@ class InlineTimer:
         heappush(self._entries, (at_us, next(self._number), lambda: fun(*args)))
 
     def call_at(self, at: float, fun: Any, args: Any = (), *_: Any, **__: Any) -> None:
-        """Call *fun* at the monotonic time *at*, which Celery computes for an ETA."""
+        """Call *fun* at the monotonic time *at*; Celery computes this time from an ETA."""
         self.call_after(at - monotonic(), fun, args)
 
     def call_repeatedly(self, *_: Any, **__: Any) -> Any:

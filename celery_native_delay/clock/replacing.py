@@ -96,7 +96,7 @@ def _empty_broker() -> Iterator[None]:
 
 @contextmanager
 def _results(app: Any) -> Iterator[None]:
-    """Store results in memory, unless the app has no result backend."""
+    """Replace the app's result backend, if any, by memory within the ``with`` block."""
     earlier = app._backend_cache
     if not isinstance(app.backend, DisabledBackend):
         backend, url = by_url("cache+memory://", app.loader)

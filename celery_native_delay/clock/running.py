@@ -16,7 +16,7 @@ MOVES_PER_TASK = 100
 
 
 class StillWaiting(NativeDelayError):
-    """The test clock ran the permitted number of tasks, and another task is waiting."""
+    """Raised if tasks still wait after the largest permitted number of tasks has run."""
 
 
 class Running:
@@ -32,7 +32,7 @@ class Running:
         self._before = 0
 
     def run_until(self, until_us: int) -> None:
-        """Run all tasks due by *until_us*; then set the clock to this time."""
+        """Run all tasks due by *until_us* (epoch microseconds); then set the clock to that time."""
         self._before = self._worker.pool.started
         while (next_us := self._run_ready(MOST_AT_ONE_MOMENT)) is not None and next_us <= until_us:
             if next_us > now.time_ns() // 1000:

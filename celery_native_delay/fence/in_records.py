@@ -1,4 +1,4 @@
-"""Stores, for each Spark partition, the attempt whose tasks workers run."""
+"""Stores the valid attempt of each Spark partition; workers run only tasks of this attempt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .run import Record, opened, sealed
 
 
 class Runs:
-    """The stored states of Spark runs: for each partition, the attempt whose tasks run."""
+    """The stored states of Spark runs: open, committed or aborted."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -23,7 +23,7 @@ class Runs:
         return self._change(run, lambda before: sealed(before, record), kept_seconds)
 
     def load(self, runs: Sequence[str]) -> list[Record | None]:
-        """Read the stored states of Spark runs. An unknown run gives None."""
+        """Return the stored states of Spark runs; None for an unknown run."""
         found = self._records.load([_name_of(run) for run in runs])
         return [None if text is None else Record.from_json(text) for text in found]
 

@@ -1,11 +1,13 @@
 """If Spark repeats a partition, workers run the tasks of only one attempt.
 
-Each message has a header with its sender, ``run/partition/attempt``.
+A header of each message names the Spark run, partition and attempt: ``run/partition/attempt``.
 
-1. The driver stores that the run has begun. Workers let the run's tasks wait.
+1. The driver stores that the run has begun. If a task is due before the run ends, a worker returns
+   the task to the broker with a delay of up to 30 seconds.
 2. When the Spark job ends, the driver stores the successful attempt of each partition. Workers run
    the tasks of these attempts, and drop all other tasks.
-3. If the driver misses a deadline, a worker decides which tasks run.
+3. If the driver stores no result before the run's deadline, ``native_delay_fence_policy`` decides:
+   workers run all tasks, or drop all tasks.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ class Record:
     *state* is one of:
 
     - "open": the Spark job has not ended;
-    - "committed": of each partition, the tasks of the attempt in *winners* run;
-    - "aborted": no tasks run;
+    - "committed": *winners* has one attempt per partition; workers run only these attempts' tasks;
+    - "aborted": no tasks of the run may run;
     - "all": the tasks of all attempts run. Only a worker decides this, after the deadline.
     """
 
@@ -74,7 +76,7 @@ class Record:
     at: float
     """The time at which the run began, or at which its result was stored."""
     deadline: float = 0.0
-    """The time after which a worker decides instead of the Spark driver."""
+    """The time after which a worker, not the Spark driver, decides which tasks run."""
     winners: Mapping[str, str] = field(default_factory=dict)
     by: str = ""
     """The name of the driver or worker that stored the result."""
@@ -100,9 +102,11 @@ class Record:
 
 
 def opened(held: Record | None, new: Record, job: str) -> Record:
-    """Return the state of a Spark run after a Spark job has begun the run.
+    """Return the state to store for a Spark run when the Spark job *job* begins.
 
-    If the run was open before, the later deadline counts. After an abort, another job may begin.
+    If the run is already open, its deadline becomes the later of the stored deadline and the new
+    job's deadline. A new job may restart an aborted run.
+    The states "committed" and "all" never change.
     """
     if held is None or (held.state == ABORTED and job not in held.jobs):
         return replace(new, jobs=(job,))
@@ -113,7 +117,7 @@ def opened(held: Record | None, new: Record, job: str) -> Record:
 
 
 def sealed(held: Record | None, new: Record) -> Record:
-    """Return the result of a Spark run: the stored result, or else *new*."""
+    """Return a Spark run's stored result; if no result is stored, return the result *new*."""
     if held is None:
         return new
     return replace(new, jobs=held.jobs) if held.state == OPEN else held
@@ -127,7 +131,7 @@ class Fate(Enum):
 
 
 def fate(record: Record, stamp: Stamp) -> Fate:
-    """Decide whether a worker runs, drops or holds a task of a Spark run."""
+    """Return whether a worker runs, drops or delays a due task of a Spark run."""
     match record.state:
         case "open":
             return Fate.HOLD
@@ -145,15 +149,15 @@ def is_overdue(record: Record | None, *, now: float) -> bool:
 
 
 def given_up(policy: str, *, now: float, by: str) -> Record:
-    """Make a worker's decision about a Spark run after the driver's deadline.
+    """Return a worker's result for a Spark run whose driver missed the deadline.
 
-    If *policy* is "run", all tasks run. If *policy* is "drop", no task runs.
+    If *policy* (``native_delay_fence_policy``) is "run", all tasks run; if "drop", no task runs.
     """
     return Record(ALL if policy == "run" else ABORTED, now, by=by)
 
 
 def hold_seconds(record: Record | None, *, now: float) -> float:
-    """Return the seconds until a worker reads the Spark run's state again."""
+    """Return the seconds until a worker reads the Spark run's stored state again."""
     if record is None:
         return BLIND_HOLD_SECONDS
     wait = min(max((now - record.at) / 10, SHORTEST_HOLD_SECONDS), LONGEST_HOLD_SECONDS)

@@ -23,13 +23,13 @@ __all__ = ("install", "run")
 
 
 def install() -> None:
-    """Add the pages of this package to Flower. Call this function before Flower starts."""
+    """Add this package's pages to Flower. Call this function before Flower starts."""
     # Flower's command finds the application class under this name.
     flower.command.Flower = DelayFlower
 
 
 def run(ctx: click.Context, arguments: Sequence[str]) -> None:
-    """Run ``celery flower`` with the pages of this package."""
+    """Run ``celery flower`` with this package's pages."""
     install()
     command: click.Command = flower.command.flower
     with command.make_context("flower", list(arguments), parent=ctx.find_root()) as its_own:

@@ -35,7 +35,7 @@ class ApiHandler(Errors, BaseApiHandler):
     """Base class of the REST API's handlers, with Flower's authentication and JSON errors."""
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """Send an error response; with status 401, browsers ask for a password."""
+        """Send an error response; status 401 makes browsers ask for a password."""
         if status_code == 401 and self.application.options.basic_auth:
             self.set_header("WWW-Authenticate", 'Basic realm="flower"')
         super().write_error(status_code, **kwargs)
@@ -52,7 +52,7 @@ class ApiHandler(Errors, BaseApiHandler):
             raise web.HTTPError(403, "Read only mode is enabled")
 
     def moment(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the new due time in a request: ``countdown`` in seconds, or ``eta``."""
+        """Return the new due time from the request: ``countdown`` in seconds, or ``eta``."""
         given = {
             name: body.get(name, self.get_argument(name, None)) for name in ("countdown", "eta")
         }
@@ -65,7 +65,7 @@ class ApiHandler(Errors, BaseApiHandler):
         return found
 
     def body(self) -> dict[str, Any]:
-        """Return the request's JSON object, or {} if the body is not JSON."""
+        """Return the JSON object in the request, or {} if the body is not JSON."""
         text = self.request.body.strip()
         is_json = "json" in self.request.headers.get("Content-Type", "json")
         if not text or not (is_json or text.startswith((b"{", b"["))):
@@ -79,7 +79,7 @@ class ApiHandler(Errors, BaseApiHandler):
         return found
 
     async def change(self, verb: str, ids: list[str], body: dict[str, Any]) -> list[Outcome]:
-        """Cancel, reschedule or run the tasks *ids*, and return the outcomes."""
+        """Cancel, reschedule or run the waiting tasks *ids*, and return the outcomes."""
         moment = self.moment(body) if verb == "reschedule" else {}
         outcomes = await self.asking.delay(
             lambda delay: _CHANGES[verb](delay, ids, **moment), within_seconds=_CHANGE_SECONDS
@@ -91,7 +91,7 @@ class ApiHandler(Errors, BaseApiHandler):
 class ListDelays(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
-        """Send the waiting tasks that match the search and the due time range.
+        """Respond with the waiting tasks that match the request's search text and due times.
 
         ``total`` is null if the search matches too many tasks to count.
         """
@@ -151,16 +151,16 @@ class ChangeSchedule(ApiHandler):
 
 
 class ListParked(ApiHandler, Parked):
-    """Sends due messages that have no bound queue."""
+    """Responds with the parked messages (due, but without a bound queue)."""
 
 
 class ChangeParked(ApiHandler):
     @web.authenticated
     async def post(self, verb: str) -> None:
-        """Requeue or purge due messages that have no bound queue.
+        """Deliver or delete parked messages (due, but without a bound queue).
 
-        Sends 409 while a worker publishes these messages again. A purge with the body ``{"parked":
-        n}`` sends 409 if the number of these messages is not n.
+        A request to deliver gets 409 while a worker is delivering parked messages. A request to
+        delete with the body ``{"parked": n}`` gets 409 if the number of parked messages is not n.
         """
         self.changes()
         seen = self.body().get("parked")
@@ -196,7 +196,7 @@ def _purged(part: AdminPart, *, seen: int | None) -> dict[str, Any] | str:
 class ShowDelay(ApiHandler):
     @web.authenticated
     async def get(self, task_id: str) -> None:
-        """Send the waiting task with this id, or 404 if the task is not waiting."""
+        """Respond with the waiting messages of a task, or with 404 if the task is not waiting."""
         found = await self.asking.delay(lambda delay: delay.show(task_id))
         if not found:
             raise web.HTTPError(404, f"No task waits with the id '{task_id}'")
@@ -206,7 +206,7 @@ class ShowDelay(ApiHandler):
 class ChangeOne(ApiHandler):
     @web.authenticated
     async def post(self, verb: str, task_id: str) -> None:
-        """Change a waiting task; answer 404 if the task is not waiting, 409 if already received."""
+        """Change a waiting task; send 404 if not waiting, 409 if a worker received the task."""
         self.changes()
         (outcome,) = await self.change(verb, [task_id], self.body())
         if not outcome:

@@ -45,13 +45,12 @@ _BROKERS_LINK = r"(<li[^>]*>\s*<a(?:(?!</li>).)*reverse_url\('broker'\)(?:(?!</l
 
 
 class PatchedTemplates(Loader):
-    """Template loader that inserts links to our pages into Flower's navigation bar."""
+    """Template loader that inserts links to this package's pages into Flower's navigation bar."""
 
     def __init__(self) -> None:
         super().__init__(str(Path(flower.__file__).parent / "templates"))
 
     def resolve_path(self, name: str, parent_path: str | None = None) -> str:
-        """Return *name* unchanged: templates include each other by file name."""
         return name
 
     def _create_template(self, name: str) -> Template:
@@ -61,7 +60,7 @@ class PatchedTemplates(Loader):
 
 
 def patched(name: str, text: str) -> str:
-    """Insert links to our pages into the template ``navbar.html`` of Flower."""
+    """If *name* is "navbar.html", insert links to this package's pages into *text*."""
     if name != "navbar.html":
         return text
     changed, times = re.subn(_BROKERS_LINK, _NAVBAR, text, count=1, flags=re.DOTALL)
@@ -103,7 +102,7 @@ _SWITCH_SECONDS = 0.0005
 
 
 class DelayFlower(Flower):
-    """Flower's application with our pages, our REST API and our metrics."""
+    """Flower's application with this package's pages, REST API and metrics."""
 
     def __init__(self, options: Any = None, **kwargs: Any) -> None:
         kwargs["template_loader"] = PatchedTemplates()

@@ -1,4 +1,4 @@
-"""Calls the broker in threads, so that Flower's event loop does not block."""
+"""Calls the broker in threads, so that calls do not block Flower's event loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANSWER_SECONDS = 10.0
 
 
 class Asking:
-    """Runs blocking broker calls in threads, for Flower's event loop."""
+    """Makes blocking calls in threads. Raises RecordsUnavailable for broker errors and timeouts."""
 
     def __init__(self, app: Celery) -> None:
         self.app = app
@@ -37,19 +37,13 @@ class Asking:
     async def delay(
         self, question: Callable[[Delay], T], *, within_seconds: float = ANSWER_SECONDS
     ) -> T:
-        """Call *question* with ``Delay(app)`` in a thread, and return the result.
-
-        Raises RecordsUnavailable after a connection error or a timeout.
-        """
+        """Call the function *question* with ``Delay(app)`` in a thread, and return the result."""
         return await self._ask(lambda: question(Delay(self.app)), self._records, within_seconds)
 
     async def admin(
         self, question: Callable[[AdminPart], T], *, within_seconds: float = ANSWER_SECONDS
     ) -> T:
-        """Call *question* with the broker's admin interface (:class:`AdminPart`) in a thread.
-
-        Raises RecordsUnavailable after a connection error or a timeout.
-        """
+        """Call the function *question* with the broker's :class:`AdminPart` in a thread."""
 
         def asked() -> T:
             with self.app.connection_or_acquire() as connection:

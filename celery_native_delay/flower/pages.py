@@ -46,7 +46,7 @@ _BROKERS_OWN = (
 
 
 class Errors(BaseHandler):
-    """Base class of request handlers; sends errors of this package as JSON."""
+    """Base class of request handlers that send this package's errors as JSON."""
 
     @property
     def asking(self) -> Asking:
@@ -54,12 +54,12 @@ class Errors(BaseHandler):
         return asking
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
-        """Log a traceback, except for errors of this package."""
+        """Log a traceback, except for this package's errors."""
         if not isinstance(value, NativeDelayError):
             super().log_exception(typ, value, tb)
 
     def send_error(self, status_code: int = 500, **kwargs: Any) -> None:
-        """Send an error response; errors of this package are sent as JSON."""
+        """Send an error response; this package's errors are sent as JSON."""
         error = (kwargs.get("exc_info") or (None, None))[1]
         if isinstance(error, NativeDelayError) and not self._finished:
             self.clear()
@@ -198,9 +198,10 @@ def _numbers(delay: Delay) -> dict[str, Any]:
 class Parked(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """Send the first 50 due messages without a bound queue, and the total.
+        """Respond with the number of parked messages (``total``), and up to 50 of them (``tasks``).
 
-        ``total`` and ``tasks`` are null while a worker publishes these messages again.
+        Parked messages are due, but have no bound queue. Both fields are null while a worker is
+        delivering parked messages.
         """
         found = await self.asking.admin(lambda part: part.parked(limit=_PARKED))
         if found is None:
@@ -235,7 +236,10 @@ class DataTable(Errors):
 
 
 def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
-    """Encode *answer* and many *items* as JSON; call this function in a thread."""
+    """Encode the dict *answer* as JSON, and add the list *items* under the key *name*.
+
+    A long list takes long: call this function in a thread, or it blocks Flower.
+    """
     text = f'{json.dumps(answer)[:-1]}, "{name}": [{", ".join(map(json.dumps, items))}]}}'
     return text.encode()
 

@@ -1,6 +1,6 @@
-"""The stored state of a debounce, throttle or unique key, and the message header.
+"""The stored state of a debounce, throttle or unique key, and the message header that has the key.
 
-A change of the data format needs a new VERSION.
+Increase VERSION when the data format changes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass(frozen=True)
 class Run:
-    """An execution of a task, and the expiry of its lock on the key.
+    """An execution of a task, which holds a lock of the task's key.
 
-    *token* is a random id of the execution. *lease_us* is the expiry in microseconds since the
-    epoch, by the clock of the Redis or database. *since_us* is the start of a shared lock, else 0.
+    *token* is a random id of the execution. *lease_us* is the expiry of the lock in microseconds
+    since the epoch, by the clock of the Redis or database. *since_us* is the start of a shared
+    lock, else 0.
     """
 
     id: str
@@ -48,13 +49,13 @@ class Record:
     """The stored state of one debounce, throttle, unique or concurrent key.
 
     - *id* and *due_us*: the id and the due time of the waiting task.
-    - *since_us*: the time of the first debounced call.
+    - *since_us*: the time when debouncing began: a call came while no task was waiting.
     - *window_us*: the end of a throttle's window.
     - *opener*: the id of the task that began a throttle's window.
     - *runs*: the running execution of a unique task, or those that share a concurrent key. Then
       *due_us* is the time at which the last waiting task tries again.
 
-    All times are in microseconds since the epoch.
+    All times are in microseconds since the epoch. A field without a value is None or 0.
     """
 
     id: str | None = None
@@ -97,10 +98,13 @@ class Record:
 class Mark:
     """The header of a message with a debounce, throttle or unique key.
 
-    - *kind*: "debounce", "throttle", "throttle-trailing" or "unique".
+    - *kind*: "debounce", "unique", "throttle-trailing" (``throttle(edge="trailing")``), or
+      "throttle" (the other edges).
     - *task*: the name of the task.
-    - *until*: "start" or "end" of the task, when a unique key becomes free; None for other kinds.
-    - *token*: the id of a unique task's execution, or None before a worker has received the task.
+    - *until*: the event of the task that frees a unique key, "start" or "end". None for other
+      kinds.
+    - *token*: the id of a unique task's execution. None until a worker receives the task, and for
+      other kinds.
     """
 
     kind: str
@@ -111,11 +115,11 @@ class Mark:
 
     @property
     def name(self) -> str:
-        """The name of the key's stored state."""
+        """The name under which the state of the key is stored."""
         return name_of(self.kind, self.task, self.key)
 
     def header(self) -> dict[str, Any]:
-        """Return the header as a dict, without the task's name."""
+        """Return the message header that marks a task with this key."""
         said = {"v": VERSION, "kind": self.kind, "key": self.key}
         return said | {name: value for name in _OPTIONAL if (value := getattr(self, name))}
 
@@ -137,7 +141,7 @@ _OPTIONAL = ("until", "token")
 
 
 def key_and_kind(headers: Mapping[str, Any]) -> tuple[str, str]:
-    """Return a message's key and the kind of key; "" and "" without a key."""
+    """Return the key in a message's headers, and the kind of key; both "" without a key."""
     mark = Mark.of(headers)
     return (mark.key, mark.kind) if mark else ("", "")
 

@@ -11,26 +11,26 @@ from .rules import Rule, Seen, Step
 
 
 class KeyRecords:
-    """The stored state of debounce, throttle and unique keys, in a Redis or a database."""
+    """Reads and changes the state of keys in a Redis or a database."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
         self.needs_connection = records.needs_connection
 
     def read(self, name: str) -> Seen:
-        """Read the stored state of a key, and the waiting messages of the key's task."""
+        """Read a key's stored state, and the waiting messages of the key's task."""
         return _seen(self._records.read(_name_of(name)))
 
     def change(self, name: str, rule: Rule, publish: Publish | None = None) -> tuple[Seen, Step]:
-        """Change the stored state of a key, and publish a message in the same step.
+        """Change the state of a key; if needed, publish a message in the same step.
 
-        The function *rule* computes the change. Returns the old state and the change.
+        The pure function *rule* computes the new state, and decides if a message is needed.
         """
         return self._records.change(_name_of(name), partial(_decided, rule), publish)
 
 
 def publish_under(name: str, rule: Rule, task_id: str) -> RecordedPublish:
-    """Return a RecordedPublish, which publishes a task and changes the key's state by *rule*."""
+    """Make a RecordedPublish for a task. The function *rule* computes the key's new state."""
     return RecordedPublish(task_id, _name_of(name), partial(_decided, rule))
 
 

@@ -28,10 +28,7 @@ _COUNTERS = {
 
 
 class DelayCollector(Collector):
-    """Prometheus collector; two threads read the values from the broker and the workers.
-
-    *rated* has the names of rate-limited tasks. Unknown values are left out.
-    """
+    """Prometheus collector of values that two threads read from the broker and the workers."""
 
     def __init__(
         self, poll: Poll, counts: Counts, listener: Listener, rated: Iterable[str] = ()
@@ -200,7 +197,7 @@ POLL_SECONDS = 5.0
 
 
 class Exposed:
-    """The metrics that :func:`expose` registered. Call :meth:`close` to remove the metrics."""
+    """The registered Prometheus metrics of an app; :meth:`close` removes the metrics."""
 
     def __init__(self, app: Celery, registry: CollectorRegistry, *, poll_seconds: float) -> None:
         rated = installed(app).settings().rates_by_task
@@ -215,7 +212,7 @@ class Exposed:
             thread.start()
 
     def close(self, *, timeout_seconds: float = 5.0) -> None:
-        """Remove the metrics from the registry, and stop the threads that read the values."""
+        """Remove the metrics from the registry, and stop the threads of the collector."""
         self._registry.unregister(self._collector)
         for thread in self._threads:
             thread.stop()

@@ -1,4 +1,4 @@
-"""A thread that receives ``delay-tally`` events from workers, and adds up the counts.
+"""A thread that adds up the counts of delayed messages in workers' ``delay-tally`` events.
 
 On RabbitMQ, the binding key ``delay.#`` excludes all other events.
 """
@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class Counts:
-    """Totals of delayed messages by queue, and of started rate-limited tasks by task name."""
+    """Sums of workers' counts: received messages by queue, started rate-limited tasks by name."""
 
     def __init__(self, queues: Iterable[str] = (), rated: Iterable[str] = ()) -> None:
         self._lock = Lock()
@@ -32,7 +32,7 @@ class Counts:
         self._warned = False
 
     def hear(self, event: Mapping[str, Any]) -> None:
-        """Add the counts of a ``delay-tally`` event; log only the first invalid event."""
+        """Add a worker's counts from a ``delay-tally`` event; log only the first invalid event."""
         try:
             tallies = {queue: counts_of(fields) for queue, fields in event["queues"].items()}
             starts = counts_of(event.get("rate_starts", {}))
@@ -61,7 +61,7 @@ class Counts:
 
 
 class Listener(Thread):
-    """Thread that receives counts of delayed messages from workers, as ``delay-tally`` events."""
+    """Thread that receives the workers' counts of delayed messages (``delay-tally`` events)."""
 
     def __init__(self, app: Celery, counts: Counts) -> None:
         super().__init__(name="native-delay-listener", daemon=True)
@@ -115,7 +115,7 @@ class Listener(Thread):
 
 
 class _Receiver(EventReceiver):  # type: ignore[misc]
-    """Celery's event receiver; calls ``ready`` when the consumer has started."""
+    """Celery's event receiver; calls ``ready`` when consuming has begun."""
 
     ready: Callable[[], None]
 

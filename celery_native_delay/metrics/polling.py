@@ -1,4 +1,4 @@
-"""A thread that regularly reads message counts from the broker for Prometheus."""
+"""A thread that regularly reads the counts of waiting messages from the broker."""
 
 from __future__ import annotations
 
@@ -28,14 +28,11 @@ MOST_LINES = 10_000
 
 @dataclass(frozen=True)
 class Reading:
-    """Numbers that the thread :class:`Poll` read from the broker.
+    """Values that the thread :class:`Poll` read; None stands for an unknown value."""
 
-    *backlog* has the message counts, or None after an error. *read_at* is a monotonic time.
-    *first_due* is a Unix time. *lines* (queues of rate-limited tasks) and *entries* (schedule
-    entries) are None if unknown.
-    """
-
+    #: The message counts on the broker.
     backlog: Backlog | None
+    #: Monotonic, unlike *first_due*, which is a Unix time.
     read_at: float
     duration_seconds: float
     first_due: float | None = None
@@ -56,7 +53,7 @@ class Poll(Thread):
         self._warned = False
 
     def reading(self) -> Reading | None:
-        """Return the last :class:`Reading`, without message counts if too old."""
+        """Return the last values, without message counts if these are too old."""
         last = self._last
         if last is None or monotonic() - last.read_at < self._every_seconds + PATIENCE_SECONDS:
             return last

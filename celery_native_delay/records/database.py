@@ -55,7 +55,7 @@ def parsed(url: str) -> URL:
 
 
 def same_database(one: str, other: str) -> bool:
-    """Return True if two URLs differ at most in the driver and the user."""
+    """Return True if two URLs name the same database; driver and user may differ."""
     return _place(parsed(one)) == _place(parsed(other))
 
 
@@ -86,7 +86,7 @@ def engine_of(url: str, *, setting: str = "native_delay_store") -> Engine:
 
 
 def _of_servers(place: URL) -> dict[str, Any]:
-    """Return arguments of ``create_engine`` for PostgreSQL, MySQL and MariaDB."""
+    """Return the connect timeout and isolation level for PostgreSQL, MySQL and MariaDB."""
     if place.get_backend_name() not in ("postgresql", "mysql", "mariadb"):
         return {}
     # A producer waits at most 5 seconds for a server that does not answer.
@@ -181,11 +181,11 @@ class Database(ABC):
         """Make the exception for database errors. *reason* is the driver's message."""
 
     def do(self, work: Callable[[Connection], T]) -> T:
-        """Run *work* in a transaction, and repeat the transaction after a conflict."""
+        """Call the function *work* in a transaction, which is repeated after a conflict."""
         return self._tried(self.engine.begin, work)
 
     def look_up(self, work: Callable[[Connection], T]) -> T:
-        """Run *work* in a read-only transaction, and return the result of *work*."""
+        """Call the function *work* in a read-only transaction, and return the result."""
         return self._tried(lambda: self.engine.connect().execution_options(**{READS: True}), work)
 
     def make_tables(self) -> None:

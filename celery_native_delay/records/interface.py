@@ -1,12 +1,11 @@
 """The interface to the stored state about waiting tasks, in a Redis or a database.
 
-An example of a stored state is the task that a debounce key will run. A pure function computes the
-new state, and decides if a message is published. The new state is stored only if no other process
-has changed the state meanwhile.
+For example, the stored state of a debounce key has the id of the task that will run. A pure
+function computes the new state, and decides if a message is published. The new state is stored only
+if no other process has changed the state meanwhile.
 
-RabbitMQ, SQS and pgmq cannot list their waiting messages. For these brokers the package keeps an
-index: a list of the waiting messages. A worker reads the index before it runs a waiting task, and
-does not run cancelled tasks.
+RabbitMQ, SQS and pgmq cannot list their waiting messages, so this package stores a list of the
+waiting messages. A worker reads this list before a waiting task runs, and drops cancelled tasks.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ UNDECIDED = "undecided"
 
 
 class RecordName(NamedTuple):
-    """The name of a stored state: its *kind*, such as "key" or "rate", and its *name*."""
+    """Identifies a stored state, for example by *kind* "key" and *name* "unique:shop.pay:7"."""
 
     kind: str
     name: str
@@ -59,12 +58,14 @@ class RecordName(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A stored state, read at the time *now_us*, and the waiting messages of the state's task.
+    """A stored state, and the waiting messages of the task whose id is in the state.
 
-    - *now_us*: microseconds since the epoch, by the clock of the Redis or database.
-    - *text*: the stored state, or None. If the state is JSON, its field ``id`` is a task id.
-    - *messages*: name and due time (in microseconds) of each waiting message of this task. The due
-      time 0 means that the task is due but its queue does not exist.
+    - *now_us*: the time of the read in microseconds since the epoch, by the clock of the Redis or
+      database.
+    - *text*: the stored state, or None if no state is stored. In a JSON state, the field ``id``
+      is the task id.
+    - *messages*: name and due time (in microseconds) of each waiting message of the task. The due
+      time 0 stands for an overdue message, which waits because its queue does not exist.
     """
 
     now_us: int
@@ -74,12 +75,13 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Change(Generic[T]):
-    """A change of a stored state, and the *answer* for the caller.
+    """A new stored state, and the due time of a message to publish.
 
     - *text*: the new state, or None to remove the state.
-    - *kept_us*: the expiry of the new state, in microseconds since the epoch.
+    - *kept_us*: the time when the new state expires, in microseconds since the epoch.
+    - *answer*: the value that :meth:`Records.change` returns.
     - *due_us*: the due time of a message to publish, or None to publish no message.
-    - *replaces*: True if the waiting messages of the state's task are cancelled.
+    - *replaces*: True to cancel the waiting messages of the :class:`Snapshot`.
     """
 
     text: str | None
@@ -115,13 +117,14 @@ class IndexEntry:
 class CompareAndSet:
     """A compare-and-set of a stored state and of waiting messages.
 
-    If the state *name* equals *before*, all these changes are made in one step:
+    If the state *name* equals *before*, and no message in *gone* was delivered, all these changes
+    are made in one step:
 
-    - The state becomes *after*, for *kept_ms* milliseconds.
-    - The waiting messages *gone* are cancelled.
-    - The message *new* is added to the list of waiting messages.
+    - The state becomes *after*, and expires *kept_ms* milliseconds later.
+    - Workers drop the messages *gone*.
+    - The list of waiting messages gets the message *new*, and workers may run this message.
 
-    If the state differs, or a message in *gone* was delivered, the message *new* is cancelled.
+    Otherwise nothing changes. The only exception: workers drop the message *new*.
     """
 
     name: RecordName | None = None
@@ -133,12 +136,12 @@ class CompareAndSet:
 
 
 def delivery_of(member: str) -> str:
-    """Return the message's own id in a name ``<task id>:<delivery id>``."""
+    """Return the delivery id (second part) of a message's name ``<task id>:<delivery id>``."""
     return member.rpartition(":")[2]
 
 
 def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
-    """Call *attempt* until the call returns a result. Raises CannotDelay after 100 calls."""
+    """Call *attempt* until it returns a value, else raise CannotDelay after 100 calls."""
     for _ in range(TRIES):
         if (answer := attempt()) is not None:
             return answer
@@ -173,7 +176,7 @@ class Records(ABC):
 
     @abstractmethod
     def read(self, name: RecordName) -> Snapshot:
-        """Read a stored state by its name, and the waiting messages of the state's task."""
+        """Read a stored state, and the waiting messages of the task whose id is in the state."""
 
     @abstractmethod
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
@@ -181,8 +184,8 @@ class Records(ABC):
 
         Args:
             name: the name of the stored state.
-            decide: a function that computes the change. It may be called several times.
-            publish: a function that publishes a message. It is called if the change has a due time.
+            decide: a function that computes the change, and may be called several times.
+            publish: a function that publishes a message, called if the change has a due time.
 
         Returns:
             the field *answer* of the change.
@@ -221,9 +224,10 @@ class Index(ABC):
 
     @abstractmethod
     def received(self, member: str) -> bool | None:
-        """Remove a received message from the list. Returns False if no worker may run the message.
+        """Remove a received message from the list. Returns True if a worker may run the message.
 
-        Returns None if the Redis or database did not answer in time.
+        Returns False for a cancelled or replaced message. Returns None if the Redis or database
+        did not answer.
         """
 
     @abstractmethod
@@ -232,17 +236,19 @@ class Index(ABC):
 
     @abstractmethod
     def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
-        """Read a stored state, and tell workers to drop a message that is not confirmed yet.
+        """Read a stored state, and mark a new message as "undecided" before its publish.
+
+        Workers drop an undecided message. :meth:`compare_and_set` removes the mark.
 
         Args:
             name: the name of the stored state, or None to read no state.
-            undecided: the delivery id (the message's own id), or None if there is no message.
-            mark_ms: the milliseconds for which workers drop the message.
+            undecided: the new message's delivery id, or None to mark no message.
+            mark_ms: the milliseconds until the mark expires.
         """
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Let workers run a message again after :meth:`look`, now or in *left_ms* milliseconds."""
+        """Remove a message's mark "undecided" after *left_ms* milliseconds; 0 means now."""
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:
@@ -256,12 +262,12 @@ class Index(ABC):
     def tasks(self, republishes: Any) -> WaitingTasks:
         """Return an object that lists, cancels and moves the waiting tasks.
 
-        *republishes* is the broker's object that can publish waiting messages again.
+        *republishes* publishes the replacement of a cancelled or moved message.
         """
 
     @abstractmethod
     def sweep(self) -> int:
-        """Remove messages that are overdue by a day; return the number of removed messages."""
+        """Remove messages from the list if overdue by more than a day; return their number."""
 
     @abstractmethod
     def purge(self) -> None:

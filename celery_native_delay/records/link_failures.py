@@ -1,4 +1,4 @@
-"""Counts failures of a connection, pauses after each failure, and logs one warning."""
+"""Refuses calls for some seconds after a connection failed, and logs one warning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class LinkFailures:
-    """The failures of one connection. The text *what* names the server in logs."""
+    """Refuses calls for some seconds after a connection failed. *what* names the server in logs."""
 
     def __init__(
         self,
@@ -43,7 +43,10 @@ class LinkFailures:
         self._backoff.reset()
 
     def failed(self, error: BaseException) -> RecordsUnavailable:
-        """Return an exception for a failed connection. The first failure is logged."""
+        """Begin a pause, and return a RecordsUnavailable that names *error*.
+
+        Of several failures in a row, only the first is logged.
+        """
         self._retry_at = monotonic() + self._backoff.failed()
         said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
         if self._logs and not self._is_told:

@@ -11,7 +11,7 @@ from ..urls import is_redis_url
 
 
 class Place(NamedTuple):
-    """The URL of a Redis or database, and the app's namespace in the Redis or database."""
+    """The URL of a Redis or database, and the app's namespace there."""
 
     url: str
     owner: str
@@ -50,6 +50,6 @@ def records_of_process(url: str, owner: str) -> Any:
 
 @atexit.register
 def flush() -> None:
-    """Wait up to 0.3 s for unfinished writes to each Redis and database."""
+    """Wait for unfinished writes, up to 0.3 s per Redis or database."""
     for found in _records.values():
         found.flush()

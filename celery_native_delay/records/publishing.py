@@ -13,15 +13,15 @@ from .interface import Change, Decide, Publish, RecordName, Records, Snapshot
 
 
 class NotPublished(Exception):
-    """Raised if the change of a stored state publishes no message."""
+    """Raised to end ``apply_async`` early, if no message is needed."""
 
 
 @dataclass
 class RecordedPublish:
     """Publishes one task's message, and changes the stored state *name* in the same step.
 
-    The function *decide* computes the change. Afterwards *answer* is the field *answer* of the
-    change, and *due_us* is the due time of the message, or None if no message was published.
+    The function *decide* computes the change. :meth:`settle` copies *answer* and *due_us* from the
+    change. If no message was published, *due_us* stays None.
     """
 
     task_id: str
@@ -74,7 +74,7 @@ def publishing(recorded: RecordedPublish) -> Iterator[None]:
 
 
 def publish_of(headers: Mapping[str, Any] | None) -> RecordedPublish | None:
-    """Return this thread's RecordedPublish if *headers* have the same task id, else None."""
+    """Return this thread's RecordedPublish, or None if *headers* belong to another task."""
     recorded = underway.get()
     if recorded is None or not headers or headers.get("id") != recorded.task_id:
         return None

@@ -1,7 +1,7 @@
 """Stores state about waiting tasks, and a list of waiting messages, in a Redis.
 
-Lua scripts make each change atomic, and use the server's clock. A change of the data format needs
-a new VERSION.
+Lua scripts make each change atomic, and use the Redis server's clock. Increase VERSION when the
+data format changes.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ return 1
 
 @dataclass(frozen=True)
 class RecordKeys(IndexKeys):
-    """The names of the Redis keys in one namespace. Several apps may share a Redis."""
+    """The names of the Redis keys in an app's namespace."""
 
     owner: str
 

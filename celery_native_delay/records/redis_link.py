@@ -48,7 +48,7 @@ return found
 class RedisLink:
     """A thread-safe Redis client. Raises RecordsUnavailable if the Redis does not answer.
 
-    The client takes the parameters from redis-py's *pool*, but opens its own connections.
+    The client opens its own connections, with the connection parameters of redis-py's *pool*.
     """
 
     def __init__(
@@ -183,10 +183,10 @@ class RedisLink:
 
 
 def latest(link: RedisLink, names: str, prefix: str, limit: int) -> tuple[int, list[Any]]:
-    """Return the Redis server's time, and up to *limit* stored states with their names.
+    """Return the server's time, and up to *limit* stored states as pairs of name and text.
 
-    *names* is the key of a sorted set of names, scored by expiry. The latest expiry comes first.
-    *prefix* plus a name is the key of a stored state.
+    The state with the latest expiry comes first. The sorted set at the Redis key *names* scores the
+    name of each state by expiry. The Redis key of a state is *prefix* plus the name.
     """
     now_us, *found = link.run(_LATEST, [names], limit, prefix)
     texts = [text.decode() for text in found]

@@ -1,7 +1,8 @@
 """Lists and searches the waiting tasks in a Redis.
 
-Each waiting message has a name, ``<task id>:<digest or delivery id>``, and a content. Three Redis
-keys hold the messages:
+Each waiting message has a content and a name, ``<task id>:<delivery id>``. If the Redis is the
+broker, the name is ``<task id>:<digest>``, with a digest of the delivery tag and the destination.
+Three Redis keys hold the messages:
 
 - ``due``: a sorted set of the names, scored by due time in microseconds;
 - ``messages``: a hash from the names to the contents;
@@ -76,35 +77,35 @@ class IndexKeys:
 
     @property
     def space(self) -> str:
-        """The common prefix of all Redis keys of one namespace, without the last dot."""
+        """The beginning of all Redis keys of one namespace, such as ``shop.records.v1``."""
         raise NotImplementedError
 
     @property
     def due(self) -> str:
-        """The key of a Redis sorted set of the waiting messages, scored by due time."""
+        """The Redis key of a sorted set: waiting messages by due time."""
         return f"{self.space}.due"
 
     @property
     def messages(self) -> str:
-        """The key of a Redis hash with the content of all delayed messages."""
+        """The Redis key of a hash with the contents of all waiting messages."""
         return f"{self.space}.messages"
 
     @property
     def marks(self) -> str:
-        """The prefix of Redis keys; each key tells workers to drop one message."""
+        """The prefix of the Redis keys that tell workers to drop a message."""
         return f"{self.space}.mark."
 
     def record(self, name: RecordName) -> str:
-        """Return the Redis key of a stored state, such as the state of a debounce key."""
+        """Return the Redis key of a stored state, such as a debounce key's."""
         return f"{self.space}.{name.kind}.{name.name}"
 
     def names(self, kind: str) -> str:
-        """Return the key of a Redis sorted set with the names of stored states."""
+        """Return the Redis key of a sorted set: names of stored states of one kind."""
         return f"{self.space}.{kind}s"
 
     @property
     def ids(self) -> str:
-        """The key of a Redis sorted set of the waiting messages, sorted by task id."""
+        """The Redis key of a sorted set: waiting messages by task id."""
         return f"{self.space}.ids"
 
     @property
@@ -155,7 +156,7 @@ class RedisListing(WaitingTasks):
         """Turn redis-py's errors in a ``with`` block into RecordsUnavailable."""
 
     def _found(self, task_id: str) -> list[tuple[str, bytes, Waiting]]:
-        """Return the name, content and task of each waiting message with one task id."""
+        """Return the name, content and task of each waiting message with this task id."""
         found = []
         with self._explained():
             # In ASCII ";" follows ":".
@@ -171,7 +172,7 @@ class RedisListing(WaitingTasks):
         return found
 
     def _ranks(self, query: Query) -> tuple[int, int]:
-        """Return the range of ranks in ``due`` that matches the query's due times."""
+        """Return the ranks in ``due`` where the query's due times begin and end (exclusive)."""
         count = self._client.zcount
         first = 0 if query.from_us is None else count(self._due, "-inf", f"({query.from_us}")
         if query.until_us is None:
@@ -191,7 +192,11 @@ class RedisListing(WaitingTasks):
 
 
 def throw_away(link: Any, keys: Sequence[str], lowest: int | str, highest: int | str) -> int:
-    """Remove messages from Redis by their scores, and return the number of removed messages."""
+    """Remove all messages with a score from *lowest* to *highest*, both inclusive.
+
+    *keys* has three Redis keys: a sorted set with the scores, ``messages`` and ``ids``. The
+    messages are removed from all three. Returns the number of removed messages.
+    """
     thrown = 0
     while True:
         taken: int = link.run(_THROW_AWAY, keys, lowest, highest, _THROWN_AT_ONCE)

@@ -1,11 +1,12 @@
-"""Replaces a waiting message on RabbitMQ, SQS and pgmq, which cannot remove a waiting message.
+"""Replaces a waiting message on RabbitMQ, SQS and pgmq, which cannot remove messages.
 
 1. ``Index.look()`` stores that the new message is "undecided": workers drop undecided messages.
 2. :func:`publish_undecided` publishes the new message, and waits for the broker's confirm.
-3. ``Index.compare_and_set()`` stores that workers drop the old message and run the new message. If
-   another process has changed the task since step 1, step 3 changes nothing.
+3. ``Index.compare_and_set()`` stores that workers drop the old message and run the new message.
 
-If the process dies between two steps, the old message runs and workers drop the new message.
+If another process has changed the task since step 1, step 3 stores instead that workers drop the
+new message. If the process dies before step 3, workers run the old message, and drop the new
+message.
 """
 
 from __future__ import annotations
@@ -95,14 +96,14 @@ class Republishes(Protocol):
         """Convert a stored message to a waiting task, or to None if cancelled."""
 
     def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
-        """Publish a waiting message with a new due time, and return the message's new content."""
+        """Publish a waiting message with a new due time. Returns the message's new content."""
 
     def check_reach(self, due_us: int) -> None:
         """Raise DelayTooLong if a due time is beyond the broker's longest delay."""
 
 
 class RecordedTasks(WaitingTasks):
-    """A mixin that cancels and moves waiting tasks by publishing the tasks' messages again."""
+    """A mixin that publishes waiting messages again, to cancel or move tasks."""
 
     index: Index
     _delays: Republishes

@@ -1,8 +1,8 @@
 """Parses and matches searches for waiting tasks: words, quoted texts and ``field:word``.
 
 A task matches if all words match, in upper or lower case. The fields are ``name``, ``queue``,
-``key``, ``args``, ``kwargs``, ``id``, ``uuid`` and ``root``. ``kwargs:order=7`` matches if the
-keyword argument ``order`` is exactly 7.
+``key``, ``args``, ``kwargs``, ``id`` (the task id, also called ``uuid``) and ``root`` (Celery's
+``root_id``). ``kwargs:order=7`` matches if the keyword argument ``order`` is exactly 7.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _QUOTED = re.compile(r'\\(["\\])|"')
 
 @dataclass(frozen=True)
 class Word:
-    """One word of a search. A task matches if its attribute *field* contains the text *value*.
+    """One word of a search. A task matches if the task's attribute *field* contains *value*.
 
-    If *field* is "", the text may be in any attribute. Case does not matter.
+    If *field* is "", any attribute may contain *value*. Upper and lower case are equal.
     """
 
     field: str
@@ -55,7 +55,7 @@ class Word:
 
     @property
     def needle(self) -> str:
-        """A lower-case text that every matching message contains, ignoring case."""
+        """A lower-case text. Every matching task contains the text if case is ignored."""
         if not self._is_pair:
             return self.value.lower()
         return max((part.strip() for part in self.value.lower().split("=", 1)), key=len)
@@ -66,7 +66,7 @@ class Word:
 
 
 def parse(text: str) -> tuple[Word, ...]:
-    """Parse the text of a search into words. Raises InvalidQuery after a syntax error."""
+    """Parse a search text into words. Raises InvalidQuery if the text is invalid."""
     words, at, end = [], 0, len(text.rstrip())
     while at < end:
         found = _WORD.match(text, at)

@@ -263,7 +263,7 @@ class SqlRecords(Database, ComparedRecords):
     def _snapshot(
         self, connection: Connection, row: tuple[str, int] | None, *, locked: bool = False
     ) -> Snapshot:
-        """Return the stored state in *row*, and the waiting messages of the state's task."""
+        """Return the state in *row*, and the waiting messages of the task whose id is in *row*."""
         # Ask for the time after locking the row: the lock may have taken a while.
         at_us = now_us(connection)
         if row is None or row[1] < at_us:

@@ -27,7 +27,10 @@ class SqlListing(WaitingTasks):
         text: Column[Any],
         shown: Sequence[Column[Any]],
     ) -> None:
-        """Select the rows that match the condition *mine*, sorted by due time."""
+        """Set the columns to sort by, to search and to return.
+
+        *mine* is the SQL condition that selects the waiting messages of one app.
+        """
         self._mine = mine
         self._due_us = due_us
         self._text = text
@@ -35,7 +38,7 @@ class SqlListing(WaitingTasks):
 
     @abstractmethod
     def _look_up(self, work: Callable[[Connection], T]) -> T:
-        """Run *work* in a read-only transaction, and return the result of *work*."""
+        """Call the function *work* in a read-only transaction, and return the result."""
 
     @abstractmethod
     def _decoded(self, row: Any) -> Waiting | None:
@@ -75,7 +78,11 @@ class SqlListing(WaitingTasks):
         return int(connection.execute(asked.where(*self._between(from_us, until_us))).scalar() or 0)
 
     def _matching(self, connection: Connection, query: Query, offset: int = 0) -> Iterator[Waiting]:
-        """Yield the tasks that match *query*, earliest first. Skip *offset* rows."""
+        """Yield the tasks that match *query*, earliest first.
+
+        *offset* counts rows that SQL selects, not matching tasks. So use *offset* only if
+        ``query.is_by_time_only`` is True.
+        """
         conditions = self._between(query.from_us, query.until_us)
         if query.needle:
             conditions.append(self._text.icontains(query.needle, autoescape=True))

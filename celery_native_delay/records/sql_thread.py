@@ -38,7 +38,7 @@ class SqlThread:
         prepare: Callable[[], None],
         write: Callable[..., None],
     ) -> None:
-        """Set *prepare*, which creates the tables, and *write*, which inserts rows."""
+        """Set the functions *prepare* (creates the tables) and *write* (inserts rows)."""
         self._engine = engine
         self._prepare = prepare
         self._write = write
@@ -51,11 +51,16 @@ class SqlThread:
         self.missed = 0
 
     def note(self, row: Row) -> None:
-        """Queue a row for insertion into the table of waiting messages."""
-        if self._jobs.qsize() >= _MOST_NOTES and not self._is_stuck() and not self.flush():
+        """Queue a row for insertion.
+
+        If 2000 rows are queued, the caller waits up to 0.3 s. If the database is too slow, the row
+        is dropped and counted in *missed*.
+        """
+        is_full = self._jobs.qsize() >= _MOST_NOTES
+        if is_full and (self._is_stuck() or not self.flush()):
             self.missed += 1
         else:
-            self._queue(row)
+            self._put(row)
 
     def post(self, work: Callable[[Connection], Any]) -> None:
         self._queue((work, None))
@@ -91,11 +96,15 @@ class SqlThread:
         since = self._busy_since
         return since is not None and monotonic() - since > PATIENCE_SECONDS
 
-    def _queue(self, job: Row | Job) -> bool:
+    def _queue(self, job: Job) -> bool:
         """Queue a query for the thread. Returns False if the database does not answer."""
         if self._is_stuck():
             self.missed += 1
             return False
+        self._put(job)
+        return True
+
+    def _put(self, job: Row | Job) -> None:
         self._jobs.put(job)
         if self._thread is None:
             with self._starting:
@@ -103,7 +112,6 @@ class SqlThread:
                     thread = Thread(target=self._run, name="native-delay-records", daemon=True)
                     thread.start()
                     self._thread = thread
-        return True
 
     # --- the thread ----------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ class Waiting:
     - *id*: the task id, or the correlation id if the message is not a Celery task.
     - *name*: the task name, or "" if the message is not a Celery task.
     - *args* and *kwargs*: the arguments as texts (``repr``), as in Celery's events.
-    - *queue*: the task's queue, or "" if the message was published to an exchange without a queue.
+    - *queue*: the task's queue, or "" if an exchange routes the message at the due time.
     - *due_us*: the due time in microseconds since the epoch.
     - *key* and *kind*: for example "user:7" and "debounce"; both "" for a task without a key.
     """
@@ -80,7 +80,7 @@ class Waiting:
 
     @property
     def due(self) -> datetime:
-        """The due time, an aware datetime in UTC."""
+        """The due time as a datetime in UTC, with time zone."""
         return datetime.fromtimestamp(self.due_us / 1_000_000, UTC)
 
     def as_json(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _number(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Query:
-    """A search for waiting tasks. A task matches if all conditions hold; None is no condition.
+    """A search for waiting tasks. A task matches if all conditions hold. None means no condition.
 
     - *words*: texts that the task must contain, from :meth:`parse`.
     - *name* and *queue*: the exact name and the exact queue of the task.
@@ -136,7 +136,7 @@ class Query:
         return cls(parse(text))
 
     def due_within(self, from_us: int | None, until_us: int | None) -> Query:
-        """Return a copy of this search with a new range of due times, in microseconds."""
+        """Return a copy of this search with another range of due times, in microseconds."""
         return replace(self, from_us=from_us, until_us=until_us)
 
     @property
@@ -146,7 +146,10 @@ class Query:
 
     @property
     def needle(self) -> str:
-        """The longest lower-case text that every matching task contains, for a database search."""
+        """The longest known text that every matching task contains, in lower case; else "".
+
+        Redis or the database ignores case, and returns only tasks with this text.
+        """
         texts = [word.needle for word in self.words]
         texts += [text.lower() for text in (self.name, self.queue) if text]
         return max(filter(is_itself_in_json, texts), key=len, default="")
@@ -168,7 +171,7 @@ ALL = Query()
 
 @dataclass(frozen=True)
 class Page(Sequence[Waiting]):
-    """Some waiting tasks, earliest due time first, and the total number of matching tasks.
+    """Waiting tasks, earliest due time first, and the total number of matching tasks.
 
     *total* is None if the matching tasks were not counted.
     """
@@ -209,7 +212,7 @@ _WIDTHS = (
 
 
 def edges(first_us: int, last_us: int, *, bars: int) -> list[int]:
-    """Return round times, in microseconds, at which a histogram's bars begin and end."""
+    """Choose rounded times, in microseconds, as the edges of a histogram's bars."""
     span_us = max(last_us - first_us, 1)
     for width in _WIDTHS:
         width_us = width * 1_000_000
@@ -224,7 +227,7 @@ def edges(first_us: int, last_us: int, *, bars: int) -> list[int]:
 
 
 class Verdict(Enum):
-    """The result of an attempt to cancel or move a task."""
+    """The possible results of cancelling or moving a task."""
 
     DONE = "done"
     """The task was cancelled or moved."""
@@ -241,8 +244,8 @@ class Outcome:
     """The result of cancelling or moving a task; truthy if the task was cancelled or moved.
 
     - *id*: the task id.
-    - *verdict*: the result.
-    - *due_us*: the new due time in microseconds since the epoch; None for a cancelled task.
+    - *verdict*: done, too late, unknown or impossible; see :class:`Verdict`.
+    - *due_us*: the new due time of a moved task in microseconds since the epoch, else None.
     - *tasks*: the task's waiting messages before the change.
     - *reason*: a text that explains why the task was not changed, or "".
     """
@@ -294,7 +297,7 @@ class WaitingTasks(ABC):
         return ids_by_page(self.page, query)
 
     def get(self, task_id: str) -> list[Waiting]:
-        """Return the waiting messages with this task id: usually one, none if no task waits."""
+        """Return the task's waiting messages: usually one, none if the task is not waiting."""
         return [task for _, _, task in self._found(task_id)]
 
     @abstractmethod
@@ -303,19 +306,23 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def span(self) -> tuple[int, int] | None:
-        """Return the first and last due time in microseconds, or None if no task is waiting."""
+        """Return the earliest and the latest due time in microseconds since the epoch.
+
+        Returns None if no task is waiting.
+        """
 
     def close(self) -> None:  # noqa: B027  most have nothing to close
         """Close the connections that this object has opened."""
 
     def cancel(self, task_id: str) -> Outcome:
-        """Cancel a task. A worker receives the message at once, and announces the revoked task."""
+        """Cancel a task. The message is due at once, and a worker reports the task as revoked."""
         return self._change(task_id, None, cancelled=True)
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:
         """Give a task a new due time, in microseconds since the epoch; None means now.
 
-        Raises DelayTooLong or CannotDelay if the task cannot wait that long.
+        Raises DelayTooLong if the due time is too far away. Raises CannotDelay if the message
+        cannot get another due time: for example, the message is not a Celery task.
         """
         if due_us is not None:
             self._delays.check_reach(due_us)
@@ -323,15 +330,15 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def _found(self, task_id: str) -> list[tuple[Any, Any, Waiting]]:
-        """Return the name, content and task of each waiting message with one task id."""
+        """Return the name, content and task of each waiting message with this task id."""
 
     @abstractmethod
     def _replace(
         self, member: Any, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
     ) -> tuple[Any, int] | None:
-        """Replace a waiting message. Returns the new name and due time, or None.
+        """Replace a waiting message. Returns the new message's name and due time.
 
-        None means that the old message was already delivered or replaced.
+        Returns None if the old message was delivered or changed in the meantime.
         """
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:

@@ -44,7 +44,10 @@ class Entry:
     one_off: bool = False
 
     def next_us(self, after_us: int) -> int | None:
-        """Return the first due time after *after_us*, in epoch microseconds, or None."""
+        """Return the first due time after *after_us*, in microseconds since the epoch.
+
+        Returns None if no due time is left, for example after *ends_us*.
+        """
         after_us = max(after_us - self.countdown_us, (self.starts_us or 0) - 1)
         found = next_due(self.schedule, _EPOCH + after_us * _MICROSECOND, self.zone)
         if found is None:
@@ -79,7 +82,7 @@ class Entry:
         return cls(**made)
 
     def has_schedule_of(self, text: str) -> bool:
-        """Return True if the schedule entry in *text* has the same due times."""
+        """Return True if this schedule entry and the one in *text* have the same due times."""
         mine, other = loads(self.text), loads(text)
         return all(mine[name] == other.get(name) for name in _TIMES)
 

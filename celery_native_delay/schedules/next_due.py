@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import copy
 from datetime import UTC, date, datetime, timedelta, tzinfo
+from itertools import product
 from typing import Any
 
 from celery.schedules import crontab, schedule
@@ -17,21 +18,21 @@ from celery.utils.time import delta_resolution
 _LONGEST_YEARS = 40
 
 _DAY = timedelta(days=1)
-_MINUTE = timedelta(minutes=1)
 _SECOND = timedelta(seconds=1)
 _EVERY_HOUR = frozenset(range(24))
 
 
 def next_due(of: Any, after: datetime, zone: tzinfo) -> datetime | None:
-    """Return the schedule's first due time later than *after*, in UTC, or None.
+    """Return the schedule's first due time later than *after*, in UTC.
+
+    Returns None if the schedule has no later due time.
 
     A crontab contains local times of *zone*. A local time that the clocks skip is due at the clock
-    change. A local time that occurs twice is due the first time. A crontab for every hour is due in
-    each hour, also in a repeated hour.
+    change. A local time that occurs twice is due the first time only. The only exception: a crontab
+    for every hour is due both times.
     """
     if isinstance(of, crontab):
-        found = _hourly(of, after, zone) if of.hour == _EVERY_HOUR else _daily(of, after, zone)
-        return next((each for each in found if each > after), None)
+        return next((each for each in _instants(of, after, zone) if each > after), None)
     if isinstance(of, schedule):
         local: datetime = (after + of.run_every).astimezone(zone)
         if of.relative and of.run_every >= _DAY:
@@ -45,35 +46,22 @@ def next_due(of: Any, after: datetime, zone: tzinfo) -> datetime | None:
     return due.astimezone(UTC) if due > after else None
 
 
-def _daily(of: crontab, after: datetime, zone: tzinfo) -> Iterator[datetime]:
-    """Yield the due times of a crontab that does not run every hour."""
-    wall = after.astimezone(zone).replace(tzinfo=None, second=0, microsecond=0)
-    hours, minutes = sorted(of.hour), sorted(of.minute)
+def _instants(of: crontab, after: datetime, zone: tzinfo) -> Iterator[datetime]:
+    """Yield the due times of a crontab in UTC, from the minute of *after* on."""
+    wall = after.astimezone(zone)
+    is_hourly = of.hour == _EVERY_HOUR
+    folds = (0, 1) if is_hourly else (0,)
     for day in _days(of, wall.date()):
-        for hour in hours:
-            if day == wall.date() and hour < wall.hour:
-                continue
-            for minute in minutes:
-                yield _instant(datetime(day.year, day.month, day.day, hour, minute), zone)
-
-
-def _hourly(of: crontab, after: datetime, zone: tzinfo) -> Iterator[datetime]:
-    """Yield the due times of a crontab that runs every hour."""
-    minutes = sorted(of.minute)
-    moment = after.astimezone(UTC).replace(second=0, microsecond=0)
-    days = _days(of, moment.astimezone(zone).date())
-    day = next(days, None)
-    while day is not None:
-        wall = moment.astimezone(zone)
-        if wall.date() < day:
-            moment = _instant(datetime(day.year, day.month, day.day), zone)
-        elif wall.date() > day:
-            day = next(days, None)
-        else:
-            if wall.minute in of.minute:
-                yield moment
-            later = next((each for each in minutes if each > wall.minute), 60)
-            moment += (later - wall.minute) * _MINUTE
+        start = (wall.hour, wall.fold, wall.minute) if day == wall.date() else (0, 0, 0)
+        hours = [hour for hour in sorted(of.hour) if hour >= start[0]]
+        for hour, fold, minute in product(hours, folds, sorted(of.minute)):
+            if (hour, fold, minute) >= start:
+                time = datetime(day.year, day.month, day.day, hour, minute, tzinfo=zone, fold=fold)
+                moment = time.astimezone(UTC)
+                if moment.astimezone(zone).replace(tzinfo=None) == time.replace(tzinfo=None):
+                    yield moment
+                elif not is_hourly:
+                    yield _jump(time)
 
 
 def _days(of: crontab, first: date) -> Iterator[date]:
@@ -85,21 +73,18 @@ def _days(of: crontab, first: date) -> Iterator[date]:
             continue
         if day.day in of.day_of_month and day.isoweekday() % 7 in of.day_of_week:
             yield day
-        day += timedelta(days=1)
+        day += _DAY
 
 
-def _instant(wall: datetime, zone: tzinfo) -> datetime:
-    """Convert a local time to UTC; a skipped time becomes the clock change's time."""
-    moment = wall.replace(tzinfo=zone).astimezone(UTC)
-    if moment.astimezone(zone).replace(tzinfo=None) == wall:
-        return moment
+def _jump(time: datetime) -> datetime:
+    """Return the moment in UTC at which the clocks skip a local time."""
     # PEP 495: of a time that is skipped, fold=1 is before the jump and fold=0 is after it.
-    before = wall.replace(tzinfo=zone, fold=1).astimezone(UTC)
-    old = before.astimezone(zone).utcoffset()
-    while moment - before > _SECOND:
-        middle = (before + (moment - before) // 2).replace(microsecond=0)
-        if middle.astimezone(zone).utcoffset() == old:
+    before, after = (time.replace(fold=fold).astimezone(UTC) for fold in (1, 0))
+    old = before.astimezone(time.tzinfo).utcoffset()
+    while after - before > _SECOND:
+        middle = (before + (after - before) // 2).replace(microsecond=0)
+        if middle.astimezone(time.tzinfo).utcoffset() == old:
             before = middle
         else:
-            moment = middle
-    return moment
+            after = middle
+    return after

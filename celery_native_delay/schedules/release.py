@@ -36,9 +36,10 @@ class Release:
 
 
 class InForce(NamedTuple):
-    """The names of the published schedule entries, and of the removed schedule entries.
+    """The names of the newest release's schedule entries.
 
-    *is_ours* is True if the published schedule entries come from this worker's release.
+    *is_ours* is True if this worker has the newest release. *removed* has the names that only the
+    previously stored release has.
     """
 
     names: tuple[str, ...]
@@ -49,8 +50,9 @@ class InForce(NamedTuple):
 def taken_over(snapshot: Snapshot, *, ours: Release, is_new: bool) -> Change[InForce]:
     """Store the release *ours*, unless the stored release is newer.
 
-    If both versions are equal, *ours* wins if the worker just started or has changed schedule
-    entries (*is_new*).
+    If both have the same version but different schedule entries, *is_new* decides. True stores
+    *ours*; False keeps the stored release. *is_new* is True if the worker has just started, or if
+    the worker's schedule entries have changed.
     """
     stored = Release.from_text(snapshot.text)
     is_same = ours.version == stored.version and (is_new or ours.digest == stored.digest)

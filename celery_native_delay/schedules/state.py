@@ -37,10 +37,12 @@ class State:
     """The stored state of a schedule entry and of its waiting message.
 
     - *entry*: the schedule entry as JSON
-    - *number*, *id*, *due_us*, *sent_us*: the message's number, task id, due time and publish time
+    - *id*, *due_us*, *sent_us*: the waiting message's task id, due time and publish time
+    - *number*: the waiting message's number, higher for each new message
     - *ran*: the task id of the last run
     - *runs*, *last_us*: the number of runs, and the time of the last run
-    - *missed*: the number of late runs in a row
+    - *missed*: the number of late runs since the last run on time, if
+      ``native_delay_schedules_catch_up`` is "all". A run is late if the next due time has passed.
     """
 
     entry: str
@@ -82,8 +84,8 @@ def occurrence_of(headers: Mapping[str, Any]) -> tuple[str, int] | None:
 def planned(state: State | None, entry: Entry, now_us: int) -> State | None:
     """Return the state for a new or changed schedule entry; None if unchanged.
 
-    The due time stays if only the task or the arguments changed. Otherwise daily releases would
-    postpone a weekly task each time.
+    If only the task or the arguments changed, the due time stays. A new due time would postpone a
+    weekly task at each release.
     """
     if state is not None and state.entry == entry.text:
         return None
@@ -150,7 +152,8 @@ def resumed(state: State, entry: Entry, now_us: int) -> State:
 def swapped(snapshot: Snapshot, *, before: State | None, after: State) -> Change[bool]:
     """Replace the stored state *before* by *after*, and the waiting message by a new message.
 
-    The answer of the change is False if another process has changed the stored state.
+    If another process has stored a different state, nothing is replaced, and the result's field
+    *answer* is False.
     """
     stored = State.from_text(snapshot.text)
     if stored != before:
@@ -170,7 +173,11 @@ def _first_us(entry: Entry, state: State, now_us: int) -> int | None:
 
 
 def _later_us(entry: Entry, due_us: int, next_us: int, now_us: int) -> int | None:
-    """Return the first due time after *now_us*; intervals count from *due_us*."""
+    """Return the first due time after *now_us*.
+
+    An interval keeps its rhythm: an hourly task that was due at 10:05 is next due at 13:05 if the
+    time is now 12:30.
+    """
     if not hasattr(entry.schedule, "run_every"):
         return entry.next_us(now_us)
     return entry.next_us(now_us - (now_us - due_us) % max(next_us - due_us, 1))

@@ -1,7 +1,7 @@
 """Send millions of delayed tasks from a Spark DataFrame, and check later that all tasks ran.
 
-Each task id is computed from a row, so a second send of the row has the same task id. The driver
-and the executors' Python need the extra ``celery_native_delay[spark]``.
+A task id is computed from the row, so that a second send of the row has the same task id. The
+Python of driver and executors needs the extra ``celery_native_delay[spark]``.
 """
 
 from ..errors import FanOutFailed, InvalidFanOut, brought_by

@@ -23,7 +23,7 @@ from .spreading import Spread, spread_of
 
 @dataclass(frozen=True)
 class Call:
-    """The names of app, task and arguments, which the driver sends to executors."""
+    """The names of app, task and arguments that the driver sends to executors."""
 
     app: str
     task: str
@@ -42,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True)
 class AppFacts:
-    """Facts about the Celery app, such as queues, which an executor sends to the driver."""
+    """Facts about the Celery app that an executor sends to the driver."""
 
     longest_seconds: float
     """The longest delay in seconds that the app's settings allow."""
@@ -50,9 +50,9 @@ class AppFacts:
     route: str
     """The queue for rows without a queue name; "" if the app routes the task to an exchange."""
     spread: Spread | None = None
-    """The spacing of due times by the rate limit; None without a rate limit."""
+    """The rate limit that spreads the due times; None without a rate limit."""
     records: Place | None = field(default=None, repr=False)  # its URL may hold a password
-    """URL and namespace of the records (state about waiting tasks); None without records."""
+    """URL and namespace of the stored state of tasks (``native_delay_records``), or None."""
 
 
 def load_app(path: str) -> Celery:
@@ -86,8 +86,8 @@ def describe(call: Call) -> AppFacts:
     """Import the Celery app, check the task, and return facts about the app.
 
     Raises:
-        InvalidFanOut: the app cannot be imported, lacks a task with these arguments, or has a
-            broker that cannot delay tasks.
+        InvalidFanOut: the app cannot be imported, has no task with this name and these arguments,
+            or uses a broker that cannot delay tasks.
     """
     app = load_app(call.app)
     app.loader.import_default_modules()
@@ -146,7 +146,7 @@ def _check_arguments(task: Any, call: Call) -> None:
 
 
 def _routed_queues(routes: Sequence[Any]) -> set[str]:
-    """The names of the queues in ``task_routes``."""
+    """Return the names of the queues in the setting ``task_routes``."""
     found = set()
     for route in routes:
         if isinstance(route, MapRoute):

@@ -70,7 +70,8 @@ def encoded(
 ) -> Any:
     """Return a DataFrame with one encoded task per row, in the columns ``SENT_COLUMNS``.
 
-    The columns *keep* come first. The column ``error`` has a rejected row's reason, else null.
+    First come the columns of *df* named in *keep*. If a row is rejected, the column ``error`` has
+    the reason, else null.
     """
     frame, types = inputs(df, options)
     encoder = Encoder(options, types, longest_seconds=longest_seconds)
@@ -91,7 +92,7 @@ def encoded(
 
 
 class Encoder:
-    """Encodes rows in Arrow columns as tasks: one tuple (``SENT_COLUMNS``) per row."""
+    """Encodes rows as tasks: one tuple with the values of ``SENT_COLUMNS`` per row."""
 
     no_time = "no due time, or none that can be read"
     past = "the due time has passed"
@@ -108,7 +109,7 @@ class Encoder:
         longest_seconds: float,
         queues: tuple[str, ...] | None = None,
     ) -> None:
-        """Prepare to encode rows; *queues*: the allowed queue names, or None for all names."""
+        """If *queues* is not None, rows with other queue names are rejected."""
         read = list(slots(options))
         self.slot_names = [slot.name for slot in read]
         self.latest_us = options.now_us + int(longest_seconds * 1_000_000)
@@ -137,7 +138,10 @@ class Encoder:
         )
 
     def rows(self, columns: Sequence[Any], run_id: str) -> Iterator[tuple[Any, ...]]:
-        """Yield one tuple per row; the last value is the reason for a rejection, or None."""
+        """Yield one tuple per row, with the values of ``SENT_COLUMNS``.
+
+        The last value is the reason why the row is rejected, or None for an accepted row.
+        """
         parts = counted(run_id) + counted(self._task)
         lists = [_values(column, kind) for column, kind in zip(columns, self._kinds, strict=True)]
         for place, convert in enumerate(self._conversions):
@@ -150,7 +154,7 @@ class Encoder:
                 yield None, None, None, None, None, None, str(exc)
 
     def texts(self, columns: Sequence[Any], name: str) -> list[str | None]:
-        """Return the rate limit's key of each row as text, from the column *name*."""
+        """Return the column *name* as texts. Rows with the same text share a rate limit."""
         place = self.slot_names.index(name)
         values = _values(columns[place], self._kinds[place])
         return [None if one in (None, _Fault.NO_TEXT) else str(one)[:LONGEST_KEY] for one in values]
@@ -213,11 +217,11 @@ class Encoder:
 
 
 class _Rejected(Exception):
-    """Raised for a rejected row; the message is the reason."""
+    """Raised for a row that cannot become a task; the message is the reason."""
 
 
 class _Fault(Enum):
-    """Replaces a value that cannot be encoded, so that the row is rejected."""
+    """Replaces a value that cannot be encoded; the row is then rejected."""
 
     NO_TEXT = "is not valid UTF-8"  # Spark does not check text
     NOT_FINITE = "is NaN or infinite"
@@ -281,7 +285,7 @@ def _value(scalar: Any) -> Any:
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """Convert a Spark value for JSON: maps to dicts, 32-bit floats to short decimals."""
+    """Convert a Spark value for JSON: a map becomes a dict, a 32-bit float a short decimal."""
     match kind:
         case _ if value is None:
             return None
@@ -299,7 +303,7 @@ def _plain(value: Any, kind: Any) -> Any:
 def _batch_encoder(
     encoder: Encoder, run_id: str, keep: Sequence[str], key: str | None
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """Return a function for mapInArrow() that encodes batches, and copies the columns *keep*."""
+    """Return a mapInArrow() function that encodes rows and copies the columns *keep*."""
     kept = len(keep)
 
     def encode(batches: Iterator[Any]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Functions that Spark runs on executors for ``FanOut``: check the app, and send rows."""
+"""Functions for mapInArrow() on executors: check the Celery app, and send rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_ANSWERS = 10_000
 
 
 def checker(call: Call) -> Callable[[Batches], Batches]:
-    """Return a function for mapInArrow() that checks the app; yields AppFacts or the error."""
+    """Return a mapInArrow() function that checks the app, and yields facts or an error."""
 
     def check(batches: Batches) -> Batches:
         for _ in batches:
@@ -38,7 +38,7 @@ def checker(call: Call) -> Callable[[Batches], Batches]:
 
 
 def sender(job: SendJob) -> Callable[[Batches], Batches]:
-    """Return a function for mapInArrow() that sends rows; yields each Failure and a Receipt."""
+    """Return a mapInArrow() function that sends rows, and yields failures and counts."""
 
     def send(batches: Batches) -> Batches:
         context = TaskContext.get()

@@ -32,15 +32,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FanOutResult:
-    """The result of :meth:`FanOut.send`: counts, and the rows with unconfirmed tasks."""
+    """The result of :meth:`FanOut.send`: counts, and the tasks without a confirm."""
 
     run_id: str
     seconds: float
     receipts: list[Receipt]
     failures: list[Failure] = field(repr=False)
-    """Accepted rows with tasks that the broker has not confirmed."""
+    """The tasks that the broker has not confirmed, one :class:`Failure` per accepted row."""
     was_committed: bool = False
-    """True if this run was sent before with *fence*, and succeeded. Then nothing was sent again."""
+    """True if an earlier send with this *run_id* and *fence* succeeded; nothing was sent again."""
 
     @property
     def rows(self) -> int:
@@ -105,7 +105,7 @@ class FanOut:
     >>> fan_out.ledger().write.parquet("ledger")  # doctest: +SKIP
     >>> print(fan_out.send())  # doctest: +SKIP
 
-    Making a ``FanOut`` starts no Spark job.
+    Creating a ``FanOut`` object starts no Spark job.
 
     Args:
         df: the DataFrame.
@@ -152,7 +152,7 @@ class FanOut:
 
     @property
     def encoded(self) -> Any:
-        """A DataFrame with one encoded task per row; ``error`` is the reason for a rejection."""
+        """A DataFrame with one encoded task per row; a rejected row has the reason in ``error``."""
         return self._encoded(self._df)
 
     def _encoded(self, df: Any, *keep: str) -> Any:
@@ -186,7 +186,7 @@ class FanOut:
 
         The columns are ``task_id``, ``run_id``, ``task``, ``due``, ``queue`` and *id_cols*.
         :func:`reconcile` compares these rows with the workers' telemetry. To send missing tasks
-        again at the same due times, send the stored rows.
+        again at the same due times, make a ``FanOut`` of the stored rows.
         """
         keys = {
             f"key{number}": column.replace("`", "")
@@ -210,23 +210,25 @@ class FanOut:
         """Send all accepted rows as tasks, and return when the broker has confirmed the tasks.
 
         If an executor is lost, Spark sends the partition again, with the same task ids. With the
-        option *fence* each task still runs once, and no task of a failed Spark job runs.
+        option *fence*, workers run each task once, and run no task of a failed Spark job.
 
-        If the Spark job fails or is interrupted, the log has the numbers of tasks that were sent,
-        confirmed, and in doubt (the broker may have received these tasks).
+        If the Spark job fails or is interrupted, the log has three numbers: tasks sent, confirmed,
+        and in doubt (the broker may have received these tasks).
 
         Args:
-            check: if False, unconfirmed tasks raise no error, and are only listed in the result.
+            check: if True, unconfirmed tasks cause FanOutFailed. If False, the method returns the
+                result, which lists these tasks.
 
         Raises:
             InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
                 Nothing was sent.
-            FanOutFailed: the broker has not confirmed some tasks, listed in the error's *result*.
-                With *fence*, workers run no task of this job. Also raised with *fence* if the job's
-                result could not be stored, or if this *run_id* was sent before with other rows.
+            FanOutFailed: the broker has not confirmed some tasks. The error's *result* lists these
+                tasks. With *fence*, workers then run no task of this job. With *fence*, the
+                error has two more causes: the job's result could not be stored, or this *run_id*
+                was sent before with other rows.
             RecordsUnavailable: Redis or the database, which *fence* needs, is unreachable. Nothing
                 was sent.
-            NoRecords: the app has no records (state about tasks) for *fence*. Nothing was sent.
+            NoRecords: with this broker, *fence* needs ``native_delay_records``. Nothing was sent.
             pyspark.errors.PySparkException: the Spark job failed.
         """
         spark = self._df.sparkSession

@@ -1,7 +1,8 @@
 """The option *fence* of ``FanOut``: if Spark repeats a partition, each row's task runs once.
 
-Each message has the number of the Spark attempt that sent the message. After the job the driver
-stores the valid attempts in Redis or a database. Workers run only tasks of valid attempts.
+Each message names the Spark attempt that sent the message. After the Spark job, the driver stores
+the valid attempt of each partition in Redis or a database. Workers run only tasks of valid
+attempts.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ _BY = "the driver"
 
 @dataclass(frozen=True)
 class Fence:
-    """A Spark run with *fence*: even if Spark repeats a partition, each row's task runs once."""
+    """A Spark run with the option *fence*: workers run each row's task once."""
 
     records: Place = field(repr=False)
     run: str
     job: str
     """The id of the Spark job. If several jobs send the same rows, workers run only the tasks of
-    the first committed job."""
+    the first successful job."""
     timeout_seconds: float
     longest_seconds: float
     """The longest delay of a message, in seconds."""
@@ -53,7 +54,7 @@ class Fence:
         """Return the ``Fence`` of a Spark run; None if the option *fence* is False.
 
         Raises:
-            NoRecords: the app has no records (state about tasks, in Redis or a database).
+            NoRecords: the app stores no state of tasks in Redis or a database.
         """
         if not options.fence:
             return None
@@ -67,20 +68,21 @@ class Fence:
         return cls(facts.records, run, job, options.fence_timeout, facts.longest_seconds)
 
     def stamp(self, partition: int, attempt: int) -> Stamp:
-        """Return the message header that identifies one attempt to send a partition.
-
-        The header has a random part, because Spark may reuse attempt numbers.
-        """
+        """Return the message header that identifies one attempt to send a partition."""
+        # Spark may reuse attempt numbers.
         return Stamp(self.run, partition, f"{attempt}-{token_hex(4)}")
 
     def open(self) -> Record:
-        """Store that the Spark run has begun, restart the time-out, and return the run's state.
+        """Store that the Spark run has begun, and return the run's stored state.
 
-        If the state is COMMITTED, the caller must send nothing.
+        If the state is COMMITTED, the run succeeded before, and the caller must send nothing.
+        Each call extends the deadline of an open run to at least *timeout_seconds* from now. If the
+        driver stores no result by then, ``native_delay_fence_policy`` decides: workers run or
+        drop all tasks.
 
         Raises:
             RecordsUnavailable: Redis or the database is unreachable; nothing may be sent.
-            FanOutFailed: a worker has aborted the run of this job.
+            FanOutFailed: the run was aborted before, for example by a worker after the deadline.
         """
         now = time()
         new = Record(OPEN, now, deadline=now + self.timeout_seconds)
@@ -101,12 +103,12 @@ class Fence:
         """Store each partition's valid Spark attempt; workers run only tasks of valid attempts.
 
         Args:
-            receipts: one receipt per partition, from the valid attempt.
+            receipts: the report of each partition, which names the valid Spark attempt.
             rows: the count and checksum of all rows, which must be the same in each job of the run.
 
         Raises:
             FanOutFailed: the attempts could not be stored, a worker had aborted the run, or the
-                run was committed before with other rows.
+                run succeeded before with other rows.
         """
         stamps = [Stamp.parse(receipt.fence) for receipt in receipts if receipt.fence]
         now = time()
@@ -146,7 +148,7 @@ class Fence:
             )
 
     def abort(self) -> str:
-        """Store that no task of this job may run; return a text that says which tasks will run."""
+        """Store that the Spark job failed; return a text for users about its sent tasks."""
         try:
             sealed = self._seal(Record(ABORTED, time(), by=_BY), self.longest_seconds)
         except RecordsUnavailable as exc:

@@ -1,7 +1,7 @@
 """Compute task ids from rows, so that a second send of a row has the same task id.
 
 A task id is the UUID 5 of run name, task name and the values that identify the row. Each part is
-written as ``<length>:<text>``, so that different rows never give the same text.
+written as ``<length>:<text>``, so that different rows always give different texts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _OF_NAMESPACE = sha1(NAMESPACE.bytes, usedforsecurity=False)
 
 
 def task_id_of(run_id: str, task: str, *key: object) -> str:
-    """Return the task id of a row; *key*: the row's values in the columns ``id_cols``.
+    """Return a row's task id; *key* has the row's values in the columns ``id_cols``.
 
     >>> task_id_of("reminders-2026-11-20", "shop.remind", 7)
     'ef7057f5-c7da-5c4e-9bff-be5cb56703eb'
@@ -45,5 +45,5 @@ def counted(text: str) -> str:
 
 
 def smear_us_of(task_id: str, smear_us: int) -> int:
-    """Return a task's extra delay in microseconds, computed from the task id."""
+    """Return a task's extra delay, computed from the task id: 0 to *smear_us* microseconds."""
     return int(task_id[:8] + task_id[9:13], 16) % smear_us if smear_us else 0

@@ -1,7 +1,7 @@
-"""Executors report counts of sent tasks to the driver by UDP, during a Spark job.
+"""Executors report the number of sent tasks to the driver by UDP, during a Spark job.
 
-If the job is interrupted, the driver logs these counts, because Spark has results only of ended
-Spark tasks. If a UDP datagram is lost, the logged counts are too low.
+If the job is interrupted, the driver logs these numbers, because Spark has results only of ended
+Spark tasks. If a UDP datagram is lost, the logged numbers are too low.
 
 On Ctrl-C, PySpark fails to cancel the Spark job: PySpark's signal handler calls the JVM on a
 connection that is in use. So the driver cancels the job here, and executors stop.
@@ -30,7 +30,7 @@ _STOP = b"stop"
 
 @dataclass(frozen=True)
 class Report:
-    """Counts of the tasks that one attempt to send a partition has sent, up to now."""
+    """The number of Celery tasks that one Spark task attempt has sent until now."""
 
     job: str
     partition: int
@@ -42,7 +42,7 @@ class Report:
 
 
 class LiveCounts:
-    """Receives executors' counts of sent tasks on the driver, during a ``with`` block."""
+    """Receives the number of sent tasks from executors, during a ``with`` block."""
 
     def __init__(self, spark: Any, job: str) -> None:
         self._job = job
@@ -81,7 +81,7 @@ class LiveCounts:
             self._socket.close()
 
     def stop(self) -> str:
-        """Cancel the Spark job; return a text with the number of tasks that executors have sent."""
+        """Cancel the Spark job; return a text with the number of tasks that executors sent."""
         with self._changed:
             self._is_stopped = True
             for sender in self._senders:
@@ -150,7 +150,7 @@ def context_of(spark: Any) -> Any:
 
 
 class Reporter:
-    """Reports the counts of sent tasks of one Spark task attempt to the driver."""
+    """Tells the driver how many Celery tasks one Spark task attempt has sent."""
 
     def __init__(
         self, address: tuple[str, int] | None, job: str, partition: int, attempt: int
@@ -166,7 +166,10 @@ class Reporter:
                 self._socket.connect(at)
 
     def report(self, batch: Bulk, *, is_last: bool = False) -> bool:
-        """Report the batch's counts at most every 0.2 s. Returns True if sending must stop."""
+        """Send the counts of the bulk sender *batch* to the driver, at most every 0.2 s.
+
+        Returns True if the driver has cancelled the Spark job, so that the executor must stop.
+        """
         if self._socket is None or (monotonic() < self._next and not is_last):
             return False
         self._next = monotonic() + _REPORT_SECONDS
@@ -179,7 +182,7 @@ class Reporter:
         return False
 
     def end(self, batch: Bulk) -> None:
-        """Report the final counts of the batch, and close the socket."""
+        """Send the final counts of the bulk sender *batch* to the driver, and close the socket."""
         self.report(batch, is_last=True)
         if self._socket is not None:
             self._socket.close()

@@ -60,8 +60,8 @@ class FanOutOptions:
     """The longest extra delay in seconds, which spreads tasks that are due at the same time. The
     extra delay of a task is computed from the task id."""
     rate: Rate | str | bool | None = None
-    """A rate limit that spreads the due times: a Rate, ``"100/m"``, or True. True takes the task's
-    rate from the setting ``native_delay_rates``, which workers enforce."""
+    """A rate limit that spreads the due times: a Rate, ``"100/m"``, or True. True means the task's
+    rate in the setting ``native_delay_rates``, which workers enforce."""
     max_rate: float | None = None
     """The largest number of tasks sent per second, over all connections; None is no limit."""
     connections: int = 4
@@ -73,7 +73,7 @@ class FanOutOptions:
     check_task: bool = True
     """If True, the task must be registered in the app. Use False for a task of another app."""
     check_queue: bool = True
-    """If True, only queues that the app's configuration names are allowed."""
+    """If True, every queue name must occur in the app's configuration."""
     fence: bool = False
     """If True, each task runs once, even if Spark sends a partition twice. No task of a failed job
     runs. After a success, the same *run_id* is not sent again. Needs ``native_delay_records``."""

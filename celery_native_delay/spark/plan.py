@@ -1,4 +1,4 @@
-"""The plan of ``FanOut``: counts of tasks and rejected rows, before a send."""
+"""The plan of ``FanOut``: the numbers of tasks and rejected rows, before sending."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ FASTEST_PER_SECOND = 25_000
 
 @dataclass(frozen=True)
 class Plan:
-    """Counts and due times of the tasks that :meth:`FanOut.send` would send."""
+    """The counts and due times of the tasks that :meth:`FanOut.send` would send."""
 
     rows: int
     accepted: int
     rejects: dict[str, int]
     """The number of rows that would be rejected, by reason, most frequent first."""
     duplicates: int
-    """The number of accepted rows minus the number of distinct task ids."""
+    """The number of accepted rows that repeat the task id of another accepted row."""
     first_due: datetime | None
     last_due: datetime | None
     queues: dict[str, int]
     """The number of accepted tasks by queue."""
     send_seconds: float
-    """The least time in seconds to send all tasks, given *max_rate* and *connections*."""
+    """The shortest possible time to send all tasks, in seconds."""
     due_while_sending: int
-    """The number of tasks that fall due before sending can end; some of these tasks run late."""
+    """The number of tasks that are due before all tasks can be sent, and may run late."""
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -59,7 +59,7 @@ class Plan:
 
 
 def make_plan(encoded: Any, facts: AppFacts, options: FanOutOptions) -> Plan:
-    """Count the encoded rows, which Spark caches, so that each row is encoded once."""
+    """Compute the plan from encoded rows, which Spark caches during the computation."""
     kept = encoded.select("task_id", "due_us", "queue", "error").persist()
     try:
         return _counted(kept, facts, options)

@@ -1,4 +1,4 @@
-"""The report of each Spark partition to the driver: counts, and rows without a confirm."""
+"""The report of a Spark partition to the driver: counts, and tasks without a confirm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Failure:
     """A row whose task the broker has not confirmed.
 
     *outcome* is "refused" (the broker refused the task, or the task cannot be delayed), "in doubt"
-    (the broker may have the task) or "unsent".
+    (the broker may have received the task) or "unsent".
     """
 
     task_id: str
@@ -21,7 +21,7 @@ class Failure:
 
 @dataclass
 class Receipt:
-    """The counts of one partition, which a Spark task reports to the driver."""
+    """The numbers of sent and rejected rows of one partition, reported to the driver."""
 
     partition: int
     attempt: int
@@ -37,7 +37,7 @@ class Receipt:
     broken: str = ""
     """The reason why sending stopped before the last row; "" if all rows were handled."""
     fence: str = ""
-    """The message header that identifies this attempt; empty without the option *fence*."""
+    """The message header that names this Spark attempt; "" without the option *fence*."""
     last_eta: str = ""
     """The latest due time of the sent tasks, in ISO 8601."""
     sent_after_due: int = 0

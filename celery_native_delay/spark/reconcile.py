@@ -1,16 +1,16 @@
-"""Compare planned tasks with the workers' telemetry (starts and ends): one verdict per task.
+"""Compare planned tasks with the workers' telemetry, and give each task one verdict.
 
-The table lists the verdicts in order; the first verdict that fits a task counts:
+A task gets the first verdict of this table that fits:
 
 ========== ========================================================================
-unplanned  a worker ran the task, and the ledger (planned tasks) lacks the task
-duplicate  the task ran to its end twice with the same number of retries
+unplanned  a worker reported the task, and the ledger (planned tasks) lacks the task
+duplicate  the task's function ended twice with the same ``request.retries``
 early      the task started before it was due
-ok         the task is done
-failed     the task raised, was rejected, revoked, expired, or lost its process
+ok         the task succeeded, or raised ``Ignore``
+failed     the task failed, timed out, expired, was rejected or revoked, or its process died
 running    the task started and has not ended, or its worker was killed
-pending    the task is not due, or has been due for less than *grace_seconds*
-missing    the task is due and no worker knows of the task, or a retry never came
+pending    the task (or its retry) is not due, or overdue by at most *grace_seconds*
+missing    the task (or its retry) is overdue by more; no worker reported a start
 ========== ========================================================================
 
 Spark computes the verdicts only for an action, such as ``count()``.
@@ -71,23 +71,25 @@ def reconcile(
     grace_seconds: float = 60.0,
     early_seconds: float = ROUNDING_SECONDS,
 ) -> Reconciliation:
-    """Compare planned tasks with the workers' telemetry (starts and ends): one verdict per task.
+    """Compare planned tasks with the workers' telemetry, and give each task one verdict.
 
     Args:
         ledger: the planned tasks: ``task_id`` (string), ``due`` (timestamp), and any other columns.
             If a ``task_id`` has several rows, the earliest due time counts. A row without a due
             time is due at once.
-        events: the telemetry, from :func:`read_events`. Filter out the events of other runs, for
-            example by ``task``: tasks of other runs get the verdict ``unplanned``.
-        as_of: the time up to which *events* are complete, an aware datetime; now by default.
-        grace_seconds: a task becomes ``missing`` this many seconds after its due time; before, the
-            task is ``pending``, because workers write telemetry with a delay.
+        events: the telemetry, from :func:`read_events`. Select the ledger's tasks before the call,
+            for example by the column ``task``: other tasks get the verdict ``unplanned``.
+        as_of: the time (an aware datetime) up to which *events* are complete. The default is the
+            current time.
+        grace_seconds: if no worker reports a task, the task is ``pending`` until this many seconds
+            after its due time, and then ``missing``. Workers write telemetry with a delay.
         early_seconds: a start up to this many seconds before the due time is not ``early``,
             because clocks differ.
 
     Raises:
-        ValueError: a column is missing, has the wrong type, or has the name of a column that this
-            function adds (``ADDED``); or *as_of* has no time zone.
+        ValueError: a column is missing or has the wrong type, *as_of* has no time zone, or
+            *ledger* has a column that this function adds (``verdict``, ``late_seconds``,
+            ``sent_after_due`` or ``ran``).
     """
     _check_columns("ledger", ledger, {"task_id": "string", "due": "timestamp"})
     _check_columns("events", events, FIELDS)
@@ -144,18 +146,18 @@ def reconcile(
 class Reconciliation:
     """One verdict per task, such as ``ok`` or ``missing``, and the counts of the verdicts.
 
-    Every Spark action computes the verdicts again; :meth:`stored` saves the computed verdicts.
+    Every Spark action computes the verdicts again. To avoid this, call :meth:`stored`.
     """
 
     verdicts: DataFrame
     """One row per task: the ledger's columns, ``verdict``, ``late_seconds`` (of the first start),
-    ``sent_after_due`` (null if unknown) and ``ran`` (null if no worker knows of the task). ``ran``
+    ``sent_after_due`` (null if unknown) and ``ran`` (null if no worker reported the task). ``ran``
     has ``started`` (first start), ``finished`` (last end), ``worker`` and ``queue`` of the first
     start, ``outcome`` of the last end, ``retries`` and ``attempts``."""
     ledger_columns: tuple[str, ...]
 
     def stored(self, path: str) -> Reconciliation:
-        """Write the verdicts to *path* as Parquet; return a ``Reconciliation`` that reads them."""
+        """Write the verdicts to *path* as Parquet; return a ``Reconciliation`` of these rows."""
         self.verdicts.write.partitionBy("verdict").parquet(path)
         stored = self.verdicts.sparkSession.read.parquet(path)
         columns = map(_quoted, self.verdicts.columns)
@@ -174,13 +176,15 @@ class Reconciliation:
     def summary(self, *by: str, due_seconds: float = 3600.0) -> DataFrame:
         """Count the tasks by verdict, and compute quantiles of the tasks' lateness in seconds.
 
-        Tasks that were ``sent_after_due`` are counted, but are not in the quantiles: no broker can
-        deliver these tasks on time.
+        The quantiles exclude tasks that were sent after their due time (column ``sent_after_due``),
+        because no broker can deliver these tasks on time.
 
         Args:
-            *by: columns to group by: ledger columns, ``"due"``, or ``"queue"`` or ``"worker"`` of
-                the first start (or the planned queue). By default, all tasks are one group.
-            due_seconds: the length in seconds of each ``"due"`` group, named by its start.
+            *by: columns to group by: ledger columns, ``"due"``, ``"queue"`` or ``"worker"``. By
+                default, all tasks are one group. The queue and the worker come from the task's
+                first start. If no worker started the task, the queue is the ledger's ``queue``.
+            due_seconds: the length of each ``"due"`` group in seconds. The result shows the start
+                of each group.
         """
         known = {name: F.col(_quoted(name)) for name in self.ledger_columns}
         queues = [F.col("ran.queue"), *([known["queue"]] if "queue" in known else [])]
@@ -214,7 +218,7 @@ class Reconciliation:
 
 
 def _tasks(events: DataFrame) -> DataFrame:
-    """Return one row per task. All groups begin with the id, so Spark shuffles once."""
+    """Return one row per task; Spark shuffles the events only once, by task id."""
     attempts = (
         events.where("id is not null")
         .repartition("id")
@@ -259,7 +263,7 @@ def _tasks(events: DataFrame) -> DataFrame:
 
 
 def _micros(name: str, *, none: int) -> Column:
-    """Return a timestamp column in microseconds since the epoch, with *none* instead of null."""
+    """Convert a timestamp column to microseconds since the epoch; replace null by *none*."""
     return F.coalesce(F.unix_micros(name), F.lit(none))
 
 

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SendJob:
-    """The options of a Spark job that sends rows: Celery app, task, rate and so on."""
+    """The options of a Spark job that sends rows, such as the Celery app and the task."""
 
     app: str
     task: str
@@ -55,13 +55,15 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     """Send encoded rows as Celery tasks, count the tasks in *receipt*, and yield each Failure.
 
     An outage of the broker does not fail the Spark task, because Spark would send all rows again.
-    After a minute of outage, rows are "unsent", also the rows of later Spark tasks.
+    After a minute of outage, this job sends no more rows on this executor. For each of these rows,
+    this function yields a Failure with the outcome "unsent".
 
-    If an earlier send of a run with *fence* succeeded, rows are counted and not sent.
+    With the option *fence*, if an earlier job with the same ``run_id`` succeeded, this function
+    counts the rows and sends nothing.
 
     Raises:
-        RecordsUnavailable: Redis or the database, which *fence* needs, is unreachable.
-        FanOutFailed: with *fence*, a worker has aborted the run. Nothing was sent.
+        RecordsUnavailable: with *fence*, Redis or the database is unreachable.
+        FanOutFailed: with *fence*, a worker or the driver has aborted the job. Nothing was sent.
     """
     started = monotonic()
     headers = {}
@@ -163,18 +165,15 @@ def warn_of_late_sending(late: int, sent: int) -> None:
 
 
 class GivenUp:
-    """A file that tells later Spark tasks on this executor that the broker is unreachable.
-
-    The file is in Spark's folder for the executor, because Spark ends the Python process of a
-    failed task.
-    """
+    """A file that tells later Spark tasks on this executor that the broker is unreachable."""
 
     def __init__(self, job_id: str) -> None:
+        # Spark ends the Python process of a failed task, so memory would not keep the reason.
         name = f"celery-native-delay-{job_id}.given-up"
         self._path = Path(SparkFiles.getRootDirectory(), name) if job_id else None
 
     def reason(self) -> str:
-        """Return the reason why an earlier Spark task stopped sending; "" if no task stopped."""
+        """Return the text that :meth:`note` wrote to the file; "" if there is no file."""
         if self._path is not None:
             with suppress(OSError):
                 return self._path.read_text()
@@ -189,7 +188,7 @@ class GivenUp:
 
 
 class Pace:
-    """Limits the tasks sent per second; a pause allows a burst of one second's tasks."""
+    """A token bucket; at 50 tasks per second, a burst has at most about 50 tasks."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0

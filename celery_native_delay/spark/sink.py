@@ -40,13 +40,13 @@ _OF_STREAMS = frozenset(("checkpointlocation", "queryname", "outputmode"))
 
 @dataclass
 class Sent(WriterCommitMessage):
-    """The counts of one partition, which a Spark task passes to :meth:`Writer.commit`."""
+    """The number of tasks sent from one partition, passed to :meth:`Writer.commit`."""
 
     receipt: Receipt
 
 
 def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Parse the sink's text options to values for :class:`FanOutOptions`, and ``on_reject``.
+    """Return the parsed options of the sink: arguments of FanOutOptions, and ``on_reject``.
 
     Raises:
         InvalidFanOut: an option is unknown or missing, or has a wrong value.
@@ -95,10 +95,14 @@ class Writer(DataSourceArrowWriter):
         return self._send(iterator, self._options.run_id, self._fence, self._job_id)
 
     def commit(self, messages: list[Any]) -> None:
-        """Log the counts. With *fence*, first store the valid Spark attempts.
+        """Log the number of sent tasks.
+
+        With the option *fence*, also store the valid Spark attempt of each partition. Workers run
+        only tasks of valid attempts.
 
         Raises:
-            FanOutFailed: the valid attempts could not be stored.
+            FanOutFailed: with *fence*, the attempts could not be stored, a worker has already
+                dropped the tasks, or an earlier job with this ``run_id`` sent other rows.
         """
         receipts = _receipts(messages)
         if self._fence is not None:
@@ -107,7 +111,11 @@ class Writer(DataSourceArrowWriter):
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any]) -> None:
-        """Log that the job failed. Without *fence* sent tasks run; with *fence* no task runs."""
+        """Log that the Spark job failed.
+
+        Without the option *fence*, workers run the sent tasks. With *fence*, workers usually drop
+        the sent tasks; the log says whether this is so.
+        """
         if self._fence is not None:
             logger.error("native delay: the job failed; %s", self._fence.abort())
             return
@@ -176,7 +184,7 @@ class Writer(DataSourceArrowWriter):
 
 
 class StreamWriter(Writer, DataSourceStreamWriter):
-    """Writes each micro batch as delayed tasks; a replayed batch has the same task ids."""
+    """Writes each micro batch as delayed tasks; a repeated batch has the same task ids."""
 
     def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
         if overwrite:
@@ -197,7 +205,10 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         return self._send(iterator, f"{run_id}-{batch}", fence, f"{self._job_id}-{batch}")
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Log the counts of the batch. With *fence*, first store the valid Spark attempts."""
+        """Log the number of sent tasks of the micro batch.
+
+        With the option *fence*, also store the valid Spark attempt of each partition.
+        """
         receipts = _receipts(messages)
         if self._fence is not None and receipts:
             # Spark makes a new writer to commit, which learns the query's id from the receipts.
@@ -205,7 +216,7 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Log that the batch failed. In a fenced stream, its tasks wait until Spark replays it."""
+        """Log that the batch failed. With *fence*, its tasks wait until Spark repeats the batch."""
         if self._fence is not None:
             logger.error("native delay: the batch failed; its tasks wait for the query's restart")
             return
@@ -217,7 +228,7 @@ _QUERY_AND_BATCH = ("sql.streaming.queryId", "streaming.sql.batchId")
 
 
 def _position(slot: Slot, columns: Sequence[str]) -> int:
-    """Find the column that an option names, ignoring case; return the column's position.
+    """Return the position of the column that an option names, ignoring case.
 
     Raises:
         InvalidFanOut: there is no such column, or several columns have this name.

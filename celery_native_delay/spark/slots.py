@@ -33,14 +33,12 @@ _ROLES: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
 
 @dataclass(frozen=True)
 class Slot:
-    """A column that ``FanOut`` reads, and the option (*label*) that names the column.
-
-    The field *role*, such as "due" or "json", decides which Spark types are allowed.
-    """
+    """A column that ``FanOut`` reads, and the option (*label*) that names the column."""
 
     name: str
     label: str
     column: Columnar
+    #: The use of the column, such as "due" or "json", which decides the allowed Spark types.
     role: str
 
 
@@ -64,7 +62,7 @@ def slots(options: FanOutOptions) -> Iterator[Slot]:
 
 
 def check_type(slot: Slot, kind: t.DataType, *, has_zone: bool) -> None:
-    """Check that a column's Spark type is allowed for the column's role, such as due time.
+    """Check that a column's Spark type fits the column's use, such as due time.
 
     Raises:
         InvalidFanOut: the type is not allowed. The message says which cast to use.
@@ -98,7 +96,7 @@ def column_text(column: Columnar) -> str:
 
 
 def _expected(role: str, kind: t.DataType, *, has_zone: bool) -> str:
-    """Return "" if the column may have this Spark type, else words for the allowed types."""
+    """Return "" if the Spark type is allowed, else a text that names the allowed types."""
     if role == "json":
         return _not_json(kind)
     if role == "due" and has_zone and isinstance(kind, _NTZ):
@@ -110,7 +108,7 @@ def _expected(role: str, kind: t.DataType, *, has_zone: bool) -> str:
 
 
 def _not_json(kind: Any) -> str:
-    """Return "" if JSON has the Spark type, else words for the types to use instead."""
+    """Return "" if the Spark type can become JSON, else the text for the error."""
     match kind:
         case t.StructType():
             if len({*kind.names}) < len(kind.names):

@@ -1,7 +1,7 @@
-"""Spread due times by a rate limit: tasks with the same key fall due one after another.
+"""Spread due times by a rate limit: tasks with the same key are due one after another.
 
-Workers enforce the rate limit again. The due times depend on all rows and the current time. To send
-tasks again with the same due times, send the rows of the stored ``ledger()``.
+In addition, Celery workers enforce the rate limit. The due times depend on all rows and the current
+time. To send tasks again with the same due times, send the stored rows of ``FanOut.ledger()``.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ _COLUMN = "\0"
 
 @dataclass(frozen=True)
 class Spread:
-    """A rate limit for due times: the spacing in microseconds, and the burst.
-
-    The field *column* names the column with the rate limit's key; None: all tasks share the limit.
-    """
+    """A rate limit for due times: the spacing, and the number of tasks due at once (burst)."""
 
     spacing_us: int
     burst: int
+    #: The column with the rate limit's key; None: all tasks share the limit.
     column: str | None
 
     @classmethod
@@ -40,9 +38,10 @@ class Spread:
         return cls(spacing_us, rate.burst, column)
 
     def over(self, frame: Any, now_us: int) -> Any:
-        """Return a DataFrame with later due times (``due_us``), which obey the rate limit.
+        """Return the DataFrame with due times (``due_us``) moved later to obey the rate limit.
 
-        Rows with the same key (the column ``line``) share the limit. Rejected rows do not count.
+        The column ``line`` has the rate limit's key; rows with the same key share the limit.
+        Rejected rows do not delay accepted rows.
         """
         line = "partition by line, error is null order by due_us, task_id"
         ahead_us = (self.burst - 1) * self.spacing_us
@@ -63,10 +62,10 @@ class Spread:
 def spread_of(
     rate: Rate, task: str, run: Any, args_count: int, kwargs_names: Sequence[str]
 ) -> Spread:
-    """Return the spacing of due times by the rate limit of a task.
+    """Convert a task's rate limit to a Spread; find the column that contains the key.
 
     Raises:
-        InvalidFanOut: no column has the key of the rate limit.
+        InvalidFanOut: the rate limit's key is a function, or no argument has the key's name.
     """
     if callable(rate.key):
         raise InvalidFanOut(

@@ -1,4 +1,4 @@
-"""Private brokers for tests and development, which start in seconds and leave nothing behind.
+"""Start a private RabbitMQ or Redis for tests and development.
 
     from celery_native_delay.testing import private_rabbitmq, private_redis
 
@@ -8,8 +8,11 @@
     with private_redis() as redis:
         app = Celery(broker=redis.url)
 
-The brokers listen on 127.0.0.1 only, share nothing with other brokers, and end with this Python
-process, even if the process is killed. This module imports only the standard library.
+RabbitMQ starts in 3 to 8 seconds, and Redis in 10 to 50 milliseconds. The brokers accept only
+connections from this machine, and share nothing with other brokers. When this Python process ends,
+even by SIGKILL, the brokers end, and their temporary folders are deleted.
+
+RabbitMQ needs only Python's standard library. Redis also needs redis-py.
 """
 
 from .processes import BrokerFailed, BrokerMissing

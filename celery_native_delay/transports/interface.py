@@ -1,4 +1,4 @@
-"""The operations of a transport that workers, ``celery delay`` commands and ``bulk(app)`` call.
+"""The broker operations that workers, ``celery delay`` commands and ``bulk(app)`` call.
 
 A channel that can delay messages has the methods ``worker_part(settings)`` and
 ``admin_part(settings)``. The channel's transport has the method ``bulk_publisher(window=…)``.
@@ -25,10 +25,12 @@ from ..settings import DelaySettings
 
 @dataclass(frozen=True)
 class Wait:
-    """A message that a worker received early, and returns to the broker until the due time.
+    """A message that a worker received before the due time, and returns to the broker.
 
-    At the due time, only *queue* gets the message. *due_us* is the due time in microseconds since
-    the epoch. *delivery_id* identifies this copy of the message; None means a new id.
+    - *queue*: the only queue that gets the message at the due time
+    - *due_us*: the due time, in microseconds since the epoch
+    - *delivery_id*: the message's own id, or None for a new random id
+    - *headers*: additional headers for the message
     """
 
     message: Any
@@ -38,20 +40,20 @@ class Wait:
     headers: Mapping[str, Any] = field(default_factory=dict)
 
     def on(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return *message* (kombu's dict) with :attr:`headers` added to the message's headers."""
+        """Return *message*, a dict in kombu's format, with the additional :attr:`headers`."""
         if not self.headers:
             return message
         return {**message, "headers": {**(message.get("headers") or {}), **self.headers}}
 
     @cached_property
     def new_id(self) -> str:
-        """Return a random delivery id for the message; every retry uses the same id."""
+        """The message's random id, which stays the same if the publish is retried."""
         return token_hex(16)
 
 
 @dataclass
 class Rescue:
-    """Message counts after an attempt to deliver parked (due, but undeliverable) messages."""
+    """The message counts of one attempt to deliver the parked (due, but undeliverable) messages."""
 
     delivered: int = 0
     waiting_again: int = 0
@@ -60,7 +62,7 @@ class Rescue:
 
     @property
     def rescued(self) -> int:
-        """Return how many undeliverable messages are now delivered, delayed again, or expired."""
+        """The number of parked messages that are no longer parked after this attempt."""
         return self.delivered + self.waiting_again + self.expired
 
     def __str__(self) -> str:
@@ -71,7 +73,7 @@ class Rescue:
 
 
 class WorkerPart(ABC):
-    """A worker's broker operations for delayed messages, on a separate channel."""
+    """The broker operations that a Celery worker needs for delayed messages."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         self.settings = settings
@@ -79,31 +81,35 @@ class WorkerPart(ABC):
         self._delays = channel.delays
 
     comes_back_late_seconds = 0.05
-    """The usual longest lateness (seconds) of a message that a worker returned to the broker."""
+    """The usual maximum lateness, in seconds, of messages that workers returned to the broker."""
 
     @abstractmethod
     def prepare(self, where: str) -> str:
         """Prepare the broker for delayed messages; return a sentence for the worker's log.
 
-        *where* is the broker URL without the password. Raises NativeDelayError if delayed messages
-        cannot wait on this broker.
+        *where* is the broker URL without the password. Raises NativeDelayError if the broker cannot
+        store delayed messages.
         """
 
     @property
     def terms(self) -> str:
-        """Return text for the worker's startup log, such as the longest delay."""
+        """Return a text with the longest delay and ``native_delay_adopt``, for the worker's log."""
         longest = duration(self.settings.longest_delay_seconds)
         return f"longest delay {longest}; adopting {'on' if self.settings.adopt else 'off'}"
 
     def dangers(self) -> list[Finding]:
-        """Find broker settings that may lose delayed messages, or deliver messages too early.
+        """Report broker settings that can cause message loss or wrong delivery times.
 
         Raises ManagementUnavailable if RabbitMQ's management API does not answer.
         """
         return []
 
     def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
-        """Publish early messages to wait again; return an error or None for each message."""
+        """Publish the messages *waits* again, because they arrived before the due time.
+
+        Returns a list with one entry per message, in the order of *waits*: the error, or None if
+        the message was published.
+        """
         refusals: list[NativeDelayError | None] = []
         for wait in waits:
             try:
@@ -115,7 +121,10 @@ class WorkerPart(ABC):
 
     @abstractmethod
     def put_one_back(self, wait: Wait) -> None:
-        """Publish one early message to wait again, or raise NativeDelayError if impossible."""
+        """Publish again one message that arrived before the due time.
+
+        Raises NativeDelayError if the message cannot wait on the broker.
+        """
 
     def rescue(self) -> Rescue | None:
         """Publish parked (due, but so far undeliverable) messages again.
@@ -126,23 +135,29 @@ class WorkerPart(ABC):
         return Rescue()
 
     def promoter(self, connect: Callable[..., Any]) -> Promoter | None:
-        """Return a loop that moves due messages to queues; None if the broker does this itself.
+        """Return a loop that moves due messages to queues; None if the broker moves due messages.
 
         The function *connect* takes ``transport_options`` and returns a kombu connection.
         """
         return None
 
     def receipts(self) -> Receipts | None:
-        """Return an object that recognises messages of cancelled tasks, or None."""
+        """Return a lookup of cancelled tasks; None if ``native_delay_records`` is not set."""
         return None
 
     def sweep(self) -> int:
-        """Delete stored copies of messages that the broker lost; return the number of copies."""
+        """Delete expired records, and stored copies of messages overdue by more than a day.
+
+        Returns the number of deleted copies.
+        """
         return 0
 
 
 class Promoter(Protocol):
-    """A loop that moves due messages to their queues, and sets undeliverable messages aside."""
+    """A loop that moves due messages to their queues.
+
+    *promoted* counts the moved messages; *parked* counts the undeliverable messages.
+    """
 
     promoted: int
     parked: int
@@ -158,31 +173,31 @@ class ServesQueues(Protocol):
     """A WorkerPart or AdminPart that needs the names of the app's queues."""
 
     def serve(self, queues: Sequence[str]) -> None:
-        """Set the names of the app's queues, which later operations need."""
+        """Store the names of the app's queues for later calls of other methods."""
 
 
 class Answer(Enum):
-    """The answer to a worker that asks whether a delayed message may run."""
+    """The decision about a received delayed message: run, drop, or unknown."""
 
     RUN = "run"
     DROP = "drop"
     """The worker drops the message, because the task was cancelled or rescheduled."""
     AWAY = "away"
-    """The stored list of waiting tasks (in Redis or a database) is unreachable."""
+    """The Redis or database with the list of waiting tasks is unreachable."""
 
 
 class Receipts(Protocol):
-    """Decides, from the stored list of waiting tasks, whether a delayed message may run."""
+    """Looks up received messages in the list of waiting tasks, to recognise cancelled tasks."""
 
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
-        """Decide whether the message with these *headers* may run."""
+        """Decide whether a worker may run the message with these *headers*."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class ParkedTask:
-    """A task whose message is due, but could not be delivered. Unknown attributes are None."""
+    """A task whose message is due, but undeliverable. Unknown attributes are None."""
 
     task: str | None
     id: str | None
@@ -238,9 +253,11 @@ class Level:
 class Backlog:
     """The numbers of waiting and parked (due, but undeliverable) messages on a broker.
 
-    Unknown numbers are None. *in_records* is the number of tasks in the stored list of waiting
-    tasks. *records_answer* is False if this list is unreachable, and None if there is no list.
-    *until_first_us* is the time in microseconds until the first due time, negative if overdue.
+    - *levels*: the state of each delay queue of RabbitMQ; empty on other brokers
+    - *records_answer*: True if the list of waiting tasks is reachable; None if there is no list
+    - *until_first_us*: microseconds until the earliest due time, negative if overdue; None if
+      unknown, or if no message waits
+    - *in_records*: the number of tasks in the list of waiting tasks; None without a reachable list
     """
 
     waiting: int
@@ -252,7 +269,7 @@ class Backlog:
 
 
 class AdminPart(Protocol):
-    """The operations of the ``celery delay`` commands on one broker."""
+    """The broker operations that the ``celery delay`` commands need."""
 
     name: str
     """The name of the queues, keys or tables that hold the waiting messages."""
@@ -260,46 +277,46 @@ class AdminPart(Protocol):
     """The name of the queue, key or table that holds due but undeliverable messages."""
 
     def declare(self, queues: Sequence[Any]) -> Report:
-        """Create everything on the broker that delays need; *queues* are the app's queues."""
+        """Create the queues or tables for delayed messages; *queues* are the app's queues."""
 
     def verify(self) -> list[Finding]:
-        """Find wrong or missing queues, attributes and policies on the broker."""
+        """Report wrong or missing queues, queue attributes and policies on the broker."""
 
     def examine(self) -> list[Finding]:
-        """Look for problems, such as overdue messages, wrong clocks and lost task records."""
+        """Report problems in operation, such as overdue messages and wrong clocks."""
 
     def status(self) -> Report:
-        """Count waiting and parked (due, but undeliverable) messages, as a report."""
+        """Return a report with the numbers of waiting and parked (undeliverable) messages."""
 
     def backlog(self) -> Backlog:
-        """Count waiting and parked (due, but undeliverable) messages quickly, for monitoring."""
+        """Return the numbers of waiting and parked (undeliverable) messages, for monitoring."""
 
     def purge(self) -> int:
         """Delete all waiting messages; return the number of deleted messages."""
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
-        """Return the number of undeliverable messages and the first *limit* of these messages.
+        """Return the number of parked (undeliverable) messages, and up to *limit* of their tasks.
 
-        Returns None while a worker publishes these messages again.
+        Returns None if a worker is publishing the parked messages at this moment.
         """
 
     def requeue(self) -> Rescue | None:
-        """Publish due but undeliverable messages again; return None if a worker does this now."""
+        """Publish parked (undeliverable) messages again; return None if a worker does this now."""
 
     def purge_parked(self) -> int:
-        """Delete all due but undeliverable messages; return the number of deleted messages."""
+        """Delete all parked (undeliverable) messages; return the number of deleted messages."""
 
 
 @runtime_checkable
 class ExpectsQueues(Protocol):
-    """An AdminPart that also checks the app's queues."""
+    """An AdminPart that also verifies the app's queues."""
 
     def expect(self, queues: Sequence[Any]) -> None:
-        """Set the app's queues, which :meth:`AdminPart.verify` checks."""
+        """Store the app's queues, which :meth:`AdminPart.verify` checks later."""
 
 
 def lines_of(channel: Any, settings: DelaySettings) -> Lines:
-    """Return the stored queues of rate-limited tasks. Raises NoRecords if there is no store."""
+    """Return the storage for rate-limited tasks; raise NoRecords if there is no storage."""
     if not hasattr(channel, "lines"):
         raise NoRecords(
             "native_delay_rates has no place to count tasks beside this broker: use Redis or a "
@@ -318,6 +335,6 @@ WHERE_KEYS_ARE_KEPT = (
 
 
 def without_records(channel: Any) -> UnsupportedBroker:
-    """Return the error for a broker that cannot store debounce, throttle and unique keys."""
+    """Return the error for brokers that cannot store debounce, throttle and unique keys."""
     where = channel.connection.client.as_uri()
     return UnsupportedBroker(f"{where} has no place for the records of keys: {WHERE_KEYS_ARE_KEPT}")

@@ -1,4 +1,4 @@
-"""The operations of a transport that ``delay migrate`` and ``delay prune`` call."""
+"""The broker operations that ``delay migrate`` and ``delay prune`` call."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..records.publishing import RecordedPublish
 
 @dataclass(frozen=True)
 class Moving:
-    """A waiting message that ``delay migrate`` moves, with the published properties and body.
+    """A waiting message that ``delay migrate`` moves to another broker.
 
-    *properties* are AMQP properties, including ``application_headers``. *again* is True if an
-    earlier run may have moved the message already. *known* is True if the stored list of waiting
-    tasks contains the message.
+    - *properties*: the AMQP properties, including ``application_headers``
+    - *again*: True if an earlier run of ``delay migrate`` may have moved the message
+    - *known*: True if the list of waiting tasks contains the message
     """
 
     body: bytes
@@ -47,15 +47,18 @@ class Moving:
 
 @dataclass(frozen=True)
 class Stays:
-    """A message that ``delay migrate`` does not move; *should* is True if this is an error."""
+    """A message that ``delay migrate`` leaves on the old broker.
+
+    *why* is the reason. If *is_error* is True, the command reports an error.
+    """
 
     why: str
-    should: bool = True
+    is_error: bool = True
 
 
 @dataclass(frozen=True)
 class Void:
-    """A message that no worker would run, because its task was cancelled or rescheduled."""
+    """A message of a cancelled or rescheduled task, which no worker would run."""
 
 
 Found = Moving | Stays | Void
@@ -67,10 +70,10 @@ class Source(ABC):
     name: str
 
     keeps_keys = True
-    """True if moved messages keep their debounce, throttle or unique key."""
+    """True if a moved message keeps the debounce, throttle or unique key."""
 
     def key_records(self) -> KeyRecords | None:
-        """Return the store of debounce, throttle and unique keys, or None without a store."""
+        """Return the storage of debounce, throttle and unique keys; None if there is no storage."""
         return None
 
     @abstractmethod
@@ -86,14 +89,17 @@ class Source(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Delete the message that :meth:`found` yielded last; return False if already changed."""
+        """Delete the message that :meth:`found` yielded last.
+
+        Returns False, and deletes nothing, if the message has changed since then.
+        """
 
     def close(self) -> None:  # noqa: B027  nothing to do where nothing is held
         """Unlock the message that :meth:`found` yielded last."""
 
 
 class Reach(NamedTuple):
-    """A binding through which one of the app's queues gets messages."""
+    """A binding of an app's queue: exchange, exchange type (*kind*), routing key, queue."""
 
     exchange: str
     kind: str
@@ -102,7 +108,7 @@ class Reach(NamedTuple):
 
 
 class MovingPart(ABC):
-    """The operations of ``delay migrate`` on one broker."""
+    """The broker operations that ``delay migrate`` calls."""
 
     name: str
     """The name of the queues or database to which ``delay migrate`` moves messages."""
@@ -111,7 +117,7 @@ class MovingPart(ABC):
         self._channel = channel
 
     def prepare(self, queues: Sequence[Any]) -> None:
-        """Declare the app's *queues*, and everything on the broker that delays need."""
+        """Declare the app's *queues*; subclasses also create the queues or tables for delays."""
         for queue in queues:
             queue(self._channel).declare()
 
@@ -119,11 +125,12 @@ class MovingPart(ABC):
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
         """Return the queues or databases from which ``delay migrate`` takes waiting messages.
 
-        *what* is the value of ``--from``. Raises UnsupportedBroker if this broker has no *what*.
+        *what* is the value of the option ``--from``. *reaches* are the app's bindings. Raises
+        UnsupportedBroker if this broker does not support the value.
         """
 
     def key_records(self) -> KeyRecords | None:
-        """Return the store of debounce, throttle and unique keys, or None without a store."""
+        """Return the storage of debounce, throttle and unique keys; None if there is no storage."""
         try:
             return KeyRecords(self._channel.records(self._channel.delays.settings))
         except UnsupportedBroker:
@@ -141,9 +148,11 @@ class MovingPart(ABC):
 
 @dataclass(frozen=True)
 class Remnant:
-    """Delay queues and exchanges of former settings or of Celery's own delayed delivery.
+    """Outdated delay queues and exchanges that ``delay prune`` can delete.
 
-    *waiting* counts the messages in these queues. *bindings* are bindings that Celery added.
+    The queues come from former settings of this package, or from Celery's own delayed delivery.
+    *waiting* is the number of messages in these queues. *bindings* are bindings that Celery added
+    to the app's queues.
     """
 
     name: str
@@ -154,7 +163,7 @@ class Remnant:
 
 
 def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str | None:
-    """Return a message's task id, or the correlation id if there is no task."""
+    """Return a message's task id, or its correlation id if there is no header ``task``."""
     if "task" in headers:
         return headers.get("id")
     return properties.get("correlation_id")
@@ -163,7 +172,7 @@ def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str
 def derived_id(
     headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes, *where: object
 ) -> str | None:
-    """Return a hash of the message as the delivery id; None without a task id."""
+    """Hash a task's message to a stable id; return None for messages without a task id."""
     task_id = task_id_of(headers, properties)
     if not task_id:
         return None
@@ -172,7 +181,7 @@ def derived_id(
 
 
 def expires_ms_of(properties: Mapping[str, Any], *, now_us: int) -> int | None:
-    """Return the time when a message expires, in milliseconds since the epoch, or None."""
+    """Return a message's expiry in milliseconds since the epoch; None without an expiration."""
     expiration = properties.get("expiration")
     if expiration is None or not str(expiration).isdecimal():
         return None

@@ -1,4 +1,4 @@
-"""Keep a bulk publisher's unconfirmed messages, and send these messages again after a reconnect."""
+"""Keep a bulk publisher's messages until confirmed; send unconfirmed messages again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class OutboxMessage(Protocol):
-    """A message that a bulk publisher keeps until the broker confirms the message."""
+    """A message that a bulk publisher stores in memory until the broker's confirm."""
 
     @property
     def size_bytes(self) -> int:
@@ -52,7 +52,7 @@ _BATCH_BYTES = 1_000_000
 
 
 class OutboxBatch(Generic[MessageT]):
-    """Messages that are sent together; each confirm removes messages from the batch."""
+    """Messages that are sent together. Confirmed messages are removed from the batch."""
 
     def __init__(self, puts: Sequence[MessageT]) -> None:
         self.puts = list(puts)
@@ -64,7 +64,7 @@ BatchT = TypeVar("BatchT", bound=OutboxBatch[Any])
 class Outbox(ABC, Generic[MessageT, BatchT]):
     """Keeps a bulk publisher's messages until confirmed, and sends unconfirmed messages again.
 
-    An outbox is not thread-safe. A second thread sends a batch that does not fill up in time.
+    A second thread sends incomplete batches after 10 ms. Both threads use :attr:`lock`.
     """
 
     lost: tuple[type[Exception], ...] = (OSError, OperationalError, RecoverableConnectionError)
@@ -74,7 +74,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
     """The transport options of the bulk publisher's own connection."""
 
     def __init__(self, client: Any, window: int) -> None:
-        """Clone the connection *client*, for at most *window* unconfirmed messages."""
+        """*client* is a kombu connection to clone; *window* limits the unconfirmed messages."""
         options = {**(client.transport_options or {}), **self.connection_options}
         # The connection has no heartbeats, because no thread would send heartbeats.
         self._clone = partial(client.clone, heartbeat=0, transport_options=options)
@@ -104,7 +104,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         self._thread = Thread(target=self._send_in_time, name="native-delay-bulk", daemon=True)
 
     def take(self, put: MessageT) -> None:
-        """Add a message to the next batch, after a call of :meth:`make_room`."""
+        """Add a message to the next batch. Callers call :meth:`make_room` first."""
         if not self._held:
             self._held_since = monotonic()
             self._want()
@@ -112,10 +112,10 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         self._held_bytes += put.size_bytes
 
     def refuse_returned(self, returned: list[Any]) -> None:
-        """Report unroutable messages as refused messages."""
+        """Report unroutable messages as refused."""
 
     def make_room(self) -> None:
-        """Send a full batch, and wait while too many messages are unconfirmed."""
+        """Send a full batch, and wait for confirms if too many messages are unconfirmed."""
         if len(self._held) >= self._batch_size or self._held_bytes >= _BATCH_BYTES:
             self._close_batch()
         if self._written < len(self._batches):
@@ -124,7 +124,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
             self.patiently(lambda _: self._read_down())
 
     def patiently(self, attempt: Callable[[Any], T]) -> T:
-        """Call the function *attempt* with a channel; repeat the call after a lost connection.
+        """Call the function *attempt* with a channel. After a lost connection, repeat the call.
 
         Raises the errors of *attempt*. Raises a connection error if a retry cannot help, or after
         :data:`PATIENCE_SECONDS` without a connection.
@@ -181,7 +181,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
                     self._is_back()
 
     def take_refused(self) -> list[RefusedMessage]:
-        """Return the messages that the broker has refused since the last call."""
+        """Return the messages that the broker refused since the last call of this method."""
         with self.lock:
             refused, self._refused = self._refused, []
             return refused
@@ -212,7 +212,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
 
     @abstractmethod
     def _opened(self, client: Any) -> Any:
-        """Open a channel that collects the published messages, on kombu's connection *client*."""
+        """On the connection *client*, open a channel that only collects published messages."""
 
     @abstractmethod
     def _reports(self, reason: str, puts: Iterable[MessageT]) -> list[RefusedMessage]:
@@ -220,20 +220,23 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
 
     @abstractmethod
     def _packed(self, puts: list[MessageT]) -> Iterable[BatchT]:
-        """Divide messages into batches, without using the connection."""
+        """Divide messages into batches, without a network request."""
 
     @abstractmethod
     def _write(self) -> None:
-        """Connect if necessary, then send every batch that this connection has not sent."""
+        """Send all batches that are not yet sent on this connection; connect if necessary."""
 
     def _read_down(self) -> None:
-        """Read the broker's confirms until another batch may be sent."""
+        """Read the broker's confirms until the publisher may send another batch."""
 
     def _read_ready(self, *, timeout_seconds: float = 0) -> None:
         """Read the broker's confirms that arrive within *timeout_seconds*."""
 
     def _forget(self) -> None:
-        """Delete this bulk publisher's data on the broker before the publisher closes."""
+        """Delete this publisher's last batch number, which the broker stores.
+
+        By this number, the broker recognises and ignores a repeated batch.
+        """
 
     # --- batches ----------------------------------------------------------------------------
 

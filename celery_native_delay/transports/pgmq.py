@@ -34,12 +34,12 @@ class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
     """A channel of kombu's pgmq transport whose delayed messages stay invisible until due."""
 
     def _pgmq_send_kwargs(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Add the delay to the arguments that kombu passes to pgmq's ``send``."""
+        """Add the message's delay to kombu's arguments for pgmq's ``send``."""
         due_us = self.due_of(message)
         return self.told(message, 0 if due_us is None else due_us - time_ns() // 1000)
 
     def told(self, message: dict[str, Any], wait_us: int) -> dict[str, Any]:
-        """Return the arguments of pgmq's ``send`` to hide *message* for *wait_us* microseconds."""
+        """Return the arguments for pgmq's ``send``, with a delay of *wait_us* microseconds."""
         if wait_us > 0:
             seconds = -(-wait_us // 1_000_000)
             # A copy is changed, because a second attempt, perhaps when due, must not delay again.
@@ -49,7 +49,7 @@ class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
 
 
 class Delays(recorded.Delays):
-    """Publishes delayed messages to pgmq, and stores a copy of each message."""
+    """Publishes delayed messages to pgmq, and adds each message to the list of waiting tasks."""
 
     def _put(self, queue: str, message: dict[str, Any], due_us: int) -> PlainMessage:
         return PlainMessage(queue, message, due_us)
@@ -61,7 +61,10 @@ class Delays(recorded.Delays):
 
 
 class RecordedChannel(recorded.Channel, Channel):
-    """A pgmq channel that lists waiting tasks, except tasks to topic or fanout exchanges."""
+    """A pgmq channel that stores copies of waiting tasks.
+
+    The only exception: there are no copies of tasks that are sent to topic or fanout exchanges.
+    """
 
     delays_class = Delays
 
@@ -111,8 +114,6 @@ class PgmqWorkerPart(RecordedWorkerPart):
 
 
 class PgmqAdminPart(NothingParked):
-    """The operations of the ``celery delay`` commands on pgmq."""
-
     name = "the queues of this app"
     parking = "none: nothing is parked"
 
@@ -145,7 +146,7 @@ class PgmqAdminPart(NothingParked):
         return self._of_waiting("DELETE")
 
     def _of_waiting(self, verb: str) -> int:
-        """Count or delete all messages that are not due yet; return the number of messages."""
+        """Return the number of messages not yet due; the *verb* "DELETE" also deletes them."""
         count = 0
         for queue in self._queues:
             table = f"q_{self._channel._queue_name(queue)}"
@@ -159,8 +160,6 @@ class PgmqAdminPart(NothingParked):
 
 
 class PgmqCollecting(Collecting):
-    """A pgmq channel that collects messages for a bulk publisher."""
-
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> PlainMessage:
         due_us = self.due_of(message)
         if due_us is not None and isinstance(self, RecordedChannel):

@@ -1,4 +1,4 @@
-"""Shared code for brokers that need a separate list of waiting messages."""
+"""Shared code for RabbitMQ, SQS and pgmq, which cannot list their waiting messages."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .interface import (
 
 
 def records_beside(settings: DelaySettings, place: str) -> Any:
-    """Return the stored list of waiting tasks for *place* (such as a virtual host)."""
+    """Return the stored list of waiting tasks, or None if ``native_delay_records`` is not set."""
     if settings.records is None:
         return None
     return records_of_process(settings.records, f"{settings.namespace}.{place}")
 
 
 def lines_beside(records: Any) -> Lines:
-    """Return the stored queues of rate-limited tasks. Raises NoRecords if *records* is None."""
+    """Return the stored queues of rate-limited tasks; raise NoRecords if not configured."""
     if records is None:
         raise NoRecords(
             "native_delay_rates needs records beside this broker: set native_delay_records = "
@@ -52,9 +52,10 @@ def lines_beside(records: Any) -> Lines:
 
 
 def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
-    """Return ``task id:delivery id``, the name of a waiting message in the stored list.
+    """Return a message's name in the list of waiting tasks: ``<task id>:<delivery id>``.
 
-    Returns None if the message is not a Celery task of protocol 2.
+    This package gives each delayed message a delivery id. Return None if the message is not a
+    Celery task of protocol 2.
     """
     task_id = headers.get("id")
     if "task" not in headers or not task_id or not is_text(task_id):
@@ -63,7 +64,10 @@ def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
 
 
 def with_records(backlog: Backlog, channel: Any, settings: DelaySettings) -> Backlog:
-    """Add counts from the stored list of waiting tasks to *backlog*, the broker's counts."""
+    """Return *backlog* with the number and the earliest due time of the listed tasks.
+
+    If the list of waiting tasks is not configured, return *backlog* unchanged.
+    """
     if channel.delays.records is None:
         return backlog
     try:
@@ -76,23 +80,26 @@ def with_records(backlog: Backlog, channel: Any, settings: DelaySettings) -> Bac
 
 
 class RecordedChannel:
-    """A channel to a broker that cannot list its waiting messages."""
+    """A channel mixin for brokers that cannot list their waiting messages."""
 
     connection: Any
     delays: Any
 
     republisher: ClassVar[type[Any]]
-    """The class that publishes the stored copy of a waiting message again."""
+    """The class that publishes waiting messages again from stored copies."""
 
     def records(self, settings: DelaySettings) -> Records:
-        """Return the stored state of waiting tasks. Raises UnsupportedBroker if not configured."""
+        """Return the storage for task state, such as debounce keys.
+
+        Raise UnsupportedBroker if no storage is configured.
+        """
         records: Records | None = self.delays.records
         if records is None:
             raise without_records(self)
         return records
 
     def waiting_tasks(self, settings: DelaySettings) -> WaitingTasks:
-        """Return the stored list of waiting tasks, or raise NoRecords if not configured."""
+        """Return the stored list of waiting tasks; raise NoRecords if not configured."""
         if self.delays.records is None:
             raise NoRecords(
                 f"{self.connection.client.as_uri()} cannot list its waiting messages: to list, "
@@ -103,12 +110,12 @@ class RecordedChannel:
         return tasks
 
     def lines(self, settings: DelaySettings) -> Lines:
-        """Return the queues of rate-limited tasks, or raise NoRecords if not configured."""
+        """Return the stored queues of rate-limited tasks; raise NoRecords if not configured."""
         return lines_beside(self.delays.records)
 
 
 class IndexReceipts:
-    """Decides from the stored list of waiting tasks whether a delayed message may run."""
+    """Looks up received messages in the list of waiting tasks, to recognise cancelled tasks."""
 
     def __init__(self, records: Any) -> None:
         self._records = records
@@ -120,12 +127,10 @@ class IndexReceipts:
         return {True: Answer.RUN, False: Answer.DROP, None: Answer.AWAY}[may_run]
 
     def close(self) -> None:
-        """Do nothing, because the whole process shares the connection."""
+        """Do nothing, because all channels of the process share the connection."""
 
 
 class RecordedWorkerPart(WorkerPart):
-    """A worker's operations on a broker that cannot list waiting messages."""
-
     @property
     def terms(self) -> str:
         records = self._delays.records
@@ -142,7 +147,7 @@ class RecordedWorkerPart(WorkerPart):
 
 
 class NothingParked:
-    """Reports no parked (due, but undeliverable) messages, because this broker keeps none."""
+    """Methods for brokers that never have parked (due, but undeliverable) messages."""
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
         return 0, []

@@ -1,1 +1,1 @@
-"""Code that runs in a Celery worker: a bootstep, and checks of each task before the task runs."""
+"""A bootstep of Celery's worker, and checks of each task before the task runs."""

@@ -48,7 +48,7 @@ class Arrival:
 
     @property
     def queue(self) -> str:
-        """The queue that delivered the message, or "" if the message cannot return to a queue."""
+        """The queue that delivered the message, or "" if unknown, as after a fanout on Redis."""
         return queue_of(self.consumer, self.message)
 
     @cached_property
@@ -68,7 +68,7 @@ class Arrival:
 
     @property
     def is_connected(self) -> bool:
-        """False if the message's connection is lost, so that the broker redelivers the message."""
+        """True until the message's connection is lost. Then the broker redelivers the message."""
         return self.message.channel.connection is not None
 
     @cached_property
@@ -88,7 +88,7 @@ class Arrival:
         )
 
     def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
-        """Decide that the message waits in the broker for five seconds."""
+        """Return the decision that the message waits in the broker for five seconds."""
         return WaitUntil(self.now_us + AWAY_US, delivery_id, AskAgain(AWAY_US / 1e6))
 
 
@@ -101,7 +101,7 @@ class Announce:
 class Drop:
     """Decision: acknowledge the message, log the reason *why*, and do not run the task.
 
-    *event* and *fields*: type and data of a Celery event. *expired* is true if the message expired.
+    *event* and *fields*: type and data of a Celery event to send. *expired*: the message expired.
     """
 
     why: str
@@ -114,9 +114,10 @@ class Drop:
 class AskAgain:
     """Decision: keep the message unacknowledged, and check the task again after *after_seconds*.
 
-    - *beside_prefetch*: raise the prefetch count by one during this time.
-    - *from_here*: do not repeat earlier checks.
-    - *once*: None, or a function. The time begins when this function calls its argument.
+    - *beside_prefetch*: True to raise the prefetch count by one during this time.
+    - *from_here*: True to skip the checks that the task has passed already.
+    - *once*: None to begin *after_seconds* now. Otherwise *once* gets a callback, which begins
+      *after_seconds* when called.
     """
 
     after_seconds: float
@@ -130,7 +131,7 @@ class WaitUntil:
     """Decision: return the message to the broker until *due_us*, with additional *headers*.
 
     - *delivery_id*: the delivery id that the message keeps, or None for a new id.
-    - *otherwise*: the decision if the broker refuses the message; None: go on with the next check.
+    - *otherwise*: the decision if the broker refuses the message. None: the next check decides.
     """
 
     due_us: int
@@ -146,7 +147,7 @@ Gate: TypeAlias = Callable[[Arrival], Ruling | None]
 
 
 def queue_of(consumer: Any, message: Any) -> str:
-    """Return the queue that delivered *message*, or "" if the message cannot return to a queue."""
+    """Return the name of the queue that delivered *message*, or "" if unknown."""
     known: str | None = getattr(message, "consumed_from", None)
     if known is not None:
         return known

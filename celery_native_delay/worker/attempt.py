@@ -1,4 +1,4 @@
-"""The fields of telemetry: a worker writes one line of JSON when a task starts or ends.
+"""The fields of telemetry: lines of JSON about the start and end of tasks.
 
 - The process that runs the task writes a line at the start, with ``finished`` and ``outcome`` null,
   and a line at the end.
@@ -6,8 +6,10 @@
   or if the process was killed or timed out.
 
 ``waited`` is true if the message waited in the broker until its due time. ``waited`` is false if a
-producer with this package sent the message after its due time. Otherwise ``waited`` is null. Before
-Celery 5.7 other fields may be null, too.
+producer with this package sent the message after its due time. Otherwise ``waited`` is null.
+
+Before Celery 5.7, the line about a killed or timed-out process may have more null fields:
+``root_id``, ``queue``, ``retries``, ``due`` and ``waited``.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ DONE = (SUCCESS, IGNORED)
 GIVEN_UP = (FAILURE, REJECTED, LOST, TIMEOUT, REVOKED, EXPIRED, TERMINATED)
 COMES_AGAIN = (RETRY, REQUEUED)
 RAN_TO_ITS_END = (SUCCESS, FAILURE, RETRY, REJECTED)
-"""Outcomes of a task whose function returned or raised; used to find tasks that ran twice."""
+"""Outcomes of a task whose function returned or raised an exception."""
 
 _EPOCH = datetime(1970, 1, 1)  # UTC
 

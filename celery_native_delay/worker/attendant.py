@@ -1,4 +1,4 @@
-"""A worker's thread that returns tasks to the broker until their due time.
+"""A worker's thread that returns early tasks to the broker until the due time.
 
 The thread also publishes unroutable messages again. The thread has its own connection, because
 py-amqp runs other callbacks while it waits for a confirm.
@@ -51,7 +51,7 @@ _ERRORS = (AMQPError, OSError, AttributeError)
 class Task:
     """A task that a worker received before its due time.
 
-    The thread calls *done* after the broker's confirm, or *instead* after a failure.
+    The :class:`Attendant` calls *done* after the broker's confirm, or *instead* after a failure.
     """
 
     wait: Wait
@@ -81,7 +81,7 @@ class Attendant(Thread):
     # --- called from the consumer's thread ----------------------------------------------
 
     def put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Let the thread return a message to the broker. Returns False if the thread is stopping.
+        """Ask the thread to return a message to the broker; return False if the thread is stopping.
 
         The thread calls *done* after the broker's confirm, or *instead* after a failure.
         """
@@ -114,7 +114,7 @@ class Attendant(Thread):
         self._disconnect()
 
     def _take_batch(self) -> list[Task]:
-        """Return up to 32 tasks, or none if unroutable messages come next."""
+        """Wait for early tasks, and return up to 32 of these tasks."""
         batch: list[Task] = []
         timeout: float = max(self._next_look - monotonic(), 0.0)
         while len(batch) < BATCH:
@@ -181,7 +181,7 @@ class Attendant(Thread):
                 logger.warning("native delay: %s", finding)
 
     def _guarded(self, step: Callable[[], None]) -> bool:
-        """Call *step*. After an error, log, close the connection and return False."""
+        """Call *step*. After an error: log the error, close the connection, and return False."""
         try:
             step()
         except Exception as exc:  # no message may end the thread

@@ -140,14 +140,14 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._promoting.start()
 
     def register_with_event_loop(self, c: Any, hub: Any) -> None:
-        """Let other threads wake up the event loop of a new connection."""
+        """Let other threads wake up the worker's event loop."""
         if self._waker is not None:
             self._waker.close()
         self._waker = Waker(hub)
         c.strategies.wake = self._waker.wake
 
     def _put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Let the Attendant return a message to the broker. Returns False without an Attendant."""
+        """Ask the attendant thread to return a message to the broker."""
         return self._attendant is not None and self._attendant.put_back(wait, done, instead)
 
     def stop(self, c: Any) -> None:
@@ -168,10 +168,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 def _check_records(app: Any, settings: DelaySettings) -> None:
-    """Raise NoRecords if rate limits or schedules need ``native_delay_records`` on this broker.
-
-    The check is made here because Celery's ``start_worker`` hangs if a worker fails later.
-    """
+    """Raise NoRecords if rate limits or schedules need ``native_delay_records`` on this broker."""
+    # If a worker failed later, Celery's start_worker would hang.
     with app.connection_for_read() as connection:
         try:
             connection.connect()
@@ -185,12 +183,12 @@ def _check_records(app: Any, settings: DelaySettings) -> None:
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]
 def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Keep a due task out of the worker's ETA timer, because the timer is slow."""
+    """Let Celery run a due task without the ETA timer, which is slow."""
     if installation_of(sender.app) is not None:
         forget_eta(request, utc_now())
 
 
 @signals.worker_process_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
 def flush_at_the_end_of_a_child(**_: Any) -> None:
-    """Finish writes to the Redis or database when a pool process ends: atexit does not run."""
+    """Let an ending pool process wait up to 0.3 s for its writes to Redis or a database."""
     flush()

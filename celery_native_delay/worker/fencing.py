@@ -74,7 +74,10 @@ class Fence:
         return _hold(arrival, record)
 
     def _stamp(self, arrival: Arrival) -> Stamp | None:
-        """Return the Spark attempt that sent the message, or None to skip the check."""
+        """Return the Spark attempt that sent the message, or None to run the task unchecked.
+
+        Returns None if the worker has no ``native_delay_records``, or if the header is invalid.
+        """
         if self._place is None:
             self._warn_once(
                 "native delay: task %s is of a fenced run, but this worker has no "
@@ -94,7 +97,7 @@ class Fence:
             logger.warning(text, *args)
 
     def _record_of(self, run: str) -> Record | None:
-        """Return the stored state of a Spark run, or None if the state is unreadable."""
+        """Return the stored state of a Spark run, or None if unreadable."""
         record, until = self._known.get(run, (None, 0.0))
         if monotonic() < until:
             return record
@@ -143,7 +146,7 @@ class Fence:
 
 
 def _hold(arrival: Arrival, record: Record | None) -> Ruling | None:
-    """Let the task wait in the broker. A broadcast message cannot wait, so its task runs."""
+    """Let the task wait in the broker. A broadcast task runs, because it cannot wait."""
     if not arrival.queue:
         logger.warning("native delay: task %s runs unfenced: it has no queue", arrival.id)
         return None

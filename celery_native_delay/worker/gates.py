@@ -16,7 +16,7 @@ from .arrival import Announce, Arrival, Drop, Gate, Ruling, WaitUntil
 def gates(
     settings: DelaySettings, moved: Moved, scheduling: Gate | None, *more: Gate | None
 ) -> tuple[Gate, ...]:
-    """Return the functions that check a received task, in the order of the calls."""
+    """Return the functions that check a received task, in calling order."""
     # Early tasks go back first, so that the records are asked once per task, when it is due.
     # A cancelled occurrence of a schedule entry publishes the next one, and then is announced.
     ordered = (early if settings.adopt else None, moved, scheduling, cancelled, expired, *more)
@@ -24,9 +24,10 @@ def gates(
 
 
 class Moved:
-    """A check before a task runs: drop the message of a cancelled or rescheduled task.
+    """A check before a task runs: drop an old message that a cancel or a reschedule has replaced.
 
-    If the state of tasks is unreachable, ``native_delay_records_away`` decides if the tasks run.
+    The setting ``native_delay_records_away`` decides if the task runs while the list of waiting
+    messages is unreachable.
     """
 
     def __init__(self, settings: DelaySettings) -> None:
@@ -51,10 +52,8 @@ def cancelled(arrival: Arrival) -> Ruling | None:
 
 
 def expired(arrival: Arrival) -> Ruling | None:
-    """A check before a task runs: drop a message whose ``expiration`` has passed.
-
-    RabbitMQ removes ``expiration`` when it dead-letters a message, so our header has a copy.
-    """
+    """A check before a task runs: drop a message whose ``expiration`` has passed."""
+    # RabbitMQ removes ``expiration`` when it dead-letters a message, so our header has a copy.
     delayed = arrival.delayed
     if delayed is None or delayed.expires_ms is None or arrival.fields.get("expires"):
         return None
@@ -65,7 +64,8 @@ def expired(arrival: Arrival) -> Ruling | None:
 def early(arrival: Arrival) -> Ruling | None:
     """A check before a task runs: return the task to the broker until its ETA.
 
-    A task is early if the producer lacks this package, or the delay is too long for the broker.
+    Two causes of early messages: a producer without this package, and a delay that is too long for
+    the broker.
     """
     if not arrival.is_early:
         return None

@@ -65,9 +65,10 @@ class Leases:
     def begin(
         self, name: str, task_id: str, is_here: Callable[[], bool], rule: Callable[..., Step]
     ) -> tuple[str, Step]:
-        """Try to lock the key of a unique task; return the lock's token and the :class:`.Step`.
+        """Try to lock the key of a unique task; return the lock's token and a :class:`.Step`.
 
-        If another task has the key, the Step has the time to try again (*free_us*).
+        If the key is already locked, *free_us* of the Step is the time of the next attempt. After
+        success, *free_us* is None.
         """
         token = token_hex(8)
         step = self._change(name, partial(rule, task_id=task_id, token=token))
@@ -101,7 +102,10 @@ class Leases:
                 self._work()
 
     def lost(self, task_id: str, *, retry_us: int | None = None) -> None:
-        """Unlock the keys of a task whose process died. A retried task keeps its key."""
+        """Unlock the keys of a task whose process was killed, or whose message was rejected.
+
+        The only exception: with *retry_us*, the task will be retried and keeps its keys.
+        """
         with self._changed:
             gone = [held for held in self._held if held.task_id == task_id]
         retry = None if retry_us is None else (task_id, retry_us)

@@ -43,16 +43,14 @@ _cancelled: dict[str, bool] = {}
 
 
 def announce_cancelled(task_id: str) -> None:
-    """Let Celery announce the task as revoked when Celery receives the task."""
+    """Let Celery announce a cancelled task as revoked, instead of running the task."""
     _cancelled.setdefault(task_id, False)
 
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]
 def list_as_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Add a cancelled task to Celery's revoked list, so that the task does not run.
-
-    https://github.com/celery/celery/blob/v5.5.0/celery/worker/request.py#L711
-    """
+    """Add a cancelled task to Celery's revoked list, so that the task does not run."""
+    # https://github.com/celery/celery/blob/v5.5.0/celery/worker/request.py#L711
     if request.id in _cancelled and request.id not in state.revoked:
         _cancelled[request.id] = True
         state.revoked.add(request.id)
@@ -60,10 +58,8 @@ def list_as_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
 
 @signals.task_revoked.connect(weak=False)  # type: ignore[untyped-decorator]
 def unlist_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Remove a cancelled task from Celery's revoked list, and revoke the task's chained tasks.
-
-    Celery would leave the chained tasks, and a chord of the chain, pending for ever.
-    """
+    """Remove a cancelled task from Celery's revoked list, and revoke the task's chained tasks."""
+    # Celery would leave the chained tasks, and a chord of the chain, pending for ever.
     listed_by_us = None if request is None else _cancelled.pop(request.id, None)
     if listed_by_us is None:
         return
@@ -132,7 +128,7 @@ class GatedStrategies(dict[str, Any]):
         super().__setitem__(name, on_task)
 
     def _pass(self, task: _Task, first: int = 0) -> None:
-        """Make a task's checks, beginning with check number *first*, then run the task."""
+        """Run the checks of a task, from check number *first*; then run the task."""
         for number, gate in enumerate(self._gates[first:], first):
             try:
                 ruling = gate(task.arrival)
@@ -246,19 +242,15 @@ class GatedStrategies(dict[str, Any]):
     # --- from any thread ---------------------------------------------------------------------
 
     def _ack_soon(self, message: Any) -> None:
-        """Acknowledge a message in the consumer's thread.
-
-        Celery's own callback runs one loop later, and does not wake up the event loop.
-        """
+        """Acknowledge a message in the consumer's thread."""
+        # Celery's own callback runs one loop later, and does not wake up the event loop.
         consumer = self._consumer
         call_soon = getattr(consumer, "call_soon_ack", consumer.call_soon)
         self._call(call_soon, message.ack_log_error, logger, consumer.connection_errors)
 
     def _after(self, seconds: float, call: Callable[[], Any]) -> None:
-        """Call a function after some seconds, in any thread.
-
-        Celery's timer, if it is a thread, may be up to a second late.
-        """
+        """Call a function after *seconds*. If Celery's timer is a thread, use a new thread."""
+        # Celery's timer, if it is a thread, may be up to a second late.
         if not isinstance(self._consumer.timer, Thread):
             self._consumer.timer.call_after(seconds, call)
             return
@@ -270,10 +262,8 @@ class GatedStrategies(dict[str, Any]):
         self._call(self._consumer.call_soon, call, *args)
 
     def _call(self, call_soon: Callable[..., Any], call: Callable[..., Any], *args: Any) -> None:
-        """Call a function in the consumer's thread; with greenlets, call the function at once.
-
-        With greenlets ``call_soon()`` may be 2 s late.
-        """
+        """Call a function in the consumer's thread; with greenlets, call the function at once."""
+        # With greenlets call_soon() may be 2 s late.
         if self._is_green:
             call(*args)
         else:
@@ -287,11 +277,10 @@ class GatedStrategies(dict[str, Any]):
 
 
 class Waker:
-    """Wakes up a worker's event loop, from any thread and from the loop's timers.
+    """Wakes up a worker's event loop, from any thread and from the loop's timers."""
 
-    Without a Waker a callback may be a second late, because kombu 5.7 does not wake up its event
-    loop for callbacks that a timer adds.
-    """
+    # kombu 5.7 does not wake up its event loop for callbacks that a timer adds. These callbacks may
+    # be a second late without a Waker.
 
     def __init__(self, hub: Any) -> None:
         self._reader, self._writer = socketpair()
@@ -314,7 +303,7 @@ class Waker:
 
 
 def forget_eta(request: Any, now: datetime) -> None:
-    """Keep a due request out of the worker's ETA timer. ``task.request.eta`` does not change."""
+    """Let Celery run a due task without the ETA timer. ``task.request.eta`` does not change."""
     kept: str | None = getattr(request.message, "kept_eta", None)
     if kept is not None:
         request.request_dict["eta"] = kept

@@ -16,19 +16,22 @@ BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0
 
 
 def count_start(tally: Counter[str], late_us: int) -> None:
-    """Count a started task in the histogram of lateness."""
+    """Add a started task to the histogram of lateness (start time minus due time)."""
     late_us = max(late_us, 0)
     tally[bucket(BOUNDS[bisect_left(BOUNDS, late_us / 1_000_000)])] += 1
     tally["late_us"] += late_us
 
 
 def bucket(bound: float) -> str:
-    """Return the name of the histogram bucket with this upper bound in seconds."""
+    """Return the name of a histogram bucket from the bucket's upper bound in seconds."""
     return f"late_{bound}"
 
 
 def counts_of(fields: Mapping[str, Any]) -> Counter[str]:
-    """Return the counts in an event. Raises ValueError, TypeError or AttributeError."""
+    """Return the message counts in an event.
+
+    Raises ValueError, TypeError or AttributeError if *fields* is not a dict of counts.
+    """
     for name, count in fields.items():
         if not isinstance(count, int) or not 0 <= count < 1 << 63:
             raise ValueError(f"expected {name} to be a count, got {count!r}")

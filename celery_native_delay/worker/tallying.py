@@ -1,4 +1,4 @@
-"""Counts the delayed messages that a worker receives, and sends an event every second.
+"""Counts a worker's delayed messages, and sends an event with the counts every second.
 
 The worker counts while events are on (``celery worker -E``, ``celery control enable_events``). The
 metrics exporter listens to these events, so workers need no HTTP port.
@@ -33,7 +33,7 @@ class Tallying:
         self._sends_events = False
         self._timer: Any = None
         self.passing: Any = None
-        """The message that Celery handles now; the signal ``task_revoked`` has no message."""
+        """The message that Celery handles now. The signal ``task_revoked`` has no message."""
 
     def start(self) -> None:
         """Send the counts of delayed messages every second, over a new connection."""

@@ -1,4 +1,4 @@
-"""Telemetry: workers write a line of JSON when a task starts, and a line when the task ends.
+"""Writes telemetry: a line of JSON when a task starts, and another when the task ends.
 
 Each process of a worker appends to its own file of the day (UTC), ``<day>_<worker>_<pid>.jsonl``.
 Each line is one unbuffered write, so a SIGKILL loses no written line. A failing write never stops a
@@ -63,9 +63,9 @@ _ENDED_FROM_OUTSIDE: tuple[tuple[type[BaseException], str], ...] = (
 
 
 class Telemetry:
-    """Writes telemetry of one app's tasks in this worker, by receivers of Celery's signals.
+    """Writes telemetry of one app's tasks when Celery sends signals.
 
-    Create the object before the pool forks, so that children inherit the receivers.
+    Create the object before the pool forks, so that child processes get the signals, too.
     """
 
     def __init__(self, installation: Installation, consumer: Any, folder: str) -> None:
@@ -202,7 +202,7 @@ class Telemetry:
 class LineFiles:
     """Appends lines to one file per process and day. Thread-safe.
 
-    There is no lock, because another thread could hold the lock during a fork. The operating system
+    No lock is used, because another thread could hold the lock during a fork. The operating system
     never mixes two writes to a file that is open for appending.
     """
 
@@ -279,7 +279,7 @@ def waited(message: Any, *, now_ms: int) -> bool | None:
 
 
 def outcome_of(state: str | None, retval: Any) -> str:
-    """Return an attempt's outcome from Celery's state and the return value or exception."""
+    """Convert a task's Celery state and return value (or exception) to an outcome."""
     if state == states.REJECTED and getattr(retval, "requeue", False):
         return attempt.REQUEUED
     refused = getattr(retval, "exc", None)
@@ -290,7 +290,7 @@ def outcome_of(state: str | None, retval: Any) -> str:
 
 
 def retry_due_us(outcome: str, raised: Any, finished_us: int) -> int | None:
-    """Return the due time of the next attempt in microseconds, or None."""
+    """Return the due time (µs since the epoch) of a retried or requeued task, else None."""
     if outcome not in attempt.COMES_AGAIN:
         return None
     when = getattr(raised, "when", None)

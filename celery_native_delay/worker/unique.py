@@ -105,7 +105,7 @@ def give_back(sender: Any, headers: Any) -> None:
 
 
 def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
-    """Return the locks and the message header of a unique task, or None."""
+    """Return the app's leases and the task's key header, or None if the task needs no lock."""
     mark = _unique_mark_of(vars(request))
     if mark is None or request.is_eager or installation_of(task.app) is None:
         return None
@@ -114,7 +114,7 @@ def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
 
 @signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
 def start(sender: Any = None, **_: Any) -> None:
-    """Free the key of a starting task with ``until="start"``, or renew the locks."""
+    """Free the key of a starting unique task if ``until="start"``; otherwise renew the locks."""
     for name, token in vars(sender.request).get(LOCKS, ()):
         leases_of(sender.app).hold(Held(name, sender.request.id, lambda: True, token, runs=True))
     found = _marked(sender, sender.request)
@@ -158,7 +158,8 @@ def never_runs(sender: Any, headers: Any, task_id: str) -> None:
 def revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:
     """Free the debounce, throttle or unique key of a revoked, cancelled or expired task.
 
-    A debounced or throttled task that was terminated has run, and keeps its key.
+    The only exception: a terminated task with a debounce or throttle key keeps the key, because the
+    task had started.
     """
     if request is not None:
         give_back(sender, vars(request))

@@ -1,6 +1,6 @@
 """30 s of ``make chaos``: no task is lost, early or misrouted, and no cancelled task runs.
 
-No due time of a schedule entry is skipped, early, or doubled without a fault.
+No schedule entry runs early, and no entry has two chains of due times.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 from celery_native_delay.testing import require_redis
 from pytest_celery_native_delay import installed
 from tests.brokers import installed_rabbitmq
+from tests.chaos.entries import Verdict
 from tests.chaos.places import place
 from tests.chaos.report import findings_as_text, update
 from tests.chaos.run import Plan, run
@@ -48,6 +49,9 @@ def test_all_promises_hold_while_the_broker_fails(
     assert outcome.judgement.ran > 100
     assert outcome.entries is not None
     assert outcome.entries.ran > 100
+    # A busy machine explains a run that is late or missing, but neither of these.
+    never = (Verdict.EARLY, Verdict.TWO_CHAINS)
+    assert not [each for each in outcome.entries.findings if each.verdict in never]
     assert len(outcome.struck) >= 2
     update(folders[2], broker, outcome)
     told = (folders[2] / "chaos.md").read_text()

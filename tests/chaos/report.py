@@ -1,4 +1,4 @@
-"""The report of a run: JSON, Markdown, and a picture of lateness over time."""
+"""The report of a chaos run: JSON, Markdown, and a chart of lateness over time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.chaos.oracle import FORBIDDEN, Verdict
 from tests.chaos.run import Outcome
 
 AFTERMATH_SECONDS = 10.0
-"""A task that is due within these seconds after a fault's repair counts as hit by the fault.
+"""A task that is due within these seconds after the end of a fault counts as hit by the fault.
 
 A Celery worker that cannot connect tries again after 2, 4, 6, 8 and 10 s.
 """
@@ -31,7 +31,7 @@ Result = dict[str, Any]
 
 
 def result_of(outcome: Outcome) -> Result:
-    """A run as JSON data; times are in seconds since its start."""
+    """Return a run as JSON data; times are in seconds since the start of the run."""
     judgement, plan, began = outcome.judgement, outcome.plan, outcome.began_at
     return {
         "broker": outcome.what,
@@ -74,7 +74,7 @@ def result_of(outcome: Outcome) -> Result:
 
 
 def update(folder: Path, broker: str, outcome: Outcome) -> None:
-    """Write the run into *folder*, replacing an earlier run on *broker*, and redraw the picture."""
+    """Write the run into *folder*, replacing an earlier run on *broker*; redraw the chart."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{broker}.json").write_text(json.dumps(result_of(outcome)) + "\n")
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
@@ -83,9 +83,9 @@ def update(folder: Path, broker: str, outcome: Outcome) -> None:
 
 
 def as_markdown(results: Sequence[Result]) -> str:
-    """A Markdown table of the runs, and the lateness under each kind of fault."""
-    head = ["broker", "run", "faults", "sent", "unanswered", "cancelled", "ran", *COUNTED]
-    head += ["late, calm: p50, p99", "latest"]
+    """Return Markdown tables: one of all runs, and one of faults per run."""
+    head = ["broker", "run", "faults", "sent tasks", "unconfirmed", "cancelled", "ran", *COUNTED]
+    head += ["lateness in calm: p50, p99", "greatest lateness"]
     parts = [_table(head, map(_row, results))]
     for result in results:
         parts += [f"\n{result['broker']}:\n", _fault_table(result)]
@@ -95,7 +95,7 @@ def as_markdown(results: Sequence[Result]) -> str:
 
 
 def findings_as_text(outcome: Outcome) -> str:
-    """The tasks and due times of entries that broke a promise, each with its history."""
+    """Return the tasks and due times that broke a promise, each with its history."""
     found = outcome.judgement.forbidden
     lines = []
     of_entries = outcome.entries.forbidden if outcome.entries else []
@@ -111,8 +111,8 @@ def findings_as_text(outcome: Outcome) -> str:
 
 
 def draw(results: Sequence[Result]) -> Figure:
-    """Draw the lateness of every task over its due time, with faults as bands."""
-    title = "How late tasks were while the broker failed"
+    """Draw the lateness of each task over its due time; faults are shaded."""
+    title = "Lateness of tasks during faults"
     picture, panels = figure(title, height=1 + 2.4 * len(results), rows=len(results))
     for axes, result in zip(panels, results, strict=True):
         axes.set_title(f"{result['broker']}; seed {result['seed']}", fontsize=10, loc="left")
@@ -130,7 +130,7 @@ def draw(results: Sequence[Result]) -> Figure:
         axes.set_ylabel("seconds late")
         axes.grid(axis="y", color=GREY, alpha=0.3, linewidth=0.6)
         axes.set_xlim(0, result["minutes"] * 60 + result["longest_delay_seconds"])
-    panels[-1].set_xlabel("seconds since the run began, at which the task was due; faults shaded")
+    panels[-1].set_xlabel("due time of the task, in seconds since the run began; faults are shaded")
     return picture
 
 
@@ -157,28 +157,28 @@ def _fault_table(result: Result) -> str:
         latest = f"{max(hit, default=0):.1f} s"
         rows.append([f"`{kind}`", f"{len(faults)}", f"{lasted:.1f} s", latest])
     return _table(
-        ["fault", "times", "mended after, at most", "due meanwhile, late by at most"], rows
+        ["fault", "count", "longest duration", "greatest lateness of tasks due meanwhile"], rows
     )
 
 
 def _notes(result: Result) -> str:
-    """Notes on doubled tasks, schedule entries, workers that gave up, and deleted tasks."""
+    """Return notes on tasks that ran twice, schedule entries, and workers that exited."""
     faults = result["faults"]
     notes = [f"doubled {count} times: {why}" for why, count in result["doubled_because"].items()]
     if found := result.get("entries"):
         counts = [f"{name} {count}" for name, count in found["verdicts"].items() if count]
         late = _p50_p99([late for due, late in found["lateness"] if not _is_hit(faults, due)])
         told = f"{found['ran']:,} due times ran; {', '.join(counts) or 'nothing to report'}"
-        notes.append(f"schedule entries: {told}; late, calm: p50, p99 {late}")
+        notes.append(f"schedule entries: {told}; lateness in calm: p50, p99 {late}")
     if gave_up := result["workers_ended_by_themselves"]:
         notes.append(f"workers that ended by themselves, and were started again: {gave_up}")
     if wiped := result["verdicts"][Verdict.WIPED.value]:
-        notes.append(f"tasks that were deleted with all else: {wiped:,}")
+        notes.append(f"tasks deleted by a fault that deleted everything: {wiped:,}")
     return "\n".join(f"- {note}" for note in notes)
 
 
 def _is_hit(faults: Iterable[dict[str, Any]], due: float) -> bool:
-    """True if a task due at that time was due during a fault or soon after it."""
+    """Return True if a task was due during a fault or within AFTERMATH_SECONDS after it."""
     return any(fault["began"] <= due <= fault["mended"] + AFTERMATH_SECONDS for fault in faults)
 
 

@@ -118,7 +118,7 @@ def test_a_message_is_deleted_only_after_it_was_taken_in() -> None:
 
 def test_a_message_that_cannot_be_moved_stays() -> None:
     log: list[str] = []
-    place = Place(a_message("far"), Stays("no"), Stays("not late", should=False), Void(), log=log)
+    place = Place(a_message("far"), Stays("no"), Stays("not late", is_error=False), Void(), log=log)
     account = moved(place, Other(log, "far"))
     assert log == ["Void gone", "closed"]
     assert dict(account.refused) == {"it is too far away": 1, "no": 1}

@@ -1,4 +1,4 @@
-"""Delay messages on RabbitMQ: a message waits in several queues with a TTL, one after another."""
+"""Delayed messages on RabbitMQ wait in queues with a TTL."""
 
 from .transport import SSLTransport, Transport
 

@@ -1,7 +1,6 @@
-"""Compute the words of a delayed message's routing key that name the destination.
+"""Encode a destination (exchange and routing key) into a delayed message's routing key.
 
-These words, the address, are ``%<exchange>.<routing key>``. A direct and a topic exchange have the
-same address, so a publisher need not know the type of the exchange.
+The encoding is ``%<exchange>.<routing key>``, both for direct and for topic exchanges.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ _WILDCARDS = {"*": "%2A", "#": "%23"}
 
 @lru_cache(maxsize=1024)
 def message_address(exchange: str, routing_key: str) -> str:
-    """Return the words of a delayed message's routing key that name the destination."""
+    """Encode a destination (exchange and routing key) for a delayed message's routing key."""
     return _join(exchange, [_literal(word) for word in _words(routing_key)])
 
 
 def topic_binding_address(exchange: str, pattern: str) -> str:
-    """Return the last words of the binding key in our copy of a user's topic binding."""
+    """Encode the binding key of a topic exchange, keeping the wildcards ``*`` and ``#``."""
     words = [word if word in _WILDCARDS else _literal(word) for word in _words(pattern)]
     return _join(exchange, words)
 
 
 def hashed_address(exchange: str, routing_key: str) -> str:
-    """Return a hash of a destination that is too long for a routing key."""
+    """Return a short hash of a long exchange name and routing key."""
     return "%%h" + _digest(f"{exchange}\0{routing_key}")
 
 
@@ -47,29 +46,27 @@ def landing_address(exchange: str) -> str:
 
 
 def queue_address(queue: str) -> str:
-    """Return the last words of a routing key that leads only to *queue*."""
+    """Return the last part of the routing key that delivers a message only to *queue*."""
     return "%%q." + short_word(queue)
 
 
 def queue_of_address(routing_key: str) -> str | None:
-    """Return the queue name that :func:`queue_address` put into a routing key, or None."""
+    """Decode the queue name in a routing key; return None for absent or hashed names."""
     _, mark, word = routing_key.rpartition(".%%q.")
     return unquote(word) if mark and not word.startswith(_HASHED) else None
 
 
 def short_word(name: str) -> str:
-    """Return *name* as one word of a routing key: escaped, and hashed if too long."""
+    """Escape a name for one word of a routing key; hash a long name."""
     word = name.translate(_ESCAPES)
     fits = len(word.encode()) <= _LONGEST_WORD_BYTES[word.isascii()]
     return word if fits else _HASHED + _digest(name)
 
 
 def refusal_fits(*names: str) -> bool:
-    """Return True if the broker's error text can hold all *names* without a cut.
-
-    RabbitMQ cuts the error text at 255 bytes. If the text is not ASCII, RabbitMQ 4.3 closes the
-    connection (541), and RabbitMQ 3.10 may send half a character, which py-amqp cannot decode.
-    """
+    """Return True if RabbitMQ can send an error text that contains these names."""
+    # RabbitMQ cuts an error text at 255 bytes. If the text is not ASCII, RabbitMQ 4.3 closes the
+    # connection (541), and RabbitMQ 3.10 may send half a character, which py-amqp cannot decode.
     text = "".join(names)
     return text.isascii() or len(text.encode()) <= SHORTSTR_BYTES - _REFUSAL_BYTES
 

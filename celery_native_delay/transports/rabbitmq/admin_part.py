@@ -1,4 +1,4 @@
-"""The ``celery delay`` commands on RabbitMQ."""
+"""Run the ``celery delay`` commands on RabbitMQ."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RabbitMQAdminPart:
         self._queues = queues
 
     def declare(self, queues: Sequence[Any]) -> Told:
-        """Declare the app's *queues*, and the queues in which delayed messages wait."""
+        """Declare the app's queues and this package's delay queues."""
         if not self._settings.declare:
             raise not_declared("nothing is declared by this app")
         with permissions_explained(self._topology):
@@ -63,14 +63,14 @@ class RabbitMQAdminPart:
         return replace(found, records=self._records_status()) if self._records else found
 
     def backlog(self) -> Backlog:
-        """Count waiting messages over AMQP; read due times from the list of waiting tasks."""
+        """Count waiting messages over AMQP, without the management API."""
         with permissions_explained(self._topology):
             found, parked = tuple(levels(self._delays)), count(self._delays)
         backlog = Backlog(sum(level.waiting for level in found), parked, found)
         return with_records(backlog, self._channel, self._settings)
 
     def purge(self) -> int:
-        """Delete all messages that are not due yet; return the number of messages."""
+        """Delete all waiting messages; return the number of deleted messages."""
         with permissions_explained(self._topology):
             if self._records is not None:
                 self._records.purge()
@@ -90,7 +90,7 @@ class RabbitMQAdminPart:
             return rescue(self._delays)
 
     def purge_parked(self) -> int:
-        """Delete due messages for which no queue is bound; return the number of messages."""
+        """Delete all undeliverable due messages; return the number of deleted messages."""
         with permissions_explained(self._topology):
             return self._purged(self.parking) if self._records is None else purge(self._delays)
 

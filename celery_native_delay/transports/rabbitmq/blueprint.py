@@ -1,4 +1,4 @@
-"""Compute and export every queue, exchange and binding that one app needs on RabbitMQ."""
+"""Compute the queues, exchanges and bindings that an app needs on RabbitMQ."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ from .topology import Binding, Declaration, Exchange, Queue, Topology, Unbinding
 
 @dataclass(frozen=True)
 class Exported:
-    """The queues, exchanges and bindings of one app as RabbitMQ's definitions (JSON text).
-
-    *left_out* names the queues and exchanges that are not durable, and are missing in *text*.
-    """
+    """RabbitMQ definitions (JSON) with an app's queues, exchanges and bindings."""
 
     text: str
     counts: Mapping[str, int]
+    #: The names of non-durable queues and exchanges, which the text omits.
     left_out: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The queues, exchanges and bindings that one app needs on RabbitMQ."""
+    """The queues, exchanges and bindings that an app needs on RabbitMQ."""
 
     topology: Topology
     own: tuple[Declaration, ...]
@@ -38,7 +36,7 @@ class Blueprint:
     left_out: tuple[str, ...]
 
     def delays(self) -> Iterator[Declaration]:
-        """Yield this package's queues, exchanges and bindings, without the app's own queues."""
+        """Yield only the queues, exchanges and bindings of this package."""
         yield from self.topology.plan()
         yield from self.surroundings
 
@@ -47,7 +45,7 @@ class Blueprint:
 
 
 def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
-    """Return the queues, exchanges and bindings that an app with these *queues* needs."""
+    """Compute the declarations that an app with these queues needs on RabbitMQ."""
     own, left_out = _own(queues)
     mirror = Mirror(topology)
     for declaration in own:
@@ -74,7 +72,7 @@ def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
 def export(
     settings: DelaySettings, queues: Sequence[Any], vhost: str, *, own_queues: bool = True
 ) -> Exported:
-    """Return RabbitMQ's definitions (JSON) for an app with these *settings* and *queues*."""
+    """Return RabbitMQ definitions (JSON) for an app with these settings and queues."""
     plan = blueprint(Topology(settings), queues)
     if not own_queues:
         plan = replace(plan, own=())
@@ -83,10 +81,7 @@ def export(
 
 
 def definitions(plan: Blueprint, vhost: str) -> str:
-    """Return RabbitMQ's definitions as JSON text, with one queue, exchange or binding per line.
-
-    ``rabbitmqctl import_definitions`` imports the text, but does not create the virtual host.
-    """
+    """Return JSON for ``rabbitmqctl import_definitions``, with one declaration per line."""
     items: dict[str, list[dict[str, Any]]] = {"exchanges": [], "queues": [], "bindings": []}
     lasting = {"vhost": vhost, "durable": True, "auto_delete": False}
     for declaration in plan.declarations():
@@ -114,14 +109,12 @@ def _lines(items: list[dict[str, Any]]) -> str:
 
 
 def _own(queues: Sequence[Any]) -> tuple[list[Declaration], list[str]]:
-    """Return the app's durable declarations, and the names of non-durable queues and exchanges.
-
-    Queues with ``no_declare`` are included, because the exported text must declare these queues.
-    """
+    """Return the app's durable declarations, and the names of non-durable queues and exchanges."""
     exchanges: dict[str, Exchange] = {}
     lasting: list[Declaration] = []
     bindings: list[Declaration] = []
     left_out: dict[str, None] = {}
+    # Queues with no_declare are included, because the exported text must declare these queues.
     for queue in sorted(queues, key=lambda queue: str(queue.name)):
         lasts = _lasts(queue) and not queue.exclusive
         if lasts:

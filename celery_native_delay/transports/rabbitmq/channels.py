@@ -1,7 +1,4 @@
-"""AMQP channels on the user's connection, besides the user's own channel.
-
-If RabbitMQ closes one of these channels, the user's own channel stays open.
-"""
+"""Additional AMQP channels, so that an error does not close the user's channel."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Publication(NamedTuple):
-    """The arguments of one ``basic.publish``."""
+    """A message with an exchange and a routing key, ready for ``basic.publish``."""
 
     message: amqp.Message
     exchange: str
@@ -48,7 +45,7 @@ class Publication(NamedTuple):
 
 
 def id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -> Hashable:
-    """Return an id that a returned message and the published message have in common."""
+    """Compute an id that is equal for a published message and its ``basic.return``."""
     header = (properties.get("application_headers") or {}).get(HEADER)
     known_by = header.get("id") if isinstance(header, dict) else None
     known_by = known_by or properties.get("correlation_id") or body
@@ -56,13 +53,13 @@ def id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -
 
 
 def received(message: amqp.Message) -> amqp.Message:
-    """Replace a missing body of the received *message* by empty bytes."""
+    """Replace None by empty bytes as the body of a received message."""
     message.body = message.body or b""
     return message
 
 
 class OwnChannel(amqp.Channel):  # type: ignore[misc]
-    """An AMQP channel on the user's connection, without publisher confirms."""
+    """A second AMQP channel on the user's connection, without publisher confirms."""
 
     #: Reply code and text with which the broker closed this channel; None if it is open.
     closed_with: tuple[int, str] | None = None
@@ -73,7 +70,6 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         self.open()
 
     def send(self, message: Any, *, timeout_seconds: float | None = None) -> None:
-        """Wait while the broker blocks the connection, then publish a message."""
         self._basic_publish(*message, timeout=timeout_seconds)
 
     def wait_all(self, *, timeout_seconds: float | None = None) -> None:
@@ -92,7 +88,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         return self.connection._transport
 
     def is_readable(self, timeout_seconds: float) -> bool:
-        """Return True if the broker sends data within *timeout_seconds*."""
+        """Return True if data from the broker arrives within *timeout_seconds*."""
         transport = self._transport
         if transport.sock is None:
             raise RecoverableConnectionError("connection already closed")
@@ -117,7 +113,10 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         self._returned.append(Publication(received(message), exchange, routing_key))
 
     def _on_close(self, reply_code: int, reply_text: str, class_id: int, method_id: int) -> None:
-        """Unlike py-amqp, do not reopen the channel, because confirm mode would be lost."""
+        """Keep the channel closed if the broker closes the channel.
+
+        By default, py-amqp opens the channel again, but without publisher confirms.
+        """
         self.closed_with = (reply_code, reply_text)
         self.send_method(spec.Channel.CloseOk)
         self.collect()
@@ -125,7 +124,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
 
 
 class WindowChannel(OwnChannel):
-    """A channel with publisher confirms, which keeps each message until the broker's confirm."""
+    """A channel that keeps each published message until the broker confirms the message."""
 
     def __init__(self, connection: Any) -> None:
         super().__init__(connection)
@@ -144,7 +143,7 @@ class WindowChannel(OwnChannel):
 
     @property
     def unsettled_count(self) -> int:
-        """Count the unconfirmed messages, and the returned and nacked ones not yet taken."""
+        """Count the published messages whose ack, nack or return is not yet processed."""
         return len(self._unconfirmed) + len(self._came_back) + len(self._nacked)
 
     @property
@@ -152,7 +151,6 @@ class WindowChannel(OwnChannel):
         return list(self._unconfirmed.values())
 
     def send(self, publication: Publication, *, timeout_seconds: float | None = None) -> None:
-        """Publish a message, and keep the message until the broker's confirm."""
         if self.connection is None:
             raise RecoverableConnectionError("connection already closed")
         message, exchange, routing_key, mandatory = publication
@@ -172,7 +170,7 @@ class WindowChannel(OwnChannel):
         self._unconfirmed[self._published] = publication
 
     def send_all(self, messages: Sequence[Any]) -> None:
-        """Publish many messages in one socket write, and keep the messages until confirmed."""
+        """Publish many messages with one write to the socket."""
         for message in messages:
             self._published += 1
             self._unconfirmed[self._published] = message
@@ -189,18 +187,12 @@ class WindowChannel(OwnChannel):
     # --- reading -------------------------------------------------------------------------
 
     def read_ready(self) -> None:
-        """Process the confirms that the broker has already sent, without waiting.
-
-        Raises ChannelError if the broker closed this channel.
-        """
+        """Process the confirms that have already arrived, without waiting."""
         while self.is_readable(0):
             self.read()
 
     def read_down_to(self, unconfirmed: int, *, deadline: float | None = None) -> None:
-        """Wait until the number of unconfirmed messages falls to *unconfirmed*.
-
-        Raises TimeoutError at *deadline*, a time of the monotonic clock in seconds.
-        """
+        """Wait for confirms until the number of unconfirmed messages is at most *unconfirmed*."""
         while len(self._unconfirmed) > unconfirmed:
             if deadline is None:
                 _ = self._transport  # raises if the connection is lost
@@ -209,11 +201,7 @@ class WindowChannel(OwnChannel):
             self.read()
 
     def wait_all(self, *, timeout_seconds: float | None = None) -> None:
-        """Wait until the broker has confirmed every message.
-
-        Raises MessageNacked if the broker nacked some messages. Raises TimeoutError after
-        *timeout_seconds*.
-        """
+        """Wait for all confirms; raise MessageNacked if the broker nacked a message."""
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         self.read_down_to(0, deadline=deadline)
         if self._nacked:
@@ -234,7 +222,7 @@ class WindowChannel(OwnChannel):
         self._nacked += self._settle(delivery_tag, multiple)
 
     def _settle(self, delivery_tag: int, multiple: bool) -> list[Any]:
-        """Remove and return the messages that an ack or nack from the broker answers."""
+        """Remove and return the messages that the broker acked or nacked."""
         unconfirmed = self._unconfirmed
         settled = []
         while multiple and unconfirmed and next(iter(unconfirmed)) <= delivery_tag:

@@ -1,4 +1,4 @@
-"""Declare queues and exchanges on the broker, and ask whether a queue or exchange exists."""
+"""Declare or find queues, exchanges and bindings on RabbitMQ."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ OLDEST_RABBITMQ = (3, 10)
 
 
 class Declarer:
-    """Declares and finds queues and exchanges, on a separate AMQP channel.
-
-    If RabbitMQ refuses a request, RabbitMQ closes this channel, but not the user's channel.
-    """
+    """Declares or finds queues and exchanges without using the user's AMQP channel."""
 
     def __init__(self, connection: Any, topology: Topology) -> None:
         self.connection = connection
@@ -45,7 +42,7 @@ class Declarer:
         return self._channel
 
     def apply(self, declarations: Iterable[Change]) -> None:
-        """Declare queues, exchanges and bindings, and remove the binding of each Unbinding."""
+        """Declare queues, exchanges and bindings, or remove bindings, on RabbitMQ."""
         apply(self.channel, declarations)
 
     def refusal_fits(self, name: str) -> bool:
@@ -54,14 +51,12 @@ class Declarer:
 
     @contextmanager
     def channel_for(self, name: str, *, unreadable: type[ChannelError]) -> Iterator[OwnChannel]:
-        """Open a channel for asking whether the queue or exchange *name* exists.
-
-        A long *name* that is not ASCII gets a separate connection, which RabbitMQ may close.
-        """
+        """Open a channel for checking that the queue or exchange *name* exists."""
         if self.refusal_fits(name):
             yield self.channel
             return
-        # Another connection to the broker has no heartbeats, because no thread would send them.
+        # RabbitMQ may close a connection if the name is too long for the error text. This other
+        # connection has no heartbeats, because no thread would send heartbeats.
         client = Connection(**dict(self.connection.client._info(resolve=False), heartbeat=0))
         try:
             yield OwnChannel(client.connection)
@@ -75,20 +70,16 @@ class Declarer:
                 client.close()
 
     def look_for_exchange(self, name: str, *, unreadable: type[ChannelError] = NotFound) -> None:
-        """Raise NotFound if an exchange is missing, or AccessRefused if the user may not ask."""
+        """Check with a passive declaration that an exchange exists; raise NotFound otherwise."""
         with self.channel_for(name, unreadable=unreadable) as channel:
             channel.exchange_declare(name, "fanout", passive=True)
 
     def has_exchange(self, name: str, *, if_refused: bool) -> bool:
-        """Return True if a fanout exchange of this package exists.
-
-        If the user lacks the permission to ask (RabbitMQ 4.3), the method publishes a message to
-        the exchange instead. No queue gets this message.
-        """
+        """Return True if the exchange exists; if RabbitMQ refuses access, return *if_refused*."""
         try:
             try:
                 self.look_for_exchange(name, unreadable=AccessRefused)
-            except AccessRefused:
+            except AccessRefused:  # RabbitMQ 4.3 also needs a permission for this question
                 self._publish_to_marker(name)
         except NotFound:
             return False
@@ -97,7 +88,7 @@ class Declarer:
         return True
 
     def has_queue(self, name: str, *, if_refused: bool) -> bool:
-        """Return True if the queue exists; return *if_refused* if the user may not ask."""
+        """Return True if the queue exists; without the permission to ask, return *if_refused*."""
         try:
             return self.depth(name) is not None
         except AccessRefused:
@@ -111,11 +102,9 @@ class Declarer:
             return None
 
     def _publish_to_marker(self, exchange: str) -> None:
-        """Test by a publish that an exchange exists; no queue is bound to the exchange.
-
-        Raises NotFound if the exchange is missing, and AccessRefused if the user may not publish.
-        """
+        """Check that an exchange exists by publishing a test message to the exchange."""
         with self.channel_for(exchange, unreadable=NotFound) as channel:
+            # No queue is bound to the exchange, so the broker returns the message.
             channel.send(Publication(amqp.Message(), exchange, ""))
             channel.basic_qos(0, 0, False)
             channel.take_returned()
@@ -124,10 +113,7 @@ class Declarer:
 def apply(
     channel: Any, declarations: Iterable[Change], *, auto_delete_exchanges: bool = False
 ) -> None:
-    """Send all declarations to the broker, then wait once for all replies.
-
-    Raises ChannelError if the broker refused one of the declarations.
-    """
+    """Send all declarations to RabbitMQ; raise ChannelError if RabbitMQ refuses a declaration."""
     for declaration in declarations:
         _declare(channel, declaration, auto_delete_exchanges=auto_delete_exchanges)
     # This may be any method with a reply: the broker has carried out all earlier methods by then.
@@ -161,7 +147,7 @@ def not_permitted(refused: AccessRefused, topology: Topology) -> NotPermitted:
 
 
 def not_declared(missing: str) -> NotDeclared:
-    """Return the error for a missing queue or exchange that this app may not declare."""
+    """Return the error for a missing queue or exchange if ``native_delay_declare`` is off."""
     return NotDeclared(
         f"{missing}, and native_delay_declare is off: import what `celery -A PROJ delay export` "
         f"writes (rabbitmqctl import_definitions), or set native_delay_declare = True. "
@@ -171,7 +157,7 @@ def not_declared(missing: str) -> NotDeclared:
 
 @contextmanager
 def permissions_explained(topology: Topology) -> Iterator[None]:
-    """Turn the broker's error ACCESS_REFUSED (403) into NotPermitted."""
+    """Raise NotPermitted instead of the broker's error ACCESS_REFUSED (403)."""
     try:
         yield
     except AccessRefused as exc:
@@ -180,7 +166,7 @@ def permissions_explained(topology: Topology) -> Iterator[None]:
 
 @contextmanager
 def refusals_explained(topology: Topology) -> Iterator[None]:
-    """Turn ACCESS_REFUSED (403) and PRECONDITION_FAILED (406) into this package's errors."""
+    """Replace the broker's errors 403 and 406 by NotPermitted and TopologyMismatch."""
     try:
         with permissions_explained(topology):
             yield
@@ -192,7 +178,7 @@ def refusals_explained(topology: Topology) -> Iterator[None]:
 
 
 def broker_version(connection: Any) -> tuple[int, ...]:
-    """Return the broker's version from the connection's handshake, such as ``(4, 3, 6)``."""
+    """Return the broker's version, such as ``(4, 3, 6)``."""
     text = str(connection.server_properties.get("version", ""))
     return tuple(
         int(part) for part in text.split("+")[0].split("-")[0].split(".") if part.isdigit()
@@ -200,7 +186,7 @@ def broker_version(connection: Any) -> tuple[int, ...]:
 
 
 def check_broker(connection: Any) -> None:
-    """Raise UnsupportedBroker if the broker is not RabbitMQ, or is older than 3.10."""
+    """Require RabbitMQ 3.10 or newer; raise UnsupportedBroker for other brokers."""
     product = connection.server_properties.get("product")
     version = broker_version(connection)
     if product != "RabbitMQ" or version < OLDEST_RABBITMQ:

@@ -1,4 +1,4 @@
-"""Publish delayed messages on one AMQP connection, and wait for the broker's confirms."""
+"""Publish delayed messages to RabbitMQ, and wait for publisher confirms."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Delays:
     def __init__(
         self, connection: Any, settings: DelaySettings, *, refusal: NativeDelayError | None = None
     ) -> None:
-        """*refusal* is an error that every delayed publish raises, or None."""
+        """If *refusal* is an error, every publish of a delayed message raises *refusal*."""
         self.connection = connection
         self.settings = settings
         self.topology = Topology(settings)
@@ -72,12 +72,12 @@ class Delays:
 
     @cached_property
     def records(self) -> Any:
-        """The stored state of waiting tasks (in Redis or a database); None if not configured."""
+        """Return the storage that ``native_delay_records`` names; None if not set."""
         return records_beside(self.settings, self.connection.virtual_host)
 
     @cached_property
     def recorder(self) -> Recorder | None:
-        """The object that stores copies of delayed messages; None if not configured."""
+        """Return a Recorder; None if ``native_delay_records`` is not set."""
         return None if self.records is None else Recorder(self.records)
 
     @cached_property
@@ -88,14 +88,14 @@ class Delays:
         return self.preparation.prepare(redeclare=redeclare, consuming=consuming)
 
     def units(self, due_us: int, *, now_us: int) -> int:
-        """Return the delay until *due_us* in units of ``native_delay_resolution``; 0 if due."""
+        """Return the remaining delay in units of ``native_delay_resolution``, or 0 if due."""
         resolution_ms = self.topology.resolution_ms
         units = units_until(due_us, now_us=now_us, resolution_ms=resolution_ms)
         check_reach(units, max_units=self.topology.max_units, resolution_ms=resolution_ms)
         return units
 
     def check_reach(self, due_us: int) -> None:
-        """Raise DelayTooLong if the delay until *due_us* is longer than the settings allow."""
+        """Raise DelayTooLong if *due_us* is too far in the future."""
         self.units(due_us, now_us=time_ns() // 1000)
 
     # --- publishing ----------------------------------------------------------------------
@@ -108,18 +108,13 @@ class Delays:
         timeout_seconds: float | None = None,
         confirm_timeout_seconds: float | None = None,
     ) -> bool:
-        """Publish a delayed message, which waits in queues with a TTL.
-
-        If the message is already due, the method sends nothing and returns False. An error of this
-        package means that the message was not sent. Raises NotFound if the exchange does not exist,
-        and MessageNacked if the broker nacks the message.
-        """
+        """Publish a delayed message, or return False for a message that is already due."""
         confirmed = self.settings.confirm_publish
         headers = publication.message.properties.get("application_headers")
         failed_headers, delivery_id = getattr(_failed, "publish", None) or (None, "")
         if failed_headers is not headers:
             if not self.units(due_us, now_us=time_ns() // 1000):
-                return False
+                return False  # the message is due, and was not sent
             delivery_id = token_hex(16)
         _failed.publish = (headers, delivery_id)
         sent = self.into_levels(publication, due_us=due_us, delivery_id=delivery_id)
@@ -142,7 +137,7 @@ class Delays:
     def into_levels(
         self, publication: Publication, *, due_us: int, delivery_id: str | None = None
     ) -> Publication:
-        """Address *publication* to the queues with a TTL, unless the message is already due."""
+        """Redirect a message to the delay queues, or return a due message unchanged."""
         if not self.units(due_us, now_us=time_ns() // 1000):
             return publication
         message, exchange, routing_key, _ = publication
@@ -168,15 +163,12 @@ class Delays:
             self._declared_queues[routing_key] = self.mirror.version
 
     def publish_keyed(self, keyed: RecordedPublish, message: amqp.Message, like: Delayed) -> None:
-        """Publish a message under a debounce, throttle or unique key, and wait for the confirm.
-
-        *like* contains the message's destination. Raises NotPublished if another task has the key;
-        then no worker runs the message.
-        """
+        """Publish a message of a debounced, throttled or unique task."""
         message = _in_bytes(message)
         properties, body = message.properties, message.body
         headers = properties.get("application_headers") or {}
 
+        # Only the destination and the expiry of *like* are used.
         def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> IndexEntry:
             now_us = time_ns() // 1000 - clock_ahead_us
             self.units(due_us, now_us=now_us)  # or DelayTooLong
@@ -201,11 +193,7 @@ class Delays:
         recorded: bool = True,
         clock_ahead_us: int = 0,
     ) -> None:
-        """Publish a received message again, so that the message waits until its due time.
-
-        If *recorded* is true, Redis or a database stores a copy of the message. *clock_ahead_us* is
-        this machine's clock minus the clock that set the due time, in microseconds.
-        """
+        """Publish a received message again, so that the message waits until the due time."""
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:
             self.mirror.queue_bound_once(routing_key if queue is None else queue)
@@ -213,7 +201,7 @@ class Delays:
         landing = (
             queue is None and exchange != "" and self.routes.needs_landing(exchange, routing_key)
         )
-        now_us = time_ns() // 1000 - clock_ahead_us
+        now_us = time_ns() // 1000 - clock_ahead_us  # by the clock that set the due time
         units = units_until(
             delayed.due_us, now_us=now_us, resolution_ms=self.topology.resolution_ms
         )
@@ -234,10 +222,7 @@ class Delays:
 
     @contextmanager
     def one_confirm(self) -> Iterator[None]:
-        """Wait for the confirms of all :meth:`put_back` calls at the end of the ``with`` block.
-
-        Raises AMQPError if the broker did not confirm some messages.
-        """
+        """Wait for all publisher confirms together, at the end of the ``with`` block."""
         channel = self._channel(confirmed=True)
         self._in_batch = True
         try:
@@ -259,11 +244,7 @@ class Delays:
         user: str | None = None,
         recorded: bool = True,
     ) -> Publication:
-        """Add header, expiration and routing key to *message*, for the queues with a TTL.
-
-        If *landing* is true, an extra queue dead-letters the due message to the user's exchange. So
-        the message keeps its own routing key, and our routing key is in the header BCC.
-        """
+        """Add this package's header, routing key and expiration to a delayed message."""
         topology = self.topology
         properties = wrap(
             message.properties,
@@ -284,6 +265,8 @@ class Delays:
                     f"cannot have the routing key {routing_key!r}: its first "
                     f"{topology.bit_count} words read like a delay; use other words"
                 )
+            # An extra queue dead-letters the due message with the message's own routing key, so
+            # this package's routing key is in the header BCC.
             ours = topology.routing_key(units, landing_address(exchange))
             properties["application_headers"]["BCC"] = [ours]
             key = routing_key
@@ -329,7 +312,7 @@ class Delays:
                 self.preparation.declare_again()
 
     def _settle(self, channel: OwnChannel, timeout_seconds: float | None = None) -> None:
-        """Wait for confirms; publish a message again if the message's delay queue was deleted."""
+        """Wait for confirms; declare missing delay queues and publish returned messages again."""
         channel.wait_all(timeout_seconds=timeout_seconds)
         returned = channel.take_returned()
         if not returned:
@@ -348,7 +331,7 @@ class Delays:
 
 
 def _in_bytes(message: amqp.Message) -> amqp.Message:
-    """Encode the body of *message* to bytes as py-amqp does."""
+    """Encode a message body of type str to bytes, as py-amqp does."""
     if not isinstance(message.body, str):
         return message
     encoding = message.properties.setdefault("content_encoding", "utf-8")

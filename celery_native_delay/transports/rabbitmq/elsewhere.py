@@ -1,4 +1,4 @@
-"""Read messages from Celery's delay queues, and from this package's queues of former settings."""
+"""Recognise delay queues of Celery and outdated delay queues of this package."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CelerysLevels:
 
 
 def celerys_levels(names: Iterable[str]) -> list[CelerysLevels]:
-    """Group Celery's delay queues among *names* by the prefix of the queue name."""
+    """Find the name prefixes of Celery's delay queues in a list of queue names."""
     matches = map(_CELERYS.fullmatch, names)
     return [CelerysLevels(prefix) for prefix in sorted({m[1] or "" for m in matches if m})]
 
@@ -69,7 +69,7 @@ def read_celerys(
     now_us: int,
     reaches: Sequence[Reach],
 ) -> Found:
-    """Decide whether ``delay migrate`` moves this message from a delay queue of Celery."""
+    """Decide if ``delay migrate`` can move a message from Celery's delay queue."""
     whole_key = str(info["routing_key"])
     words = whole_key.split(".", CELERYS_BITS)
     if len(words) <= CELERYS_BITS or not set(words[:CELERYS_BITS]) <= {"0", "1"}:
@@ -98,12 +98,7 @@ def read_celerys(
 
 
 def _exchanges_of(whole_key: str, routing_key: str, reaches: Iterable[Reach]) -> list[str]:
-    """Return the exchanges to which Celery would deliver the message.
-
-    Celery's binding key ``#.<key>`` also matches longer routing keys. If an exchange has a binding
-    for exactly *routing_key*, exchanges with other bindings are ignored.
-    https://github.com/celery/kombu/blob/v5.7.0/kombu/transport/native_delayed_delivery.py
-    """
+    """Return the exchanges to which Celery would deliver the message."""
     keys = [
         (each.exchange, each.routing_key)
         for each in reaches
@@ -114,6 +109,8 @@ def _exchanges_of(whole_key: str, routing_key: str, reaches: Iterable[Reach]) ->
         for exchange, key in keys
         if topic_matches(key if key.startswith("#") else f"#.{key}", whole_key)
     ]
+    # Celery's binding key #.<key> also matches longer routing keys, so exact matches win.
+    # https://github.com/celery/kombu/blob/v5.7.0/kombu/transport/native_delayed_delivery.py
     exact = {exchange for exchange, key in bound if topic_matches(key, routing_key)}
     return sorted(exact or {exchange for exchange, _ in bound})
 
@@ -138,7 +135,7 @@ _SET = re.compile(
 
 
 def sets_of(names: Iterable[str], like: DelaySettings) -> list[DelaySettings]:
-    """Read former settings from the names of delay queues; *like* has the remaining settings."""
+    """Read former delay settings from the names of this package's delay queues."""
     found: dict[str, DelaySettings] = {}
     for name in names:
         if (match := _SET.match(name)) is None or match[0] in found:
@@ -159,7 +156,7 @@ def sets_of(names: Iterable[str], like: DelaySettings) -> list[DelaySettings]:
 
 
 def read_ours(body: bytes, properties: Mapping[str, Any], info: Mapping[str, Any]) -> Found:
-    """Decide whether ``delay migrate`` moves this message from a delay queue of this package."""
+    """Decide if ``delay migrate`` can move a message from this package's delay queue."""
     own, _, delayed = unwrap(properties, info) or (properties, info, None)
     if delayed is None:
         return Stays("it has no header of this package")
@@ -167,7 +164,7 @@ def read_ours(body: bytes, properties: Mapping[str, Any], info: Mapping[str, Any
 
 
 def deliveries_of(properties: Mapping[str, Any]) -> int:
-    """Return how often the message was returned to a quorum queue."""
+    """Return the delivery count that a quorum queue wrote into the message's headers."""
     headers = properties.get("application_headers") or {}
     return max(int(headers.get(name, 0)) for name in ("x-delivery-count", "x-acquired-count"))
 
@@ -178,10 +175,7 @@ def deliveries_of(properties: Mapping[str, Any]) -> int:
 def foreign_bindings(
     bound: Iterable[tuple[str, str, str]], reaches: Iterable[Reach]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the bindings (exchange, queue, routing key) that Celery's delayed delivery added.
-
-    Celery adds a binding with the key ``#.<key>`` for each binding with the key ``<key>``.
-    """
+    """Find the extra bindings ``#.<key>`` that Celery's delayed delivery added."""
     there = set(bound)
     own = {(each.exchange, each.queue, each.routing_key) for each in reaches}
     for exchange, queue, routing_key in sorted(there - own):

@@ -1,4 +1,4 @@
-"""Store waiting messages in Redis or a database, and publish a stored message again."""
+"""Store copies of waiting messages in Redis or a database."""
 
 from __future__ import annotations
 
@@ -28,17 +28,15 @@ _plain_json: Callable[[str], Any] = JSONDecoder().decode
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored copy of a waiting message, from which the message can be published again.
-
-    *queue* is the only queue that gets the message, or None for all bound queues. *expires_ms* is
-    the end of the message's ``expiration``, in milliseconds since the epoch.
-    """
+    """A stored copy of a waiting message, in Redis or a database."""
 
     properties: Mapping[str, Any]
     body: bytes
     exchange: str
     routing_key: str
+    #: The only queue for the message; None for all bound queues.
     queue: str | None = None
+    #: The end of the message's expiration, in milliseconds since the epoch.
     expires_ms: int | None = None
 
     @property
@@ -46,10 +44,7 @@ class Entry:
         return self.properties.get("application_headers") or {}
 
     def encoded(self) -> str:
-        """Return the stored message as text: one line of JSON, then the message's body.
-
-        A body that is not UTF-8 is written in base64, after ``=``.
-        """
+        """Encode the message as text: one line of JSON, then the body."""
         known = [self.exchange, self.routing_key, self.queue, self.expires_ms, self.properties]
         try:
             body = self.body.decode()
@@ -68,7 +63,7 @@ class Entry:
 
 
 def waiting(member: str, text: str, due_us: int) -> Waiting:
-    """Decode the stored *text* of a waiting task, except for the message's body."""
+    """Decode a stored message into a Waiting object, without decoding the body."""
     known = _plain_json(text[: text.index("\n")])
     exchange, routing_key, queue, _, properties = known
     headers = properties.get("application_headers") or {}
@@ -88,10 +83,7 @@ def waiting(member: str, text: str, due_us: int) -> Waiting:
 
 
 class Recorder:
-    """Stores a copy of each delayed message in Redis or a database.
-
-    The methods do not wait for Redis or the database. During an outage, no method raises an error.
-    """
+    """Stores copies of delayed messages in Redis or a database."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -125,7 +117,7 @@ class Recorder:
 
 
 class Republisher:
-    """Publishes waiting messages again, from copies in Redis or a database."""
+    """Publishes a waiting message again from the stored copy."""
 
     def __init__(self, delays: Any) -> None:
         self._delays = delays
@@ -134,7 +126,7 @@ class Republisher:
         return waiting(member, entry, due_us)
 
     def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
-        """Publish a stored message with another due time; return the new text to store."""
+        """Publish a stored message with a new due time; return the new copy."""
         before = Entry.decoded(entry)
         headers = {**before.headers, "eta": eta_of(due_us)}
         again = replace(before, properties={**before.properties, "application_headers": headers})

@@ -1,4 +1,4 @@
-"""Check RabbitMQ for ``delay verify`` and ``delay doctor``."""
+"""Find problems on RabbitMQ for the commands ``delay verify`` and ``delay doctor``."""
 
 from __future__ import annotations
 
@@ -43,10 +43,7 @@ _HELD_UP = (
 
 
 def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> list[Finding]:
-    """Compare the broker's queues, exchanges and bindings with this package's declarations.
-
-    Without the management API, the function only looks for missing queues and exchanges.
-    """
+    """Find missing or wrong queues, exchanges, bindings and policies on RabbitMQ."""
     topology = delays.topology
     if topology.settings.declare:
         plan = list(topology.plan())
@@ -64,7 +61,7 @@ def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> li
 
 
 def examine(delays: Delays, api: ManagementAPI) -> list[Finding]:
-    """Find due messages without a queue, and messages that RabbitMQ cannot dead-letter."""
+    """Find due messages that RabbitMQ cannot deliver to a queue."""
     found = status(delays, api)
     findings = []
     if found.parked:
@@ -128,7 +125,7 @@ def _compare(
 
 
 def _missing(delays: Delays, plan: Sequence[Declaration]) -> Iterator[Finding]:
-    """Find missing exchanges and queues over AMQP, without a comparison of arguments."""
+    """Find missing exchanges and queues over AMQP, without the management API."""
     for declaration in plan:
         if isinstance(declaration, Binding):
             continue
@@ -174,13 +171,10 @@ def _finding(problem: str, way_out: str) -> Finding:
 
 
 def known_faults(version: tuple[int, ...], *, replicated: bool | None) -> list[Finding]:
-    """Find bugs of this RabbitMQ *version* that affect delayed messages.
-
-    *replicated* is True if the quorum queues have several members, and None if unknown.
-    """
+    """Return known bugs of a RabbitMQ version that affect delayed messages."""
     name = f"RabbitMQ {'.'.join(map(str, version))}"
     found = []
-    # https://github.com/rabbitmq/rabbitmq-server/pull/16203
+    # For quorum queues with several members. https://github.com/rabbitmq/rabbitmq-server/pull/16203
     if replicated is not False and ((4, 2) <= version < (4, 2, 7) or (4, 3) <= version < (4, 3, 1)):
         problem = (
             f"{name}: at-least-once dead lettering may ask the wrong replica (rabbitmq-server "

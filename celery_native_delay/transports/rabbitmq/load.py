@@ -1,4 +1,4 @@
-"""Compute how many messages per second enter each delay queue (a queue with a TTL)."""
+"""Estimate the message rate of each delay queue (a queue with a TTL)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CEILINGS = (
 
 @dataclass(frozen=True)
 class Delays:
-    """Uniformly distributed delays from *first_us* to *last_us* microseconds."""
+    """Uniformly distributed delays, from the shortest (*first_us*) to the longest (*last_us*)."""
 
     first_us: int
     last_us: int
@@ -31,7 +31,7 @@ class Delays:
 
 @dataclass(frozen=True)
 class QueueLoad:
-    """A delay queue, and the number of messages that enter the queue per second."""
+    """The estimated message rate of one delay queue."""
 
     queue: str
     ttl_seconds: float
@@ -44,10 +44,7 @@ class QueueLoad:
 
 
 def queue_loads(topology: Topology, per_second: float, delays: Sequence[Delays]) -> list[QueueLoad]:
-    """Return the delay queues that messages with these *delays* use, busiest queue first.
-
-    *per_second* is the rate of all messages; each item of *delays* has an equal share.
-    """
+    """Return the estimated loads of all delay queues, with the highest message rate first."""
     found = []
     for level in topology.levels:
         for units in level.steps:
@@ -59,7 +56,7 @@ def queue_loads(topology: Topology, per_second: float, delays: Sequence[Delays])
 
 
 def _share(delays: Delays, level: Level, units: int, resolution_ms: int) -> float:
-    """Return the fraction of messages that enter the queue with a TTL of *units*."""
+    """Return the fraction of all delayed messages that pass through one delay queue."""
     unit_us = resolution_ms * 1000
     low_us = units * unit_us
     width_us = unit_us << level.lowest

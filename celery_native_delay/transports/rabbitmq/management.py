@@ -50,10 +50,7 @@ _PAGE = 500
 
 
 class ManagementAPI:
-    """Reads queues, exchanges, bindings and policies of one virtual host.
-
-    Every method raises ManagementUnavailable if the management API does not answer.
-    """
+    """A client of RabbitMQ's management API for one virtual host."""
 
     def __init__(self, url: str, user: str, password: str, vhost: str, cluster: str) -> None:
         self.url = url.rstrip("/").removesuffix("/api")
@@ -64,15 +61,17 @@ class ManagementAPI:
         self._headers = {"Authorization": f"Basic {token}"}
 
     def named(self, kind: str, prefix: str) -> list[dict[str, Any]]:
-        """Return the queues or exchanges whose names begin with *prefix*."""
+        """Return items of *kind* ("queues" or "exchanges") whose names begin with *prefix*."""
         return [item for item in self._containing(kind, prefix) if item["name"].startswith(prefix)]
 
     def names(self, kind: str, *, containing: str) -> list[str]:
-        """Return the queue names or exchange names that contain the text *containing*."""
         return [item["name"] for item in self._containing(kind, containing)]
 
     def policies(self, kind: str) -> list[dict[str, Any]] | None:
-        """Return the policies (or operator policies); None if this user may not read policies."""
+        """Return all policies of *kind*, which is "policy" or "operator policy".
+
+        Return None if the request fails.
+        """
         path = kind.replace("policy", "policies").replace(" ", "-")
         try:
             found: list[dict[str, Any]] = self._get(f"{path}/{quote(self.vhost, safe='')}")
@@ -133,15 +132,13 @@ def management_of(connection: Any, settings: DelaySettings) -> ManagementAPI:
 
 
 def overriding_policies(api: ManagementAPI, topology: Topology) -> list[Finding]:
-    """Find the policies that override arguments of this package's queues.
-
-    The management API shows a new queue's policy only after some seconds. So the function compares
-    the patterns of policies with the names of queues.
-    """
+    """Find RabbitMQ policies that override the arguments of this package's queues."""
     levels = f"{topology.settings.queue_type}_queues"
     queues = {hop.queue: levels for hop in topology.level_queues}
     queues[topology.parking_queue] = "quorum_queues"
     touched: dict[tuple[str, str, str], list[str]] = {}
+    # The management API shows the policy of a new queue only after some seconds. So this function
+    # compares the patterns of the policies with the names of the queues.
     for kind, key in POLICY_KINDS.items():
         policies = api.policies(kind)
         described = {} if policies is not None else _described(api, topology, key)
@@ -164,17 +161,14 @@ def overriding_policies(api: ManagementAPI, topology: Topology) -> list[Finding]
 def applied_policy(
     policies: Sequence[Mapping[str, Any]] | None, queue: str, kinds: str
 ) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and definition of the policy that RabbitMQ applies to *queue*.
-
-    RabbitMQ applies the matching policy with the highest priority.
-    https://www.rabbitmq.com/docs/policies
-    """
+    """Return the name and definition of the policy that RabbitMQ applies to *queue*."""
     matching = [
         policy
         for policy in policies or []
         if policy.get("apply-to", "all") in ("all", "queues", kinds)
         and _matches(policy["pattern"], queue)
     ]
+    # https://www.rabbitmq.com/docs/policies
     best = max(matching, key=lambda policy: policy.get("priority", 0), default=None)
     return (best["name"], best["definition"]) if best else ("", {})
 

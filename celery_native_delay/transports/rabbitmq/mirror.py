@@ -1,8 +1,4 @@
-"""Copy the user's bindings to this package's exchange, which routes due messages to the queues.
-
-:class:`Mirror` remembers the user's declarations and bindings on one connection. The next delayed
-publish or the next consumer copies the bindings.
-"""
+"""Copy the user's queue bindings to this package's exchange for due messages."""
 
 from __future__ import annotations
 
@@ -39,7 +35,7 @@ def is_internal(name: str) -> bool:
 
 
 class Mirrored(NamedTuple):
-    """A user's binding of a queue, of which this package makes a copy."""
+    """A queue binding of the user, which this package copies."""
 
     queue: str
     exchange: str
@@ -47,7 +43,7 @@ class Mirrored(NamedTuple):
 
 
 class Mirror:
-    """Remembers the user's queues, exchanges and bindings on one connection."""
+    """Remembers the queues, exchanges and bindings that the user declares on a connection."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -72,15 +68,13 @@ class Mirror:
             self._note_landing(exchange)
 
     def exchange_bound(self, source: str) -> None:
-        """Remember that the user bound another exchange to *source*.
-
-        Then delayed messages to *source* need an extra queue, because we cannot copy this binding.
-        """
+        """Remember that the user bound another exchange to the exchange *source*."""
+        # This binding cannot be copied, so delayed messages need a landing queue.
         if not is_internal(source):
             self._note_landing(source)
 
     def exchange_deleted(self, exchange: str) -> list[Binding]:
-        """Forget a deleted exchange; return our copies of the exchange's bindings, for removal."""
+        """Forget a deleted exchange; return this package's copies of the exchange's bindings."""
         known = [mirrored for mirrored in self.known if mirrored.exchange == exchange]
         mirrors = map(self.binding_of, known) if exchange in self.types else ()
         gone = [binding for binding in mirrors if binding is not None]
@@ -95,14 +89,14 @@ class Mirror:
     def queue_declared(
         self, queue: str, arguments: dict[str, Any] | None, *, short_lived: bool
     ) -> None:
-        """Remember a queue; *short_lived* is True for an exclusive or auto-delete queue."""
+        """Remember a queue that the user declared."""
         overflow = str((arguments or {}).get("x-overflow", ""))
         self.rejects[queue] = overflow.startswith("reject-publish")
-        if not short_lived:
+        if not short_lived:  # an exclusive or auto-delete queue
             self.queue_bound(queue, "", queue)
 
     def queue_bound(self, queue: str, exchange: str, routing_key: str) -> None:
-        """Remember that the user bound a queue; ignore Celery's internal queues."""
+        """Remember a queue binding of the user, except for Celery's internal queues."""
         if not queue or is_internal(exchange) or is_internal(queue):
             return
         mirrored = Mirrored(queue, exchange, routing_key)
@@ -110,12 +104,12 @@ class Mirror:
         self.version += 1
 
     def queue_bound_once(self, queue: str) -> None:
-        """Remember the binding of *queue* to the default exchange."""
+        """Remember the queue's binding to the default exchange, if not yet remembered."""
         if Mirrored(queue, "", queue) not in self.known:
             self.queue_bound(queue, "", queue)
 
     def queue_unbound(self, queue: str, exchange: str, routing_key: str) -> Mirrored:
-        """Forget a binding that the user removed; return this binding."""
+        """Forget and return a queue binding that the user removed."""
         mirrored = Mirrored(queue, exchange, routing_key)
         self.known.pop(mirrored, None)
         self.version += 1
@@ -130,7 +124,7 @@ class Mirror:
     # --- what is still to be declared ------------------------------------------------------
 
     def reaches(self, exchange: str, routing_key: str) -> bool:
-        """Return True if a known binding of *exchange* matches *routing_key*."""
+        """Return True if a remembered binding of *exchange* matches *routing_key*."""
         is_topic = self.types.get(exchange) == "topic"
         return any(
             topic_matches(known.routing_key, routing_key)
@@ -145,7 +139,7 @@ class Mirror:
         return bool(self.pending or self.pending_landings)
 
     def take_pending(self) -> tuple[list[Mirrored], list[str]]:
-        """Return and clear the bindings to copy, and the exchanges that need an extra queue."""
+        """Return the bindings to copy and the exchanges that need landing queues; forget both."""
         pending = list(self.pending), list(self.pending_landings)
         self.pending, self.pending_landings = {}, {}
         return pending
@@ -154,11 +148,11 @@ class Mirror:
         self.pending = dict.fromkeys(bindings) | self.pending
 
     def forget_mirrored(self) -> None:
-        """Mark all bindings as not yet copied, because the broker may have lost copies."""
+        """Schedule new copies of all bindings, in case the broker lost copies."""
         self.pending, self.pending_landings = dict(self.known), dict(self._landings)
 
     def declarations(self, mirrored: Mirrored) -> Iterator[Change]:
-        """Yield the declarations that copy one of the user's bindings."""
+        """Yield the declarations that make a copy of a user's binding."""
         if self.types[mirrored.exchange] not in MIRRORED_TYPES:
             return
         binding = self.binding_of(mirrored)
@@ -179,10 +173,10 @@ class Mirror:
     def marker_declarations(
         self, bindings: list[Mirrored], landings: list[str], *, consuming: bool
     ) -> list[list[Declaration]]:
-        """Return landing queues and marker exchanges, grouped by the user's exchange.
+        """Return the declarations of marker exchanges and landing queues.
 
-        A landing queue dead-letters due messages to the user's exchange. A marker exchange tells
-        producers that a landing queue or copied bindings exist.
+        A landing queue dead-letters due messages to an exchange of the user. A marker exchange
+        tells producers that a landing queue or copied bindings exist.
         """
         groups = [list(marked_landing(self._topology, exchange)) for exchange in landings]
         if consuming:
@@ -191,7 +185,11 @@ class Mirror:
         return groups
 
     def binding_of(self, mirrored: Mirrored) -> Binding | None:
-        """Return our copy of a user's binding, or None if a copy is impossible."""
+        """Return this package's copy of a user's binding.
+
+        Return None if the binding key is too long, or if this package does not copy bindings of
+        this exchange type.
+        """
         topology, (queue, exchange, routing_key) = self._topology, mirrored
         kind = self.types[exchange]
         if kind not in MIRRORED_TYPES:
@@ -218,9 +216,9 @@ def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declarat
 
 
 def marked_landing(topology: Topology, exchange: str) -> Iterator[Declaration]:
-    """Yield the queue that dead-letters due messages to *exchange*, and a marker exchange.
+    """Yield a queue that dead-letters due messages to *exchange*, and a marker exchange.
 
-    The existence of the marker exchange tells publishers that this queue exists.
+    A producer that finds the marker exchange knows that the queue exists.
     """
     yield from landing_declarations(topology, exchange)
     yield Exchange(topology.landing_marker(exchange), "fanout")

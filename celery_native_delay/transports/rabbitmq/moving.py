@@ -1,7 +1,6 @@
-"""Move waiting messages on RabbitMQ into this package's delay queues (with a TTL).
+"""Move waiting messages into this package's delay queues, for ``delay migrate``.
 
-The messages come from Celery's own delay queues, or from our delay queues of former settings.
-``basic.get`` reads one message at a time, so a crash requeues only one message.
+The module uses ``basic.get``, so that a crash requeues only one message.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class QueueSource(Source):
         self._tag: int | None = None
 
     def count(self) -> int:
-        """Return the number of ready messages in all queues."""
+        """Return the total number of ready messages in the queues."""
         return sum(self._depth(queue) for queue in self._queues)
 
     def found(self) -> Iterator[Found]:
@@ -104,17 +103,16 @@ class QueueSource(Source):
 
 
 class SetSource(QueueSource):
-    """Reads waiting messages from delay queues that have other settings than the app."""
+    """Reads the waiting messages of one set of this package's delay queues."""
 
     def __init__(
         self, delays: Delays, topology: Topology, settings: DelaySettings, *, here: bool
     ) -> None:
-        """*settings* are the app's settings. *here* is True if messages stay on this broker."""
         # The longest TTL comes first: a message that moves to a shorter one is found later.
         queues = [hop.queue for hop in reversed(topology.level_queues)]
         super().__init__(delays, topology.name, queues, self._read_set)
         self._topology = topology
-        #: True if both sets of levels share the records, so that messages and keys stay the same.
+        #: True if messages stay on this broker (*here*), and both sets of levels share the records.
         self.keeps_keys = here and topology.settings.namespace == settings.namespace
         self._records: Any = None
 
@@ -145,7 +143,10 @@ class SetSource(QueueSource):
         return found
 
     def _received(self, member: str, found: Moving) -> Found:
-        """Delete the stored copy of *found*; return Void for a cancelled or rescheduled task."""
+        """Remove the name *member* from the list of waiting tasks.
+
+        Return *found*, or ``Void`` (drop the message) if the task was cancelled or rescheduled.
+        """
         may_run = self._records.received(member)
         if may_run is None:
             raise RecordsUnavailable(
@@ -230,9 +231,9 @@ class RabbitMQMovingPart(MovingPart):
         return [QueueSource(self._delays, levels.name, levels.queues, read) for levels in found]
 
     def _sets(self, name: str, *, here: bool) -> list[Source]:
-        """Find delay queues of other settings by namespace or by full name.
+        """Find the sets of delay queues from which ``delay migrate`` takes messages.
 
-        If *here* is true, the app's present delay queues are left out.
+        If *here* is True, the result excludes the set that the app uses.
         """
         wanted = name or self._settings.namespace
         try:

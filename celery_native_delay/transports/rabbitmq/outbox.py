@@ -1,4 +1,4 @@
-"""Publish many messages to RabbitMQ, a hundred messages in each socket write."""
+"""Publish many messages to RabbitMQ, 100 messages per socket write."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ NACKED = "the broker refused it (basic.nack)"
 
 
 class SingleMessage(OutboxBatch[Message]):
-    """A batch of one message, to find the message for which RabbitMQ closed the channel."""
+    """A batch of one message, used to find the message that RabbitMQ refuses."""
 
 
 class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
-    """Keeps a bulk publisher's messages until RabbitMQ confirms them."""
+    """Keeps the messages of a bulk publisher until RabbitMQ confirms the messages."""
 
     #: py-amqp raises AttributeError if the connection was lost meanwhile.
     lost = (ConnectionError, OSError, OperationalError, AttributeError)
@@ -73,7 +73,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
             raise exc.__cause__ or exc from None
 
     def is_lasting(self, error: BaseException) -> bool:
-        """Return True for a wrong user, password or virtual host, not for connection limits."""
+        """Return True if a new connection attempt would fail with the same error."""
         if isinstance(error, NotAllowed):
             text = str(error)
             return "limit (" not in text and "is down" not in text

@@ -1,8 +1,4 @@
-"""Manage the parking queue, which holds due messages for which no queue was bound.
-
-Messages are published again, not requeued, because RabbitMQ 4.3 drops a message at its 21st return.
-The publish comes before the ack of the old copy, so a crash may leave two copies.
-"""
+"""Manage the parking queue, which holds due messages that matched no binding."""
 
 from __future__ import annotations
 
@@ -40,25 +36,23 @@ ROUND = 10_000
 
 @dataclass(frozen=True)
 class Parked:
-    """A message in the parking queue: due, but no queue was bound for the message.
-
-    *properties* are the user's own message properties. *delayed* is the message's destination and
-    due time, or None if the message has no header of this package.
-    """
+    """A due message that matched no binding, and is in the parking queue."""
 
     message: amqp.Message
+    #: The message properties that the user published.
     properties: dict[str, Any]
+    #: Destination and due time; None for a message without a header of this package.
     delayed: Delayed | None
 
     def destination(self, delayed: Delayed) -> tuple[str, str]:
-        """Return the exchange and routing key to which the message must be published."""
+        """Return the exchange and routing key for publishing the message again."""
         queue = queue_of_address(self.message.delivery_info["routing_key"]) or delayed.queue
         return (delayed.exchange, delayed.routing_key) if queue is None else ("", queue)
 
 
 @dataclass
 class _RescueState:
-    """The state of one attempt to deliver the messages of the parking queue."""
+    """The progress of publishing undeliverable messages again."""
 
     delays: Delays
     publisher: WindowChannel
@@ -69,20 +63,21 @@ class _RescueState:
 
 
 def count(delays: Delays) -> int:
-    """Return the number of due messages for which no queue was bound."""
+    """Return the number of messages in the parking queue (due, but unroutable)."""
     return delays.declarer.depth(delays.topology.parking_queue) or 0
 
 
 def rescue(delays: Delays) -> Rescue | None:
-    """Publish each message of the parking queue again, to the message's own destination.
+    """Publish the messages of the parking queue again, and return the counts.
 
-    If still no queue is bound for a message, the message stays in the parking queue. Returns None
-    if another process is publishing these messages now.
+    Return None if another process holds the lock of the parking queue.
     """
     connection = delays.connection
     parked = min(count(delays), ROUND)
     if not parked:
         return Rescue()
+    # Messages are published again, not requeued, because RabbitMQ 4.3 drops a message at its 21st
+    # return. The publish comes before the ack of the old copy, so a crash may leave two copies.
     try:
         with _lock(connection, delays.topology), _arrivals(delays) as arrivals:
             work = _RescueState(delays, WindowChannel(connection))
@@ -97,7 +92,7 @@ def rescue(delays: Delays) -> Rescue | None:
 
 
 def peek(delays: Delays, *, limit: int) -> list[Parked]:
-    """Read the first due messages for which no queue was bound, without removing a message."""
+    """Return up to *limit* undeliverable due messages; the messages stay in the parking queue."""
     channel = OwnChannel(delays.connection)
     try:
         with _lock(delays.connection, delays.topology):
@@ -116,7 +111,7 @@ def peek(delays: Delays, *, limit: int) -> list[Parked]:
 
 
 def purge(delays: Delays) -> int:
-    """Delete the due messages for which no queue was bound; return the number of messages."""
+    """Delete all undeliverable due messages; return the number of deleted messages."""
     left = total = count(delays)
     if not total:
         return 0
@@ -186,7 +181,11 @@ def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
 
 
 def _as_parked(parked: Parked, user: str) -> amqp.Message:
-    """Prepare a message so that *user* may publish it to the parking queue."""
+    """Return a copy of the message, which can be published to the parking queue.
+
+    RabbitMQ refuses the ``user_id`` of another user. So this function moves that ``user_id`` into
+    this package's header. The only exception: a message without this header loses the ``user_id``.
+    """
     properties = dict(parked.message.properties)
     if parked.delayed is None:
         keep_user_id(properties, {}, user)
@@ -199,7 +198,7 @@ def _as_parked(parked: Parked, user: str) -> amqp.Message:
 
 
 def _is_in_reach(work: _RescueState, delayed: Delayed) -> bool:
-    """Return False if the message's delay is too long for the delay queues."""
+    """Return True if the delay is short enough for the delay queues."""
     # put_back() would shorten the delay: a worker without this package would run the task early.
     try:
         work.delays.check_reach(delayed.due_us)
@@ -224,7 +223,7 @@ def _wait_again(work: _RescueState, parked: Parked, delayed: Delayed) -> None:
 def _publish_original(
     work: _RescueState, parked: Parked, delayed: Delayed, destination: tuple[str, str], now_ms: int
 ) -> None:
-    """Publish a due message to the message's own destination, with this package's header."""
+    """Publish a due message to the message's original destination."""
     properties = dict(parked.properties)
     header = dict(parked.message.headers[HEADER])
     keep_user_id(properties, header, work.delays.user)
@@ -239,7 +238,8 @@ def _publish_original(
 
 
 def _exists(work: _RescueState, exchange: str) -> bool:
-    """Return True if *exchange* exists; a publish to a missing exchange closes the channel."""
+    """Return True if the exchange exists, or if RabbitMQ refuses the check."""
+    # A publish to a missing exchange would close the channel.
     if exchange and exchange not in work.exchanges:
         work.exchanges[exchange] = True
         try:
@@ -252,11 +252,7 @@ def _exists(work: _RescueState, exchange: str) -> bool:
 
 
 class Arrivals:
-    """Consumes messages of a queue, and acks many messages with one ack.
-
-    For a quorum queue, RabbitMQ holds back acks after the first 32 (rabbit_fifo_client), and loses
-    these acks if the channel closes. One ack for all messages is safe.
-    """
+    """Consumes a queue, and acks many messages with one ack."""
 
     def __init__(self, channel: OwnChannel, queue: str, *, prefetch: int) -> None:
         self._messages: deque[amqp.Message] = deque()
@@ -265,13 +261,15 @@ class Arrivals:
         self._tag = channel.basic_consume(queue, callback=self._messages.append)
 
     def take(self, wanted: int) -> list[amqp.Message]:
-        """Wait for *wanted* messages; return fewer messages after a timeout."""
+        """Wait for *wanted* messages, and return them; after a timeout, return fewer."""
         with suppress(TimeoutError):
             while len(self._messages) < wanted:
                 self._channel.connection.drain_events(timeout=ARRIVAL_SECONDS)
         return [self._messages.popleft() for _ in range(min(wanted, len(self._messages)))]
 
     def settle(self, batch: list[amqp.Message]) -> None:
+        # For a quorum queue, RabbitMQ holds back acks after the first 32 (rabbit_fifo_client), and
+        # loses these acks if the channel closes. One ack for all messages is safe.
         self._channel.basic_ack(batch[-1].delivery_tag, multiple=True)
 
     def close(self) -> None:
@@ -287,7 +285,10 @@ def _arrivals(delays: Delays) -> closing[Arrivals]:
 
 @contextmanager
 def _lock(connection: Any, topology: Topology) -> Iterator[None]:
-    """Lock out other processes with an exclusive queue, or raise ResourceLocked."""
+    """Hold an exclusive queue as a lock during a ``with`` block.
+
+    Raise ResourceLocked if another connection holds the lock.
+    """
     channel = OwnChannel(connection)
     channel.queue_declare(topology.rescue_lock_queue, exclusive=True, auto_delete=True)
     try:

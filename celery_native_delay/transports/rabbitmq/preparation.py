@@ -21,22 +21,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """The result of :meth:`Preparation.prepare`.
+    """The number of copied bindings and the duration of :meth:`Preparation.prepare`."""
 
-    *declared* is True if this call declared the delay queues. *mirrored* counts the copied
-    bindings.
-    """
-
+    #: True if this call declared the delay queues.
     declared: bool
+    #: The number of copied bindings.
     mirrored: int
     seconds: float
 
 
 class Preparation:
-    """Declares the queues and bindings for delayed messages, once per connection.
-
-    If ``native_delay_declare`` is off, the class only checks that the queues exist.
-    """
+    """Declares the queues and bindings for delayed messages, once per connection."""
 
     def __init__(
         self,
@@ -57,11 +52,7 @@ class Preparation:
         self.is_ready = False
 
     def prepare(self, *, redeclare: bool = False, consuming: bool = False) -> Prepared:
-        """Declare the queues for delayed messages, and copy the user's bindings, if not done yet.
-
-        *consuming* is True if the caller will consume from queues of this connection. Raises
-        UnsupportedBroker, NotPermitted, NotDeclared or TopologyMismatch.
-        """
+        """Declare missing delay queues, and copy new bindings of the user."""
         if self._refusal is not None:
             raise self._refusal
         started = monotonic()
@@ -77,7 +68,7 @@ class Preparation:
         return Prepared(declared, mirrored, monotonic() - started)
 
     def prepare_to_consume(self, queue: str) -> None:
-        """Copy the user's bindings before *queue* is consumed; only log errors."""
+        """Copy a queue's bindings to the delivery exchange; errors are logged, not raised."""
         if queue not in self._mirror.rejects:
             # Another process has declared the queue.
             self._mirror.queue_bound_once(queue)
@@ -91,9 +82,9 @@ class Preparation:
             logger.log(level, "native delay: delayed messages may park (no binding): %s", exc)
 
     def _is_there(self, *, redeclare: bool) -> bool:
-        """Return True if the delay queues (with a TTL) need no new declaration.
+        """Return True if this app need not declare the delay queues.
 
-        Raises NotDeclared if the queues are missing, and this app may not declare queues.
+        Raise NotDeclared if the queues are missing and ``native_delay_declare`` is off.
         """
         if self._declares:
             return not redeclare and self._is_complete()
@@ -103,7 +94,8 @@ class Preparation:
         return True
 
     def _is_complete(self) -> bool:
-        """Return True if the delay queues are declared, or if the user may not ask."""
+        """Return True if the broker has all delay queues for the app's settings."""
+        # This exchange is declared last.
         return self._declarer.has_exchange(self._topology.ready_exchange, if_refused=True)
 
     def _mirror_pending(self, consuming: bool) -> int:
@@ -133,7 +125,11 @@ class Preparation:
         return len(mirrored)
 
     def _can_bind(self, queue: str) -> bool:
-        """Return False for a missing queue whose name is too long for RabbitMQ's error text."""
+        """Return False if the queue is missing and a bind would close the connection.
+
+        RabbitMQ closes the connection if the queue's name is too long for the error text.
+        Otherwise, RabbitMQ closes only the channel.
+        """
         return (
             queue in self._mirror.rejects
             or self._declarer.refusal_fits(queue)
@@ -165,7 +161,7 @@ class Preparation:
         self._routes.forget()
 
     def queue_deleted(self, queue: str) -> None:
-        """Delete the extra queue that dead-letters due messages to a deleted queue."""
+        """Delete the extra queue that passed due messages to the deleted queue."""
         may_reject = self._mirror.rejects.get(queue, not is_internal(queue))
         if self._declares and may_reject:
             landing = self._topology.queue_landing_queue(queue)
@@ -176,7 +172,7 @@ class Preparation:
         self._mirror.queue_deleted(queue)
 
     def exchange_deleted(self, exchange: str) -> None:
-        """Remove our copies of a deleted exchange's bindings."""
+        """Remove this package's copies of the deleted exchange's bindings."""
         gone = self._mirror.exchange_deleted(exchange)
         try:
             if self._declares and gone and self._is_complete():
@@ -187,7 +183,7 @@ class Preparation:
             logger.debug("not unbound: %s: %s", exchange, exc)
 
     def queue_unbound(self, queue: str, exchange: str, routing_key: str) -> None:
-        """Remove our copy of a binding that the user removed."""
+        """Remove this package's copy of a binding that the user removed."""
         binding = self._mirror.queue_unbound(queue, exchange, routing_key)
         try:
             if self._declares and self._is_complete() and self._routes.exists(exchange):

@@ -1,8 +1,4 @@
-"""Delete queues and exchanges of former settings and of Celery's own delayed delivery.
-
-The exchanges that receive new messages are deleted first, and the empty queues six seconds later. A
-producer that still has the former settings declares the queues again.
-"""
+"""Delete outdated queues and exchanges of this package and of Celery's delayed delivery."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from .topology import Topology
 
 @dataclass(frozen=True)
 class _Place:
-    """Old queues, exchanges and bindings (exchange, queue, routing key) to delete together."""
+    """A set of outdated queues, exchanges and bindings to delete together."""
 
     name: str
     queues: tuple[str, ...]
@@ -35,7 +31,7 @@ class _Place:
 
 
 class Pruning:
-    """Finds and deletes the delay queues and exchanges of former settings."""
+    """Finds and deletes outdated delay queues and exchanges."""
 
     def __init__(self, delays: Delays, api: ManagementAPI, settings: DelaySettings) -> None:
         self._delays = delays
@@ -44,11 +40,7 @@ class Pruning:
         self._places: dict[str, _Place] = {}
 
     def remnants(self, namespaces: Sequence[str], reaches: Sequence[Reach]) -> list[Remnant]:
-        """Find the delay queues of former settings and of Celery's own delayed delivery.
-
-        *namespaces* are searched besides the app's own namespace. Raises ManagementUnavailable if
-        RabbitMQ's management API does not answer.
-        """
+        """Find outdated delay queues of this package and of Celery."""
         self._places = {
             place.name: place for place in [*self._sets(namespaces), *self._celerys(reaches)]
         }
@@ -64,9 +56,15 @@ class Pruning:
         ]
 
     def prune(self, chosen: Sequence[Remnant]) -> list[Remnant]:
-        """Delete the chosen sets of empty queues; return the sets that got new messages."""
+        """Delete the *chosen* sets of outdated queues and exchanges, if the queues are empty.
+
+        Return each set to which a producer published during this call. The queues of these sets
+        stay.
+        """
         places = [self._places[remnant.name] for remnant in chosen if not remnant.waiting]
         with permissions_explained(self._delays.topology):
+            # The exchanges that receive new messages are deleted first, then the empty queues.
+            # A producer that still has the former settings declares the queues again.
             for place in places:
                 self._delete_exchanges(place.entrances)
             if any(place.queues for place in places):

@@ -1,7 +1,4 @@
-"""Decide how due messages reach a user's exchange: by copied bindings or by a landing queue.
-
-A landing queue dead-letters due messages to the user's exchange.
-"""
+"""Decide how due messages reach a user's exchange: by copied bindings or dead-lettering."""
 
 from __future__ import annotations
 
@@ -29,19 +26,18 @@ ASKED_TYPES = ("direct", "topic", "fanout", "headers")
 
 @dataclass(frozen=True)
 class _KnownExchange:
-    """Cached facts about an exchange; *until* is the expiry on the monotonic clock, in seconds.
+    """Cached facts about an exchange of the user."""
 
-    *needs_landing*: delayed messages go through a landing queue, which dead-letters due messages to
-    the exchange. *mirrored*: consumers have copied the bindings of the exchange.
-    """
-
+    #: True if messages need a landing queue, which dead-letters due messages to the exchange.
     needs_landing: bool
+    #: True if consumers have copied the bindings of the exchange.
     mirrored: bool
+    #: The expiry of the facts, in seconds of the monotonic clock.
     until: float
 
 
 class Routes:
-    """Caches, for one connection, how delayed messages reach each of the user's exchanges."""
+    """Decides and caches how delayed messages reach the user's exchanges."""
 
     def __init__(self, mirror: Mirror, declarer: Declarer) -> None:
         self._topology = declarer.topology
@@ -53,12 +49,10 @@ class Routes:
         self._version = mirror.version
 
     def needs_landing(self, exchange: str, routing_key: str) -> bool:
-        """Return True if delayed messages to *exchange* must go through a landing queue.
+        """Return True if due messages reach *exchange* through a landing queue.
 
-        A landing queue dead-letters due messages to the user's exchange. An exchange needs this
-        queue if we cannot copy the bindings of the exchange. The method declares the queue.
-
-        Raises CannotDelay for an unsuitable exchange type, and NotFound for a missing exchange.
+        A landing queue dead-letters due messages to *exchange*. If a landing queue is needed but
+        missing, this method declares the landing queue.
         """
         if self._version != self._mirror.version:
             self.forget()
@@ -78,7 +72,7 @@ class Routes:
         return not known.mirrored and self._has_landing(exchange)
 
     def forget(self) -> None:
-        """Clear the cache, because the user or the broker may have changed an exchange."""
+        """Clear the cache, because an exchange may have changed."""
         self._version = self._mirror.version
         self._known.clear()
         self._reached.clear()
@@ -92,13 +86,7 @@ class Routes:
         return True
 
     def type_of(self, exchange: str) -> str:
-        """Return the type of *exchange*, from the cache or from the broker.
-
-        Raises NotFound if *exchange* does not exist. RabbitMQ reveals the type only by refusing a
-        declaration with another type. If the user may not declare, the method returns "direct",
-        which also works for topic exchanges. For other types, a worker publishes the due message
-        again.
-        """
+        """Return the type of *exchange*, from the cache or the broker."""
         kind = self._mirror.types.get(exchange)
         if kind is None:
             kind = self._mirror.types[exchange] = self._ask_type(exchange)
@@ -129,7 +117,7 @@ class Routes:
         return _KnownExchange(needs_landing=False, mirrored=mirrored, until=until)
 
     def _is_too_long(self, exchange: str, routing_key: str) -> bool:
-        """Return True if this routing key for a topic exchange is too long."""
+        """Return True if *exchange* is a topic exchange and *routing_key* is too long to encode."""
         return self._mirror.types[exchange] == "topic" and not self._topology.fits(
             message_address(exchange, routing_key)
         )
@@ -174,6 +162,9 @@ class Routes:
             asked = sorted(ASKED_TYPES, key=lambda kind: kind != likely)
             return next(filter(partial(self._is_of_type, exchange), asked), "")
         except AccessRefused:
+            # RabbitMQ tells the type only by refusing another type, which needs the permission to
+            # declare. "direct" also works for topic exchanges. For other types, a worker publishes
+            # the due message again.
             return likely or "direct"
 
     def _is_of_type(self, exchange: str, kind: str) -> bool:

@@ -1,4 +1,4 @@
-"""Count messages in RabbitMQ, and waiting tasks in Redis or a database, for ``delay status``."""
+"""Count waiting messages and tasks for the command ``delay status``."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ from .parking import count
 
 @dataclass(frozen=True)
 class LevelStatus:
-    """The number of messages in one delay queue (a queue with a TTL).
-
-    *waiting* is None if the queue does not exist. *stuck* is the number of due messages that
-    RabbitMQ has not dead-lettered yet, or None if unknown.
-    """
+    """The number of messages in one delay queue (a queue with a TTL)."""
 
     queue: str
     ttl_seconds: float
+    #: None if the queue does not exist.
     waiting: int | None
+    #: The due messages that RabbitMQ has not dead-lettered yet; None if unknown.
     stuck: int | None
 
 
 @dataclass(frozen=True)
 class LandingStatus:
-    """The number of due messages that the user's queue or exchange rejected."""
+    """A landing queue that still holds due messages, because the destination rejects them."""
 
     queue: str
     held: int
@@ -39,22 +37,21 @@ class LandingStatus:
 
 @dataclass(frozen=True)
 class RecordsStatus:
-    """The numbers of waiting tasks in Redis or a database, or the error that prevented counting.
-
-    *ahead* counts the tasks that are not due yet. *overdue* counts the due tasks that no worker
-    with this package has received.
-    """
+    """Counts from the list of waiting tasks: overdue tasks, and tasks not yet due."""
 
     where: str
+    #: The error that prevented counting.
     error: str | None = None
+    #: The tasks that are not due yet.
     ahead: int = 0
     next_due_seconds: float | None = None
+    #: The due tasks that no worker with this package has received.
     overdue: int = 0
     overdue_seconds: float = 0.0
 
     @classmethod
     def of(cls, tasks: WaitingTasks, where: str, *, now_us: int) -> RecordsStatus:
-        """Count the waiting tasks that are due before *now_us* and after *now_us*."""
+        """Count the overdue tasks and the tasks that are not due yet."""
         ahead = Query(from_us=now_us)
         page, count = tasks.page(ahead, limit=1), tasks.count(ahead)
         next_due_seconds = (page.tasks[0].due_us - now_us) / 1e6 if page.tasks else None
@@ -77,21 +74,21 @@ class Status:
 
     @property
     def in_levels(self) -> int:
-        """Return the number of delayed messages in all queues with a TTL."""
+        """Return the total number of messages in the delay queues (with a TTL)."""
         return sum(level.waiting or 0 for level in self.levels)
 
     @property
     def waiting(self) -> int:
-        """Return the number of waiting tasks, including overdue tasks.
-
-        Without a stored list of tasks, this is the number of delayed messages in RabbitMQ.
-        """
+        """Return the number of waiting tasks, including overdue tasks."""
         known = self._known
         return self.in_levels if known is None else known.ahead + known.overdue
 
     @property
     def not_in_records(self) -> int | None:
-        """The number of delayed messages without a stored copy, or None if unknown."""
+        """Return how many delayed messages are missing from the list of waiting tasks.
+
+        Return None if the list is not configured or unreachable.
+        """
         return None if self._known is None else self.in_levels - self._known.ahead
 
     @property
@@ -100,7 +97,10 @@ class Status:
 
     @property
     def stuck(self) -> int | None:
-        """The number of due messages that RabbitMQ could not dead-letter; None if unknown."""
+        """Count the due messages that RabbitMQ could not dead-letter.
+
+        Return None if the management API is unreachable.
+        """
         known = [level.stuck for level in self.levels if level.stuck is not None]
         return sum(known) + sum(landing.held for landing in self.landings) if known else None
 
@@ -223,7 +223,7 @@ def status(delays: Delays, api: ManagementAPI) -> Status:
 
 
 def levels(delays: Delays) -> Iterator[Level]:
-    """Yield each existing delay queue, with the queue's number of messages, over AMQP."""
+    """Count the messages of each delay queue over AMQP."""
     topology = delays.topology
     for hop in topology.level_queues:
         waiting = delays.declarer.depth(hop.queue)

@@ -1,7 +1,7 @@
-"""Encode tasks with equal options into AMQP frames: encode once, then fill in each task.
+"""Encode many similar tasks into AMQP frames quickly.
 
-py-amqp takes about 60 µs to encode the headers of a task. So one task is encoded as a template,
-with gaps for the few fields in which tasks with equal options differ.
+py-amqp needs about 60 µs for the headers of a task. So this module encodes the headers once, and
+then inserts only the values that differ (such as id, ETA and arguments).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _EXPIRATION = "\0expiration\0"
 
 
 class TaskFields(NamedTuple):
-    """The fields in which tasks with the same options differ."""
+    """The message fields in which two tasks with equal options differ."""
 
     exchange: str
     routing_key: str
@@ -70,10 +70,7 @@ class TaskFields(NamedTuple):
 
 
 class Template:
-    """Makes AMQP frames for tasks with equal options, without encoding the options again.
-
-    *properties*: the message properties of a delayed task. Raises ValueError for other messages.
-    """
+    """Encodes one task, then inserts the values of similar tasks into the AMQP frames."""
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
         headers = dict(properties.get("application_headers") or {})
@@ -139,14 +136,14 @@ class Template:
 
 
 class FramedTask:
-    """A task encoded as AMQP frames, kept until the broker confirms the task."""
+    """A task message that a :class:`Template` encodes into AMQP frames."""
 
     __slots__ = ("fields", "frames", "template", "to")
 
     def __init__(self, template: Template, fields: TaskFields, to: tuple[str, str]) -> None:
-        """*to* is the exchange and the routing key that the user gave."""
         self.template = template
         self.fields = fields
+        #: The exchange and routing key that the user gave.
         self.to = to
         self.frames = b""
 
@@ -179,7 +176,7 @@ def _method(channel_id: int, exchange: str, routing_key: str) -> bytes:
 
 
 def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
-    """Replace each text of *marks* in *table* by a ``%`` placeholder."""
+    """Turn the encoded *table* into a ``%`` format; each of *marks* becomes a placeholder."""
     parts = []
     at = 0
     for mark in marks:
@@ -191,7 +188,7 @@ def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
 
 
 def _frame(table: bytes, properties: Mapping[str, Any]) -> tuple[bytes, int]:
-    """Return a ``%`` format for the header frame, and the frame's size without values."""
+    """Return a ``%`` format for the header frame, and the payload size without inserted values."""
     marks = {"correlation_id": _ID, "expiration": _EXPIRATION}
     marked = {**properties, "application_headers": {}, **marks}
     whole = bytes(amqp.Message("", **marked)._serialize_properties())
@@ -215,7 +212,7 @@ def _body_frames(body: bytes, channel_id: int, most: int) -> bytes:
 
 
 def short_string(text: str) -> bytes:
-    """Return *text* as an AMQP short string: one byte for the length, then the text."""
+    """Encode *text* as an AMQP short string (a length byte, then the text)."""
     encoded = text.encode("utf-8", "surrogatepass")
     return BYTES[len(encoded)] + encoded
 
@@ -229,11 +226,11 @@ def _long_string(text: str) -> bytes:
 
 
 class FramedPublication:
-    """A message encoded as AMQP frames, kept until the broker confirms the message."""
+    """A message that py-amqp encodes into AMQP frames."""
 
     def __init__(self, publication: Publication, to: tuple[str, str]) -> None:
-        """*to* is the exchange and the routing key that the user gave."""
         self.publication = publication
+        #: The exchange and routing key that the user gave.
         self.to = to
         self.exchange = publication.exchange
         self.frames = b""
@@ -254,7 +251,7 @@ class FramedPublication:
 
 
 class TaskTemplate(bulk_publisher.TaskTemplate):
-    """Makes messages for tasks that differ only in id, due time and arguments."""
+    """Makes task messages with one destination, but with different ids, due times and arguments."""
 
     def __init__(
         self,
@@ -341,7 +338,7 @@ def _is_made_by(template: Template, fields: TaskFields, publication: Publication
 
 
 def fields_of(publication: Publication) -> TaskFields:
-    """Return the fields in which tasks with equal options differ."""
+    """Read the :class:`TaskFields` of a message; raise ValueError if a field is missing."""
     message = publication.message
     headers = message.properties["application_headers"]
     body = message.body
@@ -363,7 +360,7 @@ def fields_of(publication: Publication) -> TaskFields:
 
 
 class _Written:
-    """A fake connection for py-amqp's frame writer, which keeps the written bytes."""
+    """A fake connection that keeps the bytes of py-amqp's frame writer."""
 
     def __init__(self, frame_max: int) -> None:
         self.frame_max = frame_max

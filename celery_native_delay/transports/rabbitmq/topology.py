@@ -1,19 +1,18 @@
-"""The queues, exchanges and bindings in which delayed messages wait on RabbitMQ.
+"""Compute the names and arguments of the queues in which delayed messages wait on RabbitMQ.
 
-Only this module decides names, arguments and binding keys on the broker. The module does no I/O,
-reads no clock, and imports only the standard library. A change to ``plan()`` needs a new VERSION,
-because production brokers hold the old declarations (tests/unit/golden).
+A delay is a binary number of units (``native_delay_resolution``). The lowest 15 bits
+(``native_delay_fused_bits``) form groups of three or four bits. A group has one queue with a TTL
+for each nonzero value of its bits. Each higher bit has one queue with a TTL. So a message waits at
+most once per group and once per higher bit.
 
-A delay is a binary number of units of ``native_delay_resolution``. A bit has a queue whose TTL is
-the bit's value. A message waits in the queue of each bit that is 1, the highest bit first. With a
-delay of 10 units (binary 1010), the message waits 8 units, then 2 units. The lowest 15 bits
-(``native_delay_fused_bits``) form groups of three or four bits. A group has one queue for each
-value except 0. So a message waits at most once per group, and the queues share the load.
+Example: a delay of 10 units is 8 + 2 units. The bits for 8 and for 2 belong to different groups. So
+a message waits 8 units in one queue, then 2 units in another queue.
 
-The routing key begins with one word per bit, the highest bit first. The other words, the address,
-name the destination. Each queue dead-letters its messages to the exchange for the next lower bits,
-which routes a message to the next queue. The last exchange (the delivery exchange) routes due
-messages by the address to the user's queues.
+The routing key begins with one word per bit, the highest bit first. The other words encode the
+destination (exchange and routing key). When a TTL ends, the queue dead-letters the message to a
+topic exchange. The bindings of this exchange match the lower bits, and lead to the next queue. If
+all lower bits are 0, a binding leads to the delivery exchange. The delivery exchange routes the due
+message to the user's queues by the encoded destination.
 """
 
 from __future__ import annotations
@@ -28,6 +27,9 @@ from typing import Any
 from ...settings import DelaySettings, lowest_bit
 from .address import SHORTSTR_BYTES, hashed_address, message_address, queue_address, short_word
 
+#: Only this module decides names, arguments and binding keys on the broker. The module does no I/O,
+#: reads no clock, and imports only the standard library. A change to ``plan()`` needs a new
+#: VERSION, because production brokers hold the old declarations (tests/unit/golden).
 VERSION = "v1"
 
 _OURS = re.compile(rf"[A-Za-z0-9._-]+\.{VERSION}\.(parked$|\d+x\d+ms\.)")
@@ -53,7 +55,7 @@ class Queue:
 
 @dataclass(frozen=True)
 class Binding:
-    """A binding to declare, from the exchange *source* to a queue or exchange."""
+    """A binding to declare on the broker."""
 
     source: str
     destination: str
@@ -64,7 +66,7 @@ class Binding:
 
 @dataclass(frozen=True)
 class Unbinding:
-    """A queue's binding to remove, if the binding exists."""
+    """A binding to remove from the broker."""
 
     source: str
     destination: str
@@ -84,29 +86,28 @@ class Hop:
 
     @cached_property
     def entry(self) -> str:
-        """Return the name of the fanout exchange to which this queue is bound."""
+        """Return the name of the fanout exchange to which the delay queue is bound."""
         return f"{self.queue}.entry"
 
 
 @dataclass(frozen=True)
 class Level:
-    """The delay queues for one bit, or for one group of bits, of the binary delay.
+    """The delay queues for one or more bits of the delay (a binary number)."""
 
-    *lowest* is the number of the lowest bit, and *width* is the number of bits.
-    """
-
+    #: The number of the lowest bit.
     lowest: int
+    #: The number of bits.
     width: int
 
     @property
     def steps(self) -> range:
-        """Return the TTLs of one level's delay queues, in units of ``native_delay_resolution``."""
+        """Return the TTLs of the level's delay queues, in units of ``native_delay_resolution``."""
         unit = 1 << self.lowest
         return range(unit, unit << self.width, unit)
 
 
 def is_delay_name(name: str) -> bool:
-    """Return True if *name* is a queue or exchange of this package, in any namespace."""
+    """Return True if a queue or exchange name belongs to this package."""
     return _OURS.match(name) is not None
 
 
@@ -136,11 +137,11 @@ class Topology:
     # --- names ---------------------------------------------------------------------------
 
     def level_exchange(self, bit: int) -> str:
-        """Return the exchange for messages that have waited for all delay bits above *bit*."""
+        """Return the exchange that feeds the delay queues for one bit of a delay."""
         return f"{self.name}.level-{bit:02d}"
 
     def level_queue(self, units: int) -> str:
-        """Return the first queue in which a message with a delay of *units* waits."""
+        """Return the name of the delay queue that a message with this delay enters first."""
         return self._first_hop(units).queue
 
     def landing_queue(self, exchange: str) -> str:
@@ -151,21 +152,18 @@ class Topology:
         return queue.startswith(f"{self.name}.landing-")
 
     def landing_marker(self, exchange: str) -> str:
-        """Return the exchange that exists only if *exchange* has a landing queue.
+        """Return the name of the exchange that tells producers about a landing queue.
 
         A landing queue dead-letters due messages to the user's exchange.
         """
         return f"{self.name}.lands.{short_word(exchange)}"
 
     def copied_marker(self, exchange: str) -> str:
-        """Return the exchange that exists only if consumers copy the bindings of *exchange*."""
+        """Return the name of the exchange that tells producers about copied bindings."""
         return f"{self.name}.mirrored.{short_word(exchange)}"
 
     def queue_landing_queue(self, queue: str) -> str:
-        """Return the name of the queue that dead-letters due messages to *queue*.
-
-        If *queue* is full and rejects due messages, these messages wait in the returned queue.
-        """
+        """Return the name of the queue that dead-letters due messages to *queue*."""
         return f"{self.name}.landing-queue.{short_word(queue)}"
 
     @cached_property
@@ -180,39 +178,33 @@ class Topology:
     # --- routing keys --------------------------------------------------------------------
 
     def entry_exchange(self, units: int) -> str:
-        """Return the fanout exchange to which a message with a delay of *units* is published.
-
-        A topic exchange would compare all words of the routing key, which takes a quarter of the
-        time of a confirmed publish (RabbitMQ 3.10).
-        """
+        """Return the exchange to which a producer publishes a message with this delay."""
+        # A topic exchange would compare all words of the routing key, which takes a quarter of the
+        # time of a confirmed publish (RabbitMQ 3.10).
         return self._first_hop(units).entry if units else self.delivery_exchange
 
     def first_ttl_ms(self, units: int, *, remaining_us: int) -> int:
-        """Return the expiration in milliseconds with which a delayed message is published.
+        """Return the TTL of a message in its first delay queue, in milliseconds.
 
-        *units* is the delay, rounded up. The expiration is the TTL of the message's first queue
-        minus the rounding. The rounding is less than a unit, so an earlier message in the queue
-        delays a later message by less than a unit.
-        https://www.rabbitmq.com/docs/ttl#per-message-ttl-in-publishers
+        *units* is the delay, rounded up. The message waits less in the first queue, to make up
+        for the rounding.
         """
+        # *units* is the delay, rounded up. The result is the TTL of the queue minus the rounding.
+        # The rounding is less than a unit, so an earlier message in the queue delays a later
+        # message by less than a unit.
+        # https://www.rabbitmq.com/docs/ttl#per-message-ttl-in-publishers
         ttl_ms = self._first_hop(units).ttl_ms
         excess_us = units * self.resolution_ms * 1000 - remaining_us
         return max(1, -(-(ttl_ms * 1000 - excess_us) // 1000))
 
     def routing_key(self, units: int, address: str) -> str:
-        """Return the routing key for a delay of *units* and the destination *address*.
-
-        Raises ValueError if *units* is negative or too large.
-        """
+        """Return a delayed message's routing key: the bits of the delay, then the destination."""
         if not 0 <= units <= self.max_units:
             raise self._out_of_reach(units)
         return ".".join((*f"{units:0{self.bit_count}b}", address))
 
     def path(self, units: int) -> list[Hop]:
-        """Return the queues in which a message with a delay of *units* waits, in order.
-
-        Raises ValueError if *units* is negative or too large.
-        """
+        """Return the delay queues through which a message with this delay passes."""
         if not 0 <= units <= self.max_units:
             raise self._out_of_reach(units)
         hops = []
@@ -225,27 +217,23 @@ class Topology:
     # --- addresses -----------------------------------------------------------------------
 
     def fits(self, address: str) -> bool:
-        """Return True if a routing key of 255 bytes can hold the delay and *address*."""
+        """Return True if the encoded destination *address* fits into a routing key."""
         return 2 * self.bit_count + len(address.encode()) <= SHORTSTR_BYTES
 
     def address(self, exchange: str, routing_key: str) -> str:
-        """Return the words of a routing key that name the destination, hashed if too long."""
+        """Encode a destination for a delayed message's routing key; hash a long destination."""
         address = message_address(exchange, routing_key)
         return address if self.fits(address) else hashed_address(exchange, routing_key)
 
     def delivery_pattern(self, address: str) -> str:
-        """Return the binding key for *address* after any delay: one ``*`` for each delay bit.
-
-        With a ``#`` instead, RabbitMQ would try every suffix, and would also match longer addresses
-        (rabbit_db_topic_exchange.erl).
-        """
+        """Return a binding key that matches every delay and one destination."""
+        # One * for each delay bit. With a # instead, RabbitMQ would try every suffix, and would
+        # also match longer addresses (rabbit_db_topic_exchange.erl).
         return "*." * self.bit_count + address
 
     def collides(self, routing_key: str) -> bool:
-        """Return True if a user's routing key looks like this package's routing keys.
-
-        If this package's routing key is in the header BCC, RabbitMQ routes by both routing keys.
-        """
+        """Return True if a user's routing key looks like this package's routing keys."""
+        # If this package's routing key is in the header BCC, RabbitMQ routes by both routing keys.
         words = routing_key.split(".")
         if len(words) < self.bit_count:
             return False
@@ -289,14 +277,12 @@ class Topology:
         yield Exchange(self.ready_exchange, "fanout")
 
     def landing(self, exchange: str) -> Queue:
-        """Return the queue that dead-letters due messages to the user's *exchange*.
-
-        If *exchange* has no queue for a message, the message blocks only this queue.
-        """
+        """Return the queue that dead-letters due messages to the user's *exchange*."""
+        # If *exchange* has no queue for a message, the message blocks only this queue.
         return Queue(self.landing_queue(exchange), _landing_arguments(exchange))
 
     def queue_landing(self, queue: str) -> Queue:
-        """Return the queue that dead-letters due messages to *queue* until accepted."""
+        """Return the queue that dead-letters due messages to *queue*."""
         arguments = _landing_arguments(self.delivery_exchange)
         arguments["x-dead-letter-routing-key"] = self.routing_key(0, queue_address(queue))
         return Queue(self.queue_landing_queue(queue), arguments)
@@ -305,7 +291,7 @@ class Topology:
         return ValueError(f"expected 0 to {self.max_units} units, got {units}")
 
     def _first_hop(self, units: int) -> Hop:
-        """Return the first delay queue for a delay of *units* (at least 1)."""
+        """Return the first delay queue in which a message with this delay waits."""
         top = units.bit_length() - 1
         bit = self._lowest_bits[top]
         value = units >> bit
@@ -348,7 +334,10 @@ class Topology:
             yield Binding(source, self.delivery_exchange, key, to_exchange=True)
 
     def _pattern(self, level: Level, value: int, zeros: int) -> str:
-        """Return the binding key that matches *zeros* zero bits, then the bits of *value*."""
+        """Return a binding key for delays with *value* in the bits of *level*.
+
+        The next higher bits, *zeros* in number, must be 0. All other bits may have any value.
+        """
         above = self.bit_count - zeros - level.width - level.lowest
         bits = f"{value:0{level.width}b}" if level.width else ""
         return ".".join(["*"] * above + ["0"] * zeros + [*bits] + ["*"] * level.lowest + ["#"])

@@ -1,6 +1,6 @@
 """Extend kombu's AMQP transport, so that messages with an ETA wait in the broker.
 
-Without ``transport_options["native_delay"]`` the transport works exactly as kombu's transport.
+Without ``transport_options["native_delay"]``, this transport behaves as kombu's transport.
 """
 
 from __future__ import annotations
@@ -35,18 +35,16 @@ TCP_USER_TIMEOUT_MS = 60_000
 
 
 class Message(pyamqp.Message):  # type: ignore[misc]
-    """A received message, with the properties that the user published.
+    """A received message, with the properties that the user published."""
 
-    *native_delay* is the message's destination and due time, or None. *raw_body* is the body before
-    decompression.
-    """
-
+    #: Destination and due time; None for a message that was not delayed.
     native_delay: Delayed | None = None
+    #: The body before decompression.
     raw_body: bytes = b""
 
 
 class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
-    """An AMQP channel that lets messages with a future ETA wait in queues with a TTL."""
+    """An AMQP channel that delays messages with a future ETA."""
 
     Message = Message
     republisher = Republisher
@@ -87,9 +85,9 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         confirm_timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Publish a message; with a header ``eta`` in the future, the message waits in the broker.
+        """Publish a message; a message with a future ``eta`` waits in the broker.
 
-        Raises NativeDelayError, and sends nothing, if the message cannot wait in the broker.
+        Raises NativeDelayError, without publishing, if the broker cannot delay the message.
         """
         connection, headers = self.connection, msg.properties.get("application_headers")
         keyed = underway.get() and publish_of(headers)
@@ -130,13 +128,13 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         return result
 
     def exchange_delete(self, exchange: str, *args: Any, **kwargs: Any) -> Any:
-        """Delete an exchange, and our copies of the exchange's bindings."""
+        """Delete an exchange, and this package's copies of the exchange's bindings."""
         result = super().exchange_delete(exchange, *args, **kwargs)
         self.delays.preparation.exchange_deleted(exchange)
         return result
 
     def exchange_bind(self, destination: str, source: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Bind an exchange to *source*, and remember the binding for delayed messages."""
+        """Bind two exchanges; delayed messages follow the binding too."""
         result = super().exchange_bind(destination, source, *args, **kwargs)
         self.delays.mirror.exchange_bound(source)
         return result
@@ -144,7 +142,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     def queue_declare(
         self, queue: str = "", passive: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        """Declare a queue, and remember that delayed messages may go to the queue."""
+        """Declare a queue; delayed messages can reach the queue too."""
         result = super().queue_declare(queue, passive, *args, **kwargs)
         if not passive:
             # py-amqp deletes a queue with its last consumer unless told otherwise.
@@ -164,13 +162,13 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     def queue_unbind(
         self, queue: str, exchange: str, routing_key: str = "", *args: Any, **kwargs: Any
     ) -> Any:
-        """Remove a queue's binding, and our copy of the binding."""
+        """Remove a queue's binding, and this package's copy of the binding."""
         result = super().queue_unbind(queue, exchange, routing_key, *args, **kwargs)
         self.delays.preparation.queue_unbound(queue, exchange, routing_key)
         return result
 
     def queue_delete(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Delete a queue, and the extra queue that dead-letters due messages to this queue."""
+        """Delete a queue, and this package's extra queue for due messages."""
         result = super().queue_delete(queue, *args, **kwargs)
         self.delays.preparation.queue_deleted(queue)
         return result
@@ -184,7 +182,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         return super().basic_consume(queue, *args, **kwargs)
 
     def dispatch_method(self, method_sig: tuple[int, int], payload: bytes, content: Any) -> Any:
-        """Keep the bytes of the message's body, then let py-amqp process the broker's frame."""
+        """Keep the raw body of a message, then let py-amqp process the message."""
         if content is not None:
             content.__dict__["raw_body"] = bytes(content.body or b"")
         return super().dispatch_method(method_sig, payload, content)
@@ -202,7 +200,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
 
 
 class BulkChannel(Channel):
-    """An AMQP channel that collects messages for a bulk publisher, instead of sending."""
+    """A channel that collects messages for a bulk publisher and sends nothing."""
 
     collected: list[FramedPublication]
     returned: list[Any]
@@ -245,7 +243,7 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
 
 
 class Transport(pyamqp.Transport):  # type: ignore[misc]
-    """kombu's AMQP transport; if ``native_delay`` is set, delayed messages wait in the broker."""
+    """kombu's AMQP transport with delayed messages, if the option ``native_delay`` is set."""
 
     def establish_connection(self) -> Any:
         options = getattr(self.client, "transport_options", None) or {}
@@ -261,13 +259,14 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
         vhost: str | None = None,
         own_queues: bool = True,
     ) -> Exported:
-        """Return RabbitMQ's definitions (JSON) for *settings* and *queues*, without connecting.
+        """Return RabbitMQ definitions (JSON) for an app, without a connection.
 
         Args:
             settings: the delay settings of the app.
             queues: the app's queues, as kombu objects.
-            vhost: the virtual host; None means the connection's virtual host.
-            own_queues: False leaves out the app's own queues and exchanges.
+            vhost: the virtual host; None means the virtual host of the broker URL.
+            own_queues: True includes *queues*, with their exchanges and bindings. False includes
+                only the queues, exchanges and bindings of this package.
         """
         from .blueprint import export
 
@@ -282,7 +281,7 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
 
 
 class SSLTransport(Transport, pyamqp.SSLTransport):  # type: ignore[misc]
-    """kombu's AMQP transport over TLS; if ``native_delay`` is set, messages wait in the broker."""
+    """kombu's AMQP transport over TLS with delayed messages, if ``native_delay`` is set."""
 
 
 def _patient(socket_settings: dict[int, int] | None) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""A worker's operations on RabbitMQ, besides consuming."""
+"""RabbitMQ operations that a worker needs for delayed messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RabbitMQWorkerPart(RecordedWorkerPart):
         )
 
     def dangers(self) -> list[Finding]:
-        """Find the policies that override arguments of this package's queues."""
+        """Find RabbitMQ policies that override the arguments of this package's queues."""
         api = management_of(self._delays.connection.client, self.settings)
         return overriding_policies(api, self._delays.topology)
 
@@ -66,7 +66,7 @@ class RabbitMQWorkerPart(RecordedWorkerPart):
 
 
 def _delayed(wait: Wait) -> Delayed:
-    """Describe the message's next delay; the end of the message's ``expiration`` stays the same."""
+    """Return the destination, due time and unchanged expiry for delaying a message again."""
     info = wait.message.delivery_info
     earlier: Delayed | None = getattr(wait.message, "native_delay", None)
     return Delayed(

@@ -1,4 +1,4 @@
-"""Add this package's header to a delayed message, and remove the header on arrival."""
+"""Add this package's header to delayed messages, and remove the header on arrival."""
 
 from __future__ import annotations
 
@@ -37,11 +37,7 @@ def wrap(
     limit_priority: bool,
     user: str | None = None,
 ) -> dict[str, Any]:
-    """Return the message properties with which a delayed message waits in RabbitMQ.
-
-    *user* is the broker user who publishes the message again, or None at the first publish. Raises
-    CannotDelay for a header CC or BCC.
-    """
+    """Return a delayed message's properties, with this package's header added."""
     headers = dict(properties.get("application_headers") or {})
     if "CC" in headers or "BCC" in headers:
         raise CannotDelay(
@@ -65,7 +61,7 @@ def wrap(
             raise CannotDelay(f"expected an expiration in milliseconds, got {expiration!r}")
         kept["expiration"] = expiration
         kept["expires"] = delayed.expires_ms or now_us // 1000 + int(expiration)
-    if user is not None:
+    if user is not None:  # this broker user publishes a received message again
         keep_user_id(wrapped, kept, user)
     priority = wrapped.get("priority")
     if limit_priority and priority and priority > HIGHEST_SAFE_PRIORITY:
@@ -80,10 +76,8 @@ def wrap(
 
 
 def keep_user_id(properties: dict[str, Any], header: dict[str, Any], user: str) -> None:
-    """Move another user's ``user_id`` into *header*, because RabbitMQ would close the channel.
-
-    https://www.rabbitmq.com/docs/validated-user-id
-    """
+    """Move the ``user_id`` property into *header* if it differs from the connection's *user*."""
+    # RabbitMQ would close the channel. https://www.rabbitmq.com/docs/validated-user-id
     if properties.get("user_id", user) != user:
         header["user_id"] = properties.pop("user_id")
 
@@ -91,10 +85,9 @@ def keep_user_id(properties: dict[str, Any], header: dict[str, Any], user: str) 
 def unwrap(
     properties: Mapping[str, Any], delivery_info: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any], Delayed | None] | None:
-    """Return a received message's original properties, delivery info, destination and due time.
+    """Restore a received message's original properties, destination and due time.
 
-    Returns None if this package's header is missing. Destination and due time are None for a retry
-    by a worker without this package: the retry copies the header, but was not delayed.
+    Return None if the message has no header of this package.
     """
     headers = dict(properties.get("application_headers") or {})
     header = headers.pop(HEADER, None)
@@ -107,6 +100,8 @@ def unwrap(
     # rescued, the last exchange is the user's own.
     ours = is_delay_name(info.get("exchange", ""))
     if not ours and due_ms_of(headers) != header["due"]:
+        # A worker without this package retried the task. The retry has a copy of the header, but
+        # was not delayed.
         opened["application_headers"] = _without_our_deaths(headers, {})
         return opened, info, None
     uncover(headers, header)
@@ -121,7 +116,10 @@ def unwrap(
 
 
 def _without_our_deaths(headers: dict[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove our queues' dead-letter headers from *headers*, and append the *earlier* headers."""
+    """Remove the dead-letter headers of delay queues, and add the *earlier* headers.
+
+    *earlier* contains the dead-letter headers that the user published.
+    """
     if not earlier and headers.keys().isdisjoint(DEATH_HEADERS):
         return headers
     kept = without_deaths(headers)
@@ -135,7 +133,7 @@ def _without_our_deaths(headers: dict[str, Any], earlier: Mapping[str, Any]) -> 
 def without_deaths(
     headers: Mapping[str, Any], ours: Callable[[str], bool] = is_delay_name
 ) -> dict[str, Any]:
-    """Return *headers* without the dead-letter headers of this package's queues."""
+    """Return *headers* without the dead-letter headers of delay queues."""
     kept = {key: value for key, value in headers.items() if key not in DEATH_HEADERS}
     return kept | _users_deaths(headers, ours)
 

@@ -1,4 +1,4 @@
-"""Redis: delayed messages wait in a sorted set, and workers move due messages to their queues."""
+"""Redis: delayed messages wait in a sorted set. Workers move each due message to its queue."""
 
 # Without redis-py, importing kombu's module would end in an AttributeError.
 import redis  # noqa: F401

@@ -1,4 +1,4 @@
-"""Publish delayed messages on one Redis channel, with one atomic script per message."""
+"""Publish delayed messages on a Redis channel, with one Lua script call per message."""
 
 from __future__ import annotations
 
@@ -56,14 +56,18 @@ class Delays(delays.Delays):
         return self._server
 
     def dangers(self) -> list[Finding]:
-        """Return a finding for each Redis setting that risks losing messages."""
+        """Report Redis settings that can cause message loss, such as eviction."""
         server = server_of(self.store.client, thoroughly=True)
         return list(keeping(server, check="server", kept="delayed messages"))
 
     def publish(
         self, message: dict[str, Any], destination: Destination, *, due_us: int, batch: Any = None
     ) -> None:
-        """Store a delayed message in Redis, directly or in kombu's ``Producer.batch()``."""
+        """Store a delayed message in Redis.
+
+        *batch* is the command buffer of kombu's ``Producer.batch()``. If *batch* is given, this
+        method only adds a command to the buffer, and kombu sends the command later.
+        """
         member, entry = self.stored(message, destination, due_us=due_us)
         if batch is None:
             self.store.add(member, due_us, entry)
@@ -74,14 +78,12 @@ class Delays(delays.Delays):
 
     @property
     def records(self) -> BrokerRecords:
-        """Return the storage for the state of waiting tasks: this Redis broker."""
+        """Return the storage for task state, such as debounce keys, in this Redis broker."""
         return BrokerRecords(self.store)
 
     def publish_keyed(
         self, keyed: RecordedPublish, message: dict[str, Any], destination: Destination
     ) -> None:
-        """Store a message with a debounce, throttle or unique key."""
-
         def put(due_us: int, *_: object) -> IndexEntry:
             member, entry = self.stored(due_then(message, due_us), destination, due_us=due_us)
             return IndexEntry(member, due_us, entry)
@@ -98,13 +100,13 @@ class Delays(delays.Delays):
     def stored(
         self, message: dict[str, Any], destination: Destination, *, due_us: int
     ) -> tuple[str, bytes]:
-        """Encode *message* for Redis; return the sorted set member and the bytes."""
+        """Return the sorted set member and the encoded bytes of a delayed message."""
         self.prepare()
         self.check_reach(due_us)
         return member_of(message, destination.keys[0]), self._entry(message, destination, due_us)
 
     def put_back(self, message: dict[str, Any], destination: Destination, *, due_us: int) -> None:
-        """Store a message again, because a worker received the message too early."""
+        """Store a message again, because a worker received the message before the due time."""
         # The name has the old delivery tag, so a second attempt changes nothing.
         member = member_of(message, destination.keys[0])
         # The worker acknowledges the old tag. The delay counts from the server's clock.

@@ -1,4 +1,4 @@
-"""Encode a waiting message for Redis, with the message's destination. No I/O."""
+"""Encode and decode the waiting messages in Redis. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def entry_of(destination: Destination, envelope: str) -> bytes:
 
 
 def front_of(destination: Destination) -> bytes:
-    """Encode *destination*, in the form ``<kind> <ttl ms> <bytes of each key>\\n<keys>``."""
+    """Encode *destination* as ``push|publish <ttl ms> <length of each key>\\n<keys>``."""
     # A key may contain any byte, so its length is given. The Lua scripts do not parse kombu's JSON,
     # because cjson changes empty lists and long numbers.
     keys = [key.encode() for key in destination.keys]

@@ -1,4 +1,4 @@
-"""Names of this package's Redis keys and sorted set members. No I/O."""
+"""Names of this package's Redis keys and sorted set members. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -30,41 +30,41 @@ class Keys(IndexKeys):
 
     @property
     def space(self) -> str:
-        """Return the common prefix of all keys, without the last dot."""
+        """Return the common prefix of this package's Redis keys, without the trailing dot."""
         return f"{self.prefix}{self.namespace}.v{VERSION}"
 
     @property
     def wake(self) -> str:
-        """Return the sorted set whose new member wakes a sleeping worker."""
+        """Return the key of the sorted set on which sleeping workers wait with BZPOPMIN."""
         return f"{self.space}.wake"
 
     @property
     def promoting(self) -> str:
-        """Return the heartbeat key of processes that move due messages."""
+        """Return the Redis key with the heartbeat of processes that move due messages."""
         return f"{self.space}.promoting"
 
     @property
     def parked(self) -> str:
-        """Return the sorted set of messages that a queue rejected."""
+        """Return the key of the sorted set of due messages that Redis could not deliver."""
         return f"{self.space}.parked"
 
     @property
     def moving(self) -> str:
-        """Return the key that stores which message ``delay migrate`` is moving."""
+        """Return the key with the name of the message that ``delay migrate`` is moving."""
         return f"{self.space}.moving"
 
     def taken(self, outbox: str) -> str:
-        """Return the set of batch numbers that one bulk publisher has stored."""
+        """Return the key of the set of batch numbers that one bulk publisher has stored."""
         return f"{self.space}.taken.{outbox}"
 
 
 def member_of(message: Mapping[str, Any], destination: str) -> str:
-    """Return the sorted set member of *message*: ``<task id>:<digest>``."""
+    """Return the name of *message* in Redis's sorted sets, ``<task id>:<digest>``."""
     return member(id_of(message), str(message["properties"]["delivery_tag"]), destination)
 
 
 def member(name: str, delivery_tag: str, destination: str) -> str:
-    """Return a message's sorted set member: ``<task id>:<digest>``."""
+    """Return ``<task id>:<digest>``, with a digest of the delivery tag and the destination."""
     # Retries, and copies for several queues, have different digests.
     digest = blake2b(f"{delivery_tag}\n{destination}".encode(), digest_size=_DIGEST_BYTES).digest()
     return f"{name}:{urlsafe_b64encode(digest).decode()}"

@@ -26,8 +26,6 @@ _KNOWN_SECONDS = 30 * 86_400
 
 
 class RedisMovingPart(moving.MovingPart):
-    """Moves waiting messages to and from a Redis broker."""
-
     def __init__(self, channel: Any) -> None:
         super().__init__(channel)
         self.name = channel.delays.keys.space
@@ -37,7 +35,7 @@ class RedisMovingPart(moving.MovingPart):
         super().prepare(queues)
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """Return the waiting messages, and tasks with a future ETA in ordinary queues."""
+        """Return this broker's waiting messages, and tasks with a future ETA in normal queues."""
         return [*super().sources(what, reaches), *held_by_queues(self._channel, reaches)]
 
     def _has(self, message: dict[str, Any], queue: str) -> bool:
@@ -105,7 +103,7 @@ class RedisSource(Source):
 
 
 class PlainSource(Source):
-    """Tasks with a future ETA that ``delay migrate`` cannot move."""
+    """Counts the tasks that ``delay migrate`` cannot move, and gives the reason."""
 
     def __init__(self, name: str, count: int, why: str) -> None:
         self.name = name
@@ -116,7 +114,6 @@ class PlainSource(Source):
         return self._count
 
     def found(self) -> Iterator[Found]:
-        """Yield one reason per task that cannot be moved."""
         for _ in range(self._count):
             yield Stays(self._why)
 
@@ -125,7 +122,7 @@ class PlainSource(Source):
 
 
 def held_by_queues(channel: Any, reaches: Sequence[Reach]) -> Iterator[PlainSource]:
-    """Find tasks with a future ETA in ordinary queues and unacknowledged messages."""
+    """Find tasks with a future ETA, in normal queues and among unacknowledged messages."""
     store: Store = channel.delays.store
     prefix, client = store.keys.prefix, store.client
     way_out = "let an installed worker consume its queue, which puts it into the store"

@@ -1,7 +1,7 @@
-"""Publish in bulk to Redis: 100 messages per script call, without duplicates.
+"""Publish in bulk to Redis: 100 messages per Lua script call, without duplicates.
 
-Each script call has a number, and the server stores the number with the messages. After a lost
-connection the call is repeated. The server ignores a number that is already stored.
+The script stores the batch's number together with the messages. After a lost connection, the
+script is called again. If the number is already stored, the script stores nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NOT_LET_IN = (
 
 
 class RedisMessage(NamedTuple):
-    """An encoded message of a bulk publish, for one Redis list."""
+    """An encoded message that a bulk publisher sends to Redis."""
 
     destination: Destination
     front: bytes
@@ -54,8 +54,6 @@ class RedisMessage(NamedTuple):
 
 
 class RedisCollecting(Collecting):
-    """A Redis channel that collects messages for a bulk publisher."""
-
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> RedisMessage:
         destination = self.destination(queue, message)
         due_us = self.due_of(message)
@@ -76,7 +74,7 @@ class RedisCollecting(Collecting):
 
 
 class ScriptBatch(outbox.OutboxBatch[RedisMessage]):
-    """A batch of messages that one Lua script stores."""
+    """A batch of messages that one Lua script call stores."""
 
     def __init__(
         self, script: str, keys: tuple[str, ...], arguments: list[Any], puts: list[RedisMessage]
@@ -85,7 +83,7 @@ class ScriptBatch(outbox.OutboxBatch[RedisMessage]):
         self.script, self.keys, self.arguments = script, keys, arguments
 
     def packed(self, connection: Any, *, whole: bool = False) -> Any:
-        """Return an encoded EVALSHA command, or an EVAL command if *whole*."""
+        """Encode the batch as the Redis command EVALSHA, or as EVAL if *whole* is True."""
         name = ("EVAL", self.script) if whole else ("EVALSHA", digest_of(self.script))
         return connection.pack_command(*name, len(self.keys), *self.keys, *self.arguments)
 

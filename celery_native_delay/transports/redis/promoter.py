@@ -1,10 +1,12 @@
 """Move due messages to their queues, in every worker or in ``delay promote``.
 
-No process is the leader. Each process sleeps until the next due time by its own timer, because
-Redis checks the timeouts of blocked clients only every 100 ms.
+There is no leader. Each process sleeps until one of two events:
 
-If a message with an earlier due time is stored, Redis wakes one process from BZPOPMIN. This process
-may die, so no process sleeps longer than :data:`LONGEST_SLEEP_SECONDS`.
+- The next due time has come. The process uses a local timer for this, because Redis checks the
+  timeouts of blocked clients only every 100 ms.
+- Redis answers the process's BZPOPMIN, because a message with an earlier due time was stored. Redis
+  answers only one process. This process may die, so no process sleeps longer than
+  :data:`LONGEST_SLEEP_SECONDS`.
 """
 
 from __future__ import annotations
@@ -142,7 +144,7 @@ class Promoter:
                 expected_us = None
 
     def _promote_due(self, rounds: Rounds) -> tuple[int, HandedOver]:
-        """Move all due messages; return the number of messages and the last result."""
+        """Move all due messages; return their number, and the result of the last script call."""
         taken = 0
         self._sign.keep_up()
         rounds.ask()
@@ -172,7 +174,7 @@ class Promoter:
 
 
 class _Alarm:
-    """A connection that blocks in BZPOPMIN until a message with an earlier due time arrives."""
+    """A connection that waits in BZPOPMIN for a message with an earlier due time."""
 
     def __init__(self, connection: Any, key: str) -> None:
         self._connection = connection
@@ -182,7 +184,7 @@ class _Alarm:
         self._selector = selectors.DefaultSelector()
 
     def arm(self, stop_reader: Any) -> None:
-        """Connect, and send the first BZPOPMIN."""
+        """Connect to Redis, and send the first BZPOPMIN."""
         self._connection.connect()
         self._watched = [self._connection._sock, stop_reader]
         for readable in self._watched:

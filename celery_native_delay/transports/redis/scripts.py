@@ -1,8 +1,11 @@
-"""Lua scripts that store and move messages in Redis. Times are in µs of the server's clock.
+"""Lua scripts that store and move delayed messages in Redis.
 
-The value of a message (an entry) is ``<kind> <ttl ms> <bytes of each key>\\n<keys><envelope>``. The
-envelope is kombu's message as JSON. The scripts read the destination's keys from this value, not
-from KEYS. So in a cluster, all keys must be in one slot.
+Times are in microseconds, by the clock of the Redis server. Redis stores each message as the text
+``push|publish <ttl ms> <length of each key>\\n<keys><envelope>``. The lengths are in bytes. The
+envelope is kombu's JSON.
+
+The scripts read the destination's keys from this text, not from ``KEYS``. So a cluster does not
+know these keys before the call, and all keys must be in one slot.
 """
 
 from __future__ import annotations

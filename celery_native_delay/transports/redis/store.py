@@ -47,7 +47,7 @@ class HandedOver:
 
     @property
     def wait_us(self) -> int | None:
-        """Return the microseconds until the next due time; None without waiting messages."""
+        """Return the microseconds until the next due time, or None if no message waits."""
         return None if self.next_us is None else max(self.next_us - self.now_us, 0)
 
 
@@ -81,7 +81,7 @@ class Store:
     # --- one message in ------------------------------------------------------------------
 
     def add(self, member: str, due_us: int, entry: bytes) -> None:
-        """Store a delayed message; a second call with the same message changes nothing."""
+        """Store a delayed message; a repeated call with the same message changes nothing."""
         self.run(ADD, self._add_keys, member, due_us, entry)
 
     def add_command(self, member: str, due_us: int, entry: bytes) -> tuple[str, list[Any]]:
@@ -96,7 +96,10 @@ class Store:
     # --- one message changed -------------------------------------------------------------
 
     def replace(self, member: str, old: bytes, due_us: int | None, new: bytes) -> int | None:
-        """Replace a waiting message; return None if another process changed the message first."""
+        """Replace a waiting message; return the new due time in microseconds.
+
+        If another process has changed the message, change nothing and return None.
+        """
         keys = [self.keys.due, self.keys.messages, self.keys.wake, self.keys.parked]
         due = int(self.run(REPLACE, keys, member, old, "" if due_us is None else due_us, new))
         return None if due < 0 else due
@@ -113,7 +116,7 @@ class Store:
         return self._hand_over(self.keys.due, "", version)
 
     def rescue(self, *, version: tuple[int, ...], before_us: int) -> HandedOver:
-        """Push up to :data:`BATCH` due messages again, to which Redis answered with an error."""
+        """Try again to deliver up to :data:`BATCH` due but undeliverable messages."""
         return self._hand_over(self.keys.parked, f"({before_us}", version)
 
     def _hand_over(self, source: str, highest: str, version: tuple[int, ...]) -> HandedOver:
@@ -123,7 +126,7 @@ class Store:
     # --- the sign of a promoter --------------------------------------------------------
 
     def show_promoting(self) -> None:
-        """Write the heartbeat of processes that move due messages."""
+        """Write the heartbeat that shows that this process moves due messages."""
         key = self.keys.promoting
         if not self.client.expire(key, SHOWN_SECONDS):
             self.client.set(key, "", ex=SHOWN_SECONDS)
@@ -140,7 +143,7 @@ class Store:
         return Census(waiting, parked, overdue, until_first_us, bool(promoting), entries)
 
     def peek_parked(self, *, limit: int) -> list[bytes]:
-        """Return up to *limit* messages that a queue rejected."""
+        """Return up to *limit* due but undeliverable messages."""
         members = self.client.zrange(self.keys.parked, 0, limit - 1)
         entries = self.client.hmget(self.keys.messages, members) if members else []
         return [entry for entry in entries if entry is not None]
@@ -148,13 +151,13 @@ class Store:
     # --- throwing away -------------------------------------------------------------------
 
     def purge(self, *, parked: bool) -> int:
-        """Delete all waiting messages, or with *parked* all rejected messages."""
+        """Delete all undeliverable messages if *parked* is True, otherwise all other messages."""
         source = self.keys.parked if parked else self.keys.due
         return throw_away(self, [source, self.keys.messages, self.keys.ids], "-inf", "+inf")
 
 
 class BrokerRecords(RedisRecords):
-    """The state of waiting tasks, stored in the Redis broker."""
+    """Stores task state, such as debounce keys, in the Redis broker."""
 
     needs_connection = True
     has_marks = False
@@ -166,7 +169,7 @@ class BrokerRecords(RedisRecords):
 
 
 class Rounds:
-    """Runs the script that moves due messages, on a separate connection."""
+    """Uses a Redis connection of its own to call the script that moves due messages."""
 
     def __init__(self, connection: Any, keys: Keys, *, version: tuple[int, ...]) -> None:
         """*connection* is a redis-py connection; *version* is the server's version."""
@@ -194,7 +197,7 @@ class Rounds:
         self._connection.send_packed_command(self._evalsha, check_health=False)
 
     def answer(self) -> HandedOver:
-        """Return the oldest unread result of the script that moves due messages."""
+        """Wait for the result of the oldest unanswered script call, and return the result."""
         while True:
             try:
                 with refusals_explained(self._keys):

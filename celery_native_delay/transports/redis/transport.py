@@ -1,6 +1,6 @@
-"""Extend kombu's Redis transports, so that delayed messages wait in the broker.
+"""Extend kombu's Redis transports, so that delayed messages wait in Redis.
 
-Without ``transport_options["native_delay"]`` these transports behave exactly like kombu's.
+Without the transport option ``native_delay``, each transport behaves exactly like kombu's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class QoS(redis.QoS):  # type: ignore[misc]
-    """kombu's QoS class, with a :meth:`restore_unacked` that survives an outage."""
+    """kombu's QoS class, whose :meth:`restore_unacked` raises no error after an outage."""
 
     def restore_unacked(self, client: Any = None) -> None:
         """Requeue unacknowledged messages; after an outage, only log a warning."""
@@ -51,7 +51,7 @@ class QoS(redis.QoS):  # type: ignore[misc]
 
 
 class RedisDelayingChannel(DelayingChannel):
-    """A mixin for kombu's Redis channel that stores delayed messages in Redis."""
+    """A mixin for kombu's Redis channels: delayed messages wait in Redis."""
 
     QoS = QoS
     delays_class = Delays
@@ -123,7 +123,7 @@ class RedisDelayingChannel(DelayingChannel):
         return Destination((key, *(other for other in every if other != key)), ttl_ms)
 
     def broadcast(self: Any, exchange: str, routing_key: str) -> Destination:
-        """Return kombu's pub/sub channels of a fanout exchange."""
+        """Return the Redis pub/sub channels of a fanout exchange."""
         if hasattr(self, "_get_publish_topics"):
             topics = self._get_publish_topics(exchange, routing_key)
         else:  # before kombu 5.7
@@ -157,7 +157,7 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         return Keys(prefix, settings.namespace).due
 
     def own_records(self, settings: DelaySettings) -> Place | None:
-        """Return this broker's address, because Redis also stores the state of waiting tasks."""
+        """Return the address of this Redis, which also stores task state, such as debounce keys."""
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         url = self.client.as_uri(include_password=True)
         if isinstance(self.client.ssl, dict):
@@ -183,7 +183,7 @@ _looked_at: set[str] = set()
 
 
 def _log_refusal_once(delays: Delays, where: str) -> None:
-    """Log once per server if Redis cannot store delayed messages."""
+    """Log an error once per server if Redis cannot store delayed messages."""
     if where in _looked_at:
         return
     _looked_at.add(where)
@@ -202,4 +202,4 @@ class SentinelTransport(Transport, redis.SentinelTransport):  # type: ignore[mis
     delaying_channel = SentinelChannel
 
     def own_records(self, settings: DelaySettings) -> None:
-        """Return None: behind Sentinel, the Redis server has no fixed URL."""
+        """Return None, because the Redis server behind Sentinel has no fixed URL."""

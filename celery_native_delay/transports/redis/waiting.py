@@ -21,7 +21,7 @@ from .store import Store
 
 
 class RedisWaitingTasks(RedisListing):
-    """The waiting tasks of a Redis broker."""
+    """Lists, cancels and reschedules the waiting tasks of a Redis broker."""
 
     def __init__(self, channel: Any) -> None:
         self._delays = channel.delays

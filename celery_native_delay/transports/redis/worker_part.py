@@ -1,4 +1,4 @@
-"""A worker's duties on Redis: move due messages and retry rejected messages."""
+"""Code for workers on Redis: move due messages, and retry undeliverable messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ class RedisWorkerPart(WorkerPart):
         )
 
     def dangers(self) -> list[Finding]:
-        """Return findings about eviction, a missing append-only file, and a wrong clock."""
+        """Find Redis settings that can lose messages.
+
+        Also report a difference between the clocks of Redis and this worker.
+        """
         return [*self._delays.dangers(), *clocks(self._delays.clock_ahead_seconds())]
 
     def put_one_back(self, wait: Wait) -> None:
@@ -42,7 +45,7 @@ class RedisWorkerPart(WorkerPart):
 
 
 def rescue(delays: Any) -> Rescue:
-    """Push due messages again that Redis could not push to their queues."""
+    """Try again to deliver due but undeliverable messages."""
     store, version = delays.store, delays.version
     outcome = Rescue()
     before_us = store.now_us()

@@ -1,7 +1,7 @@
 """Delayed messages in a database, for brokers that cannot delay messages.
 
-This module has one attribute for each kombu transport. For ``filesystem://``, kombu imports
-``celery_native_delay.transports.sql:filesystem``.
+kombu imports a transport class by a path. For ``filesystem://``, the path is
+``celery_native_delay.transports.sql:filesystem``. This module creates the class during the import.
 """
 
 from __future__ import annotations

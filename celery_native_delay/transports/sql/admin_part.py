@@ -20,8 +20,6 @@ from .worker_part import rescue
 
 
 class StoreAdminPart(AdminPart):
-    """The operations of the ``delay`` commands on a database of waiting messages."""
-
     def __init__(self, channel: Any) -> None:
         self._channel = channel
         self._store: Store = channel.delays.store
@@ -29,7 +27,6 @@ class StoreAdminPart(AdminPart):
         self.parking = f"{MESSAGES.name} of {self._store.where}, parked"
 
     def declare(self, queues: Sequence[Any]) -> Told:
-        """Create the missing tables of the database in which messages wait."""
         self._store.records.make_tables()
         sentence = f"{self.name}: its tables are there, in version {VERSION}"
         return Told({"name": self.name, "version": VERSION}, [sentence])
@@ -76,7 +73,7 @@ class StoreAdminPart(AdminPart):
 
 @contextmanager
 def _told() -> Iterator[list[Finding]]:
-    """Yield a list of findings; turn a StoreUnavailable into a finding."""
+    """Yield an empty list of problems; if the block raises StoreUnavailable, add a problem."""
     found: list[Finding] = []
     try:
         yield found

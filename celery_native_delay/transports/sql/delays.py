@@ -1,4 +1,4 @@
-"""Publish delayed messages by inserting each message into a database."""
+"""Publish delayed messages by inserts into a database."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BROADCAST = ""
 
 
 class StoreMessage(NamedTuple):
-    """A message to insert into the database of waiting messages."""
+    """A message to insert into the database table of waiting messages."""
 
     queue: str
     due_us: int
@@ -46,13 +46,16 @@ class Delays(delays.Delays):
 
     @property
     def store(self) -> Store:
-        """Return the database of waiting messages, or raise UnsupportedBroker."""
+        """Return the database of waiting messages.
+
+        If :attr:`refusal` contains an exception, raise this exception.
+        """
         self.check_settings()
         return Store.of(self._url, self.settings.namespace)
 
     @property
     def records(self) -> StoreRecords:
-        """Return the state of waiting tasks, from the database in which the messages wait."""
+        """Return the storage for task state, such as debounce keys, in this channel's database."""
         return self.store.records
 
     def publish(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
@@ -60,7 +63,6 @@ class Delays(delays.Delays):
         self._add(self.stored(message, queue, due_us=due_us))
 
     def publish_keyed(self, keyed: RecordedPublish, message: dict[str, Any], queue: str) -> None:
-        """Insert a message with a debounce, throttle or unique key."""
         keyed.settle(
             self.records,
             lambda due_us, *_: self.stored(due_then(message, due_us), queue, due_us=due_us),
@@ -74,12 +76,12 @@ class Delays(delays.Delays):
         )
 
     def stored(self, message: dict[str, Any], queue: str, *, due_us: int) -> StoreMessage:
-        """Encode *message* for the database, after a check of the delay."""
+        """Encode a delayed message for the database; raise DelayTooLong for too long delays."""
         self.check_reach(due_us)
         return self._put(message, queue, due_us)
 
     def put_back(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
-        """Insert a message again, because a worker received the message too early."""
+        """Insert a message again, because a worker received the message before the due time."""
         # The worker acknowledges the old delivery tag.
         properties = {**message["properties"], "delivery_tag": str(uuid4())}
         self._add(self._put({**message, "properties": properties}, queue, due_us))

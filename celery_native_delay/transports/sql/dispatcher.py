@@ -1,8 +1,8 @@
 """Move due messages from the database to the broker's queues.
 
-Every worker and ``delay promote`` runs this loop; there is no leader. The loop sleeps until the
-next due time, or until the same process stores a message that is due earlier. Messages of other
-processes are read every 0.05 s (SQLite) or 0.25 s (server), so shorter delays can be late.
+Every worker and ``delay promote`` runs this loop; there is no leader. The loop reads the next due
+time every 0.05 s (SQLite) or 0.25 s (database server). So a message with a shorter delay can be
+late. A message that the same process stores wakes the loop at once.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Dispatcher:
         self._failing = ""
 
     def run(self) -> None:
-        """Move due messages until :meth:`stop` is called; retry in an outage."""
+        """Move due messages until :meth:`stop` is called; retry after errors."""
         self._store.on_add = self._note_added
         try:
             while not self._stopping.is_set():
@@ -83,7 +83,7 @@ class Dispatcher:
             self._alarm.put(None)
 
     def _pause(self, seconds: float) -> None:
-        """Sleep for *seconds*, or until this process stores a message that is due earlier."""
+        """Sleep for *seconds*; a new message with an earlier due time ends the sleep."""
         with suppress(Empty):
             self._alarm.get(timeout=max(seconds, 0))
             while True:
@@ -129,7 +129,10 @@ class Dispatcher:
             self._pause((until_us - time_ns() // 1000) / 1_000_000)
 
     def _hand_over_batch(self) -> Exception | None:
-        """Deliver a batch, then leave the database to other processes for a moment."""
+        """Deliver one batch; return the error if the broker is unreachable.
+
+        With SQLite, the method then pauses, so that other processes can lock the file.
+        """
         began = monotonic()
         found, away = self.deliver_batch()
         if self._store.is_file:

@@ -57,7 +57,7 @@ def handing_over(channel: Any, store: Store) -> Iterator[HandOver]:
 
 
 class ThroughKombu:
-    """Delivers due messages through kombu's channel, each message at least once."""
+    """Delivers due messages through a kombu channel, each message at least once."""
 
     def __init__(self, channel: Any, store: Store) -> None:
         self._channel = channel
@@ -109,7 +109,7 @@ class ThroughKombu:
 
 
 class IntoTheSameDatabase:
-    """Delivers due messages into kombu's tables in the same transaction, exactly once."""
+    """Moves due messages from this package's table to kombu's tables, each exactly once."""
 
     def __init__(self, channel: Any) -> None:
         channel.session  # noqa: B018  makes kombu create its tables
@@ -160,7 +160,11 @@ class IntoTheSameDatabase:
 
 
 def refuse(batch: DispatchBatch, message: Any, error: Exception, *, park: bool) -> None:
-    """Schedule another attempt for a message that a queue rejected."""
+    """Schedule the next delivery attempt of a rejected message, or park the message.
+
+    The message is parked (marked as undeliverable) after :data:`TRIES` rejections. With *park*,
+    the message is parked at once.
+    """
     tries = message.attempts + 1
     parked = park or tries >= TRIES
     due_us = None if parked else time_ns() // 1000 + (1_000_000 << (tries - 1))

@@ -19,8 +19,6 @@ from .store import Store
 
 
 class StoreMovingPart(moving.MovingPart):
-    """Moves waiting messages to and from a database."""
-
     def __init__(self, channel: Any) -> None:
         super().__init__(channel)
         self._store: Store = channel.delays.store
@@ -84,5 +82,5 @@ class StoreSource(Source):
         return self._do(delete(MESSAGES).where(*as_it_was(self._last)))
 
     def _do(self, statement: Any) -> bool:
-        """Execute *statement*; return True if a row matched."""
+        """Execute the SQL *statement*; return True if a row matched."""
         return bool(self._store.do(lambda found: found.execute(statement).rowcount))

@@ -1,7 +1,7 @@
 """Publish in bulk into a database: 100 messages per transaction, without duplicates.
 
-Each transaction also writes the number of the batch. If the answer to a commit is lost, the batch
-is sent again. A transaction whose number is already stored inserts nothing.
+Each transaction also writes the batch's number. If the answer to a commit is lost, the batch is
+sent again. If the number is already stored, the transaction inserts nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ _KEPT_US = 86_400_000_000
 
 
 class StoreCollecting(Collecting):
-    """A channel that collects messages as database rows, for a bulk publisher."""
-
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> StoreMessage | PlainMessage:
         due_us = self.due_of(message)
         if due_us is None:
@@ -97,14 +95,14 @@ class Outbox(CallingOutbox[StoreMessage | PlainMessage]):
 
 
 class NumberedBatches:
-    """Inserts the batches of a bulk publisher, each batch only once."""
+    """Inserts the batches of a bulk publisher into the database, each batch once."""
 
     def __init__(self, store: Store) -> None:
         self._name = RecordName("outbox", uuid4().hex)
         self._store = store
 
     def store(self, number: int, puts: Sequence[StoreMessage]) -> None:
-        """Insert all messages of a batch in one transaction, at most once."""
+        """Insert all messages of a batch in one transaction; ignore an already stored batch."""
         records = self._store.records
         rows = [self._store.row(put.queue, put.envelope, put.due_us, put.task_id) for put in puts]
 

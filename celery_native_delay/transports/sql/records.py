@@ -1,4 +1,4 @@
-"""The state of waiting tasks, in the same database as the waiting messages."""
+"""Stores task state, such as debounce keys, in the database of waiting messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TAKE_OUT = delete(MESSAGES).where(_ROW.id == bindparam("one"))
 
 
 class StoreRecords(SqlRecords):
-    """Changes the state of a task and the waiting message in one transaction."""
+    """Changes a task's stored state and waiting message in one database transaction."""
 
     has_marks = False
 

@@ -31,7 +31,7 @@ SHOWN = (_ROW.id, _ROW.queue, _ROW.envelope, _ROW.due_us, _ROW.reason)
 
 
 def behind(namespace: str, due_us: int, row_id: int) -> Select[Any]:
-    """Return a SELECT of the next waiting messages after a due time and an id."""
+    """Return a SELECT of the waiting messages that follow a given due time and id."""
     later = or_(_ROW.due_us > due_us, and_(_ROW.due_us == due_us, _ROW.id > row_id))
     waiting = select(*SHOWN).where(_ROW.namespace == namespace, _ROW.due_us.is_not(None), later)
     return waiting.order_by(_ROW.due_us, _ROW.id).limit(_CHUNK)
@@ -70,13 +70,13 @@ class DispatchBatch:
 
     connection: Connection
     messages: list[Any]
-    """The locked rows: *id*, *queue*, *envelope* (kombu's JSON), *attempts* (rejections so far)."""
+    """The locked rows: *id*, *queue*, *envelope* (kombu's JSON), *attempts* (failed deliveries)."""
     delivered: list[int] = field(default_factory=list)
     refused: list[dict[str, Any]] = field(default_factory=list)
-    """New column values of the rejected messages, for :meth:`settle`."""
+    """New column values of the undelivered messages, for :meth:`settle`."""
 
     def settle(self) -> None:
-        """Delete delivered messages and update rejected messages, in this transaction."""
+        """In this transaction, delete delivered messages and update undelivered messages."""
         if self.delivered:
             self.connection.execute(_REMOVE, {"ids": self.delivered})
         if self.refused:

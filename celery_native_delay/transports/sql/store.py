@@ -76,7 +76,7 @@ class Store(Database):
 
     @classmethod
     def forget(cls, url: str, namespace: str) -> None:
-        """Close this process's connections to the store at *url*."""
+        """Close this process's connections to the database at *url*."""
         store = _stores.forget((url, namespace))
         if store is not None:
             store.engine.dispose()
@@ -92,18 +92,20 @@ class Store(Database):
 
     @cached_property
     def records(self) -> StoreRecords:
-        """Return the storage for the state of waiting tasks: the same database."""
+        """Return the storage for task state, such as debounce keys, in this database."""
         return StoreRecords(self)
 
     # --- the tables ----------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Create missing tables at the first call, or raise StoreUnavailable."""
+        """Create missing tables at the first call.
+
+        Raise StoreUnavailable if the database cannot be used.
+        """
         if not self.is_ready:
             self.do(lambda connection: None)
 
     def is_made(self) -> bool:
-        """Return True if the tables exist."""
         if self.is_file and not Path(self.path).exists():
             return False  # connecting would create the file
         with self.explained(), self.engine.connect() as connection:
@@ -133,17 +135,21 @@ class Store(Database):
     # --- out -----------------------------------------------------------------------------
 
     def next_due_us(self) -> int | None:
-        """Return the earliest due time, in microseconds since the epoch, or None."""
+        """Return the earliest due time (µs since the epoch), or None if no message waits."""
         mine = {"mine": self.namespace}
         due_us = self.look_up(lambda connection: connection.execute(_NEXT, mine).scalar())
         return None if due_us is None else int(due_us)
 
     def taking(self, *, until_us: int) -> AbstractContextManager[DispatchBatch]:
-        """Lock a batch of due messages; the end of the ``with`` block writes the results."""
+        """Lock a batch of due messages for a ``with`` block.
+
+        At the end of the block, the same transaction deletes delivered messages and updates
+        undelivered messages.
+        """
         return self._batch(DUE, {"mine": self.namespace, "until": until_us})
 
     def taking_parked(self, *, after_id: int) -> AbstractContextManager[DispatchBatch]:
-        """Lock a batch of messages that a queue rejected, for a ``with`` block."""
+        """Lock a batch of due but undeliverable messages for a ``with`` block."""
         return self._batch(PARKED, {"mine": self.namespace, "after": after_id})
 
     @contextmanager
@@ -158,7 +164,7 @@ class Store(Database):
     # --- the sign of a dispatcher --------------------------------------------------------
 
     def show_dispatching(self) -> None:
-        """Write the heartbeat of processes that move due messages."""
+        """Write the heartbeat that shows that this process moves due messages."""
 
         def renewed(seen: Snapshot) -> Change[None]:
             return Change(str(seen.now_us), seen.now_us + SHOWN_SECONDS * 1_000_000, None)
@@ -166,7 +172,7 @@ class Store(Database):
         self.records.change(_DISPATCHING, renewed)
 
     def _is_shown(self) -> bool:
-        """Return True if a process that moves due messages has a fresh heartbeat."""
+        """Return True if any process that moves due messages has a fresh heartbeat."""
         return self.records.read(_DISPATCHING).text is not None
 
     # --- looking -------------------------------------------------------------------------
@@ -187,7 +193,7 @@ class Store(Database):
         return Census(int(waiting), parked, int(overdue or 0), until_first_us, self._is_shown())
 
     def look_for_dispatcher(self) -> Census:
-        """Return counts quickly; *waiting* and *overdue* are 0 or 1."""
+        """Return a quick census, whose counts are only 0 (none) or 1 (at least one)."""
         due_us = self.next_due_us()
         until_us = None if due_us is None else due_us - time_ns() // 1000
         overdue = until_us is not None and until_us <= 0
@@ -201,7 +207,7 @@ class Store(Database):
         )
 
     def parked(self, *, limit: int) -> list[str]:
-        """Return up to *limit* messages that a queue rejected, as kombu's JSON."""
+        """Return up to *limit* due but undeliverable messages, as kombu's JSON."""
         statement = (
             select(_ROW.envelope).where(_MINE, _ROW.due_us.is_(None)).order_by(_ROW.id).limit(limit)
         )
@@ -209,7 +215,7 @@ class Store(Database):
         return self.look_up(lambda connection: list(connection.execute(statement, mine).scalars()))
 
     def purge(self, *, parked: bool) -> int:
-        """Delete all waiting messages, or with *parked* all rejected messages."""
+        """Delete all undeliverable messages if *parked* is True, otherwise all other messages."""
         which = _ROW.due_us.is_(None) if parked else _ROW.due_us.is_not(None)
         statement = delete(MESSAGES).where(_MINE, which)
         return self.do(
@@ -218,5 +224,5 @@ class Store(Database):
 
 
 def is_about_a_row(error: Exception) -> bool:
-    """Return True if the error is about the values of one row."""
+    """Return True if the database rejected the values of one row."""
     return isinstance(error.__cause__, exc.DataError | exc.IntegrityError)

@@ -1,7 +1,8 @@
-"""Extend kombu's transports that cannot delay messages: delayed messages wait in a database.
+"""Subclasses of kombu's transports for brokers that cannot delay: messages wait in a database.
 
-Each subclass is created at the first use of its transport. Without
-``transport_options["native_delay"]`` the subclass behaves exactly like kombu's transport.
+Examples are the transports ``filesystem``, ``mongodb`` and ``sqlalchemy``. Each subclass is
+created at the first use of its transport. Without the transport option ``native_delay``, the
+subclass behaves exactly like kombu's transport.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .whole_files import is_folder, put_file
 
 
 class StoreDelayingChannel(DelayingChannel):
-    """A mixin for kombu's channels that stores delayed messages in a database."""
+    """A mixin for kombu's channels: delayed messages wait in a database."""
 
     own_store: str | None = None
     """The broker's URL if the broker is a database, else None."""
@@ -118,7 +119,7 @@ def _require_sqlalchemy() -> None:
 
 
 class _Refusing:
-    """Raises *refusal* at every use, because SQLAlchemy is not installed."""
+    """Raises an error at every use, because SQLAlchemy is not installed."""
 
     def __init__(self, refusal: NativeDelayError) -> None:
         self.refusal = refusal
@@ -128,7 +129,7 @@ class _Refusing:
 
 
 class StoreDelayingTransport(DelayingTransport):
-    """A mixin for kombu's transports that stores delayed messages in a database."""
+    """A mixin for kombu's transports: delayed messages wait in a database."""
 
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)  # type: ignore[call-arg]
@@ -138,7 +139,7 @@ class StoreDelayingTransport(DelayingTransport):
                 _require_sqlalchemy()  # the import takes up to a second
 
     def waker(self) -> Callable[[], None]:
-        """Return a thread-safe function that makes kombu poll the broker at once."""
+        """Return a thread-safe function that lets kombu poll the broker at once."""
         if self._woken is None:
             self._woken = Event()
         return self._woken.set
@@ -157,7 +158,7 @@ class StoreDelayingTransport(DelayingTransport):
         return f"{settings.namespace} of {without_password(self._store_url(settings))}"
 
     def own_records(self: Any, settings: DelaySettings) -> Place | None:
-        """Return the address of the database, which also stores the state of waiting tasks."""
+        """Return the address of the database that stores task state, such as debounce keys."""
         url = self._store_url(settings)
         return Place(url, settings.namespace) if is_store_url(url) else None
 
@@ -185,7 +186,7 @@ class FolderChannel(StoreDelayingChannel):
 
 
 class DatabaseChannel(StoreDelayingChannel):
-    """kombu's sqlalchemy channel, with delayed messages in a database."""
+    """kombu's sqlalchemy channel, whose delayed messages wait in a database."""
 
     @property
     def own_store(self: Any) -> str:  # type: ignore[override]
@@ -201,7 +202,7 @@ class DatabaseChannel(StoreDelayingChannel):
 
 
 class DatabaseTransport(StoreDelayingTransport):
-    """kombu's sqlalchemy transport, with delayed messages in the same database by default."""
+    """kombu's sqlalchemy transport: by default, delayed messages wait in the broker's database."""
 
     def establish_connection(self: Any) -> Any:
         options = self.client.transport_options
@@ -214,7 +215,7 @@ class DatabaseTransport(StoreDelayingTransport):
 
 
 def _for_engines(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the transport options that SQLAlchemy accepts."""
+    """Return *options* without ``native_delay`` and ``polling_interval``, unknown to SQLAlchemy."""
     ours = (OPTION, "polling_interval")
     return {name: value for name, value in options.items() if name not in ours}
 

@@ -1,7 +1,6 @@
 """List, cancel and reschedule the waiting tasks in a database.
 
-A transaction that changes or delivers a message locks the message's row. A second transaction then
-finds the row deleted or changed.
+Each transaction locks the message's row, so no other transaction can change the message meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .store import Store
 
 
 class StoreWaitingTasks(SqlListing):
-    """The waiting tasks in a database."""
+    """Lists, cancels and reschedules the waiting tasks in a database."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -80,7 +79,7 @@ class StoreWaitingTasks(SqlListing):
         return outcome
 
     def _dispatch(self) -> None:
-        """Deliver a batch of due messages at once, without a worker."""
+        """Move one batch of due messages to their queues now, without a worker."""
         lost = self._channel.connection.client.connection_errors
         with suppress(OSError, *lost):  # a worker does it when the broker is back
             hand_over = self._hand_over

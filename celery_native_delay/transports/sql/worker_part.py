@@ -1,4 +1,4 @@
-"""A worker's duties on a database: move due messages and retry rejected messages."""
+"""Code for workers whose delayed messages wait in a database: move due messages to queues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 class StoreWorkerPart(WorkerPart):
     def prepare(self, where: str) -> str:
-        """Create missing tables; in an outage, only log a warning."""
+        """Create missing tables; log only a warning if the database is unavailable."""
         store: Store = self._delays.store
         try:
             store.prepare()
@@ -35,7 +35,7 @@ class StoreWorkerPart(WorkerPart):
         )
 
     def dangers(self) -> list[Finding]:
-        """Return a finding if ``data_folder_out`` and ``data_folder_in`` differ."""
+        """Report a problem if this worker does not consume from the folder of due messages."""
         if not is_folder(self._channel):
             return []
         out, into = self._channel.data_folder_out, self._channel.data_folder_in
@@ -64,7 +64,7 @@ class StoreWorkerPart(WorkerPart):
 
 
 def rescue(channel: Any, store: Store) -> Rescue:
-    """Try again to deliver the messages that a queue rejected."""
+    """Publish parked (due, but so far undeliverable) messages again."""
     outcome = Rescue()
     if not store.count_parked():
         return outcome

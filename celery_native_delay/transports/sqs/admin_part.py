@@ -1,4 +1,4 @@
-"""The operations of the ``delay`` commands on SQS."""
+"""The SQS operations that the ``delay`` commands need."""
 
 from __future__ import annotations
 
@@ -64,8 +64,6 @@ class Status:
 
 
 class SqsAdminPart(NothingParked):
-    """The operations of the ``delay`` commands on SQS."""
-
     parking = "none: a message that cannot be delivered is tried again from its delay queue"
 
     def __init__(self, channel: Any) -> None:
@@ -130,7 +128,10 @@ class SqsAdminPart(NothingParked):
         return with_records(backlog, self._channel, self._delays.settings)
 
     def purge(self) -> int:
-        """Empty the delay queues and delete the stored copies; return the message count."""
+        """Empty the delay queues, and the stored list of waiting messages.
+
+        Returns the approximate number of messages that were in the delay queues.
+        """
         if self._delays.records is not None:
             self._delays.records.purge()
         purged = 0

@@ -1,4 +1,4 @@
-"""Names and attributes of SQS delay queues, for delays over 15 minutes. No I/O."""
+"""Names and attributes of SQS delay queues, for delays over 15 minutes."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ ASKED = [*_COUNTS, _SIZE, *_FIFO_ONLY, "DelaySeconds", "MessageRetentionPeriod",
 
 
 def asked_of(name: str) -> list[str]:
-    """Return the names of the attributes to read from an SQS queue."""
+    """Return the names of the queue attributes that this package reads from SQS."""
     return ASKED if name.endswith(FIFO) else [*_COUNTS, _SIZE]
 
 
 def delay_queue_of(queue: str) -> str:
-    """Return the name of the delay queue (for delays over 15 minutes) of *queue*."""
+    """Return the name of the delay queue for delays over 15 minutes."""
     return f"{queue}{_SUFFIX}"
 
 
 def can_delay(queue: str) -> bool:
-    """Return False for FIFO queues, where SQS cannot delay a single message."""
+    """Return True for standard queues: FIFO queues accept no ``DelaySeconds`` per message."""
     return not queue.endswith(FIFO)
 
 
 def why_not_made(name: str) -> str:
-    """Explain to the user why the delay queue *name* cannot be created."""
+    """Explain to the user why SQS cannot create the delay queue *name*."""
     if len(name) > LONGEST_NAME:
         return (
             f"has {len(name)} characters and SQS takes {LONGEST_NAME}: shorten the name of its "
@@ -72,7 +72,7 @@ def attributes_of(user: Mapping[str, Any]) -> dict[str, str]:
 
 
 def mismatches(name: str, attributes: Mapping[str, str]) -> list[Finding]:
-    """Return a finding for each wrong attribute of a delay queue."""
+    """Report each wrong attribute of an SQS delay queue."""
     expected = {"DelaySeconds": hops.HOP_SECONDS, "MessageRetentionPeriod": RETENTION_SECONDS}
     found = []
     for attribute, value in expected.items():
@@ -93,7 +93,7 @@ def mismatches(name: str, attributes: Mapping[str, str]) -> list[Finding]:
 
 
 def advice(name: str, attributes: Mapping[str, str]) -> list[Finding]:
-    """Return a finding if SQS's high throughput mode is off for a delay queue."""
+    """Report a delay queue without SQS's high throughput mode."""
     if attributes.get("FifoThroughputLimit") == "perMessageGroupId":
         return []
     way = "DeduplicationScope=messageGroup,FifoThroughputLimit=perMessageGroupId"
@@ -111,7 +111,7 @@ def waiting_in(attributes: Mapping[str, str]) -> int:
 
 
 def overdue_in(attributes: Mapping[str, str]) -> int:
-    """Return the number of overdue messages in a delay queue."""
+    """Return the approximate number of overdue messages in a delay queue."""
     lying = int(attributes.get("ApproximateNumberOfMessages") or 0)
     in_flight = int(attributes.get("ApproximateNumberOfMessagesNotVisible") or 0)
     return lying if in_flight == 0 else 0  # in flight: a worker is receiving messages

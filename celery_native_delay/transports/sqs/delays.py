@@ -34,7 +34,7 @@ LOOK_FOR_SECONDS = 60.0
 
 
 class KnownDelayQueue(NamedTuple):
-    """The attributes of a delay queue, which a producer caches."""
+    """A producer's cached information about one delay queue."""
 
     at: float  # the monotonic time of the look
     url: str | None  # None if the delay queue does not exist
@@ -71,7 +71,7 @@ class Delays(recorded.Delays):
         )
 
     def check_size(self, put: SqsMessage, *, now_us: int) -> None:
-        """Raise CannotDelay if a message is too large for SQS or the destination."""
+        """Raise CannotDelay if a message is too large for SQS or for the destination queue."""
         if not put.is_far(now_us=now_us):
             check_size(put.payload.size_bytes, queue=put.queue)
             return
@@ -81,7 +81,7 @@ class Delays(recorded.Delays):
         check_size(put.payload.size_bytes, queue=put.queue, most_bytes=most_bytes)
 
     def _send(self, queue: str, payload: Payload, delay_seconds: int) -> None:
-        """Send a message to *queue*, and let kombu recreate a deleted queue."""
+        """Send a message to *queue*; if *queue* was deleted, let kombu create *queue* again."""
         arguments = {"DelaySeconds": delay_seconds, **payload.arguments()}
         for is_last_try in (False, True):
             try:
@@ -114,7 +114,10 @@ class Delays(recorded.Delays):
             self.queues.client(queue).send_message(QueueUrl=url, **arguments)
 
     def known_delay_queue(self, queue: str) -> KnownDelayQueue:
-        """Return the cached attributes of a delay queue, or raise TopologyMismatch if wrong."""
+        """Return information about the delay queue of *queue*, cached for up to ten minutes.
+
+        Raises TopologyMismatch if the delay queue has wrong attributes.
+        """
         known = self._known.get(queue)
         if known is None or monotonic() - known.at > (
             LOOK_SECONDS if known.url is not None else LOOK_FOR_SECONDS

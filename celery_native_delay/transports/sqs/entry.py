@@ -1,7 +1,8 @@
-"""Encode messages for SQS: in kombu's format, and for a delay queue. No I/O.
+"""Encode messages for SQS queues and SQS delay queues. This module does no I/O.
 
-The body of a message in a delay queue is JSON (the remaining delay and more), a newline, and the
-body for the destination. Only this package reads the delay queues.
+The body of a message in a delay queue begins with a line of JSON: the remaining delay, the due
+time, the message id, and the attributes. The rest is the body for the destination queue. Only this
+package reads the delay queues.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ class Payload:
         return cls("", attributes, properties.get("MessageGroupId")).holding(text, base64=base64)
 
     def holding(self, text: str, *, base64: bool) -> Self:
-        """Return a copy of this SQS message with *text* as the body."""
+        """Return a copy of this SQS message with the body *text*."""
         return replace(self, body=b64encode(text.encode()).decode() if base64 else text)
 
     @property
     def size_bytes(self) -> int:
-        """Return the message size in bytes, as SQS counts the size."""
+        """Return the size of the message in bytes; SQS counts the body and the attributes."""
         return len(self.body.encode()) + sum(
             len(name.encode()) + sum(len(_bytes(part)) for part in value.values())
             for name, value in self.attributes.items()
@@ -81,11 +82,11 @@ class Entry:
     hop: int = 0  # the number of earlier waits in the delay queue
 
     def again(self, left_ms: int) -> Entry:
-        """Return this message for another wait in the delay queue."""
+        """Return a copy of this message with the remaining delay *left_ms*."""
         return replace(self, left_ms=left_ms, hop=self.hop + 1)
 
     def text(self) -> str:
-        """Return the message body for the delay queue."""
+        """Return the body of the message in the delay queue."""
         payload = asdict(self.payload)
         body = payload.pop("body")
         head = {"v": VERSION, "id": self.id, "left": self.left_ms, "due": self.due_ms}
@@ -94,7 +95,7 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Return the larger of two sizes: in the delay queue and at the destination."""
+        """Return the largest size, in bytes, that the message has in either queue."""
         return max(len(self.text().encode()) + _GROWTH_BYTES, self.payload.size_bytes)
 
     def arguments(self) -> dict[str, Any]:
@@ -124,7 +125,7 @@ class SqsMessage(NamedTuple):
 
     @property
     def message(self) -> dict[str, Any]:
-        """Return kombu's message, with the SQS message attributes."""
+        """Return kombu's message as a dict, with the SQS attributes among its properties."""
         message: dict[str, Any] = loads(self.envelope)
         if self.payload.attributes:
             message["properties"][_ATTRIBUTES] = self.payload.attributes
@@ -146,7 +147,7 @@ class SqsMessage(NamedTuple):
         return hops.seconds_up(self.wait_ms(now_us=now_us)) > hops.HOP_SECONDS
 
     def seconds_here(self, *, now_us: int) -> int:
-        """Return the ``DelaySeconds`` of a message that is sent to the destination."""
+        """Return the ``DelaySeconds`` of the message when sent to the destination queue."""
         return min(hops.seconds_up(self.wait_ms(now_us=now_us)), hops.HOP_SECONDS)
 
     def entry(self, *, now_us: int) -> Entry:

@@ -1,7 +1,7 @@
-"""Split long delays into waits of up to 15 minutes, the longest delay in SQS. No I/O.
+"""Split long delays into periods of up to 15 minutes, the longest delay in SQS.
 
-The message is in the destination queue during the last wait, and in the delay queue during the
-earlier waits. A worker thread moves the message between two waits.
+During the last period, the message is in the destination queue. During the earlier periods, the
+message is in the delay queue. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ REQUESTS_PER_HOP = 3
 
 
 def seconds_up(milliseconds: int) -> int:
-    """Convert *milliseconds* to seconds, rounded up: SQS delays by whole seconds."""
+    """Convert *milliseconds* to seconds, rounded up, because SQS delays by whole seconds."""
     return max(0, -(-milliseconds // 1000))
 
 
 def remainders(delay_ms: int) -> list[int]:
-    """Return the remaining delay in seconds at each send of a message.
+    """Return the remaining delay at each send of a message, as a list of seconds.
 
     For a delay of 1,925 s the result is 1,925, 1,025 and 125.
     """
@@ -38,7 +38,7 @@ def remainders(delay_ms: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Reception:
-    """The times when SQS stored and delivered a message of a delay queue."""
+    """The times when SQS stored and delivered one message of a delay queue."""
 
     sent_ms: int
     first_received_ms: int
@@ -51,7 +51,7 @@ class Reception:
         return delay_ms - max(0, self._received_ms - self.sent_ms)
 
     def is_last_hop(self, delay_ms: int) -> bool:
-        """Return True if the message now goes to the destination queue."""
+        """Return True if the worker must send the message to the destination queue now."""
         # While SQS recognises a repeated send, a second worker must decide as the first worker did.
         # So the message is never sent to both queues.
         if self._received_ms - self.first_received_ms < RECOGNISED_SECONDS * 1000:
@@ -67,5 +67,5 @@ class Reception:
 
 
 def retry_seconds(receive_count: int) -> int:
-    """Return the seconds until a failed send is repeated, doubled after each failure."""
+    """Return the seconds until the next attempt: doubled after each failure, up to 900."""
     return min(1 << min(receive_count, 20), 900)

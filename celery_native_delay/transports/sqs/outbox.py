@@ -1,7 +1,8 @@
 """Publish in bulk to SQS: ten messages per request.
 
-A request without an answer is sent again. A delay queue is a FIFO queue, so SQS ignores the
-repetition within five minutes. In a standard queue the messages may arrive twice.
+A request without an answer is sent again. A delay queue is a FIFO queue, so SQS drops a
+duplicate that arrives less than five minutes after the original. A standard queue may deliver the
+messages twice.
 """
 
 from __future__ import annotations
@@ -36,12 +37,10 @@ _NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError, NoRegionError)
 
 
 class NotYet(Exception):
-    """SQS did not accept some messages, which are sent again."""
+    """Raised if SQS refused some messages of a batch; these messages are sent again."""
 
 
 class SqsCollecting(Collecting):
-    """An SQS channel that collects messages for a bulk publisher."""
-
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> SqsMessage | PlainMessage:
         due_us = self.due_of(message)
         if due_us is None or not can_delay(queue):
@@ -56,7 +55,7 @@ class SqsCollecting(Collecting):
             super().put_plainly(put)
 
     def check(self: Any, put: SqsMessage) -> None:
-        """Raise an error if SQS cannot accept a message."""
+        """Raise an error if SQS cannot accept the encoded message."""
         delays: Delays = self.delays
         now_us = time_ns() // 1000
         delays.check_size(put, now_us=now_us)

@@ -24,7 +24,7 @@ _DENIED = ("AccessDenied", "AccessDeniedException")
 
 
 class Failure(NamedTuple):
-    """SQS's error for one message; if *is_final*, another attempt is useless."""
+    """SQS's error for one message. If *is_final* is True, a retry is useless."""
 
     reason: str
     is_final: bool
@@ -37,14 +37,14 @@ class Queues:
         self._channel = channel
 
     def client(self, queue: str) -> Any:
-        """Return the boto client for *queue*; predefined queues have separate clients."""
+        """Return the boto client for *queue*; each predefined queue has a separate client."""
         return self._channel.sqs(queue=self.name(queue))
 
     def name(self, queue: str) -> str:
         return str(self._channel.canonical_queue_name(queue))
 
     def url(self, queue: str) -> str:
-        """Return the URL of *queue*; like kombu, create a missing queue."""
+        """Return the URL of *queue*; if *queue* is missing, let kombu create *queue*."""
         return str(self._channel._new_queue(queue))
 
     def forget(self, queue: str) -> None:
@@ -61,7 +61,11 @@ class Queues:
             return None
 
     def make_delay_queue(self, queue: str) -> str | None:
-        """Find or create the delay queue of *queue*; return the URL, or None if impossible."""
+        """Return the URL of *queue*'s delay queue; create the delay queue if it is missing.
+
+        Returns None if the delay queue's name is too long. Also returns None if the setting
+        ``predefined_queues`` is not empty and does not contain the delay queue.
+        """
         name = self.name(delay_queue_of(queue))
         found = self.find(delay_queue_of(queue))
         if found is not None or self._channel.predefined_queues or len(name) > LONGEST_NAME:
@@ -80,7 +84,7 @@ class Queues:
     def send_many(
         self, queue: str, messages: Sequence[Mapping[str, Any]], *, url: Callable[[], str]
     ) -> dict[int, Failure]:
-        """Send up to ten messages in one request; return the failures by message number."""
+        """Send up to ten messages in one request; return the failures by index in *messages*."""
         entries = [{"Id": str(at), **message} for at, message in enumerate(messages)]
 
         def send() -> dict[str, Any]:

@@ -1,8 +1,12 @@
-"""Move messages out of the SQS delay queues, after each wait of 15 minutes.
+"""Move messages out of the SQS delay queues, where SQS delivers a message after 15 minutes.
 
-Every worker, or ``delay relay``, runs one thread for each delay queue. A thread first sends a
-message to the next queue, and then deletes the received message. If a worker dies between these
-steps, another worker sends the message again; SQS ignores a repetition in the delay queue.
+Every worker, or ``delay relay``, runs one thread for each delay queue. A thread receives a message.
+If more than 15 minutes of the delay remain, the thread sends the message to the delay queue again.
+Otherwise the thread sends the message to the destination queue. Then the thread deletes the
+received message.
+
+If a worker dies between the send and the deletion, another worker sends the message, too. SQS drops
+this duplicate in a delay queue, but not in the destination queue.
 """
 
 from __future__ import annotations
@@ -70,7 +74,7 @@ class Relay:
     """Moves messages out of the SQS delay queues, with one thread for each queue."""
 
     parked = 0
-    """Always 0: a refused message stays in the delay queue for another attempt."""
+    """Always 0, because a refused message stays in the delay queue for another attempt."""
 
     def __init__(self, connect: Callable[..., Any], queues: Sequence[str]) -> None:
         """*connect* opens a kombu connection; *queues* are the destination queues."""
@@ -95,7 +99,7 @@ class Relay:
                 self._stopping.wait(backoff.failed())
 
     def count(self, *, promoted: int = 0, relayed: int = 0, failed: int = 0) -> None:
-        """Add the given numbers to the counters, from any thread."""
+        """Add to the counters ``promoted``, ``relayed`` and ``failed``. Thread-safe."""
         with self._counting:
             self.promoted += promoted
             self.relayed += relayed
@@ -140,11 +144,11 @@ class Relay:
 
 
 class _NoDelayQueue(NativeDelayError):
-    """A delay queue is missing among kombu's predefined queues."""
+    """Raised if a delay queue is missing in kombu's setting ``predefined_queues``."""
 
 
 class QueueRelay:
-    """Moves the messages of one SQS delay queue after each wait."""
+    """Moves messages out of one SQS delay queue."""
 
     def __init__(self, relay: Relay, channel: Any, queue: str) -> None:
         self._relay = relay
@@ -155,7 +159,7 @@ class QueueRelay:
         self._sent: set[str] = set()
 
     def step(self) -> None:
-        """Receive up to ten messages, and send each message to the next queue."""
+        """Receive up to ten messages; send each message to the destination or the delay queue."""
         url = self._url(self._source)
         try:
             answer = self._client().receive_message(
@@ -218,7 +222,7 @@ class QueueRelay:
         received: Sequence[_Received],
         arguments: Callable[[_Received], dict[str, Any]],
     ) -> int:
-        """Move messages to *queue*; return the number that SQS accepted."""
+        """Move messages to *queue*; return the number of messages that SQS accepted."""
         taken = 0
         batches = list(in_requests(received, lambda each: each.entry.size_bytes))
         for number, batch in enumerate(batches):
@@ -271,7 +275,7 @@ class QueueRelay:
             )
 
     def _let_rest(self, receipts: Sequence[tuple[str, int]]) -> None:
-        """Let SQS deliver received messages again after the given seconds."""
+        """Set the visibility timeouts of received messages, in seconds."""
         if not receipts:
             return
         entries = [
@@ -293,12 +297,12 @@ class QueueRelay:
         return url
 
     def _client(self) -> Any:
-        """Return a boto client with an unexpired token for the delay queue."""
+        """Return a boto client for the delay queue; kombu renews an expired STS token."""
         return self._queues.client(self._source)
 
 
 def _leave_room(connection: Any, threads: int) -> None:
-    """Let boto3 keep one open socket for each thread, at least ten."""
+    """Let boto3 keep at least one open connection for each thread."""
     options = connection.transport_options or {}
     room = {"max_pool_connections": max(threads, 10)}
     config = {"client-config": room | (options.get("client-config") or {})}

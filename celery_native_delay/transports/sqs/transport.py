@@ -1,6 +1,6 @@
 """Extend kombu's SQS transport, so that delayed messages wait in SQS.
 
-Without ``transport_options["native_delay"]`` the transport behaves exactly like kombu's transport.
+Without the transport option ``native_delay``, the transport behaves exactly like kombu's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Channel(recorded.Channel, SQS.Channel):  # type: ignore[misc]
 
     @property
     def _queue_cache(self) -> dict[str, str]:
-        """Return the queue URLs of this connection only."""
+        """Return the queue URLs of this connection; other connections have separate caches."""
         # Before kombu 5.7 all connections share one cache.
         cache: dict[str, str] = self.connection.urls_by_queue
         return cache

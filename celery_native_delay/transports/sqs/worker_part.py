@@ -1,4 +1,4 @@
-"""A worker's duties on SQS: create delay queues and move delayed messages."""
+"""Code for workers on SQS: create delay queues, and move delayed messages."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 
 class SqsWorkerPart(RecordedWorkerPart):
-    """A worker's operations on SQS for delayed messages."""
-
     comes_back_late_seconds = 2.0  # delays are rounded up, and kombu pauses a second
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
@@ -36,7 +34,6 @@ class SqsWorkerPart(RecordedWorkerPart):
         self._queues = [queue for queue in queues if can_delay(queue)]
 
     def prepare(self, where: str) -> str:
-        """Create the delay queues of the worker's queues."""
         self._delays.check_settings()
         found, lacking, wrong = set_up(self._delays, self._queues)
         if not found:
@@ -78,7 +75,11 @@ class SqsWorkerPart(RecordedWorkerPart):
 def set_up(
     delays: Any, queues: Sequence[str]
 ) -> tuple[list[str], list[str], dict[str, list[Finding]]]:
-    """Create delay queues; return the correct queues, the missing queues, and findings."""
+    """Create the delay queues of *queues*.
+
+    Returns three groups: the usable delay queues, the delay queues that SQS did not create, and the
+    delay queues with wrong attributes.
+    """
     found, lacking, wrong = [], [], {}
     for queue in queues:
         name = delays.queues.name(delay_queue_of(queue))
@@ -104,7 +105,7 @@ def refuse(wrong: Mapping[str, Sequence[Finding]]) -> None:
 
 
 def _as_sent(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return a received message as the producer sent it, and the SQS message id."""
+    """Return a received message without kombu's changes, and the SQS message id."""
     properties = dict(raw["properties"])
     info = dict(properties.get("delivery_info") or {})
     received = info.pop("sqs_message", None) or {}

@@ -1,4 +1,4 @@
-"""Code that the ``delay`` commands share for Redis and databases."""
+"""Shared code of the ``delay`` commands for Redis and databases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .wrapping import unwrapped
 
 
 class AdminPart:
-    """The operations of the ``delay`` commands on Redis or a database."""
+    """The Redis and database operations that the ``delay`` commands need."""
 
     name: str
     _store: Any
@@ -32,6 +32,6 @@ class AdminPart:
 
 
 def parked_task(envelope: str | bytes) -> ParkedTask:
-    """Decode a task that a queue rejected; *envelope* is kombu's message as JSON."""
+    """Decode an undeliverable task; *envelope* is kombu's message as JSON."""
     message = json.loads(envelope)
     return ParkedTask.of(*unwrapped(message.get("headers"), message["properties"]))

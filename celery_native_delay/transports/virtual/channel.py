@@ -21,7 +21,7 @@ from .wrapping import due_then, unwrapped
 
 
 class Message(virtual.Message):  # type: ignore[misc]
-    """A received message without this package's header ``native_delay``."""
+    """A received message, whose header ``native_delay`` is parsed and then removed."""
 
     headers: dict[str, Any]
     native_delay: Delayed | None = None
@@ -34,7 +34,7 @@ class Message(virtual.Message):  # type: ignore[misc]
 
 
 class PublishingChannel:
-    """A delayed publish on a closed channel fails with a recoverable error."""
+    """A channel mixin: a closed channel raises a recoverable error for each delayed message."""
 
     disconnected: ClassVar[type[Exception]] = RecoverableConnectionError
     """The recoverable error that a delayed publish on a closed channel raises."""
@@ -53,7 +53,7 @@ class PublishingChannel:
 
     @staticmethod
     def due_of(message: dict[str, Any]) -> int | None:
-        """Return a message's future due time (µs since the epoch), or None."""
+        """Return the due time (µs since the epoch), or None if the message needs no delay."""
         if message.get("redelivered"):
             return None
         due_us = due_of(message.get("headers"))
@@ -61,7 +61,7 @@ class PublishingChannel:
 
 
 class DelayingChannel(PublishingChannel):
-    """A channel of a kombu virtual transport that can delay messages."""
+    """A mixin that lets channels of kombu's virtual transports delay messages."""
 
     Message = Message
 
@@ -73,15 +73,15 @@ class DelayingChannel(PublishingChannel):
         return type(self).delays_class(self, settings)
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
-        """Publish a delayed message, which *queue* receives at the due time."""
+        """Publish a delayed message for *queue*."""
         raise NotImplementedError
 
     def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: RecordedPublish) -> Any:
-        """Publish a message with a debounce, throttle or unique key."""
+        """Publish a message that has a debounce, throttle or unique key."""
         raise without_records(self)
 
     def records(self, settings: DelaySettings) -> Records:
-        """Return the storage for the state of waiting tasks, or raise UnsupportedBroker."""
+        """Return the storage for task state, such as debounce keys, or raise UnsupportedBroker."""
         raise without_records(self)
 
     @property
@@ -145,7 +145,7 @@ class DelayingChannel(PublishingChannel):
 
 
 class DelayingTransport:
-    """A mixin for kombu transports: the option ``native_delay`` lets channels delay messages."""
+    """A mixin for kombu transports: the transport option ``native_delay`` turns on delays."""
 
     delaying_channel: ClassVar[type]
 

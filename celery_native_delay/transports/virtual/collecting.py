@@ -8,7 +8,7 @@ from kombu.utils.json import dumps
 
 
 class CollectedMessage(Protocol):
-    """An unsent message of a bulk publish, for one queue."""
+    """An encoded message that a bulk publisher will send to one queue."""
 
     @property
     def due_us(self) -> int:
@@ -23,11 +23,11 @@ class CollectedMessage(Protocol):
         """Return the message's approximate size in bytes."""
 
     def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
-        """Return a copy of this message for another task."""
+        """Return a copy of this message, with another task's values."""
 
 
 class PlainMessage(NamedTuple):
-    """An immediate message of a bulk publish, for one queue."""
+    """An immediate message that a bulk publisher will send to one queue."""
 
     queue: str
     message: dict[str, Any]
@@ -46,7 +46,7 @@ class PlainMessage(NamedTuple):
 
 
 class Collecting:
-    """A channel mixin that collects published messages instead of sending the messages."""
+    """A channel mixin that collects messages for a bulk publisher instead of sending."""
 
     collected: list[Any]
     #: Messages as JSON, for which no queue is bound. kombu would drop these messages.
@@ -54,13 +54,13 @@ class Collecting:
     _is_routed = False
 
     def put_for(self, queue: str, message: dict[str, Any]) -> CollectedMessage:
-        """Return the encoded message that the bulk publisher sends to *queue*."""
+        """Encode *message* for *queue*; the bulk publisher sends the result."""
         raise NotImplementedError
 
     def put_for_all(
         self, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
     ) -> CollectedMessage:
-        """Return the encoded delayed message for the consumers of a fanout exchange."""
+        """Encode a delayed message for a fanout exchange; the bulk publisher sends the result."""
         raise NotImplementedError
 
     def put_plainly(self, put: PlainMessage) -> None:

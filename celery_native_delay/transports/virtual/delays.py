@@ -12,13 +12,13 @@ class Delays:
     """Publishes delayed messages on one channel; each broker has a subclass."""
 
     refusal: NativeDelayError | None = None
-    """The error that every delayed publish raises; None if delays work."""
+    """The error that every delayed publish raises, or None if delays work."""
 
     def __init__(self, settings: DelaySettings) -> None:
         self.settings = settings
 
     def check_settings(self) -> None:
-        """Raise :attr:`refusal` if delays do not work."""
+        """Raise the error :attr:`refusal`, if it is set."""
         if self.refusal is not None:
             raise self.refusal
 

@@ -1,4 +1,4 @@
-"""Code of ``delay migrate`` that Redis and databases share."""
+"""Shared code of ``delay migrate`` for Redis and databases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .wrapping import unwrapped
 
 #: Microseconds: messages due sooner are left to the promoters (which move due messages), if any.
 LEFT_US = 5_000_000
-LEFT = Stays("it is due within 5 s where it is", should=False)
+LEFT = Stays("it is due within 5 s where it is", is_error=False)
 
 #: Properties of an envelope that are kombu's and not AMQP's.
 _KOMBUS = ("body_encoding", "delivery_info", "delivery_tag")
@@ -30,7 +30,7 @@ class MovingPart(moving.MovingPart):
     """Moves waiting messages to and from a Redis broker or a database."""
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """Return the only source of messages to move: this broker's waiting messages."""
+        """Return this broker's waiting messages; raise UnsupportedBroker if ``--from`` is given."""
         if what is not None:
             raise UnsupportedBroker(
                 f"--from {what} is about RabbitMQ, and this app's broker is "
@@ -65,7 +65,7 @@ class MovingPart(moving.MovingPart):
 
     @abstractmethod
     def _source(self) -> Source:
-        """Return the waiting messages of this broker."""
+        """Return this broker's waiting messages as a :class:`Source`."""
 
     def _queues(self, exchange: str, routing_key: str) -> list[str]:
         if not exchange:
@@ -84,7 +84,7 @@ class MovingPart(moving.MovingPart):
         )
 
     def _message(self, moving: Moving) -> dict[str, Any]:
-        """Encode a moved message for kombu, and update the message's ETA."""
+        """Encode a moved message for kombu; a rescheduled message gets its new due time as ETA."""
         properties, delayed, channel = dict(moving.properties), moving.delayed, self._channel
         headers = dict(moving.headers)
         if delayed.cancelled:

@@ -20,10 +20,10 @@ BatchT = TypeVar("BatchT", bound=OutboxBatch[Any])
 
 
 class Outbox(outbox.Outbox[MessageT, BatchT]):
-    """Keeps the messages of a bulk publish until the broker confirms the messages."""
+    """Stores a bulk publisher's messages in memory until the broker's confirm."""
 
     collecting: ClassVar[type[Collecting]]
-    """The mixin class with which a channel collects messages."""
+    """The channel mixin that collects the published messages."""
 
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
@@ -33,7 +33,7 @@ class Outbox(outbox.Outbox[MessageT, BatchT]):
         self._refused += [replace(each, returned=True) for each in self._named(NOWHERE, envelopes)]
 
     def _prepare(self, channel: Any) -> None:
-        """Prepare a new *channel* for sending."""
+        """Do broker-specific work before the first send on a new channel."""
 
     def _opened(self, client: Any) -> Collecting:
         delaying = client.transport.delaying_channel
@@ -48,7 +48,7 @@ class Outbox(outbox.Outbox[MessageT, BatchT]):
         return self._named(reason, [put.envelope for put in puts])
 
     def _named(self, reason: str, envelopes: Iterable[str | bytes]) -> list[RefusedMessage]:
-        """Return one report per refused message, not one per queue."""
+        """Return one report per refused message, even for a message to several queues."""
         messages = {
             (message.delivery_id, message.task_id): message
             for message in (refused_of(reason, envelope) for envelope in envelopes)
@@ -59,15 +59,15 @@ class Outbox(outbox.Outbox[MessageT, BatchT]):
 
 
 class NotTaken(Exception):
-    """The broker rejected a whole batch, so each message is sent alone."""
+    """Raised if the broker rejects a whole batch; then each message is sent alone."""
 
 
 class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
-    """Sends the messages of a bulk publish by blocking calls."""
+    """Sends the messages of a bulk publisher with blocking calls."""
 
     @abstractmethod
     def _deliver(self, batch: OutboxBatch[MessageT]) -> None:
-        """Send *batch*, and remove confirmed and refused messages from *batch*."""
+        """Send the messages of *batch*; remove confirmed and refused messages from *batch*."""
 
     def _put_plainly(self, put: PlainMessage) -> None:
         try:
@@ -102,7 +102,7 @@ class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
     def _settled(
         self, batch: OutboxBatch[MessageT], puts: Sequence[MessageT], *, reason: str = ""
     ) -> None:
-        """Remove messages from *batch*; with *reason*, report the messages as refused."""
+        """Remove messages from *batch*; if *reason* is given, report the messages as refused."""
         if reason:
             self._refuse(reason, puts)
         self._unanswered -= len(puts)

@@ -1,4 +1,4 @@
-"""Code for brokers that cannot list waiting messages: SQS and pgmq."""
+"""Shared code for SQS and pgmq, which cannot list their waiting messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MessageT = TypeVar("MessageT", bound=CollectedMessage)
 
 
 class Delays(delays.Delays):
-    """Publishes delayed messages, and stores copies if ``native_delay_records`` is set."""
+    """Publishes delayed messages; stores copies if ``native_delay_records`` is set."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(settings)
@@ -38,7 +38,7 @@ class Delays(delays.Delays):
 
     @cached_property
     def records(self) -> Any:
-        """Return the storage that ``native_delay_records`` names, or None if not set."""
+        """Return the storage that ``native_delay_records`` names; None if not set."""
         client, prefix = self._channel.connection.client, self._channel.queue_name_prefix
         return records_beside(self.settings, f"{client.virtual_host}.{prefix}")
 
@@ -51,7 +51,7 @@ class Delays(delays.Delays):
         delivery_id: str | None = None,
         cancelled: bool = False,
     ) -> Any:
-        """Encode kombu's *message* for *queue*, with this package's header."""
+        """Add this package's header to *message*, and encode *message* for *queue*."""
         self.check_settings()
         properties = message["properties"]
         if delivery_id is None:
@@ -66,7 +66,7 @@ class Delays(delays.Delays):
 
     @abstractmethod
     def _put(self, queue: str, message: dict[str, Any], due_us: int) -> Any:
-        """Encode a message, which already has this package's header, for *queue*."""
+        """Encode a message that already has this package's header."""
 
     @abstractmethod
     def send(self, put: Any, *, now_us: int) -> None:
@@ -81,7 +81,7 @@ class Delays(delays.Delays):
         delivery_id: str | None = None,
         recorded: bool = True,
     ) -> None:
-        """Publish a delayed message for *queue*, and store a copy if *recorded*."""
+        """Publish a delayed message for *queue*; store a copy if *recorded* is True."""
         put = self.put_of(queue, message, due_us=due_us, delivery_id=delivery_id)
         if recorded:
             self.note(put)
@@ -114,7 +114,10 @@ class Delays(delays.Delays):
         now_us: int,
         cancelled: bool = False,
     ) -> str:
-        """Send a message, and return the copy, which the caller stores afterwards."""
+        """Send a message, and return the copy that the caller must store.
+
+        Without a stored copy, the worker that receives the message drops it.
+        """
         # With the old delivery tag SQS would drop the message as a duplicate.
         properties = {**message["properties"], "delivery_tag": delivery_id}
         own = due_then({**message, "properties": properties}, due_us)
@@ -123,7 +126,7 @@ class Delays(delays.Delays):
         return _entry_of(put)
 
     def note(self, put: Any) -> None:
-        """Store a copy of an unsent message if ``native_delay_records`` is set."""
+        """Store a copy of a message before the send, if ``native_delay_records`` is set."""
         member = self._member_of(put)
         if member is not None:
             due_us = put.message["headers"][HEADER]["due"] * 1000
@@ -143,7 +146,7 @@ class Delays(delays.Delays):
 
 
 def _entry_of(put: Any) -> str:
-    """Return the copy to store: the queue as JSON, a newline, and kombu's message."""
+    """Return the copy of a message: queue name as JSON, newline, kombu's message."""
     return f"{dumps(put.queue)}\n{encoded(put.message)}"
 
 

@@ -1,4 +1,4 @@
-"""The numbers that ``delay status`` shows for Redis and databases. No I/O."""
+"""The numbers that ``delay status`` shows for Redis and databases. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Status:
         ]
 
     def findings(self) -> list[Finding]:
-        """Return a finding for each problem, such as overdue messages."""
+        """Report problems, such as overdue messages."""
         found = []
         late = (
             f"{self.overdue} message(s) overdue, the first for {duration(self.overdue_seconds)}"
@@ -95,7 +95,7 @@ class Status:
 
 
 def parked_finding(number: int, why: str) -> Finding:
-    """Return the finding about due messages that cannot be delivered."""
+    """Report the number of due but undeliverable messages."""
     return Finding(
         "parked",
         WRONG,

@@ -1,4 +1,4 @@
-"""Decode and change waiting messages of Redis and databases. No I/O.
+"""Decode and change the waiting messages of Redis and databases. This module does no I/O.
 
 A cancelled task becomes due at once. The worker that receives the message does not run the task,
 but reports the task as revoked.
@@ -17,7 +17,7 @@ from .wrapping import delivery_id_of, encoded, unwrapped, wrapped
 
 
 def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Waiting | None:
-    """Decode a waiting task; *envelope* is kombu's JSON. Returns None if the task is cancelled."""
+    """Decode a waiting task from kombu's JSON *envelope*; return None for cancelled tasks."""
     message = json.loads(envelope)
     headers, properties = message.get("headers") or {}, message["properties"]
     header = headers.get(HEADER) or {}
@@ -40,7 +40,7 @@ def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Wait
 
 
 def changed(envelope: str | bytes, due_us: int, *, cancelled: bool) -> str | None:
-    """Return the message with a new ETA, or None to delete the message."""
+    """Return the message with a new ETA; None if the caller must delete the message."""
     message = json.loads(envelope)
     headers = dict(message.get("headers") or {})
     if "task" not in headers:

@@ -25,16 +25,16 @@ LOOK_SECONDS = 60.0
 
 
 class Sign:
-    """The heartbeat of one process that moves due messages to queues."""
+    """Writes the heartbeat of a process that moves due messages to queues."""
 
     def __init__(self, show: Callable[[], object], *errors: type[Exception]) -> None:
-        """*show* is a function that writes the heartbeat; *errors* are only logged."""
+        """*show* writes the heartbeat. Exceptions of the types *errors* are only logged."""
         self._show = show
         self._errors = errors
         self._next_at = 0.0
 
     def keep_up(self) -> None:
-        """Write a heartbeat if the last heartbeat is ten seconds old."""
+        """Write the heartbeat if the last write was at least ten seconds ago."""
         now = monotonic()
         if now < self._next_at:
             return

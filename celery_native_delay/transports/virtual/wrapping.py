@@ -1,4 +1,4 @@
-"""Add this package's header to delayed messages, and remove the header later. No I/O."""
+"""Add this package's header to delayed messages, or remove the header. No I/O."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def due_then(message: Mapping[str, Any], due_us: int) -> dict[str, Any]:
 
 
 def id_of(message: Mapping[str, Any]) -> str:
-    """Return a message's task id, or another id if there is no task."""
+    """Return the message's task id, or else the correlation id or delivery tag."""
     headers, properties = message.get("headers") or {}, message["properties"]
     found = headers.get("id") or properties.get("correlation_id") or properties["delivery_tag"]
     return str(found)
 
 
 def encoded(message: Mapping[str, Any]) -> str:
-    """Encode *message* as JSON without spaces, a tenth shorter than kombu's JSON."""
+    """Encode *message* as JSON without spaces, to save about 10% of the size."""
     text: str = dumps(message, separators=(",", ":"))
     return text
 
@@ -57,7 +57,7 @@ def delivery_id_of(header: Mapping[str, Any], properties: Mapping[str, Any]) -> 
 def unwrapped(
     headers: Mapping[str, Any] | None, properties: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Delayed | None]:
-    """Return the headers without this package's header, and the decoded header or None."""
+    """Return the headers without this package's header, and the parsed header or None."""
     opened = dict(headers or {})
     header = opened.pop(HEADER, None)
     if not is_own(header):
