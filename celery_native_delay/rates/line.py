@@ -120,7 +120,7 @@ class Line(NamedTuple):
     - *start_at*: the time at which the next start is exactly on pace
     - *held_until*: no task starts before this time
     - *starts*, *starts_before*: starts since *counted_from*, and starts in the period before
-    - *total*: the number of all starts
+    - *total*: the number of starts since the last change of the rate
     - *is_set*: 1 if ``Delay.set_rate`` has set the rate
     - *log*: the times of the last starts, or of every n-th start
     """
