@@ -173,7 +173,7 @@ class Delay(KeyedCalls):
                 f"expected the name of a rate in native_delay_rates ({names}), got {name!r}"
             )
         key, usual = key and key[:LONGEST_KEY], next(iter(mine.values()))
-        rate = usual.for_key(key) if limit is None else usual.at(limit)
+        rate = usual.for_key(key) if limit is None else replace(usual, limit=limit, overrides=None)
         asked = Asked(name, key, rate)
 
         def change(channel: Any, settings: DelaySettings) -> Any:

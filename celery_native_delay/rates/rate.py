@@ -112,7 +112,7 @@ class Rate:
             self.overrides,
         )
         for limit in by_key.values():
-            self.at(limit)
+            self._at(limit)
 
     def __repr__(self) -> str:
         """Return the call that makes this rate, without default values."""
@@ -206,9 +206,9 @@ class Rate:
         if key is None or not self.overrides:
             return self
         found = self.overrides(key) if callable(self.overrides) else self.overrides.get(key)
-        return self if found is None else self.at(found)
+        return self if found is None else self._at(found)
 
-    def at(self, limit: str) -> Rate:
+    def _at(self, limit: str) -> Rate:
         """Return this rate with another limit for all keys."""
         return replace(self, limit=limit, overrides=None)
 
