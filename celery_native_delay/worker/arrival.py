@@ -89,7 +89,7 @@ class Arrival:
         )
 
     def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
-        """If the records are unreachable: let the message wait in the broker for five seconds."""
+        """Return the decision for unreachable records: wait in the broker for five seconds."""
         return WaitUntil(self.now_us + AWAY_US, delivery_id, AskAgain(AWAY_US / 1e6))
 
 

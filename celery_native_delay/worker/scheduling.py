@@ -54,7 +54,8 @@ class Scheduling:
     def start(self) -> None:
         """Publish the missing messages of schedule entries now, and then every 30 s.
 
-        Call this method for each new connection. Celery cancels the repeated calls of a lost one.
+        Call this method for each new connection, because Celery cancels the repeated calls of a
+        lost connection.
         """
         publish = (self._schedules.publish,)
         self.in_thread(*publish)

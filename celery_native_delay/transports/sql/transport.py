@@ -202,7 +202,7 @@ class DatabaseChannel(StoreDelayingChannel):
 
 
 class DatabaseTransport(StoreDelayingTransport):
-    """The sqlalchemy transport's mixin: ``native_delay_store`` defaults to the broker's database."""
+    """A mixin for kombu's sqlalchemy transport, whose broker is itself a database."""
 
     def establish_connection(self: Any) -> Any:
         options = self.client.transport_options
@@ -215,7 +215,7 @@ class DatabaseTransport(StoreDelayingTransport):
 
 
 def _for_engines(options: dict[str, Any]) -> dict[str, Any]:
-    """Copy *options* without ``native_delay`` and ``polling_interval``, which SQLAlchemy rejects."""
+    """Drop ``native_delay`` and ``polling_interval``, because SQLAlchemy rejects both options."""
     ours = (OPTION, "polling_interval")
     return {name: value for name, value in options.items() if name not in ours}
 
