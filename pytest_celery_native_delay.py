@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def installed(require: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return the installed broker; without a broker, skip the test, or fail in CI."""
+    """Call *require*. If the broker is not installed, skip the test; in CI, fail the test."""
     from celery_native_delay.testing import BrokerMissing
 
     try:

@@ -73,9 +73,10 @@ class Arrival:
 
     @cached_property
     def is_early(self) -> bool:
-        """True if the message must return to the broker to wait for its ETA.
+        """True if the message arrived too early, and must return to the broker until its ETA.
 
-        False for a revoked or expired task, which Celery itself handles.
+        The only exceptions: cancelled, revoked and expired tasks are never early, because Celery
+        handles them at once.
         """
         eta_us = due_us_or_none(self.fields.get("eta"))
         if eta_us is None or self.is_cancelled:
@@ -88,7 +89,7 @@ class Arrival:
         )
 
     def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
-        """Return the decision that the message waits in the broker for five seconds."""
+        """Return the decision for unreachable records: wait in the broker for five seconds."""
         return WaitUntil(self.now_us + AWAY_US, delivery_id, AskAgain(AWAY_US / 1e6))
 
 
@@ -116,8 +117,8 @@ class AskAgain:
 
     - *beside_prefetch*: True to raise the prefetch count by one during this time.
     - *from_here*: True to skip the checks that the task has passed already.
-    - *once*: None to begin *after_seconds* now. Otherwise *once* gets a callback, which begins
-      *after_seconds* when called.
+    - *once*: None if *after_seconds* begin now. Otherwise the worker calls *once* with a function
+      *start*, and *after_seconds* begin when other code calls *start*.
     """
 
     after_seconds: float

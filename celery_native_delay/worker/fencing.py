@@ -97,7 +97,7 @@ class Fence:
             logger.warning(text, *args)
 
     def _record_of(self, run: str) -> Record | None:
-        """Return the stored state of a Spark run, or None if unreadable."""
+        """Return a Spark run's stored state, or None if reading the records fails."""
         record, until = self._known.get(run, (None, 0.0))
         if monotonic() < until:
             return record

@@ -128,7 +128,7 @@ class GatedStrategies(dict[str, Any]):
         super().__setitem__(name, on_task)
 
     def _pass(self, task: _Task, first: int = 0) -> None:
-        """Run the checks of a task, from check number *first*; then run the task."""
+        """Run a task's checks, beginning with number *first*; if all pass, run the task."""
         for number, gate in enumerate(self._gates[first:], first):
             try:
                 ruling = gate(task.arrival)
@@ -249,7 +249,6 @@ class GatedStrategies(dict[str, Any]):
         self._call(call_soon, message.ack_log_error, logger, consumer.connection_errors)
 
     def _after(self, seconds: float, call: Callable[[], Any]) -> None:
-        """Call a function after *seconds*. If Celery's timer is a thread, use a new thread."""
         # Celery's timer, if it is a thread, may be up to a second late.
         if not isinstance(self._consumer.timer, Thread):
             self._consumer.timer.call_after(seconds, call)

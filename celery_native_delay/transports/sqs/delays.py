@@ -81,7 +81,7 @@ class Delays(recorded.Delays):
         check_size(put.payload.size_bytes, queue=put.queue, most_bytes=most_bytes)
 
     def _send(self, queue: str, payload: Payload, delay_seconds: int) -> None:
-        """Send a message to *queue*; if *queue* was deleted, let kombu create *queue* again."""
+        """Send a message; if *queue* was deleted, create *queue* and try once more."""
         arguments = {"DelaySeconds": delay_seconds, **payload.arguments()}
         for is_last_try in (False, True):
             try:

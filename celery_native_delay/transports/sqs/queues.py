@@ -84,7 +84,10 @@ class Queues:
     def send_many(
         self, queue: str, messages: Sequence[Mapping[str, Any]], *, url: Callable[[], str]
     ) -> dict[int, Failure]:
-        """Send up to ten messages in one request; return the failures by index in *messages*."""
+        """Send up to ten messages in one request.
+
+        Returns a dict of the failures. A key is the position of the message in *messages*, from 0.
+        """
         entries = [{"Id": str(at), **message} for at, message in enumerate(messages)]
 
         def send() -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Message(virtual.Message):  # type: ignore[misc]
 
 
 class PublishingChannel:
-    """A channel mixin: a closed channel raises a recoverable error for each delayed message."""
+    """A channel mixin: a delayed publish on a closed channel raises a recoverable error."""
 
     disconnected: ClassVar[type[Exception]] = RecoverableConnectionError
     """The recoverable error that a delayed publish on a closed channel raises."""

@@ -48,7 +48,7 @@ class Outbox(outbox.Outbox[MessageT, BatchT]):
         return self._named(reason, [put.envelope for put in puts])
 
     def _named(self, reason: str, envelopes: Iterable[str | bytes]) -> list[RefusedMessage]:
-        """Return one report per refused message, even for a message to several queues."""
+        """Report each message once, even if the broker refuses its copies for several queues."""
         messages = {
             (message.delivery_id, message.task_id): message
             for message in (refused_of(reason, envelope) for envelope in envelopes)

@@ -57,7 +57,10 @@ def delivery_id_of(header: Mapping[str, Any], properties: Mapping[str, Any]) -> 
 def unwrapped(
     headers: Mapping[str, Any] | None, properties: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Delayed | None]:
-    """Return the headers without this package's header, and the parsed header or None."""
+    """Return the headers without this package's header, and the parsed header.
+
+    The parsed header is None if the header is missing, invalid, or copied into a retry.
+    """
     opened = dict(headers or {})
     header = opened.pop(HEADER, None)
     if not is_own(header):
