@@ -36,7 +36,7 @@ def records_beside(settings: DelaySettings, place: str) -> Any:
 
 
 def lines_beside(records: Any) -> Lines:
-    """Return the stored queues of rate-limited tasks; raise NoRecords if not configured."""
+    """Return the stored queues of rate-limited tasks; raise NoRecords if *records* is None."""
     if records is None:
         raise NoRecords(
             "native_delay_rates needs records beside this broker: set native_delay_records = "
@@ -110,7 +110,7 @@ class RecordedChannel:
         return tasks
 
     def lines(self, settings: DelaySettings) -> Lines:
-        """Return the stored queues of rate-limited tasks; raise NoRecords if not configured."""
+        """Return the stored queues of rate-limited tasks; raise NoRecords if *records* is None."""
         return lines_beside(self.delays.records)
 
 

@@ -276,7 +276,7 @@ class GatedStrategies(dict[str, Any]):
 
 
 class Waker:
-    """Wakes up a worker's event loop, from any thread and from the loop's timers."""
+    """Makes a worker's event loop run new callbacks at once, not up to a second later."""
 
     # kombu 5.7 does not wake up its event loop for callbacks that a timer adds. These callbacks may
     # be a second late without a Waker.
