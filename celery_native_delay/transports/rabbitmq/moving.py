@@ -235,8 +235,8 @@ class RabbitMQMovingPart(MovingPart):
     def _sets(self, name: str, *, here: bool) -> list[Source]:
         """Return one :class:`SetSource` for each name prefix of delay queues.
 
-        If *here* is True, ``delay migrate`` moves messages into the app's own delay queues. So the
-        result excludes the app's own delay queues.
+        If *here* is True, ``delay migrate`` moves messages within this broker, into the app's own
+        delay queues. So the app's own delay queues are not in the result.
         """
         wanted = name or self._settings.namespace
         try:

@@ -66,7 +66,7 @@ def count(delays: Delays) -> int:
 
 
 def rescue(delays: Delays) -> Rescue | None:
-    """Publish the parking queue's messages to their destinations; return the count of each outcome.
+    """Publish the parking queue's messages to their destinations; return the counts by outcome.
 
     Return None if another process holds the lock of the parking queue.
     """

@@ -59,7 +59,8 @@ class Pruning:
         """Delete the *chosen* sets of outdated queues and exchanges.
 
         Skip each set whose queues contained messages when :meth:`remnants` counted the messages.
-        Return the sets whose queues have received messages since. The queues of these sets stay.
+        Return the sets whose queues have received messages since then. The queues of these sets
+        stay.
         """
         places = [self._places[remnant.name] for remnant in chosen if not remnant.waiting]
         with permissions_explained(self._delays.topology):
