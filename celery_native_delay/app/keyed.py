@@ -1,9 +1,9 @@
 """Debounce, throttle and unique: calls with the same key send one task instead of many.
 
 Each publish checks the key's stored state, and stores the message and the new state in one step.
-Before the publish, ``unique`` and ``throttle`` also read the state, so that most calls that send no
-task publish nothing. The only exception: ``throttle(edge="trailing")`` does not read the state
-before the publish.
+Before the publish, ``unique`` and ``throttle`` also read the state. If the state shows that the
+call sends no task, the call ends without a publish. The only exception:
+``throttle(edge="trailing")`` always publishes.
 """
 
 from __future__ import annotations

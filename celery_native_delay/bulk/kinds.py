@@ -89,7 +89,7 @@ class Kinds:
         return kind if kind is not None and same(kind.hooks, hooks) else None
 
     def learn(self, sample: Sample) -> None:
-        """Store the message of a kind that has no valid message; otherwise compare both messages."""
+        """Store a kind's message if no valid message is stored; otherwise compare the two."""
         key, now_us = sample.key, time_ns() // 1000
         kind = self.of(key, sample.hooks)
         generation = self._publisher.outbox.connects

@@ -79,7 +79,7 @@ class PlainPublishing:
         )
 
     def witness(self, task: Task | None) -> str:
-        """Return a text on foreign code that handles the task's messages; "" if none does."""
+        """Return which code outside Celery and kombu handles the task's messages; "" if none."""
         found = next(self._witnesses(), "")
         if not found and task is not None:
             found = next(self._witnesses_of(task), "")

@@ -111,7 +111,7 @@ def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
 def _show_findings(
     ctx: click.Context, found: Sequence[Finding], as_json: bool, *, well: str
 ) -> None:
-    """Print the findings, and a last line that begins with *well* unless one is wrong; exit."""
+    """Print the findings and a last line (with *well* if no finding is "wrong"), and exit."""
     from ..finding import ADVICE, UNCHECKED, WRONG
 
     levels = (WRONG, UNCHECKED, ADVICE)

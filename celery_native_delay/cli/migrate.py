@@ -62,8 +62,8 @@ def migrate(
 ) -> None:
     """Move waiting messages to the app's broker.
 
-    Sources are plain Celery's delayed delivery, this package's delay queues of earlier settings, and
-    other brokers. Due times stay the same. A message is deleted at its source after the app's
+    Sources are plain Celery's delayed delivery, this package's delay queues of earlier settings,
+    and other brokers. Due times stay the same. A message is deleted at its source after the app's
     broker has confirmed the message. Ctrl-C stops after the current message; run the command again
     to move the rest. If the process is killed, no message is lost, but the task of the current
     message may run twice.
@@ -126,8 +126,8 @@ def prune(
 
     The command also deletes Celery's own empty delay queues, and Celery's own delay bindings on
     your topic exchanges. Before you run the command, stop all producers that delay with plain
-    Celery on this virtual host. Before the command deletes queues, it lists them and asks for confirmation. Queues with
-    messages are not deleted: move their messages with `delay migrate`.
+    Celery on this virtual host. Before the command deletes queues, it lists them and asks for
+    confirmation. Queues with messages are not deleted: move their messages with `delay migrate`.
     """
     from ..app.moving import reaches_of
 

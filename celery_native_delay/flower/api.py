@@ -206,7 +206,7 @@ class ShowDelay(ApiHandler):
 class ChangeOne(ApiHandler):
     @web.authenticated
     async def post(self, verb: str, task_id: str) -> None:
-        """Change a waiting task. Send 404 if no message waits, 409 if a worker has the task."""
+        """Change a waiting task. Send 404 if it is not waiting, 409 if a worker already has it."""
         self.changes()
         (outcome,) = await self.change(verb, [task_id], self.body())
         if not outcome:
