@@ -307,8 +307,8 @@ def records_place(app: Any, settings: DelaySettings) -> Place | None:
     """Return the URL and namespace of the server that stores task state.
 
     The setting ``native_delay_records`` gives the URL. Without this setting, the server is the
-    Redis broker, or the database with the waiting messages. On other brokers, and for a broker
-    behind Redis Sentinel, the result without this setting is None.
+    Redis broker, or the database with the waiting messages. Returns None if the setting is missing
+    and the broker stores no task state, or is behind Redis Sentinel.
     """
     if settings.records is not None:
         return Place(settings.records, settings.namespace)

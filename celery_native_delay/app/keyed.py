@@ -3,7 +3,7 @@
 Each publish checks the key's stored state, and stores the message and the new state in one step.
 Before the publish, ``unique`` and ``throttle`` also read the state. If the state shows that the
 call sends no task, the call ends without a publish. The only exception:
-``throttle(edge="trailing")`` always publishes.
+``throttle(edge="trailing")`` publishes without this read.
 """
 
 from __future__ import annotations
