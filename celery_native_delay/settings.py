@@ -304,8 +304,9 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
 def lowest_bit(bit: int, *, fused_bits: int) -> int:
     """Return the lowest bit of the group that contains *bit*; for example, 3 for bit 5.
 
-    A delay is a binary number, in units of the setting *resolution*. The bits below *fused_bits*
-    form the groups 0-2, 3-6, 7-10 and so on. Each other bit is a group of its own.
+    A delay is a binary number, in units of the setting *resolution*. A message waits at
+    most once per group of bits. The bits below *fused_bits* form the groups 0-2, 3-6, 7-10 and so
+    on: the lowest group has three bits, each other group four. Each higher bit is its own group.
     """
     if bit >= fused_bits:
         return bit
