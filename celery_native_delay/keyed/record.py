@@ -49,8 +49,8 @@ class Record:
     - *opener*: the id of the task that began a throttle's window.
     - *run*: the running execution of a unique task.
 
-    All times are in microseconds since the epoch. Unset times are 0. Other unset
-    fields are None.
+    All times are in microseconds since the epoch. Unset times are 0. Other unset fields
+    are None.
     """
 
     id: str | None = None

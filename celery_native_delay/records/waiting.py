@@ -148,9 +148,10 @@ class Query:
 
     @property
     def needle(self) -> str:
-        """The longest known lower-case text that all matching tasks contain; "" if none is known.
+        """A lower-case text that every matching task contains, in upper or lower case, or "".
 
-        Redis or the database returns only tasks with this text, in upper or lower case.
+        Redis or the database returns only tasks that contain this text. With "", Redis or the
+        database returns all tasks.
         """
         texts = [word.needle for word in self.words]
         texts += [text.lower() for text in (self.name, self.queue) if text]

@@ -97,10 +97,10 @@ def planned(state: State | None, entry: Entry, now_us: int) -> State | None:
 
 
 def sent_again(state: State, now_us: int) -> State | None:
-    """Return a state with a new publish time if the message is overdue, else None.
+    """Return a state with a new publish time if the message must be published again, or None.
 
-    The message may be lost, so it is published again 1, 2, 4, 8, … minutes after its due time. If
-    workers receive several copies, only the first received copy runs.
+    An overdue message may be lost. So workers publish the message again 1, 2, 4, 8, … minutes after
+    the due time. If workers receive several copies, only the first received copy runs.
     """
     if state.due_us is None:
         return None
