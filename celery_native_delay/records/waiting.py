@@ -150,8 +150,7 @@ class Query:
     def needle(self) -> str:
         """A lower-case text that every matching task contains, in upper or lower case, or "".
 
-        Redis or the database returns only tasks that contain this text. With "", Redis or the
-        database returns all tasks.
+        Redis or the database returns only tasks that contain this text; "" excludes no task.
         """
         texts = [word.needle for word in self.words]
         texts += [text.lower() for text in (self.name, self.queue) if text]
