@@ -95,7 +95,7 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Return the message's larger size in bytes, because the size differs between the queues."""
+        """Return the size (bytes) in the delay queue or destination queue, whichever is larger."""
         return max(len(self.text().encode()) + _GROWTH_BYTES, self.payload.size_bytes)
 
     def arguments(self) -> dict[str, Any]:
