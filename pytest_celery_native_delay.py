@@ -39,7 +39,10 @@ T = TypeVar("T")
 
 
 def installed(require: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call *require*. If the broker is not installed, skip the test; in CI, fail the test."""
+    """Return the result of *require*; skip the test if *require* raises BrokerMissing.
+
+    The only exception: in CI, the test fails instead.
+    """
     from celery_native_delay.testing import BrokerMissing
 
     try:

@@ -28,7 +28,8 @@ AWAY_US = 5_000_000
 class Arrival:
     """A task message that a worker received at *now_us* (microseconds since the epoch).
 
-    *fields* are the message's headers. In task protocol 1, *fields* are the message's body.
+    *fields* are the message's headers. The only exception: in task protocol 1, *fields* are the
+    message's body.
     """
 
     message: Any
@@ -89,7 +90,7 @@ class Arrival:
         )
 
     def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
-        """Return the decision for unreachable records: wait in the broker for five seconds."""
+        """Return the decision for unreachable records: the task waits in the broker for 5 s."""
         return WaitUntil(self.now_us + AWAY_US, delivery_id, AskAgain(AWAY_US / 1e6))
 
 
@@ -117,8 +118,8 @@ class AskAgain:
 
     - *beside_prefetch*: True to raise the prefetch count by one during this time.
     - *from_here*: True to skip the checks that the task has passed already.
-    - *once*: None if *after_seconds* begin now. Otherwise the worker calls *once* with a function
-      *start*, and *after_seconds* begin when other code calls *start*.
+    - *once*: None if *after_seconds* begin now. Otherwise a function: the worker calls
+      ``once(start)``, and *after_seconds* begin when the check calls ``start()``.
     """
 
     after_seconds: float

@@ -215,7 +215,7 @@ class DatabaseTransport(StoreDelayingTransport):
 
 
 def _for_engines(options: dict[str, Any]) -> dict[str, Any]:
-    """Drop ``native_delay`` and ``polling_interval``, because SQLAlchemy rejects both options."""
+    """Return the options for SQLAlchemy: all except ``native_delay`` and ``polling_interval``."""
     ours = (OPTION, "polling_interval")
     return {name: value for name, value in options.items() if name not in ours}
 

@@ -175,7 +175,7 @@ def _say_once(sentence: str) -> None:
 
 
 def leave_to_celery(queue: str) -> None:
-    """Warn once that delayed tasks of a FIFO queue wait in workers' memory."""
+    """Warn once for each FIFO queue: its delayed tasks wait in the workers' memory."""
     _say_once(
         f"{queue!r} is a FIFO queue, where SQS takes no delay for a single message: its tasks with "
         f"an ETA stay with Celery, in the memory of its workers"

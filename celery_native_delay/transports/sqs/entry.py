@@ -95,7 +95,7 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Return the larger size in bytes: in the delay queue or in the destination queue."""
+        """Return the size (bytes) in the delay queue or destination queue, whichever is larger."""
         return max(len(self.text().encode()) + _GROWTH_BYTES, self.payload.size_bytes)
 
     def arguments(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Entry:
 
 
 class SqsMessage(NamedTuple):
-    """An encoded delayed message for an SQS queue."""
+    """A delayed message: its destination queue, due time, id and :class:`Payload`."""
 
     queue: str
     due_us: int
@@ -156,7 +156,7 @@ class SqsMessage(NamedTuple):
 
 
 def opened(text: str) -> Entry:
-    """Decode the body of a message in a delay queue, or raise ValueError."""
+    """Decode a delay queue's message body; raise ValueError if this package did not send it."""
     head, newline, body = text.partition("\n")
     found = loads(head) if newline else None
     if not isinstance(found, dict) or found.get("v") != VERSION:

@@ -143,7 +143,7 @@ def is_about_a_message(exc: ClientError) -> bool:
 
 
 def dated_ms(answer: dict[str, Any]) -> int:
-    """Return the date of an answer from SQS, in milliseconds since the epoch."""
+    """Return the HTTP date of SQS's response (ms since the epoch), or 0 without date."""
     dated = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
     return int(parsedate_to_datetime(dated).timestamp()) * 1000 if dated else 0
 

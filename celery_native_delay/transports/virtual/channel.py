@@ -81,7 +81,10 @@ class DelayingChannel(PublishingChannel):
         raise without_records(self)
 
     def records(self, settings: DelaySettings) -> Records:
-        """Return the storage for task state, such as debounce keys, or raise UnsupportedBroker."""
+        """Return the storage for task state, such as debounce keys.
+
+        Raises UnsupportedBroker if no storage is configured.
+        """
         raise without_records(self)
 
     @property

@@ -32,7 +32,8 @@ class MovingPart(moving.MovingPart):
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
         """Return this broker's waiting messages.
 
-        Raises UnsupportedBroker if *what* is not None: only RabbitMQ supports names in ``--from``.
+        *what* is the value of ``--from`` if the value is no URL, such as "celery". Raises
+        UnsupportedBroker if *what* is not None, because only RabbitMQ supports such values.
         """
         if what is not None:
             raise UnsupportedBroker(

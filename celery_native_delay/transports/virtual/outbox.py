@@ -33,7 +33,7 @@ class Outbox(outbox.Outbox[MessageT, BatchT]):
         self._refused += [replace(each, returned=True) for each in self._named(NOWHERE, envelopes)]
 
     def _prepare(self, channel: Any) -> None:
-        """Do broker-specific work before the first send on a new channel."""
+        """Prepare the broker for the first send on a new channel; subclasses override this."""
 
     def _opened(self, client: Any) -> Collecting:
         delaying = client.transport.delaying_channel
