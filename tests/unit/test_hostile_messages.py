@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,12 @@ class Leases:
 
     def hold(self, held: Any) -> None:
         held.name.encode()
+
+
+@pytest.fixture(autouse=True)
+def no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Keep no log lines, because pytest-xdist cannot send a lone surrogate in them."""
+    caplog.set_level(logging.CRITICAL)
 
 
 @pytest.fixture(scope="module")
