@@ -39,7 +39,10 @@ T = TypeVar("T")
 
 
 def installed(require: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return the installed broker; without a broker, skip the test, or fail in CI."""
+    """Return the result of *require*; skip the test if *require* raises BrokerMissing.
+
+    The only exception: in CI, the test fails instead.
+    """
     from celery_native_delay.testing import BrokerMissing
 
     try:

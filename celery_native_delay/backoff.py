@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Backoff:
-    """Computes the pause before the next attempt. Each pause is twice the last, up to a limit."""
+    """Computes the pause before the next attempt. Each failure doubles the pause, up to a limit."""
 
     def __init__(self, first: float, longest: float) -> None:
         self._first = first

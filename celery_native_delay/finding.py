@@ -1,4 +1,4 @@
-"""Findings: problems that a check has found, each with a remedy."""
+"""Findings: problems that a check has found, and checks that could not run."""
 
 from __future__ import annotations
 

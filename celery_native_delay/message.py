@@ -37,7 +37,7 @@ _LATEST_MS = 253_402_300_800_000
 
 
 def is_own(header: Any) -> bool:
-    """Return True if *header* is a valid header of this version of the package."""
+    """Return True if this package's message header is valid and has the current VERSION."""
     if not isinstance(header, dict) or header.get("v") != VERSION:
         return False
     has_types = all(isinstance(value, _TYPES.get(name, object)) for name, value in header.items())
@@ -62,7 +62,7 @@ class Delayed(NamedTuple):
     cancelled: bool = False
 
     def header(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the header as a dict. *kept* are message properties to restore when due."""
+        """Return this header as a dict, together with the original message properties *kept*."""
         header: dict[str, Any] = {
             "v": VERSION,
             "id": self.delivery_id,

@@ -21,11 +21,12 @@ OLDEST_REDIS = (6, 2)
 
 @dataclass(frozen=True)
 class Server:
-    """The version and settings of a Redis or Valkey server, from ``INFO``.
+    """The version and settings of a Redis or Valkey server.
 
-    *policy* is ``maxmemory-policy`` and *aof* is ``appendonly``. *configurable* is True if the
-    client's user may call ``CONFIG GET``. Unknown fields are None. The only exception: an unknown
-    *version* is ().
+    - *version*: for example (7, 2, 4); () if unknown.
+    - *policy*: the server's ``maxmemory-policy``; None if unknown.
+    - *aof*: True if the server's ``appendonly`` is "yes"; None if unknown.
+    - *configurable*: True if the client's user may call ``CONFIG GET``; None if unknown.
     """
 
     name: str = "Redis"
@@ -75,8 +76,8 @@ def check_server(server: Server, *, prefix: str) -> None:
 def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) -> Iterator[Finding]:
     """Yield a problem for each Redis setting that may cause a loss of data.
 
-    *kept* names the data in the problem's text. With *has_ttls*, the data has TTLs, so a
-    ``volatile-…`` eviction policy may delete the data, too.
+    *kept* is a name of the data for users, such as "delayed messages". *has_ttls* is True if the
+    data has TTLs. Redis may delete such data under a ``volatile-…`` eviction policy.
     """
     level = ADVICE if server.configurable is False else WRONG
     policy = server.policy

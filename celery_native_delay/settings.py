@@ -321,8 +321,10 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
 def lowest_bit(bit: int, *, fused_bits: int) -> int:
     """Return the lowest bit of the group that contains *bit*; for example, 3 for bit 5.
 
-    A delay is a binary number, in units of the setting *resolution*. The bits below *fused_bits*
-    form the groups 0-2, 3-6, 7-10 and so on. Each other bit is a group of its own.
+    A delay is a binary number, in units of the setting *resolution*. The bits form
+    groups, and a message waits at most once per group. The lowest group has three bits (0-2). The
+    next groups have four bits (3-6, 7-10, …), up to the bit *fused_bits* - 1. Each higher bit is a
+    group of its own.
     """
     if bit >= fused_bits:
         return bit

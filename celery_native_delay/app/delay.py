@@ -196,7 +196,7 @@ class Delay(KeyedCalls):
         return sum(map(bool, self._change(due, move))) if due else 0
 
     def _with_holds(self, tasks: Sequence[Waiting]) -> list[Waiting]:
-        """If a ``RetryAfter`` pause delays a task, replace its due time by the pause's end."""
+        """Return *tasks*; if ``RetryAfter`` delays a task, its due time is the pause's end."""
         until_us: dict[str, int] = {}
         if any(task.place for task in tasks):
             with suppress(NativeDelayError):  # then show the due times of the messages
@@ -365,7 +365,7 @@ class Delay(KeyedCalls):
         return ask_broker(self._app, ask)
 
     def _revoke_result(self, outcome: Outcome) -> None:
-        """Set the results of cancelled tasks to REVOKED, until the result backend fails once."""
+        """Set results of cancelled tasks to REVOKED; do nothing after the result backend failed."""
         # After a failure, workers set the results: a call to a failing backend may take minutes.
         for task in outcome.tasks:
             if self._sets_results and task.name and task.keeps_result:
@@ -373,9 +373,9 @@ class Delay(KeyedCalls):
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:
-    """Return a page of tasks that match *query*, and True if all matching tasks were counted.
+    """Return a page of tasks that match *query*, and True if the page's *total* is exact.
 
-    If the second value is False, the page's *total* may be too low.
+    If the second value is False, *total* is a lower bound.
     """
     searched = not query.is_by_time_only
     page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)

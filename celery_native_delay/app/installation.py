@@ -76,7 +76,6 @@ class Installation:
 
     @property
     def enabled(self) -> bool:
-        """False if the setting ``native_delay_enabled`` is False."""
         value = self.keywords.get("enabled", self.app.conf.get(f"{PREFIX}enabled", True))
         return value is not False
 
@@ -141,11 +140,11 @@ class Installation:
             return exc
 
     def _fits(self, connection: Connection, settings: DelaySettings | SettingsError) -> bool:
-        """Return True if a connection's transport can delay; log a warning and return False if not.
+        """Return True if the transport of *connection* can delay; otherwise warn in the log.
 
-        In three cases this method raises UnsupportedBroker instead of the warning:
-        ``native_delay_strict`` is True, ``raises_if_unsupported`` is True, or the same broker could
-        delay with another URL, such as ``pyamqp://``.
+        The only exceptions: this method raises UnsupportedBroker if ``native_delay_strict`` is
+        True, in a ``delay`` command, or if another URL of the same broker, such as ``pyamqp://``,
+        can delay.
         """
         name = connection.transport_cls
         # With wrong settings take our transport: then a delayed publish raises the error.
@@ -259,7 +258,7 @@ def _give_eta_header(amqp: Any) -> None:
 
 
 def keep_celerys_own_off(module: ModuleType) -> None:
-    """Patch *module*: apps with ``install(app)`` skip Celery's own delayed delivery."""
+    """Patch a Celery module: apps with ``install(app)`` skip Celery's own delayed delivery."""
     original = getattr(module, "detect_quorum_queues", None)
     if original is None:
         raise UnsupportedBroker(
@@ -307,8 +306,9 @@ def bounded_connection(app: Any) -> Any:
 def records_place(app: Any, settings: DelaySettings) -> Place | None:
     """Return the URL and namespace of the server that stores task state.
 
-    This server is ``native_delay_records``; by default the broker, or the database in which the
-    messages wait. Returns None if the broker stores no task state, or is behind Redis Sentinel.
+    The setting ``native_delay_records`` gives the URL. Without this setting, the server is the
+    Redis broker, or the database with the waiting messages. Returns None if the setting is missing
+    and the broker stores no task state, or is behind Redis Sentinel.
     """
     if settings.records is not None:
         return Place(settings.records, settings.namespace)
@@ -324,7 +324,7 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Tell a WorkerPart or AdminPart its queues: *queues*, or by default all queues of the app."""
+    """Pass the queue names *queues*, by default all queues of the app, to *part*; return *part*."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

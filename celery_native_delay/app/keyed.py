@@ -1,8 +1,9 @@
 """Debounce, throttle and unique: calls with the same key send one task instead of many.
 
 Each publish checks the key's stored state, and stores the message and the new state in one step.
-Before the publish, ``throttle`` and ``unique`` also read the state. If another call's task already
-has the key, nothing is published.
+Before the publish, ``unique`` and ``throttle`` also read the state. If the state shows that the
+call sends no task, the call ends without a publish. The only exception:
+``throttle(edge="trailing")`` publishes without this read.
 """
 
 from __future__ import annotations

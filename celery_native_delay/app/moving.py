@@ -56,7 +56,7 @@ class MovingKeys:
 
     @property
     def warning(self) -> str | None:
-        """A warning if tasks with a key cannot move, or lose the key; otherwise None."""
+        """A warning if tasks with a key cannot move, or lose the key at the destination."""
         if self._is_kept:
             return None
         if self._from is None:
@@ -226,7 +226,10 @@ def reaches_of(app: Any) -> list[Reach]:
 def moving(
     app: Any, connection: Any, names: Sequence[str], *, records: str | None
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
-    """Connect to the app's broker (the destination), and to the sources (names or URLs) in *names*.
+    """Connect to the app's broker (the destination), and to each source in *names*.
+
+    A source is the URL of another broker or database, or a name that ``delay migrate --from``
+    accepts, such as ``celery``.
 
     *records* is the URL of the Redis or database that lists the sources' waiting tasks. None means
     the app's own ``native_delay_records``.

@@ -191,7 +191,7 @@ class Schedules:
             entry.is_due()  # django-celery-beat then disables the entry
 
     def note_beat(self, name: str) -> None:
-        """Store for one hour the name of a task that ``celery beat`` sent."""
+        """Store for one hour that ``celery beat`` sent the schedule entry or task *name*."""
         if name in self._entries or name in [entry.task for entry in self._entries.values()]:
             kept_us = time_ns() // 1000 + _BEAT_KEPT_US
             self._ask(lambda records: records.change(_BEAT, lambda _: Change(name, kept_us, None)))
@@ -278,9 +278,10 @@ class Schedules:
     def _change(
         self, name: str, rule: Callable[[State | None], State | None]
     ) -> tuple[State | None, State | None]:
-        """Replace a schedule entry's state by the result of *rule*; return the old and new state.
+        """Call the function *rule* with a schedule entry's state, and store the result.
 
-        If *rule* returns None, the stored state does not change.
+        If *rule* returns None, the stored state does not change. Returns the state before the
+        call and the result of *rule*.
         """
 
         def attempt() -> tuple[State | None, State | None] | None:
@@ -313,7 +314,7 @@ class Schedules:
         return bool(publish.answer)
 
     def _send(self, entry: Entry, task_id: str, from_us: int, headers: dict[str, Any]) -> str:
-        """Send the task of *entry*; a relative ``expires`` counts from *from_us*."""
+        """Send the task of *entry*; a relative ``expires`` counts from epoch time *from_us*."""
         options = {key: value for key, value in entry.options.items() if key not in _OURS}
         beats = {"periodic_task_name": entry.name, **headers}
         options["headers"] = {**(options.get("headers") or {}), **beats}
@@ -338,9 +339,9 @@ def _removed(snapshot: Snapshot) -> Change[None]:
 
 
 def _reading_all(kind: Any) -> Any:
-    """Return a scheduler class that reads all enabled entries of django-celery-beat.
+    """Return a subclass of a django-celery-beat scheduler that reads all enabled entries.
 
-    Without this change, django-celery-beat 2.8 or later reads only crontabs for the hours near now.
+    The scheduler of django-celery-beat 2.8 or later reads only crontabs for the hours near now.
     """
     if not hasattr(kind, "enabled_models_qs"):
         return kind

@@ -297,8 +297,8 @@ class Bulk:
 def bulk(app: Celery, **options: Any) -> Bulk:
     """Return a batch that publishes many delayed tasks of *app* fast, in a ``with`` block.
 
-    The end of the block waits until the broker has confirmed all tasks. Then ``batch.result`` has
-    the number of sent tasks, and lists the tasks without a confirm.
+    At the end of the block, the batch waits up to *timeout_seconds* for the broker's confirms. Then
+    ``batch.result`` has the number of sent tasks, and lists the tasks without a confirm.
 
     Args:
         app: a Celery app with ``install(app)``.

@@ -80,16 +80,16 @@ class Kinds:
         self._logged: set[str] = set()
 
     def hooks(self, key: Any, known: Task | None) -> tuple[Any, ...]:
-        """Return :meth:`PlainPublishing.hooks`; () if a copy of this kind's message was wrong."""
+        """Return :meth:`PlainPublishing.hooks`; () if an earlier copy for *key* was wrong."""
         return () if key in self._without_template else self._plain.hooks(known)
 
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:
-        """Return the stored kind; None if missing, or if its publishing functions have changed."""
+        """Return the kind stored under *key*; None if missing, or stored with other *hooks*."""
         kind = self._kinds.get(key)
         return kind if kind is not None and same(kind.hooks, hooks) else None
 
     def learn(self, sample: Sample) -> None:
-        """Store the message of a published task, or compare the message with the stored message."""
+        """Store a kind's message if no valid message is stored; otherwise compare the two."""
         key, now_us = sample.key, time_ns() // 1000
         kind = self.of(key, sample.hooks)
         generation = self._publisher.outbox.connects
@@ -127,7 +127,7 @@ class Kinds:
         self._kinds[key] = kind
 
     def _made_by(self, kind: Kind, sample: Sample, now_us: int) -> bool | None:
-        """Return True if a copy equals the published message; None if they cannot be compared."""
+        """Return True if a copy for *kind* equals the published message; None if not comparable."""
         if sample.made is None:
             return None
         headers = self._publisher.last_headers

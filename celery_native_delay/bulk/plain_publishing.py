@@ -79,7 +79,7 @@ class PlainPublishing:
         )
 
     def witness(self, task: Task | None) -> str:
-        """Return why encoded messages of the task cannot be reused; "" if they can."""
+        """Return the reason to publish the task by ``apply_async``; "" if copies can be sent."""
         found = next(self._witnesses(), "")
         if not found and task is not None:
             found = next(self._witnesses_of(task), "")

@@ -59,8 +59,8 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     limits, schedules, telemetry and the Redis or database of native_delay_records. The command
     finds overdue, parked and stuck messages: see `delay status`.
 
-    The exit status is 1 if a problem is "wrong". The findings "not checked" and "advice" do not
-    change the exit status.
+    Each finding has a level: "wrong", "not checked" or "advice". The exit status is 1 if a finding
+    has the level "wrong".
     """
     from ..app.doctor import examine
     from ..errors import SettingsError
@@ -111,7 +111,7 @@ def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
 def _show_findings(
     ctx: click.Context, found: Sequence[Finding], as_json: bool, *, well: str
 ) -> None:
-    """Print the findings and a last line (*well* if no problem was found), and exit."""
+    """Print the findings and a last line (with *well* if no finding is "wrong"), and exit."""
     from ..finding import ADVICE, UNCHECKED, WRONG
 
     levels = (WRONG, UNCHECKED, ADVICE)

@@ -62,11 +62,11 @@ def migrate(
 ) -> None:
     """Move waiting messages to the app's broker.
 
-    Sources are plain Celery's delayed delivery, delay queues that only earlier settings of this
-    package used, and other brokers. Due times stay the same. A message is deleted at its source
-    after the app's broker has confirmed the message. Ctrl-C stops after the current message; run
-    the command again to move the rest. If the process is killed, no message is lost, but the task
-    of the current message may run twice.
+    Sources are plain Celery's delayed delivery, this package's delay queues of earlier settings,
+    and other brokers. Due times stay the same. A message is deleted at its source after the app's
+    broker has confirmed the message. Ctrl-C stops after the current message; run the command again
+    to move the rest. If the process is killed, no message is lost, but the task of the current
+    message may run twice.
 
     The exit status is 1 if a message could not be moved.
     """
@@ -122,12 +122,12 @@ def migrate(
 def prune(
     ctx: click.Context, namespaces: tuple[str, ...], dry_run: bool, force: bool, as_json: bool
 ) -> None:
-    """Delete empty delay queues that only earlier settings of this package used.
+    """Delete this package's empty delay queues of earlier settings.
 
     The command also deletes Celery's own empty delay queues, and Celery's own delay bindings on
-    your topic exchanges. First stop all producers that delay with plain Celery on this virtual
-    host. Before the command deletes queues, it lists them and asks for confirmation. Queues with
-    messages are not deleted: move their messages with `delay migrate`.
+    your topic exchanges. Before you run the command, stop all producers that delay with plain
+    Celery on this virtual host. Before the command deletes queues, it lists them and asks for
+    confirmation. Queues with messages are not deleted: move their messages with `delay migrate`.
     """
     from ..app.moving import reaches_of
 

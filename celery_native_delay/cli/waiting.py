@@ -116,9 +116,9 @@ def ls(
 def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
     """Show waiting tasks by ID. If one of the tasks is not waiting, the exit status is 1.
 
-    For one ID, --json prints an object or null. For several IDs, --json prints a list in the same
-    order. If several messages with one ID wait, the object is the message that is due first, and
-    `others` lists the other messages.
+    For one ID, --json prints an object, or null if the task is not waiting. For several IDs, --json
+    prints a list of these values, in the order of the IDs. If several messages with one ID wait,
+    the object is the message with the earliest due time, and `others` lists the other messages.
     """
     delay = _delay(ctx)
     found = {task_id: sorted(delay.show(task_id), key=attrgetter("due_us")) for task_id in ids}

@@ -96,7 +96,7 @@ def _empty_broker() -> Iterator[None]:
 
 @contextmanager
 def _results(app: Any) -> Iterator[None]:
-    """Replace the app's result backend, if any, by memory within the ``with`` block."""
+    """Replace the app's result backend, if any, by an in-memory backend within the block."""
     earlier = app._backend_cache
     if not isinstance(app.backend, DisabledBackend):
         backend, url = by_url("cache+memory://", app.loader)

@@ -104,9 +104,12 @@ class Record:
 def opened(held: Record | None, new: Record, job: str) -> Record:
     """Return the state to store for a Spark run when the Spark job *job* begins.
 
-    If the run is already open, its deadline becomes the later of the stored deadline and the new
-    job's deadline. A new job may restart an aborted run.
-    The states "committed" and "all" never change.
+    *held* is the stored state, *new* the state of a run that begins.
+
+    - None: the run begins with *new*.
+    - "open": the run stays open; the deadline is the later of the two deadlines.
+    - "aborted": a job that has not been in the run begins the run anew, with *new*.
+    - "committed", "all", or "aborted" with a known job: the stored state does not change.
     """
     if held is None or (held.state == ABORTED and job not in held.jobs):
         return replace(new, jobs=(job,))

@@ -206,7 +206,7 @@ class ShowDelay(ApiHandler):
 class ChangeOne(ApiHandler):
     @web.authenticated
     async def post(self, verb: str, task_id: str) -> None:
-        """Change a waiting task; send 404 if not waiting, 409 if a worker received the task."""
+        """Change a waiting task. Send 404 if it is not waiting, 409 if a worker already has it."""
         self.changes()
         (outcome,) = await self.change(verb, [task_id], self.body())
         if not outcome:

@@ -238,7 +238,7 @@ class DataTable(Errors):
 def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
     """Encode the dict *answer* as JSON, and add the list *items* under the key *name*.
 
-    A long list takes long: call this function in a thread, or it blocks Flower.
+    Call this function in a thread: encoding a long list would block Flower.
     """
     text = f'{json.dumps(answer)[:-1]}, "{name}": [{", ".join(map(json.dumps, items))}]}}'
     return text.encode()

@@ -49,13 +49,14 @@ class Record:
     """The stored state of one debounce, throttle, unique or concurrent key.
 
     - *id* and *due_us*: the id and the due time of the waiting task.
-    - *since_us*: the time when debouncing began: a call came while no task was waiting.
+    - *since_us*: the time of the call that began the current debounce.
     - *window_us*: the end of a throttle's window.
     - *opener*: the id of the task that began a throttle's window.
     - *runs*: the running execution of a unique task, or those that share a concurrent key. Then
       *due_us* is the time at which the last waiting task tries again.
 
-    All times are in microseconds since the epoch. A field without a value is None or 0.
+    All times are in microseconds since the epoch. Unset times are 0. Other unset fields
+    are None.
     """
 
     id: str | None = None
@@ -141,7 +142,7 @@ _OPTIONAL = ("until", "token")
 
 
 def key_and_kind(headers: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the key in a message's headers, and the kind of key; both "" without a key."""
+    """Return the key and its kind from a message's headers, or ("", "") without a key."""
     mark = Mark.of(headers)
     return (mark.key, mark.kind) if mark else ("", "")
 

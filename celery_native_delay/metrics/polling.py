@@ -53,7 +53,7 @@ class Poll(Thread):
         self._warned = False
 
     def reading(self) -> Reading | None:
-        """Return the last values, without message counts if these are too old."""
+        """Return the last reading, with None for all counts if the next reading is overdue."""
         last = self._last
         if last is None or monotonic() - last.read_at < self._every_seconds + PATIENCE_SECONDS:
             return last

@@ -86,7 +86,7 @@ def engine_of(url: str, *, setting: str = "native_delay_store") -> Engine:
 
 
 def _of_servers(place: URL) -> dict[str, Any]:
-    """Return the connect timeout and isolation level for PostgreSQL, MySQL and MariaDB."""
+    """Return engine options for PostgreSQL, MySQL and MariaDB, or {} for another database."""
     if place.get_backend_name() not in ("postgresql", "mysql", "mariadb"):
         return {}
     # A producer waits at most 5 seconds for a server that does not answer.
@@ -178,7 +178,7 @@ class Database(ABC):
 
     @abstractmethod
     def _unavailable(self, reason: str) -> NativeDelayError:
-        """Make the exception for database errors. *reason* is the driver's message."""
+        """Convert the driver's error message *reason* to an exception of this package."""
 
     def do(self, work: Callable[[Connection], T]) -> T:
         """Call the function *work* in a transaction, which is repeated after a conflict."""

@@ -64,8 +64,8 @@ class Snapshot:
       database.
     - *text*: the stored state, or None if no state is stored. In a JSON state, the field ``id``
       is the task id.
-    - *messages*: name and due time (in microseconds) of each waiting message of the task. The due
-      time 0 stands for an overdue message, which waits because its queue does not exist.
+    - *messages*: name and due time (in microseconds) of each waiting message of the task. A
+      message has the due time 0 if it is overdue and its queue does not exist.
     """
 
     now_us: int
@@ -117,8 +117,8 @@ class IndexEntry:
 class CompareAndSet:
     """A compare-and-set of a stored state and of waiting messages.
 
-    If the state *name* equals *before*, and no message in *gone* was delivered, all these changes
-    are made in one step:
+    If the stored state with this *name* has the text *before*, and no message in *gone* was
+    delivered, all these changes are made in one step:
 
     - The state becomes *after*, and expires *kept_ms* milliseconds later.
     - Workers drop the messages *gone*.
@@ -252,7 +252,7 @@ class Index(ABC):
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:
-        """Make the changes in *step*. Returns False if another process made a change first."""
+        """Make the changes in *step*. Returns False if the conditions of *step* do not hold."""
 
     @abstractmethod
     def state_of(self, member: str) -> MessageState:
@@ -262,7 +262,7 @@ class Index(ABC):
     def tasks(self, republishes: Any) -> WaitingTasks:
         """Return an object that lists, cancels and moves the waiting tasks.
 
-        *republishes* publishes the replacement of a cancelled or moved message.
+        To cancel or move a task, *republishes* publishes a changed copy of the task's message.
         """
 
     @abstractmethod

@@ -18,10 +18,12 @@ class NotPublished(Exception):
 
 @dataclass
 class RecordedPublish:
-    """Publishes one task's message, and changes the stored state *name* in the same step.
+    """Publishes one task's message, and changes a stored state in the same step.
 
-    The function *decide* computes the change. :meth:`settle` copies *answer* and *due_us* from the
-    change. If no message was published, *due_us* stays None.
+    - *name*: the name of the stored state.
+    - *decide*: a function that computes the change.
+    - *answer*: the field *answer* of the change; None before :meth:`settle`.
+    - *due_us*: the due time of the published message; None if no message was published.
     """
 
     task_id: str

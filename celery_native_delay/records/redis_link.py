@@ -185,8 +185,10 @@ class RedisLink:
 def latest(link: RedisLink, names: str, prefix: str, limit: int) -> tuple[int, list[Any]]:
     """Return the server's time, and up to *limit* stored states as pairs of name and text.
 
-    The state with the latest expiry comes first. The sorted set at the Redis key *names* scores the
-    name of each state by expiry. The Redis key of a state is *prefix* plus the name.
+    The state with the latest expiry comes first.
+
+    - *names*: the Redis key of a sorted set, which has the states' names, scored by expiry.
+    - *prefix*: the beginning of a state's Redis key; the state's name follows.
     """
     now_us, *found = link.run(_LATEST, [names], limit, prefix)
     texts = [text.decode() for text in found]

@@ -172,7 +172,7 @@ class RedisListing(WaitingTasks):
         return found
 
     def _ranks(self, query: Query) -> tuple[int, int]:
-        """Return the ranks in ``due`` where the query's due times begin and end (exclusive)."""
+        """Return the first matching rank in ``due``, and the rank after the last match."""
         count = self._client.zcount
         first = 0 if query.from_us is None else count(self._due, "-inf", f"({query.from_us}")
         if query.until_us is None:

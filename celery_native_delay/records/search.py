@@ -55,7 +55,7 @@ class Word:
 
     @property
     def needle(self) -> str:
-        """A lower-case text. Every matching task contains the text if case is ignored."""
+        """A lower-case text that every matching task contains, in upper or lower case."""
         if not self._is_pair:
             return self.value.lower()
         return max((part.strip() for part in self.value.lower().split("=", 1)), key=len)

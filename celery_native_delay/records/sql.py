@@ -187,7 +187,7 @@ class SqlRecords(Database, ComparedRecords):
             connection.execute(delete(WAITING).where(*self._listed(delivery)))
 
     def _publish(self, connection: Connection, due_us: int, publish: Publish | None) -> None:
-        """Publish a message in the same transaction, if this database is also the broker."""
+        """Publish a message in the caller's transaction; implemented only for SQL brokers."""
         raise NotImplementedError
 
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
@@ -392,7 +392,7 @@ class SqlRecords(Database, ComparedRecords):
     def read_row(
         self, connection: Connection, name: RecordName, *, locked: bool = False
     ) -> tuple[str, int] | None:
-        """Return a stored state and its expiry in microseconds; optionally lock the row."""
+        """Return a stored state and its expiry (epoch microseconds); *locked* locks the row."""
         asked = select(_RECORD.text, _RECORD.kept_us).where(*self._this(name))
         return connection.execute(asked.with_for_update() if locked else asked).first()
 

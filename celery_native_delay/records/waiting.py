@@ -112,12 +112,14 @@ def _number(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Query:
-    """A search for waiting tasks. A task matches if all conditions hold. None means no condition.
+    """A search for waiting tasks. A task matches if all conditions hold.
 
-    - *words*: texts that the task must contain, from :meth:`parse`.
+    Each field is one condition. A field that is None or () is no condition.
+
+    - *words*: the words of the search text. The task must match all words.
     - *name* and *queue*: the exact name and the exact queue of the task.
     - *from_us*: the earliest due time in microseconds since the epoch.
-    - *until_us*: the end of the due times (exclusive) in microseconds since the epoch.
+    - *until_us*: a time in microseconds since the epoch; the task is due before this time.
     """
 
     words: tuple[Word, ...] = ()
@@ -146,9 +148,9 @@ class Query:
 
     @property
     def needle(self) -> str:
-        """The longest known text that every matching task contains, in lower case; else "".
+        """A lower-case text that every matching task contains, in upper or lower case, or "".
 
-        Redis or the database ignores case, and returns only tasks with this text.
+        Redis or the database returns only tasks that contain this text; "" excludes no task.
         """
         texts = [word.needle for word in self.words]
         texts += [text.lower() for text in (self.name, self.queue) if text]

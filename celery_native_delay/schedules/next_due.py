@@ -47,7 +47,7 @@ def next_due(of: Any, after: datetime, zone: tzinfo) -> datetime | None:
 
 
 def _instants(of: crontab, after: datetime, zone: tzinfo) -> Iterator[datetime]:
-    """Yield the due times of a crontab in UTC, from the minute of *after* on."""
+    """Yield a crontab's due times in UTC, beginning with the minute that contains *after*."""
     wall = after.astimezone(zone)
     is_hourly = of.hour == _EVERY_HOUR
     folds = (0, 1) if is_hourly else (0,)

@@ -38,8 +38,8 @@ class Release:
 class InForce(NamedTuple):
     """The names of the newest release's schedule entries.
 
-    *is_ours* is True if this worker has the newest release. *removed* has the names that only the
-    previously stored release has.
+    *is_ours* is True if this worker has the newest release. *removed* has the schedule
+    entries' names that the newest release no longer has.
     """
 
     names: tuple[str, ...]
@@ -48,11 +48,11 @@ class InForce(NamedTuple):
 
 
 def taken_over(snapshot: Snapshot, *, ours: Release, is_new: bool) -> Change[InForce]:
-    """Store the release *ours*, unless the stored release is newer.
+    """Choose the newer release: *ours* (this worker's release) or the stored release.
 
-    If both have the same version but different schedule entries, *is_new* decides. True stores
-    *ours*; False keeps the stored release. *is_new* is True if the worker has just started, or if
-    the worker's schedule entries have changed.
+    The release with the higher version is newer. If both have the same version but different
+    schedule entries, *ours* is chosen if *is_new* is True, else the stored release. *is_new* is
+    True if the worker has just started, or if the worker's schedule entries have changed.
     """
     stored = Release.from_text(snapshot.text)
     is_same = ours.version == stored.version and (is_new or ours.digest == stored.digest)

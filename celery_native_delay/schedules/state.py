@@ -41,8 +41,8 @@ class State:
     - *number*: the waiting message's number, higher for each new message
     - *ran*: the task id of the last run
     - *runs*, *last_us*: the number of runs, and the time of the last run
-    - *missed*: the number of late runs since the last run on time, if
-      ``native_delay_schedules_catch_up`` is "all". A run is late if the next due time has passed.
+    - *missed*: the number of late runs since the last run on time. A run is late if the next due
+      time has passed. Always 0 if ``native_delay_schedules_catch_up`` is "one" or "none".
     """
 
     entry: str
@@ -97,9 +97,10 @@ def planned(state: State | None, entry: Entry, now_us: int) -> State | None:
 
 
 def sent_again(state: State, now_us: int) -> State | None:
-    """Return a state with a new publish time if the message may be lost, else None.
+    """Return a state with a new publish time if the message must be published again, or None.
 
-    The pauses between publishes are 1, 2, 4, … minutes. Only the first received message runs.
+    An overdue message may be lost. So workers publish the message again 1, 2, 4, 8, … minutes after
+    the due time. If workers receive several copies, only the first received copy runs.
     """
     if state.due_us is None:
         return None

@@ -154,7 +154,7 @@ class Encoder:
                 yield None, None, None, None, None, None, str(exc)
 
     def texts(self, columns: Sequence[Any], name: str) -> list[str | None]:
-        """Return the column *name* as texts. Rows with the same text share a rate limit."""
+        """Return the values of the column *name* as texts; null becomes None."""
         place = self.slot_names.index(name)
         values = _values(columns[place], self._kinds[place])
         return [None if one in (None, _Fault.NO_TEXT) else str(one)[:LONGEST_KEY] for one in values]

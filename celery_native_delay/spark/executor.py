@@ -56,7 +56,7 @@ def sender(job: SendJob) -> Callable[[Batches], Batches]:
 
 
 def answers_of(frame: Any) -> list[Any]:
-    """Run the Spark job of a DataFrame, and return the executors' answers."""
+    """Run a DataFrame's Spark job, and unpickle the objects in the column ``answer``."""
     return [pickle.loads(row.answer) for row in frame.collect()]
 
 

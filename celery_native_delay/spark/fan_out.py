@@ -184,9 +184,10 @@ class FanOut:
     def ledger(self) -> Any:
         """Return a DataFrame of the tasks to send. Store this DataFrame before :meth:`send`.
 
-        The columns are ``task_id``, ``run_id``, ``task``, ``due``, ``queue`` and *id_cols*.
-        :func:`reconcile` compares these rows with the workers' telemetry. To send missing tasks
-        again at the same due times, make a ``FanOut`` of the stored rows.
+        The columns are ``task_id``, ``run_id``, ``task``, ``due``, ``queue``, and the
+        columns in the option *id_cols*. :func:`reconcile` compares these rows with the workers'
+        telemetry. To send missing tasks again at the same due times, make a ``FanOut`` of the
+        stored rows.
         """
         keys = {
             f"key{number}": column.replace("`", "")
@@ -222,10 +223,10 @@ class FanOut:
         Raises:
             InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
                 Nothing was sent.
-            FanOutFailed: the broker has not confirmed some tasks. The error's *result* lists these
-                tasks. With *fence*, workers then run no task of this job. With *fence*, the
-                error has two more causes: the job's result could not be stored, or this *run_id*
-                was sent before with other rows.
+            FanOutFailed: the broker has not confirmed some tasks, which the error's *result* lists.
+                With *fence*, workers then run no task of this job. Two causes exist only with
+                *fence*: the job's result could not be stored, or this *run_id* was sent before
+                with other rows.
             RecordsUnavailable: Redis or the database, which *fence* needs, is unreachable. Nothing
                 was sent.
             NoRecords: with this broker, *fence* needs ``native_delay_records``. Nothing was sent.

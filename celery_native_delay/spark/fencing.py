@@ -148,7 +148,7 @@ class Fence:
             )
 
     def abort(self) -> str:
-        """Store that the Spark job failed; return a text for users about its sent tasks."""
+        """Store that the Spark job failed; return a text that says which sent tasks run."""
         try:
             sealed = self._seal(Record(ABORTED, time(), by=_BY), self.longest_seconds)
         except RecordsUnavailable as exc:

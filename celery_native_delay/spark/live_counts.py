@@ -166,7 +166,7 @@ class Reporter:
                 self._socket.connect(at)
 
     def report(self, batch: Bulk, *, is_last: bool = False) -> bool:
-        """Send the counts of the bulk sender *batch* to the driver, at most every 0.2 s.
+        """Send the counts of *batch* (a bulk sender) to the driver, at most once per 0.2 s.
 
         Returns True if the driver has cancelled the Spark job, so that the executor must stop.
         """
@@ -182,7 +182,7 @@ class Reporter:
         return False
 
     def end(self, batch: Bulk) -> None:
-        """Send the final counts of the bulk sender *batch* to the driver, and close the socket."""
+        """Send the final counts of *batch* (a bulk sender) to the driver; close the socket."""
         self.report(batch, is_last=True)
         if self._socket is not None:
             self._socket.close()

@@ -1,4 +1,4 @@
-"""The plan of ``FanOut``: the numbers of tasks and rejected rows, before sending."""
+"""Count the tasks and rejected rows of a ``FanOut`` before it sends tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a Spark partition to the driver: counts, and tasks without a confirm."""
+"""Each Spark partition reports to the driver: row counts, and tasks without a confirm."""
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@ unplanned  a worker reported the task, and the ledger (planned tasks) lacks the 
 duplicate  the task's function ended twice with the same ``request.retries``
 early      the task started before it was due
 ok         the task succeeded, or raised ``Ignore``
-failed     the task failed, timed out, expired, was rejected or revoked, or its process died
-running    the task started and has not ended, or its worker was killed
+failed     the task failed, timed out, expired, was rejected or revoked, or its pool process died
+running    a worker reported the task's start, and no end; the worker may have been killed
 pending    the task (or its retry) is not due, or overdue by at most *grace_seconds*
-missing    the task (or its retry) is overdue by more; no worker reported a start
+missing    the task (or its retry) is overdue by more than *grace_seconds*, without a start
 ========== ========================================================================
 
 Spark computes the verdicts only for an action, such as ``count()``.
@@ -77,8 +77,9 @@ def reconcile(
         ledger: the planned tasks: ``task_id`` (string), ``due`` (timestamp), and any other columns.
             If a ``task_id`` has several rows, the earliest due time counts. A row without a due
             time is due at once.
-        events: the telemetry, from :func:`read_events`. Select the ledger's tasks before the call,
-            for example by the column ``task``: other tasks get the verdict ``unplanned``.
+        events: the telemetry, from :func:`read_events`. Tasks that are not in *ledger* get the
+            verdict ``unplanned``. To exclude these tasks, filter *events* before the call, for
+            example by the column ``task`` (the task's name).
         as_of: the time (an aware datetime) up to which *events* are complete. The default is the
             current time.
         grace_seconds: if no worker reports a task, the task is ``pending`` until this many seconds
@@ -170,7 +171,10 @@ class Reconciliation:
         return {verdict: found.get(verdict, 0) for verdict in VERDICTS}
 
     def missing(self) -> DataFrame:
-        """Return the ledger's rows of missing tasks, for a second send with the same task ids."""
+        """Return the ledger rows whose tasks have the verdict ``missing``.
+
+        To send these tasks again with the same task ids, send the returned rows.
+        """
         return self.verdicts.where("verdict = 'missing'").select(*map(_quoted, self.ledger_columns))
 
     def summary(self, *by: str, due_seconds: float = 3600.0) -> DataFrame:
@@ -263,7 +267,7 @@ def _tasks(events: DataFrame) -> DataFrame:
 
 
 def _micros(name: str, *, none: int) -> Column:
-    """Convert a timestamp column to microseconds since the epoch; replace null by *none*."""
+    """Convert a timestamp column to microseconds since the epoch; a null becomes *none*."""
     return F.coalesce(F.unix_micros(name), F.lit(none))
 
 

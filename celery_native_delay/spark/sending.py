@@ -188,7 +188,7 @@ class GivenUp:
 
 
 class Pace:
-    """A token bucket; at 50 tasks per second, a burst has at most about 50 tasks."""
+    """A token bucket; after a pause, one second's tasks may be sent at once."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0

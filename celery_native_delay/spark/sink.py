@@ -271,7 +271,7 @@ def _names(text: str) -> list[str]:
 
 
 def _named(text: str) -> Any:
-    """Parse column names, or a JSON object from argument names to column names."""
+    """Parse column names, or a JSON object such as ``{"argument": "column"}``."""
     return json.loads(text) if text.lstrip().startswith("{") else _names(text)
 
 

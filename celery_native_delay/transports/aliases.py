@@ -109,7 +109,7 @@ def transport_of(alias: object, *, store: str | None) -> str | None:
 
 @contextmanager
 def url_errors_explained() -> Iterator[None]:
-    """Raise UnsupportedBroker for kombu's errors about URL schemes and missing Python packages."""
+    """Raise UnsupportedBroker instead of kombu's errors: unknown URL scheme, missing package."""
     try:
         yield
     except ModuleNotFoundError as exc:

@@ -43,7 +43,7 @@ class TaskTemplate(ABC):
 
     @abstractmethod
     def makes(self, message: Any, values: TaskValues) -> bool:
-        """Return True if *message* is this template with a task's *values* inserted."""
+        """Return True if the template with these task values equals *message*."""
 
     @abstractmethod
     def another(self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues) -> Any:
@@ -61,7 +61,7 @@ class BulkPublisher:
         self._last: list[Any] = []
 
     def publish(self, publish: Callable[[Any], object]) -> None:
-        """Call the function *publish* with a kombu producer that writes into the outbox.
+        """Call the function *publish* with a kombu producer; the messages go into the outbox.
 
         If this method raises an error, the broker gets none of the messages of this call.
         """
@@ -94,12 +94,12 @@ class BulkPublisher:
         return None if last is None else self._template.of(last, self.outbox.channel)
 
     def made_by(self, template: TaskTemplate, values: TaskValues) -> bool:
-        """Return True if the last message is *template* with a task's *values* inserted."""
+        """Return True if *template* with these task values equals the last message."""
         last = self._one()
         return last is not None and template.makes(last, values)
 
     def send(self, template: TaskTemplate, due_us: int, values: TaskValues) -> bool:
-        """Publish a task's message, which *template* makes from the task's *values*.
+        """Publish a task's message: *template* with the task's *values* (id, ETA, arguments).
 
         Returns False if the caller must call :meth:`publish` instead. If this method raises an
         error, the broker does not get the task.

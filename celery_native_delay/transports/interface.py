@@ -146,9 +146,9 @@ class WorkerPart(ABC):
         return None
 
     def sweep(self) -> int:
-        """Delete expired records, and stored copies of messages overdue by more than a day.
+        """Delete stored copies of messages overdue by more than a day; return their number.
 
-        Returns the number of deleted copies.
+        In a database, this method also deletes other expired rows, and does not count them.
         """
         return 0
 

@@ -58,7 +58,7 @@ class Stays:
 
 @dataclass(frozen=True)
 class Void:
-    """A message of a cancelled or rescheduled task, which no worker would run."""
+    """An invalid message: its task was cancelled, or rescheduled with a new message."""
 
 
 Found = Moving | Stays | Void

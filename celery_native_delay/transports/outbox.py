@@ -126,8 +126,8 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
     def patiently(self, attempt: Callable[[Any], T]) -> T:
         """Call the function *attempt* with a channel. After a lost connection, repeat the call.
 
-        Raises the errors of *attempt*. Raises a connection error if a retry cannot help, or after
-        :data:`PATIENCE_SECONDS` without a connection.
+        Raises a connection error if a retry cannot help, or after :data:`PATIENCE_SECONDS` without
+        a connection. Raises every other error of *attempt* at once.
         """
         while True:
             try:

@@ -146,7 +146,7 @@ class PgmqAdminPart(NothingParked):
         return self._of_waiting("DELETE")
 
     def _of_waiting(self, verb: str) -> int:
-        """Return the number of messages not yet due; the *verb* "DELETE" also deletes them."""
+        """Count the messages not yet due; with the SQL verb "DELETE", also delete them."""
         count = 0
         for queue in self._queues:
             table = f"q_{self._channel._queue_name(queue)}"

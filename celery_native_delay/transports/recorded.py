@@ -36,7 +36,10 @@ def records_beside(settings: DelaySettings, place: str) -> Any:
 
 
 def lines_beside(records: Any) -> Lines:
-    """Return the stored queues of rate-limited tasks; raise NoRecords if not configured."""
+    """Return the queues of rate-limited tasks that the storage *records* contains.
+
+    Raise NoRecords if *records* is None, because ``native_delay_records`` is not set.
+    """
     if records is None:
         raise NoRecords(
             "native_delay_rates needs records beside this broker: set native_delay_records = "
@@ -64,9 +67,10 @@ def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
 
 
 def with_records(backlog: Backlog, channel: Any, settings: DelaySettings) -> Backlog:
-    """Return *backlog* with the number and the earliest due time of the listed tasks.
+    """Add data from the list of waiting tasks to *backlog*, the message counts of a broker.
 
-    If the list of waiting tasks is not configured, return *backlog* unchanged.
+    Return a copy with the number of listed tasks and the earliest due time. If the list is not
+    configured, return *backlog* unchanged.
     """
     if channel.delays.records is None:
         return backlog

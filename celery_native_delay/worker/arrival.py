@@ -28,7 +28,8 @@ AWAY_US = 5_000_000
 class Arrival:
     """A task message that a worker received at *now_us* (microseconds since the epoch).
 
-    *fields* are the message's headers. In task protocol 1, *fields* are the message's body.
+    *fields* are the message's headers. The only exception: in task protocol 1, *fields* are the
+    message's body.
     """
 
     message: Any
@@ -73,9 +74,10 @@ class Arrival:
 
     @cached_property
     def is_early(self) -> bool:
-        """True if the message must return to the broker to wait for its ETA.
+        """True if the message arrived too early, and must return to the broker until its ETA.
 
-        False for a revoked or expired task, which Celery itself handles.
+        The only exceptions: cancelled, revoked and expired tasks are never early, because Celery
+        handles them at once.
         """
         eta_us = due_us_or_none(self.fields.get("eta"))
         if eta_us is None or self.is_cancelled:
@@ -88,7 +90,7 @@ class Arrival:
         )
 
     def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
-        """Return the decision that the message waits in the broker for five seconds."""
+        """Return the decision for unreachable records: the task waits in the broker for 5 s."""
         return WaitUntil(self.now_us + AWAY_US, delivery_id, AskAgain(AWAY_US / 1e6))
 
 
@@ -116,8 +118,8 @@ class AskAgain:
 
     - *beside_prefetch*: True to raise the prefetch count by one during this time.
     - *from_here*: True to skip the checks that the task has passed already.
-    - *once*: None to begin *after_seconds* now. Otherwise *once* gets a callback, which begins
-      *after_seconds* when called.
+    - *once*: None if *after_seconds* begin now. Otherwise a function: the worker calls
+      ``once(start)``, and *after_seconds* begin when the check calls ``start()``.
     """
 
     after_seconds: float

@@ -2,8 +2,10 @@
 
 - The process that runs the task writes a line at the start, with ``finished`` and ``outcome`` null,
   and a line at the end.
-- The main process writes a line with ``started`` null if the task never started (revoked, expired),
-  or if the process was killed or timed out.
+- The main process writes one line, with ``started`` null, for a task that never started (revoked or
+  expired).
+- The main process also writes such a line if the process that ran the task was killed or timed out.
+  In this case, only the line at the start has the start time.
 
 ``waited`` is true if the message waited in the broker until its due time. ``waited`` is false if a
 producer with this package sent the message after its due time. Otherwise ``waited`` is null.

@@ -1,7 +1,7 @@
 """A worker's thread that returns early tasks to the broker until the due time.
 
-The thread also publishes unroutable messages again. The thread has its own connection, because
-py-amqp runs other callbacks while it waits for a confirm.
+The thread also publishes unroutable messages again. The thread has its own connection: on the
+worker's connection, py-amqp would also receive tasks while the thread waits for a confirm.
 """
 
 from __future__ import annotations

@@ -92,7 +92,11 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         return hasattr(self, "_installation")
 
     def start(self, c: Any) -> None:
-        """Prepare the broker for delayed tasks. After an error only immediate tasks run."""
+        """Prepare the broker for delayed tasks, and start this package's threads.
+
+        A configuration or broker error is logged, not raised. Then the threads do not start, and
+        early tasks wait in the worker's memory.
+        """
         self._tallying.start()
         channel = c.connection.default_channel
         if hasattr(c.connection.transport, "waker"):

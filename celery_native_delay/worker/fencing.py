@@ -1,6 +1,7 @@
-"""Drops tasks of failed or repeated Spark attempts before the tasks run.
+"""If Spark repeats a partition, drops the Celery tasks that unsuccessful attempts have sent.
 
-Until the Spark driver has stored which attempts succeeded, the tasks wait in the broker.
+The Celery tasks wait in the broker until the Spark driver has stored the successful attempts. The
+only exception: after the run's deadline, ``native_delay_fence_policy`` decides.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _WARN_SECONDS = 30.0
 
 
 class Fence:
-    """A check before a task runs: drop tasks of failed or repeated Spark attempts."""
+    """A check before a Celery task runs: drop tasks that unsuccessful Spark attempts have sent."""
 
     def __init__(self, settings: DelaySettings, worker: str, place: Place | None) -> None:
         self._policy = settings.fence_policy
@@ -74,9 +75,10 @@ class Fence:
         return _hold(arrival, record)
 
     def _stamp(self, arrival: Arrival) -> Stamp | None:
-        """Return the Spark attempt that sent the message, or None to run the task unchecked.
+        """Read the Spark run, partition and attempt from the message's header.
 
-        Returns None if the worker has no ``native_delay_records``, or if the header is invalid.
+        Returns None, so that the task runs unchecked, if the header is invalid or the worker has
+        no ``native_delay_records``.
         """
         if self._place is None:
             self._warn_once(
@@ -97,7 +99,7 @@ class Fence:
             logger.warning(text, *args)
 
     def _record_of(self, run: str) -> Record | None:
-        """Return the stored state of a Spark run, or None if unreadable."""
+        """Return the stored state of *run* (one Spark job), or None if reading fails."""
         record, until = self._known.get(run, (None, 0.0))
         if monotonic() < until:
             return record
@@ -146,7 +148,7 @@ class Fence:
 
 
 def _hold(arrival: Arrival, record: Record | None) -> Ruling | None:
-    """Let the task wait in the broker. A broadcast task runs, because it cannot wait."""
+    """Let the task wait in the broker. The only exception: a broadcast task runs."""
     if not arrival.queue:
         logger.warning("native delay: task %s runs unfenced: it has no queue", arrival.id)
         return None

@@ -24,10 +24,11 @@ def gates(
 
 
 class Moved:
-    """A check before a task runs: drop an old message that a cancel or a reschedule has replaced.
+    """A check before a task runs: drop a message that a newer message has replaced.
 
-    The setting ``native_delay_records_away`` decides if the task runs while the list of waiting
-    messages is unreachable.
+    If the broker cannot change a waiting message, a cancel or a reschedule publishes a newer one.
+    The setting ``native_delay_records_away`` decides if the task runs while the records are
+    unreachable.
     """
 
     def __init__(self, settings: DelaySettings) -> None:

@@ -34,8 +34,8 @@ RETRY_SECONDS = 2.0
 class Held:
     """A lock on the key of a unique task, which this process renews.
 
-    - *is_here*: returns False when the task has left this process.
-    - *token*: the id of the task's execution.
+    - *is_here*: returns True while this process has the task's message or runs the task.
+    - *token*: a random id, new at each attempt to lock the key.
     - *runs*: True in the process that runs the task.
     """
 
@@ -102,9 +102,10 @@ class Leases:
                 self._work()
 
     def lost(self, task_id: str, *, retry_us: int | None = None) -> None:
-        """Unlock the keys of a task whose process was killed, or whose message was rejected.
+        """Unlock the key of a unique task whose process was killed, or whose message was rejected.
 
-        The only exception: with *retry_us*, the task will be retried and keeps its keys.
+        The only exception: if *retry_us* (microseconds until the retry) is given, the task keeps
+        the key.
         """
         with self._changed:
             gone = [held for held in self._held if held.task_id == task_id]

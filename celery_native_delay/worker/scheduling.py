@@ -52,9 +52,10 @@ class Scheduling:
         return None if why is None else Drop(why)
 
     def start(self) -> None:
-        """Publish missing runs of schedule entries now and every 30 s.
+        """Publish the missing messages of schedule entries now, and then every 30 s.
 
-        Call this method for each new connection, because Celery then clears the timer.
+        Call this method for each new connection, because Celery cancels the repeated calls of a
+        lost connection.
         """
         publish = (self._schedules.publish,)
         self.in_thread(*publish)

@@ -128,7 +128,7 @@ class GatedStrategies(dict[str, Any]):
         super().__setitem__(name, on_task)
 
     def _pass(self, task: _Task, first: int = 0) -> None:
-        """Run the checks of a task, from check number *first*; then run the task."""
+        """Apply a task's checks from index *first*; run the task if all checks pass."""
         for number, gate in enumerate(self._gates[first:], first):
             try:
                 ruling = gate(task.arrival)
@@ -228,7 +228,7 @@ class GatedStrategies(dict[str, Any]):
             self._carry_out(ruling.otherwise, task, number)
 
     def _resume(self, task: _Task, first: int) -> None:
-        """Check a task again, and handle errors as Celery does."""
+        """Check a task again; pass invalid and undecodable messages to Celery's error handlers."""
         if not task.arrival.is_connected:
             return
         consumer, message = self._consumer, task.arrival.message
@@ -249,7 +249,6 @@ class GatedStrategies(dict[str, Any]):
         self._call(call_soon, message.ack_log_error, logger, consumer.connection_errors)
 
     def _after(self, seconds: float, call: Callable[[], Any]) -> None:
-        """Call a function after *seconds*. If Celery's timer is a thread, use a new thread."""
         # Celery's timer, if it is a thread, may be up to a second late.
         if not isinstance(self._consumer.timer, Thread):
             self._consumer.timer.call_after(seconds, call)
@@ -277,7 +276,7 @@ class GatedStrategies(dict[str, Any]):
 
 
 class Waker:
-    """Wakes up a worker's event loop, from any thread and from the loop's timers."""
+    """Wakes up a worker's event loop, so that new callbacks run at once."""
 
     # kombu 5.7 does not wake up its event loop for callbacks that a timer adds. These callbacks may
     # be a second late without a Waker.

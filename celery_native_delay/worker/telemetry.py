@@ -157,7 +157,7 @@ class Telemetry:
         return installation_of(task.app) is self._installation
 
     def _request_of(self, task: Any) -> Any:
-        """Return the running request, or None for an eager task or another app."""
+        """Return the task's Celery request; None if the task is eager or of another app."""
         if not self._is_ours(task) or task.request.is_eager:
             return None
         return task.request
@@ -245,7 +245,7 @@ class LineFiles:
 
 
 class LineFile:
-    """A file opened for appending, closed when no thread uses the file."""
+    """A file open for appending; Python closes the file after the last use."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = -1
@@ -279,7 +279,7 @@ def waited(message: Any, *, now_ms: int) -> bool | None:
 
 
 def outcome_of(state: str | None, retval: Any) -> str:
-    """Convert a task's Celery state and return value (or exception) to an outcome."""
+    """Convert a task's Celery state and return value (or exception) to telemetry's ``outcome``."""
     if state == states.REJECTED and getattr(retval, "requeue", False):
         return attempt.REQUEUED
     refused = getattr(retval, "exc", None)

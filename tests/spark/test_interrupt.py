@@ -53,8 +53,13 @@ def test_an_interrupted_driver_logs_what_it_has_sent(
 
     presses = Thread(target=interrupt)
     presses.start()
-    with pytest.raises(KeyboardInterrupt):
-        fan_out.send()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fan_out.send()
+    finally:
+        # The connection to the JVM that Ctrl-C broke takes its thread's active session along,
+        # without which format("celery") is unknown to later tests; this sets it again.
+        spark.createDataFrame([], "id long")
     presses.join()
     then = "no task of it runs" if fenced else "tasks that were sent will run"
     account = r"run r was interrupted: ([\d,]+) sent, ([\d,]+) confirmed, ([\d,]+) in doubt"
@@ -63,9 +68,6 @@ def test_an_interrupted_driver_logs_what_it_has_sent(
     assert (sent, confirmed, in_doubt) == (arrived(), arrived(), 0)
     assert 100 <= sent < 20_000
     wait_until(lambda: not spark.sparkContext.statusTracker().getActiveJobsIds())
-    # The connection to the JVM that Ctrl-C broke takes its thread's active session along, without
-    # which format("celery") is unknown; this sets it again.
-    spark.createDataFrame([], "id long")
     if fenced:
         with runs_at(native_delay_redis_url) as runs:
             (record,) = runs.load(["r:shop.remind"])

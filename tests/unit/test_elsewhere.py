@@ -109,7 +109,7 @@ def test_a_message_for_two_exchanges_stays_and_the_reason_names_both() -> None:
     found = read_celerys(b"", {}, info, now_us=NOW_US, reaches=two)
     assert isinstance(found, Stays)
     assert "mail, spam" in found.why
-    assert found.should
+    assert found.is_error
 
 
 def test_a_message_with_a_key_unknown_to_the_app_stays() -> None:

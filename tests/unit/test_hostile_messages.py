@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,6 +120,12 @@ class Leases:
 
     def hold(self, held: Any) -> None:
         held.name.encode()
+
+
+@pytest.fixture(autouse=True)
+def no_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Keep no log lines, because pytest-xdist cannot send a lone surrogate in them."""
+    caplog.set_level(logging.CRITICAL)
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ def id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -
 
 
 def received(message: amqp.Message) -> amqp.Message:
-    """Replace None by empty bytes as the body of a received message."""
+    """Set the message's body to empty bytes if the body is None."""
     message.body = message.body or b""
     return message
 
@@ -115,7 +115,8 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
     def _on_close(self, reply_code: int, reply_text: str, class_id: int, method_id: int) -> None:
         """Keep the channel closed if the broker closes the channel.
 
-        By default, py-amqp opens the channel again, but without publisher confirms.
+        By default, py-amqp opens the channel again. For :class:`WindowChannel`, this would turn
+        publisher confirms off.
         """
         self.closed_with = (reply_code, reply_text)
         self.send_method(spec.Channel.CloseOk)

@@ -186,7 +186,7 @@ def broker_version(connection: Any) -> tuple[int, ...]:
 
 
 def check_broker(connection: Any) -> None:
-    """Require RabbitMQ 3.10 or newer; raise UnsupportedBroker for other brokers."""
+    """Raise UnsupportedBroker if RabbitMQ is older than 3.10, or for another product."""
     product = connection.server_properties.get("product")
     version = broker_version(connection)
     if product != "RabbitMQ" or version < OLDEST_RABBITMQ:

@@ -35,7 +35,7 @@ def is_internal(name: str) -> bool:
 
 
 class Mirrored(NamedTuple):
-    """A queue binding of the user, which this package copies."""
+    """A binding of a queue to an exchange, made by the user."""
 
     queue: str
     exchange: str
@@ -74,7 +74,7 @@ class Mirror:
             self._note_landing(source)
 
     def exchange_deleted(self, exchange: str) -> list[Binding]:
-        """Forget a deleted exchange; return this package's copies of the exchange's bindings."""
+        """Forget a deleted exchange; return the copied bindings that the caller must remove."""
         known = [mirrored for mirrored in self.known if mirrored.exchange == exchange]
         mirrors = map(self.binding_of, known) if exchange in self.types else ()
         gone = [binding for binding in mirrors if binding is not None]
@@ -96,7 +96,7 @@ class Mirror:
             self.queue_bound(queue, "", queue)
 
     def queue_bound(self, queue: str, exchange: str, routing_key: str) -> None:
-        """Remember a queue binding of the user, except for Celery's internal queues."""
+        """Remember a user's queue binding; ignore Celery's internal queues and exchanges."""
         if not queue or is_internal(exchange) or is_internal(queue):
             return
         mirrored = Mirrored(queue, exchange, routing_key)
@@ -139,7 +139,10 @@ class Mirror:
         return bool(self.pending or self.pending_landings)
 
     def take_pending(self) -> tuple[list[Mirrored], list[str]]:
-        """Return the bindings to copy and the exchanges that need landing queues; forget both."""
+        """Return the bindings still to copy, and the exchanges that still need landing queues.
+
+        The next call returns only newer bindings and exchanges.
+        """
         pending = list(self.pending), list(self.pending_landings)
         self.pending, self.pending_landings = {}, {}
         return pending

@@ -1,6 +1,7 @@
 """Move waiting messages into this package's delay queues, for ``delay migrate``.
 
-The module uses ``basic.get``, so that a crash requeues only one message.
+The module fetches each message with ``basic.get``, because RabbitMQ requeues all prefetched
+messages after a crash.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class QueueSource(Source):
 
 
 class SetSource(QueueSource):
-    """Reads the waiting messages of one set of this package's delay queues."""
+    """Reads the waiting messages of all delay queues with one name prefix."""
 
     def __init__(
         self, delays: Delays, topology: Topology, settings: DelaySettings, *, here: bool
@@ -143,9 +144,10 @@ class SetSource(QueueSource):
         return found
 
     def _received(self, member: str, found: Moving) -> Found:
-        """Remove the name *member* from the list of waiting tasks.
+        """Remove *member*, the name of the message *found*, from the list of waiting tasks.
 
-        Return *found*, or ``Void`` (drop the message) if the task was cancelled or rescheduled.
+        Return *found*. The only exception: return ``Void``, so that the message is dropped, if the
+        task was cancelled or rescheduled.
         """
         may_run = self._records.received(member)
         if may_run is None:
@@ -231,9 +233,10 @@ class RabbitMQMovingPart(MovingPart):
         return [QueueSource(self._delays, levels.name, levels.queues, read) for levels in found]
 
     def _sets(self, name: str, *, here: bool) -> list[Source]:
-        """Find the sets of delay queues from which ``delay migrate`` takes messages.
+        """Return one :class:`SetSource` for each name prefix of delay queues.
 
-        If *here* is True, the result excludes the set that the app uses.
+        If *here* is True, ``delay migrate`` moves messages within this broker, into the app's own
+        delay queues. So the app's own delay queues are not in the result.
         """
         wanted = name or self._settings.namespace
         try:

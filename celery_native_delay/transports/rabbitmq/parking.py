@@ -52,8 +52,6 @@ class Parked:
 
 @dataclass
 class _RescueState:
-    """The progress of publishing undeliverable messages again."""
-
     delays: Delays
     publisher: WindowChannel
     outcome: Rescue = field(default_factory=Rescue)
@@ -68,7 +66,7 @@ def count(delays: Delays) -> int:
 
 
 def rescue(delays: Delays) -> Rescue | None:
-    """Publish the messages of the parking queue again, and return the counts.
+    """Publish the parking queue's messages to their destinations; return the counts by outcome.
 
     Return None if another process holds the lock of the parking queue.
     """
@@ -181,10 +179,11 @@ def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
 
 
 def _as_parked(parked: Parked, user: str) -> amqp.Message:
-    """Return a copy of the message, which can be published to the parking queue.
+    """Copy a message, so that RabbitMQ accepts the copy for the parking queue.
 
-    RabbitMQ refuses the ``user_id`` of another user. So this function moves that ``user_id`` into
-    this package's header. The only exception: a message without this header loses the ``user_id``.
+    RabbitMQ refuses a message whose ``user_id`` is not *user*, the connection's user. So this
+    function moves such a ``user_id`` into this package's header. The only exception: a message
+    without this header loses such a ``user_id``.
     """
     properties = dict(parked.message.properties)
     if parked.delayed is None:

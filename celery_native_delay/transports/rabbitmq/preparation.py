@@ -82,9 +82,10 @@ class Preparation:
             logger.log(level, "native delay: delayed messages may park (no binding): %s", exc)
 
     def _is_there(self, *, redeclare: bool) -> bool:
-        """Return True if this app need not declare the delay queues.
+        """Return False if this app must declare the delay queues.
 
-        Raise NotDeclared if the queues are missing and ``native_delay_declare`` is off.
+        The app must declare the queues if queues are missing, or if *redeclare* is True. The only
+        exception: with ``native_delay_declare`` off, raise NotDeclared if queues are missing.
         """
         if self._declares:
             return not redeclare and self._is_complete()

@@ -56,9 +56,10 @@ class Pruning:
         ]
 
     def prune(self, chosen: Sequence[Remnant]) -> list[Remnant]:
-        """Delete the *chosen* sets of outdated queues and exchanges, if the queues are empty.
+        """Delete the *chosen* sets of outdated queues and exchanges.
 
-        Return each set to which a producer published during this call. The queues of these sets
+        Skip each set whose queues contained messages when :meth:`remnants` counted the messages.
+        Return the sets whose queues have received messages since then. The queues of these sets
         stay.
         """
         places = [self._places[remnant.name] for remnant in chosen if not remnant.waiting]

@@ -1,4 +1,8 @@
-"""Decide how due messages reach a user's exchange: by copied bindings or dead-lettering."""
+"""Decide how due messages reach the queues of a user's exchange.
+
+Either this package copies the exchange's bindings to the delivery exchange, or a landing queue
+dead-letters due messages to the user's exchange.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class LevelStatus:
 
 @dataclass(frozen=True)
 class LandingStatus:
-    """A landing queue that still holds due messages, because the destination rejects them."""
+    """The number of due messages that one landing queue could not dead-letter."""
 
     queue: str
     held: int

@@ -176,7 +176,10 @@ def _method(channel_id: int, exchange: str, routing_key: str) -> bytes:
 
 
 def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
-    """Turn the encoded *table* into a ``%`` format; each of *marks* becomes a placeholder."""
+    """Turn the encoded *table* into a ``%`` format.
+
+    The table contains dummy values, *marks*. A placeholder replaces each dummy value.
+    """
     parts = []
     at = 0
     for mark in marks:
@@ -188,7 +191,10 @@ def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
 
 
 def _frame(table: bytes, properties: Mapping[str, Any]) -> tuple[bytes, int]:
-    """Return a ``%`` format for the header frame, and the payload size without inserted values."""
+    """Return a ``%`` format for the header frame, and a part of the frame's payload size.
+
+    The caller adds the sizes of the headers table and of the inserted values.
+    """
     marks = {"correlation_id": _ID, "expiration": _EXPIRATION}
     marked = {**properties, "application_headers": {}, **marks}
     whole = bytes(amqp.Message("", **marked)._serialize_properties())

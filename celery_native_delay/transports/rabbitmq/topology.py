@@ -137,7 +137,10 @@ class Topology:
     # --- names ---------------------------------------------------------------------------
 
     def level_exchange(self, bit: int) -> str:
-        """Return the exchange that feeds the delay queues for one bit of a delay."""
+        """Return the name of the topic exchange of the level whose lowest bit is *bit*.
+
+        The exchange routes messages to the delay queues of this level and of lower levels.
+        """
         return f"{self.name}.level-{bit:02d}"
 
     def level_queue(self, units: int) -> str:
@@ -152,14 +155,14 @@ class Topology:
         return queue.startswith(f"{self.name}.landing-")
 
     def landing_marker(self, exchange: str) -> str:
-        """Return the name of the exchange that tells producers about a landing queue.
+        """Return the name of an exchange that exists if *exchange* has a landing queue.
 
-        A landing queue dead-letters due messages to the user's exchange.
+        A landing queue dead-letters due messages to *exchange*.
         """
         return f"{self.name}.lands.{short_word(exchange)}"
 
     def copied_marker(self, exchange: str) -> str:
-        """Return the name of the exchange that tells producers about copied bindings."""
+        """Return the name of an exchange that exists if the bindings of *exchange* are copied."""
         return f"{self.name}.mirrored.{short_word(exchange)}"
 
     def queue_landing_queue(self, queue: str) -> str:
@@ -186,8 +189,8 @@ class Topology:
     def first_ttl_ms(self, units: int, *, remaining_us: int) -> int:
         """Return the TTL of a message in its first delay queue, in milliseconds.
 
-        *units* is the delay, rounded up. The message waits less in the first queue, to make up
-        for the rounding.
+        *units* is the delay in units of ``native_delay_resolution``, rounded up. The result is the
+        queue's TTL minus the rounding.
         """
         # *units* is the delay, rounded up. The result is the TTL of the queue minus the rounding.
         # The rounding is less than a unit, so an earlier message in the queue delays a later
@@ -336,7 +339,8 @@ class Topology:
     def _pattern(self, level: Level, value: int, zeros: int) -> str:
         """Return a binding key for delays with *value* in the bits of *level*.
 
-        The next higher bits, *zeros* in number, must be 0. All other bits may have any value.
+        *zeros* is the number of bits that must be 0, directly above *level*. All other bits may
+        have any value.
         """
         above = self.bit_count - zeros - level.width - level.lowest
         bits = f"{value:0{level.width}b}" if level.width else ""

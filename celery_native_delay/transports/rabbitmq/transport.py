@@ -134,7 +134,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         return result
 
     def exchange_bind(self, destination: str, source: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Bind two exchanges; delayed messages follow the binding too."""
+        """Bind one exchange to another, for immediate and delayed messages."""
         result = super().exchange_bind(destination, source, *args, **kwargs)
         self.delays.mirror.exchange_bound(source)
         return result
@@ -142,7 +142,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     def queue_declare(
         self, queue: str = "", passive: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        """Declare a queue; delayed messages can reach the queue too."""
+        """Declare a queue for immediate and delayed messages."""
         result = super().queue_declare(queue, passive, *args, **kwargs)
         if not passive:
             # py-amqp deletes a queue with its last consumer unless told otherwise.
@@ -182,7 +182,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         return super().basic_consume(queue, *args, **kwargs)
 
     def dispatch_method(self, method_sig: tuple[int, int], payload: bytes, content: Any) -> Any:
-        """Keep the raw body of a message, then let py-amqp process the message."""
+        """Keep a message's raw body, so that a worker can delay the message again."""
         if content is not None:
             content.__dict__["raw_body"] = bytes(content.body or b"")
         return super().dispatch_method(method_sig, payload, content)

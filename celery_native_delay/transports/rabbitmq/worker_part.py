@@ -66,7 +66,7 @@ class RabbitMQWorkerPart(RecordedWorkerPart):
 
 
 def _delayed(wait: Wait) -> Delayed:
-    """Return the destination, due time and unchanged expiry for delaying a message again."""
+    """Return the new due time, with the destination and expiry of the received message."""
     info = wait.message.delivery_info
     earlier: Delayed | None = getattr(wait.message, "native_delay", None)
     return Delayed(

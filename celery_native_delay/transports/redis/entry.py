@@ -21,7 +21,10 @@ def entry_of(destination: Destination, envelope: str) -> bytes:
 
 
 def front_of(destination: Destination) -> bytes:
-    """Encode *destination* as ``push|publish <ttl ms> <length of each key>\\n<keys>``."""
+    """Encode *destination* as ``push|publish <ttl ms> <length of each key>\\n<keys>``.
+
+    ``<ttl ms>`` is the TTL of the destination's keys; 0 means that the keys do not expire.
+    """
     # A key may contain any byte, so its length is given. The Lua scripts do not parse kombu's JSON,
     # because cjson changes empty lists and long numbers.
     keys = [key.encode() for key in destination.keys]

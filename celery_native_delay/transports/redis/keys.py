@@ -54,12 +54,12 @@ class Keys(IndexKeys):
         return f"{self.space}.moving"
 
     def taken(self, outbox: str) -> str:
-        """Return the key of the set of batch numbers that one bulk publisher has stored."""
+        """Return the key of the set in which a bulk publisher stores its batch numbers."""
         return f"{self.space}.taken.{outbox}"
 
 
 def member_of(message: Mapping[str, Any], destination: str) -> str:
-    """Return the name of *message* in Redis's sorted sets, ``<task id>:<digest>``."""
+    """Return the sorted set member of *message*; :func:`member` explains the format."""
     return member(id_of(message), str(message["properties"]["delivery_tag"]), destination)
 
 

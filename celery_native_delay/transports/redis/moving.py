@@ -35,7 +35,11 @@ class RedisMovingPart(moving.MovingPart):
         super().prepare(queues)
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """Return this broker's waiting messages, and tasks with a future ETA in normal queues."""
+        """Return the sources of waiting messages, then the sources of immovable tasks.
+
+        Immovable tasks have a future ETA, but are in normal queues or unacknowledged. Their sources
+        only report the number of tasks and the reason.
+        """
         return [*super().sources(what, reaches), *held_by_queues(self._channel, reaches)]
 
     def _has(self, message: dict[str, Any], queue: str) -> bool:
@@ -103,7 +107,7 @@ class RedisSource(Source):
 
 
 class PlainSource(Source):
-    """Counts the tasks that ``delay migrate`` cannot move, and gives the reason."""
+    """Reports the number of tasks that ``delay migrate`` cannot move, and the reason."""
 
     def __init__(self, name: str, count: int, why: str) -> None:
         self.name = name

@@ -83,7 +83,7 @@ class ScriptBatch(outbox.OutboxBatch[RedisMessage]):
         self.script, self.keys, self.arguments = script, keys, arguments
 
     def packed(self, connection: Any, *, whole: bool = False) -> Any:
-        """Encode the batch as the Redis command EVALSHA, or as EVAL if *whole* is True."""
+        """Encode the batch as EVALSHA, or as EVAL (with the script text) if *whole* is True."""
         name = ("EVAL", self.script) if whole else ("EVALSHA", digest_of(self.script))
         return connection.pack_command(*name, len(self.keys), *self.keys, *self.arguments)
 

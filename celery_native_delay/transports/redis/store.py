@@ -151,7 +151,7 @@ class Store:
     # --- throwing away -------------------------------------------------------------------
 
     def purge(self, *, parked: bool) -> int:
-        """Delete all undeliverable messages if *parked* is True, otherwise all other messages."""
+        """Delete all undeliverable messages if *parked* is True, otherwise all waiting messages."""
         source = self.keys.parked if parked else self.keys.due
         return throw_away(self, [source, self.keys.messages, self.keys.ids], "-inf", "+inf")
 

@@ -87,7 +87,7 @@ class Store(Database):
 
     @property
     def path(self) -> str:
-        """Return the path of the SQLite file."""
+        """Return the path of the SQLite file; call this only if :attr:`is_file` is True."""
         return (self.engine.url.database or "").removeprefix("file:")
 
     @cached_property
@@ -215,7 +215,7 @@ class Store(Database):
         return self.look_up(lambda connection: list(connection.execute(statement, mine).scalars()))
 
     def purge(self, *, parked: bool) -> int:
-        """Delete all undeliverable messages if *parked* is True, otherwise all other messages."""
+        """Delete all undeliverable messages if *parked* is True, otherwise all waiting messages."""
         which = _ROW.due_us.is_(None) if parked else _ROW.due_us.is_not(None)
         statement = delete(MESSAGES).where(_MINE, which)
         return self.do(

@@ -119,7 +119,7 @@ def _require_sqlalchemy() -> None:
 
 
 class _Refusing:
-    """Raises an error at every use, because SQLAlchemy is not installed."""
+    """Replaces ``Delays`` if SQLAlchemy is not installed: every method call raises an error."""
 
     def __init__(self, refusal: NativeDelayError) -> None:
         self.refusal = refusal
@@ -174,7 +174,7 @@ class StoreDelayingTransport(DelayingTransport):
 
 
 class FolderChannel(StoreDelayingChannel):
-    """kombu's filesystem channel, which writes only complete files."""
+    """A mixin for kombu's filesystem channel: consumers see only complete message files."""
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
         if self.due_of(message) is not None or underway.get() is not None:
@@ -186,7 +186,7 @@ class FolderChannel(StoreDelayingChannel):
 
 
 class DatabaseChannel(StoreDelayingChannel):
-    """kombu's sqlalchemy channel, whose delayed messages wait in a database."""
+    """A mixin for sqlalchemy channels: ``native_delay_store`` defaults to the broker's database."""
 
     @property
     def own_store(self: Any) -> str:  # type: ignore[override]
@@ -202,7 +202,7 @@ class DatabaseChannel(StoreDelayingChannel):
 
 
 class DatabaseTransport(StoreDelayingTransport):
-    """kombu's sqlalchemy transport: by default, delayed messages wait in the broker's database."""
+    """A mixin for kombu's sqlalchemy transport, whose broker is itself a database."""
 
     def establish_connection(self: Any) -> Any:
         options = self.client.transport_options
@@ -215,7 +215,7 @@ class DatabaseTransport(StoreDelayingTransport):
 
 
 def _for_engines(options: dict[str, Any]) -> dict[str, Any]:
-    """Return *options* without ``native_delay`` and ``polling_interval``, unknown to SQLAlchemy."""
+    """Return the options for SQLAlchemy: all except ``native_delay`` and ``polling_interval``."""
     ours = (OPTION, "polling_interval")
     return {name: value for name, value in options.items() if name not in ours}
 

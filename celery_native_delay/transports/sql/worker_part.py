@@ -35,7 +35,7 @@ class StoreWorkerPart(WorkerPart):
         )
 
     def dangers(self) -> list[Finding]:
-        """Report a problem if this worker does not consume from the folder of due messages."""
+        """Report a problem if the filesystem transport reads and writes different folders."""
         if not is_folder(self._channel):
             return []
         out, into = self._channel.data_folder_out, self._channel.data_folder_in

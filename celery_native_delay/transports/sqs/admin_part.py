@@ -128,7 +128,7 @@ class SqsAdminPart(NothingParked):
         return with_records(backlog, self._channel, self._delays.settings)
 
     def purge(self) -> int:
-        """Empty the delay queues, and the stored list of waiting messages.
+        """Purge the delay queues, and remove the waiting tasks from ``native_delay_records``.
 
         Returns the approximate number of messages that were in the delay queues.
         """

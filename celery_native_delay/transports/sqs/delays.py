@@ -81,7 +81,7 @@ class Delays(recorded.Delays):
         check_size(put.payload.size_bytes, queue=put.queue, most_bytes=most_bytes)
 
     def _send(self, queue: str, payload: Payload, delay_seconds: int) -> None:
-        """Send a message to *queue*; if *queue* was deleted, let kombu create *queue* again."""
+        """Send a message; if *queue* was deleted, create *queue* and try once more."""
         arguments = {"DelaySeconds": delay_seconds, **payload.arguments()}
         for is_last_try in (False, True):
             try:
@@ -175,7 +175,7 @@ def _say_once(sentence: str) -> None:
 
 
 def leave_to_celery(queue: str) -> None:
-    """Warn once that delayed tasks of a FIFO queue wait in workers' memory."""
+    """Warn once for each FIFO queue: its delayed tasks wait in the workers' memory."""
     _say_once(
         f"{queue!r} is a FIFO queue, where SQS takes no delay for a single message: its tasks with "
         f"an ETA stay with Celery, in the memory of its workers"

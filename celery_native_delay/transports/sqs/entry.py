@@ -1,8 +1,8 @@
 """Encode messages for SQS queues and SQS delay queues. This module does no I/O.
 
-The body of a message in a delay queue begins with a line of JSON: the remaining delay, the due
-time, the message id, and the attributes. The rest is the body for the destination queue. Only this
-package reads the delay queues.
+The body of a message in a delay queue begins with a line of JSON. This line holds the remaining
+delay, the due time, kombu's delivery tag, and the SQS message attributes for the destination queue.
+The rest is the body for the destination queue. Only this package reads the delay queues.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Return the largest size, in bytes, that the message has in either queue."""
+        """Return the size (bytes) in the delay queue or destination queue, whichever is larger."""
         return max(len(self.text().encode()) + _GROWTH_BYTES, self.payload.size_bytes)
 
     def arguments(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Entry:
 
 
 class SqsMessage(NamedTuple):
-    """An encoded delayed message for an SQS queue."""
+    """A delayed message: its destination queue, due time, id and :class:`Payload`."""
 
     queue: str
     due_us: int
@@ -125,7 +125,7 @@ class SqsMessage(NamedTuple):
 
     @property
     def message(self) -> dict[str, Any]:
-        """Return kombu's message as a dict, with the SQS attributes among its properties."""
+        """Return kombu's message as a dict, including kombu's property ``message_attributes``."""
         message: dict[str, Any] = loads(self.envelope)
         if self.payload.attributes:
             message["properties"][_ATTRIBUTES] = self.payload.attributes
@@ -147,7 +147,7 @@ class SqsMessage(NamedTuple):
         return hops.seconds_up(self.wait_ms(now_us=now_us)) > hops.HOP_SECONDS
 
     def seconds_here(self, *, now_us: int) -> int:
-        """Return the ``DelaySeconds`` of the message when sent to the destination queue."""
+        """Return the ``DelaySeconds`` for a send to the destination queue: at most 900."""
         return min(hops.seconds_up(self.wait_ms(now_us=now_us)), hops.HOP_SECONDS)
 
     def entry(self, *, now_us: int) -> Entry:
@@ -156,7 +156,7 @@ class SqsMessage(NamedTuple):
 
 
 def opened(text: str) -> Entry:
-    """Decode the body of a message in a delay queue, or raise ValueError."""
+    """Decode a delay queue's message body; raise ValueError if this package did not send it."""
     head, newline, body = text.partition("\n")
     found = loads(head) if newline else None
     if not isinstance(found, dict) or found.get("v") != VERSION:

@@ -67,5 +67,5 @@ class Reception:
 
 
 def retry_seconds(receive_count: int) -> int:
-    """Return the seconds until the next attempt: doubled after each failure, up to 900."""
+    """Return the seconds until a worker retries a failed message: 2, then doubled, up to 900."""
     return min(1 << min(receive_count, 20), 900)

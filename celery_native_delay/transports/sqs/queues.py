@@ -84,7 +84,10 @@ class Queues:
     def send_many(
         self, queue: str, messages: Sequence[Mapping[str, Any]], *, url: Callable[[], str]
     ) -> dict[int, Failure]:
-        """Send up to ten messages in one request; return the failures by index in *messages*."""
+        """Send up to ten messages in one request.
+
+        Returns a dict of the failures. A key is the position of the message in *messages*, from 0.
+        """
         entries = [{"Id": str(at), **message} for at, message in enumerate(messages)]
 
         def send() -> dict[str, Any]:
@@ -140,7 +143,7 @@ def is_about_a_message(exc: ClientError) -> bool:
 
 
 def dated_ms(answer: dict[str, Any]) -> int:
-    """Return the date of an answer from SQS, in milliseconds since the epoch."""
+    """Return the HTTP date of SQS's response (ms since the epoch), or 0 without date."""
     dated = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
     return int(parsedate_to_datetime(dated).timestamp()) * 1000 if dated else 0
 

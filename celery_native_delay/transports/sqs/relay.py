@@ -1,9 +1,12 @@
 """Move messages out of the SQS delay queues, where SQS delivers a message after 15 minutes.
 
-Every worker, or ``delay relay``, runs one thread for each delay queue. A thread receives a message.
-If more than 15 minutes of the delay remain, the thread sends the message to the delay queue again.
-Otherwise the thread sends the message to the destination queue. Then the thread deletes the
-received message.
+A worker runs one thread for each of its standard queues. The command ``delay relay`` runs the same
+threads without a worker.
+
+1. The thread receives a message from the delay queue.
+2. If more than 15 minutes of the delay remain, the thread sends the message to the delay queue
+   again. Otherwise the thread sends the message to the destination queue.
+3. The thread deletes the received message.
 
 If a worker dies between the send and the deletion, another worker sends the message, too. SQS drops
 this duplicate in a delay queue, but not in the destination queue.
@@ -77,7 +80,7 @@ class Relay:
     """Always 0, because a refused message stays in the delay queue for another attempt."""
 
     def __init__(self, connect: Callable[..., Any], queues: Sequence[str]) -> None:
-        """*connect* opens a kombu connection; *queues* are the destination queues."""
+        """*connect* opens a kombu connection; *queues* are the names of the destination queues."""
         self.promoted = 0  # messages sent to the destination
         self.relayed = 0  # messages sent to a delay queue again
         self.failed = 0  # sends that SQS refused
@@ -99,7 +102,7 @@ class Relay:
                 self._stopping.wait(backoff.failed())
 
     def count(self, *, promoted: int = 0, relayed: int = 0, failed: int = 0) -> None:
-        """Add to the counters ``promoted``, ``relayed`` and ``failed``. Thread-safe."""
+        """Add the given numbers to this relay's counters. Thread-safe."""
         with self._counting:
             self.promoted += promoted
             self.relayed += relayed
@@ -288,7 +291,7 @@ class QueueRelay:
             )
 
     def _url(self, queue: str) -> str:
-        """Return the URL of the destination or the delay queue; create a missing queue."""
+        """Return the URL of *queue*; create *queue* if it is missing."""
         if queue == self._destination:
             return self._queues.url(queue)
         url = self._queues.make_delay_queue(self._destination)

@@ -105,7 +105,7 @@ def refuse(wrong: Mapping[str, Sequence[Finding]]) -> None:
 
 
 def _as_sent(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return a received message without kombu's changes, and the SQS message id."""
+    """Undo kombu's changes to a received message; return the message and its SQS message id."""
     properties = dict(raw["properties"])
     info = dict(properties.get("delivery_info") or {})
     received = info.pop("sqs_message", None) or {}

@@ -34,7 +34,7 @@ class Message(virtual.Message):  # type: ignore[misc]
 
 
 class PublishingChannel:
-    """A channel mixin: a closed channel raises a recoverable error for each delayed message."""
+    """A channel mixin: a delayed publish on a closed channel raises a recoverable error."""
 
     disconnected: ClassVar[type[Exception]] = RecoverableConnectionError
     """The recoverable error that a delayed publish on a closed channel raises."""
@@ -81,7 +81,10 @@ class DelayingChannel(PublishingChannel):
         raise without_records(self)
 
     def records(self, settings: DelaySettings) -> Records:
-        """Return the storage for task state, such as debounce keys, or raise UnsupportedBroker."""
+        """Return the storage for task state, such as debounce keys.
+
+        Raises UnsupportedBroker if no storage is configured.
+        """
         raise without_records(self)
 
     @property

@@ -64,7 +64,7 @@ class Collecting:
         raise NotImplementedError
 
     def put_plainly(self, put: PlainMessage) -> None:
-        """Send an immediate message through kombu."""
+        """Send a collected immediate message through kombu, for the bulk publisher."""
         message = put.message
         # Some of kombu's transports remove properties that they send elsewhere.
         message = {**message, "properties": dict(message["properties"])}

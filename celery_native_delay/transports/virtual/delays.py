@@ -18,7 +18,7 @@ class Delays:
         self.settings = settings
 
     def check_settings(self) -> None:
-        """Raise the error :attr:`refusal`, if it is set."""
+        """If this channel cannot delay messages, raise the error stored in :attr:`refusal`."""
         if self.refusal is not None:
             raise self.refusal
 

@@ -30,7 +30,11 @@ class MovingPart(moving.MovingPart):
     """Moves waiting messages to and from a Redis broker or a database."""
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """Return this broker's waiting messages; raise UnsupportedBroker if ``--from`` is given."""
+        """Return this broker's waiting messages.
+
+        *what* is the value of ``--from`` if the value is no URL, such as "celery". Raises
+        UnsupportedBroker if *what* is not None, because only RabbitMQ supports such values.
+        """
         if what is not None:
             raise UnsupportedBroker(
                 f"--from {what} is about RabbitMQ, and this app's broker is "

@@ -33,7 +33,7 @@ class Outbox(outbox.Outbox[MessageT, BatchT]):
         self._refused += [replace(each, returned=True) for each in self._named(NOWHERE, envelopes)]
 
     def _prepare(self, channel: Any) -> None:
-        """Do broker-specific work before the first send on a new channel."""
+        """Prepare the broker for the first send on a new channel; subclasses override this."""
 
     def _opened(self, client: Any) -> Collecting:
         delaying = client.transport.delaying_channel
@@ -48,7 +48,7 @@ class Outbox(outbox.Outbox[MessageT, BatchT]):
         return self._named(reason, [put.envelope for put in puts])
 
     def _named(self, reason: str, envelopes: Iterable[str | bytes]) -> list[RefusedMessage]:
-        """Return one report per refused message, even for a message to several queues."""
+        """Report each message once, even if the broker refuses its copies for several queues."""
         messages = {
             (message.delivery_id, message.task_id): message
             for message in (refused_of(reason, envelope) for envelope in envelopes)

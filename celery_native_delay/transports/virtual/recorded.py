@@ -114,9 +114,9 @@ class Delays(delays.Delays):
         now_us: int,
         cancelled: bool = False,
     ) -> str:
-        """Send a message, and return the copy that the caller must store.
+        """Send a message before its copy is stored; return the copy, which the caller must store.
 
-        Without a stored copy, the worker that receives the message drops it.
+        If the caller does not store the copy, the worker drops the received message.
         """
         # With the old delivery tag SQS would drop the message as a duplicate.
         properties = {**message["properties"], "delivery_tag": delivery_id}

@@ -40,7 +40,11 @@ def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Wait
 
 
 def changed(envelope: str | bytes, due_us: int, *, cancelled: bool) -> str | None:
-    """Return the message with a new ETA; None if the caller must delete the message."""
+    """Copy a waiting message with a new ETA; mark the copy as cancelled if *cancelled* is True.
+
+    Only tasks of protocol 2 can be changed. For any other message, the function returns None if
+    *cancelled* is True (the caller deletes the message), and raises CannotDelay if it is False.
+    """
     message = json.loads(envelope)
     headers = dict(message.get("headers") or {})
     if "task" not in headers:

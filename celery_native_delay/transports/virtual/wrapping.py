@@ -57,7 +57,11 @@ def delivery_id_of(header: Mapping[str, Any], properties: Mapping[str, Any]) -> 
 def unwrapped(
     headers: Mapping[str, Any] | None, properties: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Delayed | None]:
-    """Return the headers without this package's header, and the parsed header or None."""
+    """Return all other headers, and this package's own header in parsed form.
+
+    The parsed header is None if the header is missing or invalid. It is also None if a worker
+    without this package copied the header from a task into the task's retry.
+    """
     opened = dict(headers or {})
     header = opened.pop(HEADER, None)
     if not is_own(header):
