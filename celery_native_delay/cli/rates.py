@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 #: Redis lists queues of tasks by time, not by length: read this many to find the longest.
 _LOOKED_AT = 500
 
+key_option = click.option("--key", help="The key. Leave it out for tasks without a key.")
 _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held")
 
 
@@ -49,27 +50,25 @@ def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
 @command(group=rates, name="set")
 @click.argument("name")
 @click.argument("limit")
-@click.option("--key", help="The key. Leave it out for tasks without a key.")
-def set_(ctx: click.Context, name: str, limit: str, key: str | None) -> None:
-    """Change the limit of a key of the task or rate NAME to LIMIT, such as 500/m.
-
-    All workers use the new limit at once, until `delay rates unset`.
-    """
+@key_option
+@as_json_option
+def set_(ctx: click.Context, name: str, limit: str | None, key: str | None, as_json: bool) -> None:
+    """Set the limit of a key of the rate or task NAME, for all workers, to LIMIT, such as 500/m."""
     from ..app.delay import Delay
 
     moved = Delay(ctx.obj.app).set_rate(name, key, limit)
-    click.echo(f"set to {limit}; {moved:,} waiting task(s) moved")
+    text = f"set to {limit}" if limit else "the limit of the settings counts again"
+    found = {"name": name, "key": key, "limit": limit, "moved": moved}
+    say(as_json, found, f"{text}; {moved:,} waiting task(s) moved")
 
 
 @command(group=rates)
 @click.argument("name")
-@click.option("--key", help="The key. Leave it out for tasks without a key.")
-def unset(ctx: click.Context, name: str, key: str | None) -> None:
+@key_option
+@as_json_option
+def unset(ctx: click.Context, name: str, **options: Any) -> None:
     """Give a key of the task or rate NAME the limit from the settings again."""
-    from ..app.delay import Delay
-
-    moved = Delay(ctx.obj.app).set_rate(name, key, None)
-    click.echo(f"the limit of the settings counts again; {moved:,} waiting task(s) moved")
+    ctx.invoke(set_, name=name, limit=None, **options)
 
 
 def shown(lines: Sequence[RateLine], more: bool, now: datetime) -> str:
