@@ -179,7 +179,8 @@ class Mirror:
         """Return the declarations of marker exchanges and landing queues.
 
         A landing queue dead-letters due messages to an exchange of the user. A marker exchange
-        tells producers that a landing queue or copied bindings exist.
+        carries no messages: its name tells producers that such a queue exists, or that the
+        bindings of the user's exchange were copied to the delivery exchange.
         """
         groups = [list(marked_landing(self._topology, exchange)) for exchange in landings]
         if consuming:
