@@ -74,7 +74,7 @@ class Mirror:
             self._note_landing(source)
 
     def exchange_deleted(self, exchange: str) -> list[Binding]:
-        """Forget a deleted exchange; return the copied bindings that the caller must remove."""
+        """Forget a deleted exchange; return the bindings to remove from the delivery exchange."""
         known = [mirrored for mirrored in self.known if mirrored.exchange == exchange]
         mirrors = map(self.binding_of, known) if exchange in self.types else ()
         gone = [binding for binding in mirrors if binding is not None]
