@@ -38,7 +38,7 @@ class Server:
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any], *, configurable: bool | None = None) -> Server:
-        """Make a Server from redis-py's ``info()``, or from {} if ``INFO`` is forbidden."""
+        """Convert redis-py's ``info()`` to a :class:`Server`; missing values are unknown."""
         text = str(info.get("redis_version", ""))
         aof = info.get("aof_enabled")
         return cls(
@@ -76,8 +76,9 @@ def check_server(server: Server, *, prefix: str) -> None:
 def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) -> Iterator[Finding]:
     """Yield a problem for each Redis setting that may cause a loss of data.
 
-    *kept* is a name of the data for users, such as "delayed messages". *has_ttls* is True if the
-    data has TTLs. Redis may delete such data under a ``volatile-…`` eviction policy.
+    *kept* is the word for the data in the problem's text, such as "delayed messages". *has_ttls*
+    is True if the data has TTLs. Redis may delete such data under a ``volatile-…`` eviction
+    policy.
     """
     level = ADVICE if server.configurable is False else WRONG
     policy = server.policy

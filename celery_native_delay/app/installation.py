@@ -307,8 +307,8 @@ def records_place(app: Any, settings: DelaySettings) -> Place | None:
     """Return the URL and namespace of the server that stores task state.
 
     The setting ``native_delay_records`` gives the URL. Without this setting, the server is the
-    Redis broker, or the database with the waiting messages. Returns None if the setting is missing
-    and the broker stores no task state, or is behind Redis Sentinel.
+    Redis broker, or the database with the waiting messages. Without this setting, other brokers
+    and Redis Sentinel give None.
     """
     if settings.records is not None:
         return Place(settings.records, settings.namespace)
@@ -324,7 +324,7 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Pass the queue names *queues*, by default all queues of the app, to *part*; return *part*."""
+    """Give an ``AdminPart`` or ``WorkerPart`` the app's queues, and return this part."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

@@ -226,10 +226,10 @@ def reaches_of(app: Any) -> list[Reach]:
 def moving(
     app: Any, connection: Any, names: Sequence[str], *, records: str | None
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
-    """Connect to the app's broker (the destination), and to each source in *names*.
+    """Yield the destination (the app's broker) and the sources, for a ``with`` block.
 
-    A source is the URL of another broker or database, or a name that ``delay migrate --from``
-    accepts, such as ``celery``.
+    Each name in *names* is the URL of another broker or database, or a name that
+    ``delay migrate --from`` accepts, such as ``celery``.
 
     *records* is the URL of the Redis or database that lists the sources' waiting tasks. None means
     the app's own ``native_delay_records``.

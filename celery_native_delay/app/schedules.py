@@ -191,7 +191,7 @@ class Schedules:
             entry.is_due()  # django-celery-beat then disables the entry
 
     def note_beat(self, name: str) -> None:
-        """Store for one hour that ``celery beat`` sent the schedule entry or task *name*."""
+        """Store the name of a schedule entry or task that ``celery beat`` has sent."""
         if name in self._entries or name in [entry.task for entry in self._entries.values()]:
             kept_us = time_ns() // 1000 + _BEAT_KEPT_US
             self._ask(lambda records: records.change(_BEAT, lambda _: Change(name, kept_us, None)))

@@ -80,16 +80,16 @@ class Kinds:
         self._logged: set[str] = set()
 
     def hooks(self, key: Any, known: Task | None) -> tuple[Any, ...]:
-        """Return :meth:`PlainPublishing.hooks`; () if an earlier copy for *key* was wrong."""
+        """Return :meth:`PlainPublishing.hooks`; () if ``apply_async`` must publish the task."""
         return () if key in self._without_template else self._plain.hooks(known)
 
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:
-        """Return the kind stored under *key*; None if missing, or stored with other *hooks*."""
+        """Return the kind that was stored with the same *key* and *hooks*, or None."""
         kind = self._kinds.get(key)
         return kind if kind is not None and same(kind.hooks, hooks) else None
 
     def learn(self, sample: Sample) -> None:
-        """Store a kind's message if no valid message is stored; otherwise compare the two."""
+        """Store the sample's message for copies, or check that copies would equal this message."""
         key, now_us = sample.key, time_ns() // 1000
         kind = self.of(key, sample.hooks)
         generation = self._publisher.outbox.connects

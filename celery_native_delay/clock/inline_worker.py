@@ -78,7 +78,7 @@ class InlineWorker:
         return any(channel._size(name) for name in self._consumer.app.amqp.queues)
 
     def deliver_due(self) -> None:
-        """Make the timer calls that are due, and move due messages to their queues."""
+        """Run the due timer calls, and move due messages to their queues."""
         self.timer.run_due()
         _, error = self.promoter.deliver_batch()
         if error is not None:

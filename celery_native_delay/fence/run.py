@@ -104,12 +104,12 @@ class Record:
 def opened(held: Record | None, new: Record, job: str) -> Record:
     """Return the state to store for a Spark run when the Spark job *job* begins.
 
-    *held* is the stored state, *new* the state of a run that begins.
+    *held* is the stored state. *new* is the state of a new run.
 
-    - None: the run begins with *new*.
-    - "open": the run stays open; the deadline is the later of the two deadlines.
-    - "aborted": a job that has not been in the run begins the run anew, with *new*.
-    - "committed", "all", or "aborted" with a known job: the stored state does not change.
+    - If *held* is None, the result is *new*, with *job* as its only job.
+    - If *held* is "open", the result is *held* with *job* added, and with the later deadline.
+    - If *held* is "aborted" and does not list *job*, the result is also *new* with *job*.
+    - Otherwise, the result is *held*.
     """
     if held is None or (held.state == ABORTED and job not in held.jobs):
         return replace(new, jobs=(job,))

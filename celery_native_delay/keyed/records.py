@@ -30,7 +30,7 @@ class KeyRecords:
 
 
 def publish_under(name: str, rule: Rule, task_id: str) -> RecordedPublish:
-    """Make a RecordedPublish for a task with a key. *rule* computes the key's new state."""
+    """Return a RecordedPublish for a task with a key; *rule* computes the key's new state."""
     return RecordedPublish(task_id, _name_of(name), partial(_decided, rule))
 
 

@@ -184,11 +184,11 @@ class Records(ABC):
 
         Args:
             name: the name of the stored state.
-            decide: a function that computes the change, and may be called several times.
-            publish: a function that publishes a message, called if the change has a due time.
+            decide: a function that returns a :class:`Change`, and may be called several times.
+            publish: a function that publishes a message, called if ``Change.due_us`` is set.
 
         Returns:
-            the field *answer* of the change.
+            the value ``Change.answer``.
         """
 
     @abstractmethod
@@ -260,9 +260,9 @@ class Index(ABC):
 
     @abstractmethod
     def tasks(self, republishes: Any) -> WaitingTasks:
-        """Return an object that lists, cancels and moves the waiting tasks.
+        """Return an object that lists, cancels and reschedules the waiting tasks.
 
-        To cancel or move a task, *republishes* publishes a changed copy of the task's message.
+        To cancel or reschedule a task, *republishes* publishes a changed copy of the message.
         """
 
     @abstractmethod

@@ -21,8 +21,8 @@ class RecordedPublish:
     """Publishes one task's message, and changes a stored state in the same step.
 
     - *name*: the name of the stored state.
-    - *decide*: a function that computes the change.
-    - *answer*: the field *answer* of the change; None before :meth:`settle`.
+    - *decide*: a function that returns a :class:`Change`.
+    - *answer*: the value ``Change.answer``; None before :meth:`settle`.
     - *due_us*: the due time of the published message; None if no message was published.
     """
 

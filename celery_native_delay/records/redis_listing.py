@@ -194,8 +194,9 @@ class RedisListing(WaitingTasks):
 def throw_away(link: Any, keys: Sequence[str], lowest: int | str, highest: int | str) -> int:
     """Remove all messages with a score from *lowest* to *highest*, both inclusive.
 
-    *keys* has three Redis keys: a sorted set with the scores, ``messages`` and ``ids``. The
-    messages are removed from all three. Returns the number of removed messages.
+    *keys* are three Redis keys: first a sorted set with the scores, then the key ``messages``, then
+    the key ``ids``. The messages are removed from all three keys. Returns the number of removed
+    messages.
     """
     thrown = 0
     while True:

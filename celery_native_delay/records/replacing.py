@@ -103,7 +103,7 @@ class Republishes(Protocol):
 
 
 class RecordedTasks(WaitingTasks):
-    """A mixin that publishes waiting messages again, to cancel or move tasks."""
+    """A mixin that cancels or reschedules a task by publishing the task's message again."""
 
     index: Index
     _delays: Republishes

@@ -1,6 +1,6 @@
 """Parses and matches searches for waiting tasks: words, quoted texts and ``field:word``.
 
-A task matches if all words match, in upper or lower case. The fields are ``name``, ``queue``,
+A task matches if all words match, case-insensitively. The fields are ``name``, ``queue``,
 ``key``, ``args``, ``kwargs``, ``id`` (the task id, also called ``uuid``) and ``root`` (Celery's
 ``root_id``). ``kwargs:order=7`` matches if the keyword argument ``order`` is exactly 7.
 """
@@ -55,7 +55,7 @@ class Word:
 
     @property
     def needle(self) -> str:
-        """A lower-case text that every matching task contains, in upper or lower case."""
+        """A lower-case text that every matching task contains, compared case-insensitively."""
         if not self._is_pair:
             return self.value.lower()
         return max((part.strip() for part in self.value.lower().split("=", 1)), key=len)

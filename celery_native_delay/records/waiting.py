@@ -1,4 +1,4 @@
-"""Searches, counts, cancels and moves waiting tasks."""
+"""Searches, counts, cancels and reschedules waiting tasks."""
 
 from __future__ import annotations
 
@@ -148,9 +148,9 @@ class Query:
 
     @property
     def needle(self) -> str:
-        """A lower-case text that every matching task contains, in upper or lower case, or "".
+        """A lower-case text that every matching task contains, compared case-insensitively.
 
-        Redis or the database returns only tasks that contain this text; "" excludes no task.
+        Redis or the database returns only tasks with this text. The text "" excludes no task.
         """
         texts = [word.needle for word in self.words]
         texts += [text.lower() for text in (self.name, self.queue) if text]
@@ -229,25 +229,25 @@ def edges(first_us: int, last_us: int, *, bars: int) -> list[int]:
 
 
 class Verdict(Enum):
-    """The possible results of cancelling or moving a task."""
+    """The possible results of cancelling or rescheduling a task."""
 
     DONE = "done"
-    """The task was cancelled or moved."""
+    """The task was cancelled or rescheduled."""
     TOO_LATE = "too late"
     """The task was delivered before the change, or is about to be delivered."""
     UNKNOWN = "unknown"
     """No task with this id is waiting. The task is already due, or was never delayed."""
     IMPOSSIBLE = "impossible"
-    """The task cannot be moved, and keeps waiting. The outcome's *reason* says why."""
+    """The task cannot be changed, and keeps waiting. The outcome's *reason* says why."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of cancelling or moving a task; truthy if the task was cancelled or moved.
+    """The result of cancelling or rescheduling a task; truthy if the change was made.
 
     - *id*: the task id.
     - *verdict*: done, too late, unknown or impossible; see :class:`Verdict`.
-    - *due_us*: the new due time of a moved task in microseconds since the epoch, else None.
+    - *due_us*: the new due time in microseconds since the epoch; None if not rescheduled.
     - *tasks*: the task's waiting messages before the change.
     - *reason*: a text that explains why the task was not changed, or "".
     """
@@ -275,7 +275,7 @@ class Outcome:
 
 
 class WaitingTasks(ABC):
-    """Lists, searches, cancels and moves the waiting tasks of one broker.
+    """Lists, searches, cancels and reschedules the waiting tasks of one broker.
 
     Every method may raise RecordsUnavailable.
     """

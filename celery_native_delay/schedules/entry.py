@@ -57,12 +57,12 @@ class Entry:
 
     @property
     def countdown_us(self) -> int:
-        """The schedule entry's option ``countdown`` in microseconds: a delay of each run."""
+        """Microseconds by which each run is later than scheduled (the option ``countdown``)."""
         return round((self.options.get("countdown") or 0) * 1_000_000)
 
     @cached_property
     def text(self) -> str:
-        """The schedule entry as JSON; class names replace values that JSON cannot hold."""
+        """The schedule entry as JSON; a value unknown to JSON is written as its class name."""
         plain = _plain(self.schedule)
         made = {each.name: getattr(self, each.name) for each in fields(self)}
         made |= {"v": VERSION, "zone": str(self.zone), "schedule": plain or _kind(self.schedule)}

@@ -1,4 +1,4 @@
-"""Chooses the newest release of an app; workers publish this release's schedule entries."""
+"""Chooses an app's newest release; workers publish only this release's periodic tasks."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Release:
 class InForce(NamedTuple):
     """The names of the newest release's schedule entries.
 
-    *is_ours* is True if this worker has the newest release. *removed* has the schedule
-    entries' names that the newest release no longer has.
+    *is_ours* is True if this worker has the newest release. *removed* has the names of the
+    schedule entries that only the previously stored release had.
     """
 
     names: tuple[str, ...]

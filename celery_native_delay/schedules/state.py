@@ -97,7 +97,7 @@ def planned(state: State | None, entry: Entry, now_us: int) -> State | None:
 
 
 def sent_again(state: State, now_us: int) -> State | None:
-    """Return a state with a new publish time if the message must be published again, or None.
+    """If workers must publish the waiting message again, return the new state, else None.
 
     An overdue message may be lost. So workers publish the message again 1, 2, 4, 8, … minutes after
     the due time. If workers receive several copies, only the first received copy runs.
@@ -151,10 +151,10 @@ def resumed(state: State, entry: Entry, now_us: int) -> State:
 
 
 def swapped(snapshot: Snapshot, *, before: State | None, after: State) -> Change[bool]:
-    """Replace the stored state *before* by *after*, and the waiting message by a new message.
+    """Return the change that stores *after* in place of *before*, and publishes the new message.
 
-    If another process has stored a different state, nothing is replaced, and the result's field
-    *answer* is False.
+    If another process has stored a different state, the change keeps that state, and the change's
+    *answer* is False. The only exception: if *after* is already stored, *answer* is True.
     """
     stored = State.from_text(snapshot.text)
     if stored != before:

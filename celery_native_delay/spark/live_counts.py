@@ -4,7 +4,7 @@ If the job is interrupted, the driver logs these numbers, because Spark has resu
 Spark tasks. If a UDP datagram is lost, the logged numbers are too low.
 
 On Ctrl-C, PySpark fails to cancel the Spark job: PySpark's signal handler calls the JVM on a
-connection that is in use. So the driver cancels the job here, and executors stop.
+connection that is in use. So this module cancels the job, and tells executors to stop.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class SendJob:
 
 
 def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -> Iterator[Failure]:
-    """Send encoded rows as Celery tasks, count the tasks in *receipt*, and yield each Failure.
+    """Send encoded rows as Celery tasks; yield each Failure, and write the counts to *receipt*.
 
     An outage of the broker does not fail the Spark task, because Spark would send all rows again.
     After a minute of outage, this job sends no more rows on this executor. For each of these rows,
@@ -188,7 +188,7 @@ class GivenUp:
 
 
 class Pace:
-    """A token bucket; after a pause, one second's tasks may be sent at once."""
+    """A token bucket; its capacity is the number of tasks allowed per second."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0

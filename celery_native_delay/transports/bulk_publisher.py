@@ -43,7 +43,7 @@ class TaskTemplate(ABC):
 
     @abstractmethod
     def makes(self, message: Any, values: TaskValues) -> bool:
-        """Return True if the template with these task values equals *message*."""
+        """Return True if the template, filled with *values*, gives exactly *message*."""
 
     @abstractmethod
     def another(self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues) -> Any:
@@ -94,7 +94,7 @@ class BulkPublisher:
         return None if last is None else self._template.of(last, self.outbox.channel)
 
     def made_by(self, template: TaskTemplate, values: TaskValues) -> bool:
-        """Return True if *template* with these task values equals the last message."""
+        """Return True if *template*, filled with *values*, gives exactly the last message."""
         last = self._one()
         return last is not None and template.makes(last, values)
 

@@ -163,7 +163,7 @@ class Remnant:
 
 
 def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str | None:
-    """Return a message's task id, or its correlation id if there is no header ``task``."""
+    """Return the task id: header ``id`` in Celery's protocol 2, else the correlation id."""
     if "task" in headers:
         return headers.get("id")
     return properties.get("correlation_id")
@@ -172,7 +172,7 @@ def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str
 def derived_id(
     headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes, *where: object
 ) -> str | None:
-    """Hash a task's message to a stable id; return None for messages without a task id."""
+    """Return a delivery id, hashed from the message; None for a message without task id."""
     task_id = task_id_of(headers, properties)
     if not task_id:
         return None

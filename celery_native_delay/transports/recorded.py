@@ -131,7 +131,7 @@ class IndexReceipts:
         return {True: Answer.RUN, False: Answer.DROP, None: Answer.AWAY}[may_run]
 
     def close(self) -> None:
-        """Do nothing, because all channels of the process share the connection."""
+        """Keep the connection to the list open: the whole process uses the connection."""
 
 
 class RecordedWorkerPart(WorkerPart):

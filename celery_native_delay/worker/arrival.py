@@ -118,8 +118,8 @@ class AskAgain:
 
     - *beside_prefetch*: True to raise the prefetch count by one during this time.
     - *from_here*: True to skip the checks that the task has passed already.
-    - *once*: None if *after_seconds* begin now. Otherwise a function: the worker calls
-      ``once(start)``, and *after_seconds* begin when the check calls ``start()``.
+    - *once*: None, or a function. With None, *after_seconds* begin now. Otherwise the worker
+      passes a callback to the function. *after_seconds* begin when the check calls the callback.
     """
 
     after_seconds: float

@@ -1,7 +1,8 @@
 """If Spark repeats a partition, drops the Celery tasks that unsuccessful attempts have sent.
 
-The Celery tasks wait in the broker until the Spark driver has stored the successful attempts. The
-only exception: after the run's deadline, ``native_delay_fence_policy`` decides.
+Due tasks wait in the broker until the Spark driver has stored which attempts were successful. The
+only exception: if the driver stores no result before the run's deadline,
+``native_delay_fence_policy`` decides: workers run all tasks, or drop all tasks.
 """
 
 from __future__ import annotations

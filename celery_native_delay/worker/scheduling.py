@@ -54,8 +54,8 @@ class Scheduling:
     def start(self) -> None:
         """Publish the missing messages of schedule entries now, and then every 30 s.
 
-        Call this method for each new connection, because Celery cancels the repeated calls of a
-        lost connection.
+        Call this method again after each reconnect: Celery cancels the worker's timers when the
+        connection is lost.
         """
         publish = (self._schedules.publish,)
         self.in_thread(*publish)

@@ -185,7 +185,7 @@ def lost(sender: Any = None, task_id: Any = None, exception: Any = None, **_: An
 
 @signals.task_retry.connect(weak=False)  # type: ignore[untyped-decorator]
 def retried(sender: Any = None, request: Any = None, reason: Any = None, **_: Any) -> None:
-    """Keep the key of a retried unique task whose process was killed."""
+    """Keep the key reserved until the retry, after a unique task's process was killed."""
     if _is_from_outside(reason.exc) and installation_of(sender.app) is not None:
         leases_of(sender.app).lost(request.id, retry_us=_wait_us(reason.when))
 

@@ -46,7 +46,7 @@ def landing_address(exchange: str) -> str:
 
 
 def queue_address(queue: str) -> str:
-    """Return the end of a routing key; with this end, only *queue* gets the message."""
+    """Return the last words of a routing key that delivers a message only to *queue*."""
     return "%%q." + short_word(queue)
 
 
@@ -64,7 +64,7 @@ def short_word(name: str) -> str:
 
 
 def refusal_fits(*names: str) -> bool:
-    """Return False if RabbitMQ's error text with these names would break the connection."""
+    """Return False for long non-ASCII names, which RabbitMQ cannot put into an error text."""
     # RabbitMQ cuts an error text at 255 bytes. If the text is not ASCII, RabbitMQ 4.3 closes the
     # connection (541), and RabbitMQ 3.10 may send half a character, which py-amqp cannot decode.
     text = "".join(names)

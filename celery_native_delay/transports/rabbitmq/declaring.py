@@ -186,7 +186,7 @@ def broker_version(connection: Any) -> tuple[int, ...]:
 
 
 def check_broker(connection: Any) -> None:
-    """Raise UnsupportedBroker if RabbitMQ is older than 3.10, or for another product."""
+    """Raise UnsupportedBroker if the broker is not RabbitMQ, or is older than RabbitMQ 3.10."""
     product = connection.server_properties.get("product")
     version = broker_version(connection)
     if product != "RabbitMQ" or version < OLDEST_RABBITMQ:

@@ -74,7 +74,7 @@ class Mirror:
             self._note_landing(source)
 
     def exchange_deleted(self, exchange: str) -> list[Binding]:
-        """Forget a deleted exchange; return the copied bindings that the caller must remove."""
+        """Forget a deleted exchange; return the bindings to remove from the delivery exchange."""
         known = [mirrored for mirrored in self.known if mirrored.exchange == exchange]
         mirrors = map(self.binding_of, known) if exchange in self.types else ()
         gone = [binding for binding in mirrors if binding is not None]
@@ -179,7 +179,8 @@ class Mirror:
         """Return the declarations of marker exchanges and landing queues.
 
         A landing queue dead-letters due messages to an exchange of the user. A marker exchange
-        tells producers that a landing queue or copied bindings exist.
+        carries no messages: its name tells producers that such a queue exists, or that the
+        bindings of the user's exchange were copied to the delivery exchange.
         """
         groups = [list(marked_landing(self._topology, exchange)) for exchange in landings]
         if consuming:

@@ -1,7 +1,7 @@
 """Move waiting messages into this package's delay queues, for ``delay migrate``.
 
-The module fetches each message with ``basic.get``, because RabbitMQ requeues all prefetched
-messages after a crash.
+The module fetches each message with ``basic.get``, without a prefetch. A crash would raise the
+delivery count of all prefetched messages, and RabbitMQ 4 drops messages with a high count.
 """
 
 from __future__ import annotations

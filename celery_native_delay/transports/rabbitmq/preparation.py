@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """The number of copied bindings and the duration of :meth:`Preparation.prepare`."""
+    """The result of :meth:`Preparation.prepare`."""
 
     #: True if this call declared the delay queues.
     declared: bool
@@ -162,7 +162,7 @@ class Preparation:
         self._routes.forget()
 
     def queue_deleted(self, queue: str) -> None:
-        """Delete the extra queue that passed due messages to the deleted queue."""
+        """Delete the empty landing queue that dead-lettered due messages to the deleted queue."""
         may_reject = self._mirror.rejects.get(queue, not is_internal(queue))
         if self._declares and may_reject:
             landing = self._topology.queue_landing_queue(queue)

@@ -56,11 +56,10 @@ class Pruning:
         ]
 
     def prune(self, chosen: Sequence[Remnant]) -> list[Remnant]:
-        """Delete the *chosen* sets of outdated queues and exchanges.
+        """Delete the queues and exchanges of the *chosen* remnants.
 
-        Skip each set whose queues contained messages when :meth:`remnants` counted the messages.
-        Return the sets whose queues have received messages since then. The queues of these sets
-        stay.
+        A remnant with waiting messages is not deleted. If messages have arrived since the call of
+        :meth:`remnants`, this method keeps the remnant's queues, and returns the remnant.
         """
         places = [self._places[remnant.name] for remnant in chosen if not remnant.waiting]
         with permissions_explained(self._delays.topology):

@@ -55,7 +55,7 @@ _EXPIRATION = "\0expiration\0"
 
 
 class TaskFields(NamedTuple):
-    """The message fields in which two tasks with equal options differ."""
+    """The message fields that :class:`Template` inserts for each task."""
 
     exchange: str
     routing_key: str

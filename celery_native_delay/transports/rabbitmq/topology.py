@@ -1,18 +1,18 @@
 """Compute the names and arguments of the queues in which delayed messages wait on RabbitMQ.
 
 A delay is a binary number of units (``native_delay_resolution``). The lowest 15 bits
-(``native_delay_fused_bits``) form groups of three or four bits. A group has one queue with a TTL
-for each nonzero value of its bits. Each higher bit has one queue with a TTL. So a message waits at
-most once per group and once per higher bit.
+(``native_delay_fused_bits``) form groups: bits 0-2, 3-6, 7-10 and 11-14. A group has one queue with
+a TTL for each nonzero value of its bits. Each higher bit has one queue with a TTL. So a message
+waits at most once per group and once per higher bit.
 
-Example: a delay of 10 units is 8 + 2 units. The bits for 8 and for 2 belong to different groups. So
-a message waits 8 units in one queue, then 2 units in another queue.
+Example: a delay of 10 units is 8 + 2 units. Bit 3 (8 units) and bit 1 (2 units) belong to different
+groups. So a message waits 8 units in one queue, then 2 units in another queue.
 
 The routing key begins with one word per bit, the highest bit first. The other words encode the
 destination (exchange and routing key). When a TTL ends, the queue dead-letters the message to a
-topic exchange. The bindings of this exchange match the lower bits, and lead to the next queue. If
-all lower bits are 0, a binding leads to the delivery exchange. The delivery exchange routes the due
-message to the user's queues by the encoded destination.
+topic exchange. The bindings of this exchange match the bits of the remaining delay, and lead to the
+next queue. If no delay remains, a binding leads to the delivery exchange. The delivery exchange
+routes the due message to the user's queues by the encoded destination.
 """
 
 from __future__ import annotations
@@ -155,14 +155,19 @@ class Topology:
         return queue.startswith(f"{self.name}.landing-")
 
     def landing_marker(self, exchange: str) -> str:
-        """Return the name of an exchange that exists if *exchange* has a landing queue.
+        """Return the name of the marker exchange for the landing queue of *exchange*.
 
-        A landing queue dead-letters due messages to *exchange*.
+        A marker exchange carries no messages. If the marker exchange exists, producers know that
+        *exchange* has a landing queue, which dead-letters due messages to *exchange*.
         """
         return f"{self.name}.lands.{short_word(exchange)}"
 
     def copied_marker(self, exchange: str) -> str:
-        """Return the name of an exchange that exists if the bindings of *exchange* are copied."""
+        """Return the name of the marker exchange for the copied bindings of *exchange*.
+
+        If the marker exchange exists, producers know that the delivery exchange has copies of the
+        bindings of *exchange*.
+        """
         return f"{self.name}.mirrored.{short_word(exchange)}"
 
     def queue_landing_queue(self, queue: str) -> str:
@@ -187,10 +192,10 @@ class Topology:
         return self._first_hop(units).entry if units else self.delivery_exchange
 
     def first_ttl_ms(self, units: int, *, remaining_us: int) -> int:
-        """Return the TTL of a message in its first delay queue, in milliseconds.
+        """Return the milliseconds that a message waits in its first delay queue.
 
-        *units* is the delay in units of ``native_delay_resolution``, rounded up. The result is the
-        queue's TTL minus the rounding.
+        *units* is the delay *remaining_us*, rounded up to units of ``native_delay_resolution``.
+        The result is the queue's TTL, minus the time that the rounding added.
         """
         # *units* is the delay, rounded up. The result is the TTL of the queue minus the rounding.
         # The rounding is less than a unit, so an earlier message in the queue delays a later

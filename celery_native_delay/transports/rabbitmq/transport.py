@@ -176,7 +176,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     # --- receiving -----------------------------------------------------------------------
 
     def basic_consume(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Copy the user's bindings for delayed messages, then consume from a queue."""
+        """Copy the user's bindings to the exchange for due messages, then consume from *queue*."""
         if not is_internal(queue):
             self.delays.preparation.prepare_to_consume(queue)
         return super().basic_consume(queue, *args, **kwargs)

@@ -50,7 +50,7 @@ class Keys(IndexKeys):
 
     @property
     def moving(self) -> str:
-        """Return the key with the name of the message that ``delay migrate`` is moving."""
+        """Return the key that stores which message ``delay migrate`` is moving."""
         return f"{self.space}.moving"
 
     def taken(self, outbox: str) -> str:

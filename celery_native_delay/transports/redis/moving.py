@@ -35,10 +35,10 @@ class RedisMovingPart(moving.MovingPart):
         super().prepare(queues)
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """Return the sources of waiting messages, then the sources of immovable tasks.
+        """Return a source with the waiting messages, and sources that report immovable tasks.
 
-        Immovable tasks have a future ETA, but are in normal queues or unacknowledged. Their sources
-        only report the number of tasks and the reason.
+        Immovable tasks have a future ETA, but are in a normal queue or unacknowledged. Their
+        sources report only the number of tasks and the reason.
         """
         return [*super().sources(what, reaches), *held_by_queues(self._channel, reaches)]
 

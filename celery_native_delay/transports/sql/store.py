@@ -193,7 +193,10 @@ class Store(Database):
         return Census(int(waiting), parked, int(overdue or 0), until_first_us, self._is_shown())
 
     def look_for_dispatcher(self) -> Census:
-        """Return a quick census, whose counts are only 0 (none) or 1 (at least one)."""
+        """Check quickly if messages are overdue, and if a process moves due messages.
+
+        In the returned census, a count of 1 means one or more messages.
+        """
         due_us = self.next_due_us()
         until_us = None if due_us is None else due_us - time_ns() // 1000
         overdue = until_us is not None and until_us <= 0

@@ -32,8 +32,8 @@ class MovingPart(moving.MovingPart):
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
         """Return this broker's waiting messages.
 
-        *what* is the value of ``--from`` if the value is no URL, such as "celery". Raises
-        UnsupportedBroker if *what* is not None, because only RabbitMQ supports such values.
+        *what* is None if ``--from`` is a URL. Otherwise *what* is the value of ``--from``, and
+        this method raises UnsupportedBroker, because only RabbitMQ supports such values.
         """
         if what is not None:
             raise UnsupportedBroker(

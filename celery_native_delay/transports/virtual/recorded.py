@@ -114,9 +114,9 @@ class Delays(delays.Delays):
         now_us: int,
         cancelled: bool = False,
     ) -> str:
-        """Send a message before its copy is stored; return the copy, which the caller must store.
+        """Send a message, and return a copy for the list of waiting tasks.
 
-        If the caller does not store the copy, the worker drops the received message.
+        The caller must add the copy to the list. Otherwise the worker drops the message.
         """
         # With the old delivery tag SQS would drop the message as a duplicate.
         properties = {**message["properties"], "delivery_tag": delivery_id}

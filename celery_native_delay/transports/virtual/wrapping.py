@@ -50,14 +50,14 @@ def encoded(message: Mapping[str, Any]) -> str:
 
 
 def delivery_id_of(header: Mapping[str, Any], properties: Mapping[str, Any]) -> str:
-    """Return the id that all copies of one published message share."""
+    """Return the delivery id in this package's *header*, or else the delivery tag."""
     return str(header.get("id") or properties.get("delivery_tag"))
 
 
 def unwrapped(
     headers: Mapping[str, Any] | None, properties: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Delayed | None]:
-    """Return all other headers, and this package's own header in parsed form.
+    """Return *headers* without this package's header, and the parsed header of this package.
 
     The parsed header is None if the header is missing or invalid. It is also None if a worker
     without this package copied the header from a task into the task's retry.
