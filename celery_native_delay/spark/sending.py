@@ -63,8 +63,8 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
 
     Raises:
         RecordsUnavailable: with *fence*, Redis or the database is unreachable.
-        FanOutFailed: with *fence*, a Celery worker or the Spark driver has aborted the job. Nothing was
-        sent.
+        FanOutFailed: with *fence*, a Celery worker or the Spark driver aborted the job earlier.
+            Nothing was sent.
     """
     started = monotonic()
     headers = {}
