@@ -1,4 +1,4 @@
-"""Import the Celery app on an executor, and describe the app to the driver."""
+"""Import the Celery app on a Spark executor, and tell the driver the app's tasks and queues."""
 
 from __future__ import annotations
 

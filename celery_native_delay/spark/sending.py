@@ -55,15 +55,16 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     """Send encoded rows as Celery tasks; yield each Failure, and write the counts to *receipt*.
 
     An outage of the broker does not fail the Spark task, because Spark would send all rows again.
-    After a minute of outage, this job sends no more rows on this executor. For each of these rows,
-    this function yields a Failure with the outcome "unsent".
+    After a minute of outage, this executor sends no more rows of this job. For each row that was
+    not sent, this function yields a Failure with the outcome "unsent".
 
     With the option *fence*, if an earlier job with the same ``run_id`` succeeded, this function
     counts the rows and sends nothing.
 
     Raises:
         RecordsUnavailable: with *fence*, Redis or the database is unreachable.
-        FanOutFailed: with *fence*, a worker or the driver has aborted the job. Nothing was sent.
+        FanOutFailed: with *fence*, a Celery worker or the Spark driver aborted the job earlier.
+            Nothing was sent.
     """
     started = monotonic()
     headers = {}

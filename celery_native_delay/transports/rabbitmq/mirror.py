@@ -176,11 +176,11 @@ class Mirror:
     def marker_declarations(
         self, bindings: list[Mirrored], landings: list[str], *, consuming: bool
     ) -> list[list[Declaration]]:
-        """Return the declarations of marker exchanges and landing queues.
+        """Return the declarations of landing queues and marker exchanges.
 
         A landing queue dead-letters due messages to an exchange of the user. A marker exchange
-        carries no messages: its name tells producers that such a queue exists, or that the
-        bindings of the user's exchange were copied to the delivery exchange.
+        carries no messages. Producers look for its name to learn what exists: a landing queue, or
+        copies of the bindings of the user's exchange.
         """
         groups = [list(marked_landing(self._topology, exchange)) for exchange in landings]
         if consuming:

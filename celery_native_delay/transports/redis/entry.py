@@ -21,9 +21,10 @@ def entry_of(destination: Destination, envelope: str) -> bytes:
 
 
 def front_of(destination: Destination) -> bytes:
-    """Encode *destination* as ``push|publish <ttl ms> <length of each key>\\n<keys>``.
+    """Encode *destination*, the Redis keys to which a due message is delivered.
 
-    ``<ttl ms>`` is the TTL of the destination's keys; 0 means that the keys do not expire.
+    For two keys: ``push <ttl ms> <length of key 1> <length of key 2>\\n<key 1><key 2>``. For a
+    fanout exchange, the first word is ``publish``. A TTL of 0 means that the keys do not expire.
     """
     # A key may contain any byte, so its length is given. The Lua scripts do not parse kombu's JSON,
     # because cjson changes empty lists and long numbers.
