@@ -78,7 +78,7 @@ def by_tenant(runs: list[Run]) -> dict[str, list[float]]:
 
 def test_concurrent_workers_share_one_rate(fleet: Fleet) -> None:
     """Four threads ask at the same time, each on its own connection; the rate has a burst."""
-    app, rate = fleet.app(), Rate("50/s", burst=5)
+    app, rate = fleet.app(), Rate("500/10s", burst=5)
     settings = DelaySettings.from_mapping(
         {
             name.removeprefix("native_delay_"): value
@@ -105,8 +105,8 @@ def test_concurrent_workers_share_one_rate(fleet: Fleet) -> None:
     span = max(starts) - min(starts)
     assert rate.burst < len(starts) <= 50 * span + rate.burst + 1
     (seen,) = Delay(app).rates()
-    assert (seen.task, seen.key, seen.rate) == ("call_api", "ada", "50/s, burst 5")
-    assert 0 < seen.starts_last_period <= 50 + rate.burst
+    assert (seen.task, seen.key, seen.rate) == ("call_api", "ada", "500/10s, burst 5")
+    assert 0 < seen.starts_last_period <= len(starts)
 
 
 def test_the_rate_holds_in_every_window_although_a_worker_is_killed(fleet: Fleet) -> None:
