@@ -20,11 +20,9 @@ class RecordLines:
         def change(snapshots: Sequence[Snapshot]) -> tuple[list[Change[None]], Turn]:
             now_us = snapshots[0].now_us
             read = [_read(*each) for each in zip(snapshots, asked, strict=True)]
-            at_rates = [
-                each._replace(rate=rate) for each, (_, rate) in zip(asked, read, strict=True)
-            ]
-            lines, turn = ask_all([line for line, _ in read], at_rates, now_us, may_start=may_start)
-            stored = zip(lines, at_rates, strict=True)
+            rated = [each._replace(rate=rate) for each, (_, rate) in zip(asked, read, strict=True)]
+            lines, turn = ask_all([line for line, _ in read], rated, now_us, may_start=may_start)
+            stored = zip(lines, rated, strict=True)
             return [_stored(line, each.rate, now_us, None) for line, each in stored], turn
 
         names = [RecordName("rate", each.line) for each in asked]

@@ -6,6 +6,7 @@ A debounced or throttled task frees its key only if the task will never run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from ..keyed import rules
 from ..keyed.record import HEADER, LOCKS, Mark, name_of
 from ..now import time_ns
 from ..rates.line import Asked
+from ..texts import is_text
 from .arrival import Arrival, AskAgain, Ruling, WaitUntil
 from .leases import Held, Leases, leases_of
 
@@ -97,8 +99,10 @@ def take_locks(arrival: Arrival, limits: Sequence[Asked]) -> int | None:
 
 def give_back(sender: Any, headers: Any) -> None:
     """Free the shared locks of a task that does not start, or has ended."""
-    for name, token in headers.pop(LOCKS, ()):
-        leases_of(sender.app).settle(name, partial(rules.end, token=token), token=token)
+    with suppress(TypeError, ValueError):  # a malformed header has no locks
+        for name, token in headers.pop(LOCKS, ()):
+            if is_text(name) and is_text(token):
+                leases_of(sender.app).settle(name, partial(rules.end, token=token), token=token)
 
 
 # ---- in the process that runs the task -----------------------------------------------------------

@@ -17,6 +17,7 @@ from celery_native_delay import DelaySettings, Rate
 from celery_native_delay.fence.run import HEADER as FENCE
 from celery_native_delay.fence.run import Record
 from celery_native_delay.keyed.record import HEADER as UNIQUE
+from celery_native_delay.keyed.record import LOCKS
 from celery_native_delay.keyed.rules import Step
 from celery_native_delay.message import HEADER, Delayed
 from celery_native_delay.rates.in_records import RecordLines
@@ -88,6 +89,7 @@ HEADERS = st.fixed_dictionaries(
         PLACE: ANYTHING | PLACES,
         FENCE: ANYTHING | STAMPS,
         UNIQUE: MARKS,
+        LOCKS: ANYTHING | st.lists(st.tuples(TEXTS, ANYTHING), max_size=2),
     },
 )
 PAYLOADS = ANYTHING | st.tuples(ANYTHING, ANYTHING, ANYTHING)
@@ -120,6 +122,9 @@ class Leases:
 
     def hold(self, held: Any) -> None:
         held.name.encode()
+
+    def settle(self, name: str, rule: Any, *, token: str) -> None:
+        assert {token: name.encode()}
 
 
 @pytest.fixture(autouse=True)

@@ -186,6 +186,16 @@ def test_a_second_concurrent_task_waits_until_the_first_one_has_left(
     assert limited("2")[1] is None
 
 
+@pytest.mark.parametrize(
+    "header", [None, 5, "x", [5], ["abc"], [["a", 5]], [["a", "\ud800"]], {"abc": "b"}]
+)
+def test_malformed_locks_of_a_message_are_ignored(header: Any) -> None:
+    """The sender has no app, so that an attempt to free such a lock would fail."""
+    headers = {LOCKS: header}
+    give_back(None, headers)
+    assert headers == {}
+
+
 def test_a_revoked_task_is_left_to_celery_and_frees_its_key(
     app: Celery, gate: Unique, records: Records
 ) -> None:
