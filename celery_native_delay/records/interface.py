@@ -176,7 +176,7 @@ class Records(ABC):
 
     @abstractmethod
     def read(self, name: RecordName) -> Snapshot:
-        """Read a stored state, and the waiting messages of the task whose id is in the state."""
+        """Read the state of a key or limit, and the waiting messages of the task that it names."""
 
     @abstractmethod
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:

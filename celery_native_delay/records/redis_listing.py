@@ -82,7 +82,7 @@ class IndexKeys:
 
     @property
     def due(self) -> str:
-        """The Redis key of a sorted set: waiting messages by due time."""
+        """The Redis key of a sorted set with the due time of each waiting message."""
         return f"{self.space}.due"
 
     @property
@@ -100,12 +100,12 @@ class IndexKeys:
         return f"{self.space}.{name.kind}.{name.name}"
 
     def names(self, kind: str) -> str:
-        """Return the Redis key of a sorted set: names of stored states of one kind."""
+        """Return the Redis key of a sorted set with the names of all stored states of a kind."""
         return f"{self.space}.{kind}s"
 
     @property
     def ids(self) -> str:
-        """The Redis key of a sorted set: waiting messages by task id."""
+        """The Redis key of a sorted set, which finds the waiting messages of a task id."""
         return f"{self.space}.ids"
 
     @property

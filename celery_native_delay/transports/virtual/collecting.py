@@ -64,7 +64,7 @@ class Collecting:
         raise NotImplementedError
 
     def put_plainly(self, put: PlainMessage) -> None:
-        """Send a collected immediate message through kombu, for the bulk publisher."""
+        """Send one immediate message by the method of kombu's own transport."""
         message = put.message
         # Some of kombu's transports remove properties that they send elsewhere.
         message = {**message, "properties": dict(message["properties"])}
