@@ -81,7 +81,7 @@ class Change(Generic[T]):
     - *kept_us*: the time when the new state expires, in microseconds since the epoch.
     - *answer*: the value that :meth:`Records.change` returns.
     - *due_us*: the due time of a message to publish, or None to publish no message.
-    - *replaces*: True to cancel the waiting messages of the :class:`Snapshot`.
+    - *replaces*: True to cancel the waiting messages that were read with the old state.
     """
 
     text: str | None
@@ -124,7 +124,8 @@ class CompareAndSet:
     - Workers drop the messages *gone*.
     - The list of waiting messages gets the message *new*, and workers may run this message.
 
-    Otherwise nothing changes. The only exception: workers drop the message *new*.
+    Otherwise nothing changes. The only exception: if the message *new* was already published,
+    workers drop the message.
     """
 
     name: RecordName | None = None

@@ -96,11 +96,14 @@ class IndexKeys:
         return f"{self.space}.mark."
 
     def record(self, name: RecordName) -> str:
-        """Return the Redis key of a stored state, such as a debounce key's."""
+        """Return the Redis key that holds the stored state *name*."""
         return f"{self.space}.{name.kind}.{name.name}"
 
     def names(self, kind: str) -> str:
-        """Return the Redis key of a sorted set with the names of all stored states of a kind."""
+        """Return the Redis key of a sorted set that lists the stored states of *kind*.
+
+        The members are the names of the states, scored by expiry time.
+        """
         return f"{self.space}.{kind}s"
 
     @property

@@ -180,7 +180,7 @@ class KeptServer:
             self._tell_keeper("")
 
     def close(self) -> None:
-        """Kill the server and its companion; if *temporary* is True, delete *home*."""
+        """Kill the server and its helper (*companion*); delete *home* if *temporary* is True."""
         self.end(signal.SIGKILL)
         with suppress(OSError):
             self._tell_keeper("end")

@@ -80,7 +80,10 @@ class BulkPublisher:
 
     @property
     def last_headers(self) -> Mapping[str, Any] | None:
-        """Return the last message's headers if exactly one queue gets the message, else None."""
+        """Return the headers of the task that :meth:`publish` published last.
+
+        Returns None if no queue or several queues get the task.
+        """
         last = self._one()
         return None if last is None else self._template.headers_of(last)
 

@@ -118,8 +118,8 @@ class AskAgain:
 
     - *beside_prefetch*: True to raise the prefetch count by one during this time.
     - *from_here*: True to skip the checks that the task has passed already.
-    - *once*: None, or a function. With None, *after_seconds* begin now. Otherwise the worker
-      passes a callback to the function. *after_seconds* begin when the check calls the callback.
+    - *once*: None, or a function. With None, *after_seconds* begin now. Otherwise the worker calls
+      ``once(start)``, and *after_seconds* begin when ``start()`` is called.
     """
 
     after_seconds: float

@@ -51,7 +51,8 @@ _ERRORS = (AMQPError, OSError, AttributeError)
 class Task:
     """A task that a worker received before its due time.
 
-    The :class:`Attendant` calls *done* after the broker's confirm, or *instead* after a failure.
+    The :class:`Attendant` publishes the task again, and then calls *done*. If the publish fails,
+    the :class:`Attendant` calls *instead*.
     """
 
     wait: Wait

@@ -220,9 +220,10 @@ def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declarat
 
 
 def marked_landing(topology: Topology, exchange: str) -> Iterator[Declaration]:
-    """Yield a queue that dead-letters due messages to *exchange*, and a marker exchange.
+    """Yield the declarations of a landing queue and its marker exchange.
 
-    A producer that finds the marker exchange knows that the queue exists.
+    The landing queue dead-letters due messages to *exchange*. The marker exchange carries no
+    messages: producers that find it know that the landing queue exists.
     """
     yield from landing_declarations(topology, exchange)
     yield Exchange(topology.landing_marker(exchange), "fanout")

@@ -92,7 +92,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Level:
-    """The delay queues for one or more bits of the delay (a binary number)."""
+    """The delay queues for one or more adjacent bits of a delay in binary notation."""
 
     #: The number of the lowest bit.
     lowest: int

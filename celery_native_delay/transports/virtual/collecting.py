@@ -23,7 +23,7 @@ class CollectedMessage(Protocol):
         """Return the message's approximate size in bytes."""
 
     def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
-        """Return a copy of this message for another task, with the values of the arguments."""
+        """Return a copy of this message with another task's content, id and due time."""
 
 
 class PlainMessage(NamedTuple):
