@@ -197,7 +197,7 @@ class Schedules:
             self._ask(lambda records: records.change(_BEAT, lambda _: Change(name, kept_us, None)))
 
     def beat(self) -> str | None:
-        """Return the name that :meth:`note_beat` stored within the last hour, if any."""
+        """Return which entry or task ``celery beat`` sent within the last hour, or None."""
         return self._ask(lambda records: records.load([_BEAT]))[0]
 
     def missing(self) -> list[str]:

@@ -120,7 +120,7 @@ def opened(held: Record | None, new: Record, job: str) -> Record:
 
 
 def sealed(held: Record | None, new: Record) -> Record:
-    """Return a Spark run's stored result; if no result is stored, return the result *new*."""
+    """Return the stored result of a Spark run, or *new* if no result is stored."""
     if held is None:
         return new
     return replace(new, jobs=held.jobs) if held.state == OPEN else held

@@ -22,9 +22,10 @@ class KeyRecords:
         return _seen(self._records.read(_name_of(name)))
 
     def change(self, name: str, rule: Rule, publish: Publish | None = None) -> tuple[Seen, Step]:
-        """Change the state of a key; if needed, publish a message in the same step.
+        """Change the state of a debounce, throttle or unique key.
 
-        The pure function *rule* computes the new state, and decides if a message is needed.
+        The pure function *rule* computes the new state, and decides whether a message is
+        published in the same step.
         """
         return self._records.change(_name_of(name), partial(_decided, rule), publish)
 

@@ -58,13 +58,13 @@ class RecordName(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A stored state, and the waiting messages of the task whose id is in the state.
+    """A stored state (for example of a debounce key), and the waiting messages of its task.
 
     - *now_us*: the time of the read in microseconds since the epoch, by the clock of the Redis or
       database.
     - *text*: the stored state, or None if no state is stored. In a JSON state, the field ``id``
-      is the task id.
-    - *messages*: name and due time (in microseconds) of each waiting message of the task. A
+      is the task's id.
+    - *messages*: name and due time (in microseconds) of each waiting message of this task. A
       message has the due time 0 if it is overdue and its queue does not exist.
     """
 
@@ -272,4 +272,4 @@ class Index(ABC):
 
     @abstractmethod
     def purge(self) -> None:
-        """Remove all messages with a future due time from the list of waiting messages."""
+        """Remove messages that are not yet due from the list; ``delay purge`` calls this method."""

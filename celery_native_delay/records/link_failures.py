@@ -43,7 +43,7 @@ class LinkFailures:
         self._backoff.reset()
 
     def failed(self, error: BaseException) -> RecordsUnavailable:
-        """Begin a pause, and return a RecordsUnavailable that names *error*.
+        """Make :meth:`check` refuse calls for some seconds; return an error that names *error*.
 
         Of several failures in a row, only the first is logged.
         """

@@ -76,7 +76,7 @@ def publishing(recorded: RecordedPublish) -> Iterator[None]:
 
 
 def publish_of(headers: Mapping[str, Any] | None) -> RecordedPublish | None:
-    """Return this thread's RecordedPublish, or None if *headers* belong to another task."""
+    """Return the state change to make when the message with *headers* is published, or None."""
     recorded = underway.get()
     if recorded is None or not headers or headers.get("id") != recorded.task_id:
         return None

@@ -82,7 +82,7 @@ class IndexKeys:
 
     @property
     def due(self) -> str:
-        """The Redis key of a sorted set with the due time of each waiting message."""
+        """The Redis key of a sorted set: members are waiting messages, scores their due times."""
         return f"{self.space}.due"
 
     @property

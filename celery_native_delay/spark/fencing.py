@@ -38,7 +38,7 @@ _BY = "the driver"
 
 @dataclass(frozen=True)
 class Fence:
-    """A Spark run with the option *fence*: workers run each row's task once."""
+    """Lets workers run each row's task only once, even if Spark repeats a partition."""
 
     records: Place = field(repr=False)
     run: str

@@ -97,7 +97,7 @@ class BulkPublisher:
         return None if last is None else self._template.of(last, self.outbox.channel)
 
     def made_by(self, template: TaskTemplate, values: TaskValues) -> bool:
-        """Return True if *template* with *values* equals the last published message."""
+        """Return True if *template*, filled with *values*, equals the last published message."""
         last = self._one()
         return last is not None and template.makes(last, values)
 

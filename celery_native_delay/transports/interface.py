@@ -62,7 +62,7 @@ class Rescue:
 
     @property
     def rescued(self) -> int:
-        """The number of parked messages that are no longer parked after this attempt."""
+        """The number of messages that are no longer parked: delivered, waiting again or expired."""
         return self.delivered + self.waiting_again + self.expired
 
     def __str__(self) -> str:

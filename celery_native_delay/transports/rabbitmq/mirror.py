@@ -151,7 +151,7 @@ class Mirror:
         self.pending = dict.fromkeys(bindings) | self.pending
 
     def forget_mirrored(self) -> None:
-        """Schedule new copies of all bindings, in case the broker lost copies."""
+        """Let :meth:`take_pending` return all bindings again, in case the broker lost copies."""
         self.pending, self.pending_landings = dict(self.known), dict(self._landings)
 
     def declarations(self, mirrored: Mirrored) -> Iterator[Change]:

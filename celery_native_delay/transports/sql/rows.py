@@ -76,7 +76,7 @@ class DispatchBatch:
     """New column values of the undelivered messages, for :meth:`settle`."""
 
     def settle(self) -> None:
-        """In this transaction, delete delivered messages and update undelivered messages."""
+        """Delete delivered messages; store the retry time and the error of undelivered messages."""
         if self.delivered:
             self.connection.execute(_REMOVE, {"ids": self.delivered})
         if self.refused:
