@@ -80,7 +80,7 @@ class Kinds:
         self._logged: set[str] = set()
 
     def hooks(self, key: Any, known: Task | None) -> tuple[Any, ...]:
-        """Return :meth:`PlainPublishing.hooks`; () if ``apply_async`` must publish the task."""
+        """Return the functions that publish the task; () if encoded messages cannot be reused."""
         return () if key in self._without_template else self._plain.hooks(known)
 
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:

@@ -18,7 +18,7 @@ class KeyRecords:
         self.needs_connection = records.needs_connection
 
     def read(self, name: str) -> Seen:
-        """Read a key's stored state, and the waiting messages of the key's task."""
+        """Read the state of a debounce, throttle or unique key, and its task's waiting messages."""
         return _seen(self._records.read(_name_of(name)))
 
     def change(self, name: str, rule: Rule, publish: Publish | None = None) -> tuple[Seen, Step]:

@@ -221,14 +221,14 @@ class Index(ABC):
 
     @abstractmethod
     def forget(self, member: str) -> None:
-        """Remove an unpublished message from the list of waiting messages. Never raises."""
+        """Remove a message from the list of waiting messages: its publish failed. Never raises."""
 
     @abstractmethod
     def received(self, member: str) -> bool | None:
-        """Remove a received message from the list. Returns True if a worker may run the message.
+        """Remove a received message from the list of waiting messages.
 
-        Returns False for a cancelled or replaced message. Returns None if the Redis or database
-        did not answer.
+        Returns True if a worker may run the message, and False if the message was cancelled or
+        replaced. Returns None if the Redis or database did not answer.
         """
 
     @abstractmethod

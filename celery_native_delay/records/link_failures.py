@@ -36,7 +36,7 @@ class LinkFailures:
             raise RecordsUnavailable(self._reason)
 
     def succeeded(self) -> None:
-        """Reset the pause. The first success after a failure is logged."""
+        """Reset the backoff after a successful call; log the first success after a failure."""
         if self._is_told:
             self._is_told = False
             logger.info("native delay: %s are reachable again", self._what)

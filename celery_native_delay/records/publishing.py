@@ -18,11 +18,13 @@ class NotPublished(Exception):
 
 @dataclass
 class RecordedPublish:
-    """Publishes one task's message, and changes a stored state in the same step.
+    """Publishes a task's message, and changes the state of a key or schedule entry.
 
-    - *name*: the name of the stored state.
-    - *decide*: a function that returns a :class:`Change`.
-    - *answer*: the value ``Change.answer``; None before :meth:`settle`.
+    Both happen in one step. A key is a debounce, throttle or unique key.
+
+    - *name*: the name of the state.
+    - *decide*: a function that returns a :class:`Change`: the new state and the due time.
+    - *answer*: the field ``answer`` of this :class:`Change`; None before :meth:`settle`.
     - *due_us*: the due time of the published message; None if no message was published.
     """
 
@@ -33,7 +35,10 @@ class RecordedPublish:
     due_us: int | None = None
 
     def settle(self, records: Records, publish: Publish) -> None:
-        """Change the stored state; raise NotPublished if the change publishes no message."""
+        """Store the new state that *decide* returns, and publish the message.
+
+        If *decide* returns no due time, store the state and raise NotPublished.
+        """
 
         due_us: int | None = None
 

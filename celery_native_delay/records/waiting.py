@@ -148,9 +148,9 @@ class Query:
 
     @property
     def needle(self) -> str:
-        """A lower-case text that every matching task contains, compared case-insensitively.
+        """A lower-case text by which Redis or the database preselects tasks, ignoring case.
 
-        Redis or the database returns only tasks with this text. The text "" excludes no task.
+        Every matching task contains this text. The text "" selects all tasks.
         """
         texts = [word.needle for word in self.words]
         texts += [text.lower() for text in (self.name, self.queue) if text]

@@ -127,10 +127,11 @@ def advanced(state: State, entry: Entry, task_id: str, now_us: int, catch_up: Ca
 def why_dropped(
     before: State | None, after: State | None, task_id: str, *, redelivered: bool
 ) -> str | None:
-    """Return the reason why a worker must drop a message, or None.
+    """Return the reason why a worker must drop a schedule entry's message, or None.
 
-    *after* is the result of :func:`advanced`. A redelivered message runs again, because the first
-    worker may have died.
+    *before* is the entry's stored state when the message arrived. *after* is the new state, or None
+    if the entry does not wait for this message any more. In that case, a redelivered message runs
+    again, because the first worker may have died.
     """
     if before is not None and after is not None:
         skipped = "its time was missed, and native_delay_schedules_catch_up is 'none'"

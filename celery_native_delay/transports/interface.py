@@ -301,7 +301,7 @@ class AdminPart(Protocol):
         """
 
     def requeue(self) -> Rescue | None:
-        """Publish parked (undeliverable) messages again; return None if a worker does this now."""
+        """Publish parked (undeliverable) messages; return None if a worker is doing so already."""
 
     def purge_parked(self) -> int:
         """Delete all parked (undeliverable) messages; return the number of deleted messages."""

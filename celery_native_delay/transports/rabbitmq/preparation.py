@@ -52,7 +52,7 @@ class Preparation:
         self.is_ready = False
 
     def prepare(self, *, redeclare: bool = False, consuming: bool = False) -> Prepared:
-        """Declare missing delay queues, and copy new bindings of the user."""
+        """Declare missing delay queues; bind the user's queues to the exchange for due messages."""
         if self._refusal is not None:
             raise self._refusal
         started = monotonic()
