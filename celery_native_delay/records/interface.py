@@ -176,7 +176,7 @@ class Records(ABC):
 
     @abstractmethod
     def read(self, name: RecordName) -> Snapshot:
-        """Read a stored state, such as a debounce key's task id, and this task's messages."""
+        """Read a stored state, such as a unique key's task id, and the task's waiting messages."""
 
     @abstractmethod
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
