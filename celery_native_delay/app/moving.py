@@ -45,7 +45,7 @@ _PROBE_US = 60_000_000
 
 
 class MovingKeys:
-    """Moves messages with the state of each message's debounce, throttle or unique key."""
+    """Moves each message together with the state of its debounce, throttle or unique key."""
 
     def __init__(self, source: Source, into: MovingPart) -> None:
         self._into = into

@@ -201,7 +201,7 @@ class Schedules:
         return self._ask(lambda records: records.load([_BEAT]))[0]
 
     def missing(self) -> list[str]:
-        """Return the names of the app's schedule entries that no worker has published."""
+        """Return the names of the app's schedule entries whose task no worker has published yet."""
         self._app.loader.import_default_modules()
         self._app.finalize()
         states = self._states(tuple(sorted(self._read_entries())))

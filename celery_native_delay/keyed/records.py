@@ -11,7 +11,7 @@ from .rules import Rule, Seen, Step
 
 
 class KeyRecords:
-    """Reads and changes the state of keys in a Redis or a database."""
+    """Reads and changes the stored state of debounce, throttle and unique keys."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -31,7 +31,7 @@ class KeyRecords:
 
 
 def publish_under(name: str, rule: Rule, task_id: str) -> RecordedPublish:
-    """Return a RecordedPublish for a task with a key; *rule* computes the key's new state."""
+    """Return an object that publishes a task and changes the stored state of the task's key."""
     return RecordedPublish(task_id, _name_of(name), partial(_decided, rule))
 
 

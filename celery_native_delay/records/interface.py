@@ -177,7 +177,7 @@ class Records(ABC):
 
     @abstractmethod
     def read(self, name: RecordName) -> Snapshot:
-        """Read the state of a key or limit, and the waiting messages of the task that it names."""
+        """Read a stored state, such as a unique key's task id, and the task's waiting messages."""
 
     @abstractmethod
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
@@ -237,9 +237,10 @@ class Index(ABC):
 
     @abstractmethod
     def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
-        """Read a stored state, and mark a new message as "undecided" before its publish.
+        """Read a stored state, such as a debounce key's, and mark a new message as "undecided".
 
-        Workers drop an undecided message. :meth:`compare_and_set` removes the mark.
+        The caller then publishes the message. Workers drop an undecided message.
+        :meth:`compare_and_set` removes the mark.
 
         Args:
             name: the name of the stored state, or None to read no state.
@@ -249,7 +250,7 @@ class Index(ABC):
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Remove a message's mark "undecided" after *left_ms* milliseconds; 0 means now."""
+        """Remove the mark that makes workers drop a message, *left_ms* milliseconds from now."""
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:

@@ -61,10 +61,13 @@ underway: ContextVar[RecordedPublish | None] = ContextVar("native_delay_publish"
 
 @contextmanager
 def publishing(recorded: RecordedPublish) -> Iterator[None]:
-    """Let a ``with`` block publish one task and change a stored state in the same step.
+    """A ``with`` block that publishes a task and changes a stored state in one step.
 
-    The block ends without an error if the change publishes no message.
-    Raises CannotDelay if the message never reached a queue of the app's broker.
+    For example, the stored state of a debounce key has the id of the waiting task. The function
+    ``recorded.decide`` computes the new state, and decides if the task is published. If the task is
+    not published, the block ends without an error.
+
+    Raises CannotDelay if the block publishes to another broker, or if no queue is bound.
     """
     token = underway.set(recorded)
     try:

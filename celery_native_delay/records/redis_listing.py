@@ -108,7 +108,7 @@ class IndexKeys:
 
     @property
     def ids(self) -> str:
-        """The Redis key of a sorted set, which finds the waiting messages of a task id."""
+        """The Redis key of a sorted set: message names ``<task id>:<unique id>``, all score 0."""
         return f"{self.space}.ids"
 
     @property

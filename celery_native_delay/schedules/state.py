@@ -147,15 +147,15 @@ def paused(state: State) -> State:
 
 
 def resumed(state: State, entry: Entry, now_us: int) -> State:
-    """Return *state* as not paused, with the next due time."""
+    """Return an unpaused copy of *state*, with the next due time."""
     return _next(state, _first_us(entry, state, now_us), now_us, paused=False)
 
 
 def swapped(snapshot: Snapshot, *, before: State | None, after: State) -> Change[bool]:
-    """Return the change that stores *after* in place of *before*, and publishes the new message.
+    """Return the :class:`Change` from the state *before* to the state *after*.
 
-    If another process has stored a different state, the change keeps that state, and the change's
-    *answer* is False. The only exception: if *after* is already stored, *answer* is True.
+    If another process has stored a different state, that state stays, and ``Change.answer`` is
+    False. The only exception: if *after* is already stored, ``Change.answer`` is True.
     """
     stored = State.from_text(snapshot.text)
     if stored != before:

@@ -131,7 +131,7 @@ class IndexReceipts:
         return {True: Answer.RUN, False: Answer.DROP, None: Answer.AWAY}[may_run]
 
     def close(self) -> None:
-        """Keep the connection to the list open: the whole process uses the connection."""
+        """Keep the Redis or database connection open, because the whole process shares it."""
 
 
 class RecordedWorkerPart(WorkerPart):

@@ -27,7 +27,7 @@ class CollectedMessage(Protocol):
 
 
 class PlainMessage(NamedTuple):
-    """An immediate message that a bulk publisher will send to one queue."""
+    """A message in kombu's format, and the message's destination queue."""
 
     queue: str
     message: dict[str, Any]
@@ -64,7 +64,7 @@ class Collecting:
         raise NotImplementedError
 
     def put_plainly(self, put: PlainMessage) -> None:
-        """Send one immediate message by the method of kombu's own transport."""
+        """Send a message at once with kombu's ``_put``, without collecting the message."""
         message = put.message
         # Some of kombu's transports remove properties that they send elsewhere.
         message = {**message, "properties": dict(message["properties"])}
