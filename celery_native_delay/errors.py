@@ -70,7 +70,7 @@ class TopologyMismatch(NativeDelayError):
 
 
 class NotPermitted(NativeDelayError):
-    """The broker's user may not declare or bind a queue or exchange that delayed messages need."""
+    """The broker denies a permission that delayed messages need. The text names the permission."""
 
 
 class NotDeclared(NativeDelayError):

@@ -62,7 +62,7 @@ class Delayed(NamedTuple):
     cancelled: bool = False
 
     def header(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """Return one dict: this header's fields, and the original message properties *kept*."""
+        """Return this header as a dict, plus *kept* (the original values of changed properties)."""
         header: dict[str, Any] = {
             "v": VERSION,
             "id": self.delivery_id,

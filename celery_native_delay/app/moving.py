@@ -45,7 +45,7 @@ _PROBE_US = 60_000_000
 
 
 class MovingKeys:
-    """Moves messages with the state of each message's debounce, throttle or unique key."""
+    """Moves each message together with the state of its debounce, throttle or unique key."""
 
     def __init__(self, source: Source, into: MovingPart) -> None:
         self._into = into
@@ -56,7 +56,7 @@ class MovingKeys:
 
     @property
     def warning(self) -> str | None:
-        """A warning if tasks with a key cannot move, or lose the key at the destination."""
+        """A warning if debounced, throttled or unique tasks cannot move, or lose their key."""
         if self._is_kept:
             return None
         if self._from is None:
@@ -66,7 +66,10 @@ class MovingKeys:
         return None
 
     def take_in(self, moving: Moving) -> bool:
-        """Store a message at the destination. Returns False if the task may run twice."""
+        """Publish a message at the destination; return False if two copies may be there.
+
+        After an interrupted move, the destination may already have the message.
+        """
         mark = Mark.of(moving.headers)
         if mark is not None and not self._is_kept and not self._is_probed:
             self._probe()

@@ -197,11 +197,11 @@ class Schedules:
             self._ask(lambda records: records.change(_BEAT, lambda _: Change(name, kept_us, None)))
 
     def beat(self) -> str | None:
-        """Return the name that :meth:`note_beat` stored within the last hour, if any."""
+        """Return which entry or task ``celery beat`` sent within the last hour, or None."""
         return self._ask(lambda records: records.load([_BEAT]))[0]
 
     def missing(self) -> list[str]:
-        """Return the names of the app's schedule entries that no worker has published."""
+        """Return the names of the app's schedule entries whose task no worker has published yet."""
         self._app.loader.import_default_modules()
         self._app.finalize()
         states = self._states(tuple(sorted(self._read_entries())))

@@ -64,7 +64,7 @@ class Sample(NamedTuple):
 
 
 class Kinds:
-    """The reusable encoded messages of a batch, one per task name, route and options."""
+    """The message templates of a batch: one per task name, route and options."""
 
     def __init__(
         self, plain: PlainPublishing, publisher: BulkPublisher, iso: Callable[[int], str]
@@ -80,16 +80,19 @@ class Kinds:
         self._logged: set[str] = set()
 
     def hooks(self, key: Any, known: Task | None) -> tuple[Any, ...]:
-        """Return :meth:`PlainPublishing.hooks`; () if ``apply_async`` must publish the task."""
+        """Return the functions that publish the task; () if encoded messages cannot be reused."""
         return () if key in self._without_template else self._plain.hooks(known)
 
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:
-        """Return the kind that was stored with the same *key* and *hooks*, or None."""
+        """Return the template for tasks with this *key* (name, route and options), or None.
+
+        The result is also None if *hooks* have changed, because other code may change messages.
+        """
         kind = self._kinds.get(key)
         return kind if kind is not None and same(kind.hooks, hooks) else None
 
     def learn(self, sample: Sample) -> None:
-        """Store the sample's message for copies, or check that copies would equal this message."""
+        """Store a published task's message as a template, or check the stored template with it."""
         key, now_us = sample.key, time_ns() // 1000
         kind = self.of(key, sample.hooks)
         generation = self._publisher.outbox.connects

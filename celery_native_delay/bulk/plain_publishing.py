@@ -51,10 +51,10 @@ class PlainPublishing:
         self._app = installation.app
 
     def hooks(self, task: Task | None) -> tuple[Any, ...]:
-        """Return a tuple that changes if other code replaces a function that publishes *task*.
+        """Return the functions that publish *task*, and the state of the publish signals.
 
-        The tuple also changes if other code connects to a publish signal. The caller compares an
-        old and a new tuple.
+        The caller compares two such tuples. The tuples differ if other code has replaced a function
+        or connected to a signal.
         """
         # Read the objects' dicts, which is ten times as fast as kombu's cached_property.
         app = self._app
@@ -79,7 +79,7 @@ class PlainPublishing:
         )
 
     def witness(self, task: Task | None) -> str:
-        """Return the reason to publish the task by ``apply_async``; "" if copies can be sent."""
+        """Return the reason why ``bulk`` must send *task* by ``apply_async``, or "" if none."""
         found = next(self._witnesses(), "")
         if not found and task is not None:
             found = next(self._witnesses_of(task), "")

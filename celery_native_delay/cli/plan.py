@@ -1,4 +1,4 @@
-"""The command ``delay plan``: show a message's path, or the load of many messages."""
+"""The command ``delay plan``: show a message's path, or the load of the delay queues."""
 
 from __future__ import annotations
 

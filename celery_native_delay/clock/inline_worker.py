@@ -148,7 +148,7 @@ class InlineTimer:
         return SimpleNamespace(cancel=lambda: None)
 
     def cancel(self, entry: Any) -> None:
-        """Do nothing: Celery cancels timer calls only after a lost connection."""
+        """Do nothing: Celery calls this only after a lost connection, which a test never has."""
 
     def clear(self) -> None:
         """Remove all timer calls; Celery 5.5 does this when a worker stops."""

@@ -120,7 +120,7 @@ def opened(held: Record | None, new: Record, job: str) -> Record:
 
 
 def sealed(held: Record | None, new: Record) -> Record:
-    """Return a Spark run's stored result; if no result is stored, return the result *new*."""
+    """Return the stored result of a Spark run, or *new* if no result is stored."""
     if held is None:
         return new
     return replace(new, jobs=held.jobs) if held.state == OPEN else held
@@ -152,9 +152,10 @@ def is_overdue(record: Record | None, *, now: float) -> bool:
 
 
 def given_up(policy: str, *, now: float, by: str) -> Record:
-    """Return a worker's result for a Spark run whose driver missed the deadline.
+    """Return the new stored state of a Spark run whose driver missed the deadline.
 
-    If *policy* (``native_delay_fence_policy``) is "run", all tasks run; if "drop", no task runs.
+    The state says if workers run the tasks of the Spark run: all tasks if *policy* (the setting
+    ``native_delay_fence_policy``) is "run", no task if *policy* is "drop".
     """
     return Record(ALL if policy == "run" else ABORTED, now, by=by)
 

@@ -217,7 +217,7 @@ class ChangeOne(ApiHandler):
 class ChangeMany(ApiHandler):
     @web.authenticated
     async def post(self, verb: str) -> None:
-        """Change the waiting tasks with the ids in the JSON body ``{"ids": […]}``."""
+        """Cancel, reschedule or run waiting tasks; the JSON body contains ``{"ids": […]}``."""
         self.changes()
         body = self.body()
         ids = body.get("ids")

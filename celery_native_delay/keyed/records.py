@@ -11,26 +11,27 @@ from .rules import Rule, Seen, Step
 
 
 class KeyRecords:
-    """Reads and changes the state of keys in a Redis or a database."""
+    """Reads and changes the stored state of debounce, throttle and unique keys."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
         self.needs_connection = records.needs_connection
 
     def read(self, name: str) -> Seen:
-        """Read a key's stored state, and the waiting messages of the key's task."""
+        """Read the state of a debounce, throttle or unique key, and its task's waiting messages."""
         return _seen(self._records.read(_name_of(name)))
 
     def change(self, name: str, rule: Rule, publish: Publish | None = None) -> tuple[Seen, Step]:
-        """Change the state of a key; if needed, publish a message in the same step.
+        """Change the state of a debounce, throttle or unique key.
 
-        The pure function *rule* computes the new state, and decides if a message is needed.
+        The pure function *rule* computes the new state, and decides whether a message is
+        published in the same step.
         """
         return self._records.change(_name_of(name), partial(_decided, rule), publish)
 
 
 def publish_under(name: str, rule: Rule, task_id: str) -> RecordedPublish:
-    """Return a RecordedPublish for a task with a key; *rule* computes the key's new state."""
+    """Return an object that publishes a task and changes the stored state of the task's key."""
     return RecordedPublish(task_id, _name_of(name), partial(_decided, rule))
 
 

@@ -58,13 +58,13 @@ class RecordName(NamedTuple):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A stored state, and the waiting messages of the task whose id is in the state.
+    """A stored state (for example of a debounce key), and the waiting messages of its task.
 
     - *now_us*: the time of the read in microseconds since the epoch, by the clock of the Redis or
       database.
     - *text*: the stored state, or None if no state is stored. In a JSON state, the field ``id``
-      is the task id.
-    - *messages*: name and due time (in microseconds) of each waiting message of the task. A
+      is the task's id.
+    - *messages*: name and due time (in microseconds) of each waiting message of this task. A
       message has the due time 0 if it is overdue and its queue does not exist.
     """
 
@@ -81,7 +81,7 @@ class Change(Generic[T]):
     - *kept_us*: the time when the new state expires, in microseconds since the epoch.
     - *answer*: the value that :meth:`Records.change` returns.
     - *due_us*: the due time of a message to publish, or None to publish no message.
-    - *replaces*: True to cancel the waiting messages of the :class:`Snapshot`.
+    - *replaces*: True to cancel the waiting messages that were read with the old state.
     """
 
     text: str | None
@@ -124,7 +124,8 @@ class CompareAndSet:
     - Workers drop the messages *gone*.
     - The list of waiting messages gets the message *new*, and workers may run this message.
 
-    Otherwise nothing changes. The only exception: workers drop the message *new*.
+    Otherwise nothing changes. The only exception: if the message *new* was already published,
+    workers drop the message.
     """
 
     name: RecordName | None = None
@@ -176,7 +177,7 @@ class Records(ABC):
 
     @abstractmethod
     def read(self, name: RecordName) -> Snapshot:
-        """Read a stored state, and the waiting messages of the task whose id is in the state."""
+        """Read a stored state, such as a unique key's task id, and the task's waiting messages."""
 
     @abstractmethod
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
@@ -220,14 +221,14 @@ class Index(ABC):
 
     @abstractmethod
     def forget(self, member: str) -> None:
-        """Remove an unpublished message from the list of waiting messages. Never raises."""
+        """Remove a message from the list of waiting messages: its publish failed. Never raises."""
 
     @abstractmethod
     def received(self, member: str) -> bool | None:
-        """Remove a received message from the list. Returns True if a worker may run the message.
+        """Remove a received message from the list of waiting messages.
 
-        Returns False for a cancelled or replaced message. Returns None if the Redis or database
-        did not answer.
+        Returns True if a worker may run the message, and False if the message was cancelled or
+        replaced. Returns None if the Redis or database did not answer.
         """
 
     @abstractmethod
@@ -236,9 +237,10 @@ class Index(ABC):
 
     @abstractmethod
     def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
-        """Read a stored state, and mark a new message as "undecided" before its publish.
+        """Read a stored state, such as a debounce key's, and mark a new message as "undecided".
 
-        Workers drop an undecided message. :meth:`compare_and_set` removes the mark.
+        The caller then publishes the message. Workers drop an undecided message.
+        :meth:`compare_and_set` removes the mark.
 
         Args:
             name: the name of the stored state, or None to read no state.
@@ -248,7 +250,7 @@ class Index(ABC):
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Remove a message's mark "undecided" after *left_ms* milliseconds; 0 means now."""
+        """Remove the mark that makes workers drop a message, *left_ms* milliseconds from now."""
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:
@@ -271,4 +273,4 @@ class Index(ABC):
 
     @abstractmethod
     def purge(self) -> None:
-        """Remove all messages with a future due time from the list of waiting messages."""
+        """Remove messages that are not yet due from the list; ``delay purge`` calls this method."""

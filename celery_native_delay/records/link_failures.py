@@ -36,14 +36,14 @@ class LinkFailures:
             raise RecordsUnavailable(self._reason)
 
     def succeeded(self) -> None:
-        """Reset the pause. The first success after a failure is logged."""
+        """Reset the backoff after a successful call; log the first success after a failure."""
         if self._is_told:
             self._is_told = False
             logger.info("native delay: %s are reachable again", self._what)
         self._backoff.reset()
 
     def failed(self, error: BaseException) -> RecordsUnavailable:
-        """Begin a pause, and return a RecordsUnavailable that names *error*.
+        """Make :meth:`check` refuse calls for some seconds; return an error that names *error*.
 
         Of several failures in a row, only the first is logged.
         """

@@ -18,11 +18,13 @@ class NotPublished(Exception):
 
 @dataclass
 class RecordedPublish:
-    """Publishes one task's message, and changes a stored state in the same step.
+    """Publishes a task's message, and changes the state of a key or schedule entry.
 
-    - *name*: the name of the stored state.
-    - *decide*: a function that returns a :class:`Change`.
-    - *answer*: the value ``Change.answer``; None before :meth:`settle`.
+    Both happen in one step. A key is a debounce, throttle or unique key.
+
+    - *name*: the name of the state.
+    - *decide*: a function that returns a :class:`Change`: the new state and the due time.
+    - *answer*: the field ``answer`` of this :class:`Change`; None before :meth:`settle`.
     - *due_us*: the due time of the published message; None if no message was published.
     """
 
@@ -33,7 +35,10 @@ class RecordedPublish:
     due_us: int | None = None
 
     def settle(self, records: Records, publish: Publish) -> None:
-        """Change the stored state; raise NotPublished if the change publishes no message."""
+        """Store the new state that *decide* returns, and publish the message.
+
+        If *decide* returns no due time, store the state and raise NotPublished.
+        """
 
         due_us: int | None = None
 
@@ -56,10 +61,13 @@ underway: ContextVar[RecordedPublish | None] = ContextVar("native_delay_publish"
 
 @contextmanager
 def publishing(recorded: RecordedPublish) -> Iterator[None]:
-    """Let a ``with`` block publish one task and change a stored state in the same step.
+    """A ``with`` block that publishes a task and changes a stored state in one step.
 
-    The block ends without an error if the change publishes no message.
-    Raises CannotDelay if the message never reached a queue of the app's broker.
+    For example, the stored state of a debounce key has the id of the waiting task. The function
+    ``recorded.decide`` computes the new state, and decides if the task is published. If the task is
+    not published, the block ends without an error.
+
+    Raises CannotDelay if the block publishes to another broker, or if no queue is bound.
     """
     token = underway.set(recorded)
     try:
@@ -76,7 +84,7 @@ def publishing(recorded: RecordedPublish) -> Iterator[None]:
 
 
 def publish_of(headers: Mapping[str, Any] | None) -> RecordedPublish | None:
-    """Return this thread's RecordedPublish, or None if *headers* belong to another task."""
+    """Return the state change to make when the message with *headers* is published, or None."""
     recorded = underway.get()
     if recorded is None or not headers or headers.get("id") != recorded.task_id:
         return None

@@ -86,7 +86,7 @@ class RedisLink:
             return _answer(connection, *command)
 
     def connect(self) -> bool:
-        """Connect before the first call. Returns False if the server does not answer."""
+        """Open a connection if none is idle; return False if the server does not answer."""
         with suppress(RecordsUnavailable), self._connection_in_use():
             return True
         return False

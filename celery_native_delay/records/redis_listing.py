@@ -82,7 +82,7 @@ class IndexKeys:
 
     @property
     def due(self) -> str:
-        """The Redis key of a sorted set: waiting messages by due time."""
+        """The Redis key of a sorted set: members are waiting messages, scores their due times."""
         return f"{self.space}.due"
 
     @property
@@ -96,16 +96,19 @@ class IndexKeys:
         return f"{self.space}.mark."
 
     def record(self, name: RecordName) -> str:
-        """Return the Redis key of a stored state, such as a debounce key's."""
+        """Return the Redis key that holds the stored state *name*."""
         return f"{self.space}.{name.kind}.{name.name}"
 
     def names(self, kind: str) -> str:
-        """Return the Redis key of a sorted set: names of stored states of one kind."""
+        """Return the Redis key of a sorted set that lists the stored states of *kind*.
+
+        The members are the names of the states, scored by expiry time.
+        """
         return f"{self.space}.{kind}s"
 
     @property
     def ids(self) -> str:
-        """The Redis key of a sorted set: waiting messages by task id."""
+        """The Redis key of a sorted set: message names ``<task id>:<unique id>``, all score 0."""
         return f"{self.space}.ids"
 
     @property

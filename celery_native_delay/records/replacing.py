@@ -40,7 +40,7 @@ _UNDECIDED_MS = 25 * 366 * 86_400_000
 
 
 class ComparedRecords(Records, Index):
-    """Changes stored states by compare-and-set, and tries again after a conflict."""
+    """Changes task state, such as debounce keys, by compare-and-set; retries after a conflict."""
 
     has_marks = True
     """True if the broker cannot remove a waiting message."""

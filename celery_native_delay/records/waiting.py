@@ -148,9 +148,9 @@ class Query:
 
     @property
     def needle(self) -> str:
-        """A lower-case text that every matching task contains, compared case-insensitively.
+        """A lower-case text by which Redis or the database preselects tasks, ignoring case.
 
-        Redis or the database returns only tasks with this text. The text "" excludes no task.
+        Every matching task contains this text. The text "" selects all tasks.
         """
         texts = [word.needle for word in self.words]
         texts += [text.lower() for text in (self.name, self.queue) if text]
@@ -317,7 +317,7 @@ class WaitingTasks(ABC):
         """Close the connections that this object has opened."""
 
     def cancel(self, task_id: str) -> Outcome:
-        """Cancel a task. The message is due at once, and a worker reports the task as revoked."""
+        """Cancel a task. A worker gets the message at once, only to report the task as revoked."""
         return self._change(task_id, None, cancelled=True)
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:

@@ -82,7 +82,7 @@ class Entry:
         return cls(**made)
 
     def has_schedule_of(self, text: str) -> bool:
-        """Return True if this schedule entry and the one in *text* have the same due times."""
+        """Return True if the entry in *text* (JSON) has the same due times as this entry."""
         mine, other = loads(self.text), loads(text)
         return all(mine[name] == other.get(name) for name in _TIMES)
 

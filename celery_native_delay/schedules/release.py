@@ -48,11 +48,12 @@ class InForce(NamedTuple):
 
 
 def taken_over(snapshot: Snapshot, *, ours: Release, is_new: bool) -> Change[InForce]:
-    """Choose the newer release: *ours* (this worker's release) or the stored release.
+    """Choose the app's newer release: *ours* (this worker's release) or the stored release.
 
-    The release with the higher version is newer. If both have the same version but different
-    schedule entries, *ours* is chosen if *is_new* is True, else the stored release. *is_new* is
-    True if the worker has just started, or if the worker's schedule entries have changed.
+    A release is the app's version and its schedule entries. The release with the higher version
+    is newer. If both have the same version but different schedule entries, *ours* is chosen if
+    *is_new* is True, else the stored release. *is_new* is True if the worker has just started, or
+    if the worker's schedule entries have changed.
     """
     stored = Release.from_text(snapshot.text)
     is_same = ours.version == stored.version and (is_new or ours.digest == stored.digest)

@@ -127,10 +127,11 @@ def advanced(state: State, entry: Entry, task_id: str, now_us: int, catch_up: Ca
 def why_dropped(
     before: State | None, after: State | None, task_id: str, *, redelivered: bool
 ) -> str | None:
-    """Return the reason why a worker must drop a message, or None.
+    """Return the reason why a worker must drop a schedule entry's message, or None.
 
-    *after* is the result of :func:`advanced`. A redelivered message runs again, because the first
-    worker may have died.
+    *before* is the entry's stored state when the message arrived. *after* is the new state, or None
+    if the entry does not wait for this message any more. In that case, a redelivered message runs
+    again, because the first worker may have died.
     """
     if before is not None and after is not None:
         skipped = "its time was missed, and native_delay_schedules_catch_up is 'none'"
@@ -146,15 +147,15 @@ def paused(state: State) -> State:
 
 
 def resumed(state: State, entry: Entry, now_us: int) -> State:
-    """Return *state* as not paused, with the next due time."""
+    """Return an unpaused copy of *state*, with the next due time."""
     return _next(state, _first_us(entry, state, now_us), now_us, paused=False)
 
 
 def swapped(snapshot: Snapshot, *, before: State | None, after: State) -> Change[bool]:
-    """Return the change that stores *after* in place of *before*, and publishes the new message.
+    """Return the :class:`Change` from the state *before* to the state *after*.
 
-    If another process has stored a different state, the change keeps that state, and the change's
-    *answer* is False. The only exception: if *after* is already stored, *answer* is True.
+    If another process has stored a different state, that state stays, and ``Change.answer`` is
+    False. The only exception: if *after* is already stored, ``Change.answer`` is True.
     """
     stored = State.from_text(snapshot.text)
     if stored != before:

@@ -25,7 +25,7 @@ _MOST_ANSWERS = 10_000
 
 
 def checker(call: Call) -> Callable[[Batches], Batches]:
-    """Return a mapInArrow() function that checks the app, and yields facts or an error."""
+    """Return a mapInArrow() function that checks the app, and yields its settings or an error."""
 
     def check(batches: Batches) -> Batches:
         for _ in batches:

@@ -38,7 +38,7 @@ _BY = "the driver"
 
 @dataclass(frozen=True)
 class Fence:
-    """A Spark run with the option *fence*: workers run each row's task once."""
+    """Lets workers run each row's task only once, even if Spark repeats a partition."""
 
     records: Place = field(repr=False)
     run: str
@@ -148,7 +148,7 @@ class Fence:
             )
 
     def abort(self) -> str:
-        """Store that the Spark job failed; return a text that says which sent tasks run."""
+        """Store that the Spark job failed; return a text that says if workers run its tasks."""
         try:
             sealed = self._seal(Record(ABORTED, time(), by=_BY), self.longest_seconds)
         except RecordsUnavailable as exc:

@@ -182,7 +182,7 @@ class Reporter:
         return False
 
     def end(self, batch: Bulk) -> None:
-        """Send the final counts of *batch* (a bulk sender) to the driver; close the socket."""
+        """Send the final counts of sent tasks to the driver, then close the socket."""
         self.report(batch, is_last=True)
         if self._socket is not None:
             self._socket.close()

@@ -59,7 +59,7 @@ class Plan:
 
 
 def make_plan(encoded: Any, facts: AppFacts, options: FanOutOptions) -> Plan:
-    """Compute the plan from encoded rows, which Spark caches during the computation."""
+    """Count the tasks that ``FanOut.send`` would send; Spark caches *encoded* meanwhile."""
     kept = encoded.select("task_id", "due_us", "queue", "error").persist()
     try:
         return _counted(kept, facts, options)

@@ -174,7 +174,7 @@ class GivenUp:
         self._path = Path(SparkFiles.getRootDirectory(), name) if job_id else None
 
     def reason(self) -> str:
-        """Return the text that :meth:`note` wrote to the file; "" if there is no file."""
+        """Return why an earlier Spark task on this executor stopped sending; "" if none did."""
         if self._path is not None:
             with suppress(OSError):
                 return self._path.read_text()

@@ -121,8 +121,8 @@ class KeptServer:
     def start(self, serves: Callable[[], bool], *, within_seconds: float) -> None:
         """Start the server, and call *serves* repeatedly until it returns True.
 
-        The only exception: if the server process already exists, this method sends SIGCONT, which
-        continues a paused server, and does not wait.
+        The only exception: if the server process already exists, this method only sends SIGCONT, to
+        continue a paused server, and does not call *serves*.
 
         Raises:
             BrokerFailed: the server ended, or was not ready after *within_seconds*. The message has
@@ -180,7 +180,7 @@ class KeptServer:
             self._tell_keeper("")
 
     def close(self) -> None:
-        """Kill the server and its companion; if *temporary* is True, delete *home*."""
+        """Kill the server and its helper (*companion*); delete *home* if *temporary* is True."""
         self.end(signal.SIGKILL)
         with suppress(OSError):
             self._tell_keeper("end")

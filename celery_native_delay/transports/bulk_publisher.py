@@ -80,7 +80,10 @@ class BulkPublisher:
 
     @property
     def last_headers(self) -> Mapping[str, Any] | None:
-        """Return the last message's headers if exactly one queue gets the message, else None."""
+        """Return the headers of the task that :meth:`publish` published last.
+
+        Returns None if no queue or several queues get the task.
+        """
         last = self._one()
         return None if last is None else self._template.headers_of(last)
 
@@ -94,7 +97,7 @@ class BulkPublisher:
         return None if last is None else self._template.of(last, self.outbox.channel)
 
     def made_by(self, template: TaskTemplate, values: TaskValues) -> bool:
-        """Return True if *template*, filled with *values*, gives exactly the last message."""
+        """Return True if *template*, filled with *values*, equals the last published message."""
         last = self._one()
         return last is not None and template.makes(last, values)
 

@@ -62,7 +62,7 @@ class Rescue:
 
     @property
     def rescued(self) -> int:
-        """The number of parked messages that are no longer parked after this attempt."""
+        """The number of messages that are no longer parked: delivered, waiting again or expired."""
         return self.delivered + self.waiting_again + self.expired
 
     def __str__(self) -> str:
@@ -301,7 +301,7 @@ class AdminPart(Protocol):
         """
 
     def requeue(self) -> Rescue | None:
-        """Publish parked (undeliverable) messages again; return None if a worker does this now."""
+        """Publish parked (undeliverable) messages; return None if a worker is doing so already."""
 
     def purge_parked(self) -> int:
         """Delete all parked (undeliverable) messages; return the number of deleted messages."""

@@ -29,7 +29,7 @@ from .interface import (
 
 
 def records_beside(settings: DelaySettings, place: str) -> Any:
-    """Return the stored list of waiting tasks, or None if ``native_delay_records`` is not set."""
+    """Return the connection to ``native_delay_records``, or None if the setting is not set."""
     if settings.records is None:
         return None
     return records_of_process(settings.records, f"{settings.namespace}.{place}")
@@ -131,7 +131,7 @@ class IndexReceipts:
         return {True: Answer.RUN, False: Answer.DROP, None: Answer.AWAY}[may_run]
 
     def close(self) -> None:
-        """Keep the connection to the list open: the whole process uses the connection."""
+        """Keep the Redis or database connection open, because the whole process shares it."""
 
 
 class RecordedWorkerPart(WorkerPart):

@@ -90,7 +90,7 @@ class Arrival:
         )
 
     def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
-        """Return the decision for unreachable records: the task waits in the broker for 5 s."""
+        """Decide that the task waits 5 s in the broker, because the records are unreachable."""
         return WaitUntil(self.now_us + AWAY_US, delivery_id, AskAgain(AWAY_US / 1e6))
 
 
@@ -118,8 +118,8 @@ class AskAgain:
 
     - *beside_prefetch*: True to raise the prefetch count by one during this time.
     - *from_here*: True to skip the checks that the task has passed already.
-    - *once*: None, or a function. With None, *after_seconds* begin now. Otherwise the worker
-      passes a callback to the function. *after_seconds* begin when the check calls the callback.
+    - *once*: None, or a function. With None, *after_seconds* begin now. Otherwise the worker calls
+      ``once(start)``, and *after_seconds* begin when ``start()`` is called.
     """
 
     after_seconds: float
@@ -133,7 +133,8 @@ class WaitUntil:
     """Decision: return the message to the broker until *due_us*, with additional *headers*.
 
     - *delivery_id*: the delivery id that the message keeps, or None for a new id.
-    - *otherwise*: the decision if the broker refuses the message. None: the next check decides.
+    - *otherwise*: the decision if the broker refuses the message. If None, the worker makes its
+      remaining checks of the message.
     """
 
     due_us: int

@@ -51,7 +51,8 @@ _ERRORS = (AMQPError, OSError, AttributeError)
 class Task:
     """A task that a worker received before its due time.
 
-    The :class:`Attendant` calls *done* after the broker's confirm, or *instead* after a failure.
+    The :class:`Attendant` publishes the task again, and then calls *done*. If the publish fails,
+    the :class:`Attendant` calls *instead*.
     """
 
     wait: Wait
@@ -81,9 +82,10 @@ class Attendant(Thread):
     # --- called from the consumer's thread ----------------------------------------------
 
     def put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Ask the thread to return a message to the broker; return False if the thread is stopping.
+        """Let the attendant thread publish a message that must wait in the broker.
 
-        The thread calls *done* after the broker's confirm, or *instead* after a failure.
+        Returns False if the thread is stopping. The thread calls *done* after the broker's
+        confirm, or *instead* after a failure.
         """
         if self._stopping.is_set():
             return False

@@ -24,11 +24,11 @@ def gates(
 
 
 class Moved:
-    """A check before a task runs: drop a message that a newer message has replaced.
+    """A check before a task runs: drop the message if the task was cancelled or rescheduled.
 
-    If the broker cannot change a waiting message, a cancel or a reschedule publishes a newer one.
-    The setting ``native_delay_records_away`` decides if the task runs while the records are
-    unreachable.
+    Some brokers cannot change a waiting message. There, the old message of a rescheduled task stays
+    in the broker, and this check asks the records. While the records are unreachable, the setting
+    ``native_delay_records_away`` decides if the task runs.
     """
 
     def __init__(self, settings: DelaySettings) -> None:

@@ -52,7 +52,9 @@ class Scheduling:
         return None if why is None else Drop(why)
 
     def start(self) -> None:
-        """Publish the missing messages of schedule entries now, and then every 30 s.
+        """Check the schedule entries now, and then at least every 30 s.
+
+        Each check publishes the messages of new and changed entries, and replaces lost messages.
 
         Call this method again after each reconnect: Celery cancels the worker's timers when the
         connection is lost.

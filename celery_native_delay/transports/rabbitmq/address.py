@@ -64,7 +64,7 @@ def short_word(name: str) -> str:
 
 
 def refusal_fits(*names: str) -> bool:
-    """Return False for long non-ASCII names, which RabbitMQ cannot put into an error text."""
+    """Return True if RabbitMQ can report an error about *names* without breaking the connection."""
     # RabbitMQ cuts an error text at 255 bytes. If the text is not ASCII, RabbitMQ 4.3 closes the
     # connection (541), and RabbitMQ 3.10 may send half a character, which py-amqp cannot decode.
     text = "".join(names)

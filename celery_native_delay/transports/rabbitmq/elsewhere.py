@@ -135,7 +135,7 @@ _SET = re.compile(
 
 
 def sets_of(names: Iterable[str], like: DelaySettings) -> list[DelaySettings]:
-    """Read former delay settings from the names of this package's delay queues."""
+    """Return the delay settings that the names of delay queues contain, such as the resolution."""
     found: dict[str, DelaySettings] = {}
     for name in names:
         if (match := _SET.match(name)) is None or match[0] in found:

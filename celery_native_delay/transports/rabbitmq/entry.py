@@ -126,7 +126,7 @@ class Republisher:
         return waiting(member, entry, due_us)
 
     def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
-        """Publish a stored message with a new due time; return the new copy."""
+        """Publish a stored message with a new due time; return the new message as text."""
         before = Entry.decoded(entry)
         headers = {**before.headers, "eta": eta_of(due_us)}
         again = replace(before, properties={**before.properties, "application_headers": headers})

@@ -124,7 +124,7 @@ class Mirror:
     # --- what is still to be declared ------------------------------------------------------
 
     def reaches(self, exchange: str, routing_key: str) -> bool:
-        """Return True if a remembered binding of *exchange* matches *routing_key*."""
+        """Return True if *exchange* routes *routing_key* to a queue bound on this connection."""
         is_topic = self.types.get(exchange) == "topic"
         return any(
             topic_matches(known.routing_key, routing_key)
@@ -151,7 +151,7 @@ class Mirror:
         self.pending = dict.fromkeys(bindings) | self.pending
 
     def forget_mirrored(self) -> None:
-        """Schedule new copies of all bindings, in case the broker lost copies."""
+        """Let :meth:`take_pending` return all bindings again, in case the broker lost copies."""
         self.pending, self.pending_landings = dict(self.known), dict(self._landings)
 
     def declarations(self, mirrored: Mirrored) -> Iterator[Change]:
@@ -220,9 +220,10 @@ def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declarat
 
 
 def marked_landing(topology: Topology, exchange: str) -> Iterator[Declaration]:
-    """Yield a queue that dead-letters due messages to *exchange*, and a marker exchange.
+    """Yield the declarations of a landing queue and its marker exchange.
 
-    A producer that finds the marker exchange knows that the queue exists.
+    The landing queue dead-letters due messages to *exchange*. The marker exchange carries no
+    messages: producers that find it know that the landing queue exists.
     """
     yield from landing_declarations(topology, exchange)
     yield Exchange(topology.landing_marker(exchange), "fanout")

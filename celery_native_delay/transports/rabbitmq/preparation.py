@@ -52,7 +52,7 @@ class Preparation:
         self.is_ready = False
 
     def prepare(self, *, redeclare: bool = False, consuming: bool = False) -> Prepared:
-        """Declare missing delay queues, and copy new bindings of the user."""
+        """Declare missing delay queues; bind the user's queues to the exchange for due messages."""
         if self._refusal is not None:
             raise self._refusal
         started = monotonic()
@@ -162,7 +162,7 @@ class Preparation:
         self._routes.forget()
 
     def queue_deleted(self, queue: str) -> None:
-        """Delete the empty landing queue that dead-lettered due messages to the deleted queue."""
+        """If empty, delete the landing queue, which dead-lettered due messages to *queue*."""
         may_reject = self._mirror.rejects.get(queue, not is_internal(queue))
         if self._declares and may_reject:
             landing = self._topology.queue_landing_queue(queue)

@@ -56,9 +56,10 @@ class Pruning:
         ]
 
     def prune(self, chosen: Sequence[Remnant]) -> list[Remnant]:
-        """Delete the queues and exchanges of the *chosen* remnants.
+        """Delete the outdated delay queues and exchanges in *chosen*.
 
-        A remnant with waiting messages is not deleted. If messages have arrived since the call of
+        A remnant is a set of outdated queues and exchanges that :meth:`remnants` found. A remnant
+        with waiting messages is not deleted. If messages have arrived since the call of
         :meth:`remnants`, this method keeps the remnant's queues, and returns the remnant.
         """
         places = [self._places[remnant.name] for remnant in chosen if not remnant.waiting]

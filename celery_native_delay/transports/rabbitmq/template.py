@@ -70,7 +70,7 @@ class TaskFields(NamedTuple):
 
 
 class Template:
-    """Encodes one task, then inserts the values of similar tasks into the AMQP frames."""
+    """Makes AMQP frames fast for tasks that differ only in id, due time and arguments."""
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
         headers = dict(properties.get("application_headers") or {})
@@ -232,7 +232,7 @@ def _long_string(text: str) -> bytes:
 
 
 class FramedPublication:
-    """A message that py-amqp encodes into AMQP frames."""
+    """A message from ``apply_async``, which py-amqp (not a :class:`Template`) encodes."""
 
     def __init__(self, publication: Publication, to: tuple[str, str]) -> None:
         self.publication = publication

@@ -92,7 +92,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Level:
-    """The delay queues for one or more bits of the delay (a binary number)."""
+    """The delay queues for one or more adjacent bits of a delay in binary notation."""
 
     #: The number of the lowest bit.
     lowest: int
@@ -137,9 +137,10 @@ class Topology:
     # --- names ---------------------------------------------------------------------------
 
     def level_exchange(self, bit: int) -> str:
-        """Return the name of the topic exchange of the level whose lowest bit is *bit*.
+        """Return the name of the topic exchange that routes messages to a level's delay queues.
 
-        The exchange routes messages to the delay queues of this level and of lower levels.
+        A level is a group of adjacent bits of the delay; *bit* is the group's lowest bit. The
+        exchange also routes messages to the delay queues of lower levels.
         """
         return f"{self.name}.level-{bit:02d}"
 

@@ -142,7 +142,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     def queue_declare(
         self, queue: str = "", passive: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        """Declare a queue for immediate and delayed messages."""
+        """Declare a queue; delayed messages will arrive in the queue at their due time."""
         result = super().queue_declare(queue, passive, *args, **kwargs)
         if not passive:
             # py-amqp deletes a queue with its last consumer unless told otherwise.
@@ -176,7 +176,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     # --- receiving -----------------------------------------------------------------------
 
     def basic_consume(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Copy the user's bindings to the exchange for due messages, then consume from *queue*."""
+        """Bind *queue* to the exchange for due messages, then consume from *queue*."""
         if not is_internal(queue):
             self.delays.preparation.prepare_to_consume(queue)
         return super().basic_consume(queue, *args, **kwargs)

@@ -24,7 +24,7 @@ from .store import BrokerRecords, Store
 
 
 class Delays(delays.Delays):
-    """Publishes delayed messages on one Redis channel."""
+    """Publishes delayed messages to Redis on one kombu channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(settings)
@@ -100,7 +100,7 @@ class Delays(delays.Delays):
     def stored(
         self, message: dict[str, Any], destination: Destination, *, due_us: int
     ) -> tuple[str, bytes]:
-        """Return the sorted set member and the encoded bytes of a delayed message."""
+        """Return a delayed message's sorted set member (name) and hash value (content)."""
         self.prepare()
         self.check_reach(due_us)
         return member_of(message, destination.keys[0]), self._entry(message, destination, due_us)

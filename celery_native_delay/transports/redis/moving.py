@@ -35,10 +35,10 @@ class RedisMovingPart(moving.MovingPart):
         super().prepare(queues)
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """Return a source with the waiting messages, and sources that report immovable tasks.
+        """Return the waiting messages, and the tasks that ``delay migrate`` cannot move.
 
-        Immovable tasks have a future ETA, but are in a normal queue or unacknowledged. Their
-        sources report only the number of tasks and the reason.
+        These tasks have a future ETA, but are in a normal queue or unacknowledged. ``delay
+        migrate`` reports only their number and the reason.
         """
         return [*super().sources(what, reaches), *held_by_queues(self._channel, reaches)]
 

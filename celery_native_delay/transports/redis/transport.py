@@ -206,4 +206,4 @@ class SentinelTransport(Transport, redis.SentinelTransport):  # type: ignore[mis
     delaying_channel = SentinelChannel
 
     def own_records(self, settings: DelaySettings) -> None:
-        """Return None, because the Redis server behind Sentinel has no fixed URL."""
+        """Return None instead of the server's URL, because Sentinel may choose another server."""

@@ -195,7 +195,8 @@ class Store(Database):
     def look_for_dispatcher(self) -> Census:
         """Check quickly if messages are overdue, and if a process moves due messages.
 
-        In the returned census, a count of 1 means one or more messages.
+        In the result, the counts ``waiting`` and ``overdue`` are at most 1: 1 means one or more
+        messages. ``parked`` is always 0.
         """
         due_us = self.next_due_us()
         until_us = None if due_us is None else due_us - time_ns() // 1000

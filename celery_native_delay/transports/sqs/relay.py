@@ -90,7 +90,7 @@ class Relay:
         self._counting = Lock()
 
     def run(self) -> None:
-        """Move messages until :meth:`stop` is called; retry while SQS is unreachable."""
+        """Move messages out of the delay queues until :meth:`stop`; retry after errors."""
         backoff = Backoff(*PAUSE_SECONDS)
         while not self._stopping.is_set():
             try:

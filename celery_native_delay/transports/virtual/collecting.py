@@ -23,11 +23,11 @@ class CollectedMessage(Protocol):
         """Return the message's approximate size in bytes."""
 
     def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
-        """Return a copy of this message for another task, with the values of the arguments."""
+        """Return a copy of this message with another task's content, id and due time."""
 
 
 class PlainMessage(NamedTuple):
-    """An immediate message that a bulk publisher will send to one queue."""
+    """A message in kombu's format, and the message's destination queue."""
 
     queue: str
     message: dict[str, Any]
@@ -64,7 +64,7 @@ class Collecting:
         raise NotImplementedError
 
     def put_plainly(self, put: PlainMessage) -> None:
-        """Send a collected immediate message through kombu, for the bulk publisher."""
+        """Send a message at once with kombu's ``_put``, without collecting the message."""
         message = put.message
         # Some of kombu's transports remove properties that they send elsewhere.
         message = {**message, "properties": dict(message["properties"])}

@@ -34,7 +34,7 @@ class Sign:
         self._next_at = 0.0
 
     def keep_up(self) -> None:
-        """Write the heartbeat if the last write was at least ten seconds ago."""
+        """Write this process's heartbeat if the last heartbeat is at least ten seconds old."""
         now = monotonic()
         if now < self._next_at:
             return
