@@ -94,11 +94,8 @@ def _hold(app: Any, task: str, limit: Asked, seconds: float, headers: dict[str, 
                 place = lines.change(limit, partial(Line.hold, wait_us=round(seconds * 1_000_000)))
         headers[PLACE] = json.dumps({limit.line: place})
     except Exception as problem:  # the task is retried all the same
-        logger.error(
-            "native delay: RetryAfter holds only this task, not others of %s: %s",
-            task,
-            described(problem),
-        )
+        told = "native delay: RetryAfter pauses only this task, not others of %s: %s"
+        logger.error(told, task, described(problem))
 
 
 def limit_of_call(
