@@ -206,5 +206,5 @@ def lateness(bench: Bench) -> list[float]:
 
 
 def draw(result: Result) -> Figure:
-    title = "Messages per second in SQLite, while 100,000 messages wait"
+    title = "Messages per second, with 100,000 in SQLite"
     return quartile_bars(title, "messages per second", result.series)

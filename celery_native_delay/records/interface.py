@@ -250,7 +250,10 @@ class Index(ABC):
 
     @abstractmethod
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Remove the mark that makes workers drop a message, *left_ms* milliseconds from now."""
+        """Remove a message's mark, after which workers no longer drop the message.
+
+        With *left_ms*, the mark stays for so many milliseconds.
+        """
 
     @abstractmethod
     def compare_and_set(self, step: CompareAndSet) -> bool:
@@ -264,7 +267,8 @@ class Index(ABC):
     def tasks(self, republishes: Any) -> WaitingTasks:
         """Return an object that lists, cancels and reschedules the waiting tasks.
 
-        To cancel or reschedule a task, *republishes* publishes a changed copy of the message.
+        To cancel or reschedule a task, this object publishes a changed copy of the task's message
+        by the methods of *republishes*.
         """
 
     @abstractmethod

@@ -24,7 +24,7 @@ class RecordedPublish:
 
     - *name*: the name of the state.
     - *decide*: a function that returns a :class:`Change`: the new state and the due time.
-    - *answer*: the field ``answer`` of this :class:`Change`; None before :meth:`settle`.
+    - *answer*: the result of *decide* for the caller; None until :meth:`settle` has been called.
     - *due_us*: the due time of the published message; None if no message was published.
     """
 
