@@ -195,6 +195,16 @@ class DelaysPage:
         )
         return found
 
+    def attribute(self, css: str, name: str) -> str:
+        """An attribute of the first element, read in one step: the page may be redrawn any time."""
+        found: str = self.chrome.execute_script(
+            "var found = document.querySelector(arguments[0]);"
+            "return found && found.getAttribute(arguments[1]) || ''",
+            css,
+            name,
+        )
+        return found
+
     def click(self, css: str) -> None:
         """Click an element; try again if the page is redrawn at that moment."""
 
