@@ -110,21 +110,18 @@ class Declarer:
             channel.take_returned()
 
 
-def apply(
-    channel: Any, declarations: Iterable[Change], *, auto_delete_exchanges: bool = False
-) -> None:
+def apply(channel: Any, declarations: Iterable[Change]) -> None:
     """Send all declarations to RabbitMQ; raise ChannelError if RabbitMQ refuses a declaration."""
     for declaration in declarations:
-        _declare(channel, declaration, auto_delete_exchanges=auto_delete_exchanges)
+        _declare(channel, declaration)
     # This may be any method with a reply: the broker has carried out all earlier methods by then.
     channel.basic_qos(0, 0, False)
 
 
-def _declare(channel: Any, declaration: Change, *, auto_delete_exchanges: bool) -> None:
+def _declare(channel: Any, declaration: Change) -> None:
     lasting = {"durable": True, "auto_delete": False, "nowait": True}
     match declaration:
         case Exchange(name, kind, arguments):
-            lasting["auto_delete"] = auto_delete_exchanges
             channel.exchange_declare(name, kind, arguments=arguments, **lasting)
         case Queue(name, arguments):
             channel.queue_declare(name, exclusive=False, arguments=arguments, **lasting)
