@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from time import time_ns
 from typing import Any
 
@@ -115,17 +115,13 @@ class SetSource(QueueSource):
         self._topology = topology
         #: True if messages stay on this broker (*here*), and both sets of levels share the records.
         self.keeps_keys = here and topology.settings.namespace == settings.namespace
-        self._records: Any = None
+
+    @cached_property
+    def _records(self) -> Any:
+        return records_beside(self._topology.settings, self._delays.connection.virtual_host)
 
     def key_records(self) -> KeyRecords | None:
-        settings = self._topology.settings
-        records = records_beside(settings, self._delays.connection.virtual_host)
-        return None if records is None else KeyRecords(records)
-
-    def found(self) -> Iterator[Found]:
-        vhost = self._delays.connection.virtual_host
-        self._records = records_beside(self._topology.settings, vhost)
-        yield from super().found()
+        return None if self._records is None else KeyRecords(self._records)
 
     def _read_set(self, *message: Any, **_: Any) -> Found:
         found = read_ours(*message)
