@@ -153,9 +153,9 @@ def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
             elif not _exists(work, destination[0]) or destination in work.unwanted:
                 stay.append(parked)
             elif delayed.due_us > now_ms * 1000:
-                if _is_in_reach(work, delayed):
+                try:
                     _wait_again(work, parked, delayed)
-                else:
+                except DelayTooLong:
                     stay.append(parked)
             else:
                 _publish_original(work, parked, delayed, destination, now_ms)
@@ -196,17 +196,9 @@ def _as_parked(parked: Parked, user: str) -> amqp.Message:
     return amqp.Message(parked.message.body, **properties)
 
 
-def _is_in_reach(work: _RescueState, delayed: Delayed) -> bool:
-    """Return True if the delay is short enough for the delay queues."""
-    # put_back() would shorten the delay: a worker without this package would run the task early.
-    try:
-        work.delays.check_reach(delayed.due_us)
-    except DelayTooLong:
-        return False
-    return True
-
-
 def _wait_again(work: _RescueState, parked: Parked, delayed: Delayed) -> None:
+    # put_back() would shorten the delay: a worker without this package would run the task early.
+    work.delays.check_reach(delayed.due_us)
     if not work.redeclared:
         # The message may have parked because a queue with a TTL was missing.
         work.delays.prepare(redeclare=True)
