@@ -129,7 +129,7 @@ class Delays:
             )
         except _NOT_SENT:
             if self.recorder is not None:
-                self.recorder.forget(publication.message, delivery_id)
+                self.recorder.forget(headers or {}, delivery_id)
             raise
         _failed.publish = None
         return True

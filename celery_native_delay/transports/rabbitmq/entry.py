@@ -108,9 +108,8 @@ class Recorder:
     def note(self, member: str, due_us: int, entry: Entry) -> None:
         self._index.note(IndexEntry(member, due_us, entry.encoded()))
 
-    def forget(self, message: amqp.Message, delivery_id: str) -> None:
+    def forget(self, headers: Mapping[str, Any], delivery_id: str) -> None:
         """Delete the stored copy of a message that the broker refused."""
-        headers = message.properties.get("application_headers") or {}
         member = member_of(headers, delivery_id)
         if member is not None:
             self._index.forget(member)

@@ -117,9 +117,8 @@ def purge(delays: Delays) -> int:
             arrivals.settle(batch)
             for parked in map(_parked, batch):
                 if parked.delayed is not None and delays.recorder is not None:
-                    delays.recorder.forget(
-                        amqp.Message(**parked.properties), parked.delayed.delivery_id
-                    )
+                    headers = parked.properties["application_headers"]
+                    delays.recorder.forget(headers, parked.delayed.delivery_id)
     return total - left
 
 
