@@ -38,13 +38,11 @@ class CelerysLevels:
     def delivery_exchange(self) -> str:
         return f"{self._beginning}celery_delayed_delivery"
 
-    def level(self, number: int) -> str:
-        return f"{self._beginning}celery_delayed_{number}"
-
     @property
     def queues(self) -> list[str]:
         """Return the names of Celery's delay queues, longest TTL first."""
-        return [self.level(number) for number in reversed(range(CELERYS_BITS))]
+        numbers = reversed(range(CELERYS_BITS))
+        return [f"{self._beginning}celery_delayed_{number}" for number in numbers]
 
     @property
     def _beginning(self) -> str:
