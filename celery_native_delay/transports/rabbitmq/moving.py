@@ -18,7 +18,7 @@ from amqp.exceptions import AMQPError, MessageNacked, NotFound
 
 from ...errors import CannotDelay, ManagementUnavailable, RecordsUnavailable, UnsupportedBroker
 from ...keyed.records import KeyRecords
-from ...records.interface import MessageState
+from ...records.interface import IndexEntry, MessageState
 from ...records.publishing import RecordedPublish
 from ...settings import DelaySettings
 from ..moving import Found, Moving, MovingPart, Reach, Source, Void
@@ -188,13 +188,13 @@ class RabbitMQMovingPart(MovingPart):
         return not moving.again
 
     def _record(self, moving: Moving, member: str | None) -> None:
-        recorder, delayed = self._delays.recorder, moving.delayed
+        records, delayed = self._delays.records, moving.delayed
         is_over = delayed.cancelled or delayed.due_us <= time_ns() // 1000
-        if recorder is None or member is None or moving.known or is_over:
+        if records is None or member is None or moving.known or is_over:
             return
         where = delayed.exchange, delayed.routing_key, delayed.queue
         entry = Entry(moving.properties, moving.body, *where, delayed.expires_ms)
-        recorder.note(member, delayed.due_us, entry)
+        records.note(IndexEntry(member, delayed.due_us, entry.encoded()))
 
     def _is_in_records(self, moving: Moving, member: str | None) -> bool:
         records = self._delays.records

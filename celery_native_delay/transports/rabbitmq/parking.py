@@ -19,6 +19,7 @@ from ..interface import Rescue
 from .address import queue_of_address
 from .channels import OwnChannel, Publication, WindowChannel, received
 from .delays import Delays
+from .entry import forget
 from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id, unwrap
 
 logger = logging.getLogger(__name__)
@@ -116,9 +117,9 @@ def purge(delays: Delays) -> int:
             left -= len(batch)
             arrivals.settle(batch)
             for parked in map(_parked, batch):
-                if parked.delayed is not None and delays.recorder is not None:
+                if parked.delayed is not None and delays.records is not None:
                     headers = parked.properties["application_headers"]
-                    delays.recorder.forget(headers, parked.delayed.delivery_id)
+                    forget(delays.records, headers, parked.delayed.delivery_id)
     return total - left
 
 
