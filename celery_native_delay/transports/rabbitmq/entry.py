@@ -112,6 +112,7 @@ class Republisher:
 
     def __init__(self, delays: Any) -> None:
         self._delays = delays
+        self.check_reach = delays.check_reach
 
     def waiting(self, member: str, entry: str, due_us: int) -> Waiting:
         return waiting(member, entry, due_us)
@@ -128,6 +129,3 @@ class Republisher:
             recorded=False,
         )
         return again.encoded()
-
-    def check_reach(self, due_us: int) -> None:
-        self._delays.check_reach(due_us)
