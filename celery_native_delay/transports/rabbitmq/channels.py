@@ -138,10 +138,6 @@ class WindowChannel(OwnChannel):
         self.confirm_select()
 
     @property
-    def unconfirmed_count(self) -> int:
-        return len(self._unconfirmed)
-
-    @property
     def unsettled_count(self) -> int:
         """Count the published messages whose ack, nack or return is not yet processed."""
         return len(self._unconfirmed) + len(self._returned) + len(self._nacked)
