@@ -131,27 +131,19 @@ class SetSource(QueueSource):
         if self._records is None or member is None:
             return found
         if not self.keeps_keys:
-            return self._received(member, found)
+            may_run = self._records.received(member)  # the former records forget the message
+            if may_run is None:
+                raise RecordsUnavailable(
+                    f"the records of {self.name}, which tell its cancelled tasks, are unreachable: "
+                    f"run this again when they answer"
+                )
+            return found if may_run else Void()
         match self._records.state_of(member):
             case MessageState.VOID:
                 return Void()
             case MessageState.KNOWN:
                 return replace(found, known=True)
         return found
-
-    def _received(self, member: str, found: Moving) -> Found:
-        """Remove *member*, the name of the message *found*, from the list of waiting tasks.
-
-        Return *found*. The only exception: return ``Void``, so that the message is dropped, if the
-        task was cancelled or rescheduled.
-        """
-        may_run = self._records.received(member)
-        if may_run is None:
-            raise RecordsUnavailable(
-                f"the records of {self.name}, which tell its cancelled tasks, are unreachable: run "
-                f"this again when they answer"
-            )
-        return found if may_run else Void()
 
 
 class RabbitMQMovingPart(MovingPart):
@@ -171,7 +163,7 @@ class RabbitMQMovingPart(MovingPart):
 
     def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
         member = member_of(moving.headers, moving.delayed.delivery_id)
-        if moving.again and not moving.known and self._is_in_records(moving, member):
+        if moving.again and not moving.known and self._is_in_records(member):
             return True
         message = amqp.Message(moving.body, **moving.properties)
         self._delays.check_reach(moving.delayed.due_us)
@@ -196,7 +188,7 @@ class RabbitMQMovingPart(MovingPart):
         entry = Entry(moving.properties, moving.body, *where, delayed.expires_ms)
         records.note(IndexEntry(member, delayed.due_us, entry.encoded()))
 
-    def _is_in_records(self, moving: Moving, member: str | None) -> bool:
+    def _is_in_records(self, member: str | None) -> bool:
         records = self._delays.records
         if records is None or member is None:
             return False
