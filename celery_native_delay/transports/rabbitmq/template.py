@@ -20,7 +20,7 @@ from amqp.serialization import dumps
 from ...due_time import check_reach, milliseconds_up, units_until
 from ...errors import RefusedMessage
 from ...message import HEADER
-from ...records.interface import IndexEntry
+from ...records.interface import Index, IndexEntry
 from .. import bulk_publisher
 from ..bulk_publisher import RandomIds, TaskValues
 from .channels import Publication
@@ -264,20 +264,19 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
         self,
         template: Template,
         to: tuple[str, str],
-        topology: Topology,
+        delays: Any,
         properties: Mapping[str, Any],
-        records: Any,
         body: bytes,
     ) -> None:
         super().__init__(body)
         self._template = template
         self._to = to
-        self._topology = topology
+        self._topology: Topology = delays.topology
+        self._records: Index | None = delays.records
         self._properties = {
             name: value for name, value in properties.items() if name != "application_headers"
         }
-        self._records = records
-        self._address = topology.address(*to)
+        self._address = self._topology.address(*to)
         #: A cached function: exchange and routing key for a delay in units. Raises DelayTooLong.
         self._entry = lru_cache(maxsize=4096)(self._entry_of)
 
@@ -296,8 +295,7 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
         opened = unwrap(properties, None)
         if not same or opened is None:
             return None
-        delays = channel.delays
-        return cls(template, message.to, delays.topology, opened[0], delays.records, fields.body)
+        return cls(template, message.to, channel.delays, opened[0], fields.body)
 
     @staticmethod
     def headers_of(message: FramedPublication) -> Mapping[str, Any]:
