@@ -58,7 +58,6 @@ class QueueSource(Source):
         self._tag: int | None = None
 
     def count(self) -> int:
-        """Return the total number of ready messages in the queues."""
         return sum(self._depth(queue) for queue in self._queues)
 
     def found(self) -> Iterator[Found]:

@@ -72,7 +72,6 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
             raise exc.__cause__ or exc from None
 
     def is_lasting(self, error: BaseException) -> bool:
-        """Return True if a new connection attempt would fail with the same error."""
         if isinstance(error, NotAllowed):
             text = str(error)
             return "limit (" not in text and "is down" not in text

@@ -212,7 +212,6 @@ def _wait_again(work: _RescueState, parked: Parked, delayed: Delayed) -> None:
 def _publish_original(
     work: _RescueState, parked: Parked, delayed: Delayed, destination: tuple[str, str], now_ms: int
 ) -> None:
-    """Publish a due message to the message's original destination."""
     properties = dict(parked.properties)
     header = dict(parked.message.headers[HEADER])
     keep_user_id(properties, header, work.delays.user)

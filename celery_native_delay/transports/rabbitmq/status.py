@@ -74,7 +74,6 @@ class Status:
 
     @property
     def in_levels(self) -> int:
-        """Return the total number of messages in the delay queues (with a TTL)."""
         return sum(level.waiting or 0 for level in self.levels)
 
     @property
