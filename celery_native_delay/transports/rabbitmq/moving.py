@@ -80,7 +80,7 @@ class QueueSource(Source):
                 message = received(message)
                 own = message.body, message.properties, message.delivery_info
                 yield self._read(*own, now_us=time_ns() // 1000)
-            self._return_last()
+            self.close()
 
     def done(self) -> bool:
         assert self._channel is not None
@@ -88,9 +88,6 @@ class QueueSource(Source):
         return True
 
     def close(self) -> None:
-        self._return_last()
-
-    def _return_last(self) -> None:
         """Close the channel, so that RabbitMQ requeues the unacked message."""
         channel, self._channel = self._channel, None
         if channel is not None and channel.connection is not None:
