@@ -188,7 +188,7 @@ def _bare(app: Any, stack: ExitStack) -> Callable[[int], None]:
     def send(count: int) -> None:
         channel = WindowChannel(connection.connection)
         for _ in range(count):
-            if channel.unconfirmed_count >= WINDOW:
+            if channel.unsettled_count >= WINDOW:
                 channel.read_down_to(WINDOW - 1)
             channel.send(publication)
         channel.read_down_to(0)

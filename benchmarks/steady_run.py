@@ -236,7 +236,7 @@ def _publish_immediate(pipe: Pipe, url: str, per_second: int, total: int) -> Non
         together: list[_Encoded] = []
 
         def send(number: int) -> None:
-            if channel.unconfirmed_count >= WINDOW:
+            if channel.unsettled_count >= WINDOW:
                 channel.read_down_to(WINDOW - 1)
             elif not number % 64:
                 channel.read_ready()

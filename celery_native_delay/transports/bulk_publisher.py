@@ -57,8 +57,8 @@ class BulkPublisher:
         self.outbox = outbox
         self._template = template
         self._ids = RandomIds()
-        #: The messages that the last :meth:`publish` made, one for each destination queue.
-        self._last: list[Any] = []
+        #: The message that the last :meth:`publish` made; None if not exactly one queue gets it.
+        self._last: Any = None
 
     def publish(self, publish: Callable[[Any], object]) -> None:
         """Call the function *publish* with a kombu producer; the messages go into the outbox.
@@ -73,9 +73,10 @@ class BulkPublisher:
 
         with self.outbox.lock:
             self.outbox.make_room()
-            self._last, returned = self.outbox.patiently(collect)
+            collected, returned = self.outbox.patiently(collect)
+            self._last = collected[0] if len(collected) == 1 else None
             self.outbox.refuse_returned(returned)
-            for message in self._last:
+            for message in collected:
                 self.outbox.take(message)
 
     @property
@@ -84,8 +85,7 @@ class BulkPublisher:
 
         Returns None if no queue or several queues get the task.
         """
-        last = self._one()
-        return None if last is None else self._template.headers_of(last)
+        return None if self._last is None else self._template.headers_of(self._last)
 
     def learn(self) -> TaskTemplate | None:
         """Build a template from the task that :meth:`publish` published last.
@@ -93,13 +93,11 @@ class BulkPublisher:
         Returns None if no queue or several queues get the task, or if no template can reproduce
         the task's message.
         """
-        last = self._one()
-        return None if last is None else self._template.of(last, self.outbox.channel)
+        return None if self._last is None else self._template.of(self._last, self.outbox.channel)
 
     def made_by(self, template: TaskTemplate, values: TaskValues) -> bool:
         """Return True if *template*, filled with *values*, equals the last published message."""
-        last = self._one()
-        return last is not None and template.makes(last, values)
+        return self._last is not None and template.makes(self._last, values)
 
     def send(self, template: TaskTemplate, due_us: int, values: TaskValues) -> bool:
         """Publish a task's message: *template* with the task's *values* (id, ETA, arguments).
@@ -122,9 +120,6 @@ class BulkPublisher:
             if message is not None:
                 outbox.take(message)
         return message is not None
-
-    def _one(self) -> Any:
-        return self._last[0] if len(self._last) == 1 else None
 
 
 class RandomIds:

@@ -35,25 +35,6 @@ def records_beside(settings: DelaySettings, place: str) -> Any:
     return records_of_process(settings.records, f"{settings.namespace}.{place}")
 
 
-def lines_beside(records: Any) -> Lines:
-    """Return the queues of rate-limited tasks that the storage *records* contains.
-
-    Raise NoRecords if *records* is None, because ``native_delay_records`` is not set.
-    """
-    if records is None:
-        raise NoRecords(
-            "native_delay_rates needs records beside this broker: set native_delay_records = "
-            '"redis://…", or the SQLAlchemy URL of a database, in workers and producers'
-        )
-    if not is_redis_url(records.url):
-        from ..rates.in_records import RecordLines
-
-        return RecordLines(records)
-    from ..rates.in_redis import RedisLines
-
-    return RedisLines(records.pool, records.keys.space, records.where)
-
-
 def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
     """Return a message's name in the list of waiting tasks: ``<task id>:<delivery id>``.
 
@@ -115,7 +96,19 @@ class RecordedChannel:
 
     def lines(self, settings: DelaySettings) -> Lines:
         """Return the stored queues of rate-limited tasks; raise NoRecords if not configured."""
-        return lines_beside(self.delays.records)
+        records = self.delays.records
+        if records is None:
+            raise NoRecords(
+                "native_delay_rates needs records beside this broker: set native_delay_records = "
+                '"redis://…", or the SQLAlchemy URL of a database, in workers and producers'
+            )
+        if not is_redis_url(records.url):
+            from ..rates.in_records import RecordLines
+
+            return RecordLines(records)
+        from ..rates.in_redis import RedisLines
+
+        return RedisLines(records.pool, records.keys.space, records.where)
 
 
 class IndexReceipts:

@@ -70,7 +70,6 @@ class RabbitMQAdminPart:
         return with_records(backlog, self._channel, self._settings)
 
     def purge(self) -> int:
-        """Delete all waiting messages; return the number of deleted messages."""
         with permissions_explained(self._topology):
             if self._records is not None:
                 self._records.purge()
@@ -90,7 +89,6 @@ class RabbitMQAdminPart:
             return rescue(self._delays)
 
     def purge_parked(self) -> int:
-        """Delete all undeliverable due messages; return the number of deleted messages."""
         with permissions_explained(self._topology):
             return self._purged(self.parking) if self._records is None else purge(self._delays)
 

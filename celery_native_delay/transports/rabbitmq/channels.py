@@ -66,7 +66,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
 
     def __init__(self, connection: Any) -> None:
         super().__init__(connection, auto_decode=False)
-        self._returned: list[Publication] = []
+        self._returned: list[Any] = []
         self.open()
 
     def send(self, message: Any, *, timeout_seconds: float | None = None) -> None:
@@ -134,18 +134,13 @@ class WindowChannel(OwnChannel):
         self._unconfirmed: OrderedDict[int, Any] = OrderedDict()
         #: How often the broker returned each message. The message's confirm follows.
         self._returning: Counter[Hashable] = Counter()
-        self._came_back: list[Any] = []
         self._nacked: list[Any] = []
         self.confirm_select()
 
     @property
-    def unconfirmed_count(self) -> int:
-        return len(self._unconfirmed)
-
-    @property
     def unsettled_count(self) -> int:
         """Count the published messages whose ack, nack or return is not yet processed."""
-        return len(self._unconfirmed) + len(self._came_back) + len(self._nacked)
+        return len(self._unconfirmed) + len(self._returned) + len(self._nacked)
 
     @property
     def unconfirmed(self) -> list[Any]:
@@ -176,10 +171,6 @@ class WindowChannel(OwnChannel):
             self._published += 1
             self._unconfirmed[self._published] = message
         self._transport.write(b"".join([message.frames for message in messages]))
-
-    def take_returned(self) -> list[Any]:
-        back, self._came_back = self._came_back, []
-        return back
 
     def take_nacked(self) -> list[Any]:
         nacked, self._nacked = self._nacked, []
@@ -217,7 +208,7 @@ class WindowChannel(OwnChannel):
             for message in settled:
                 if self._returning[message.id] > 0:
                     self._returning -= Counter([message.id])
-                    self._came_back.append(message)
+                    self._returned.append(message)
 
     def _on_basic_nack(self, delivery_tag: int, multiple: bool) -> None:
         self._nacked += self._settle(delivery_tag, multiple)

@@ -110,32 +110,25 @@ class Declarer:
             channel.take_returned()
 
 
-def apply(
-    channel: Any, declarations: Iterable[Change], *, auto_delete_exchanges: bool = False
-) -> None:
+def apply(channel: Any, declarations: Iterable[Change]) -> None:
     """Send all declarations to RabbitMQ; raise ChannelError if RabbitMQ refuses a declaration."""
+    lasting = {"durable": True, "auto_delete": False, "nowait": True}
     for declaration in declarations:
-        _declare(channel, declaration, auto_delete_exchanges=auto_delete_exchanges)
+        match declaration:
+            case Exchange(name, kind, arguments):
+                channel.exchange_declare(name, kind, arguments=arguments, **lasting)
+            case Queue(name, arguments):
+                channel.queue_declare(name, exclusive=False, arguments=arguments, **lasting)
+            case Binding(source, destination, routing_key, to_exchange, arguments):
+                bind = channel.exchange_bind if to_exchange else channel.queue_bind
+                bind(destination, source, routing_key, nowait=True, arguments=arguments)
+            case Unbinding(source, destination, routing_key):
+                # queue.unbind has no nowait, and nothing reads its reply. RabbitMQ accepts
+                # queue.unbind for missing queues and bindings.
+                method: tuple[Any, ...] = (0, destination, source, routing_key, {})
+                channel.send_method(spec.Queue.Unbind, "BsssF", method)
     # This may be any method with a reply: the broker has carried out all earlier methods by then.
     channel.basic_qos(0, 0, False)
-
-
-def _declare(channel: Any, declaration: Change, *, auto_delete_exchanges: bool) -> None:
-    lasting = {"durable": True, "auto_delete": False, "nowait": True}
-    match declaration:
-        case Exchange(name, kind, arguments):
-            lasting["auto_delete"] = auto_delete_exchanges
-            channel.exchange_declare(name, kind, arguments=arguments, **lasting)
-        case Queue(name, arguments):
-            channel.queue_declare(name, exclusive=False, arguments=arguments, **lasting)
-        case Binding(source, destination, routing_key, to_exchange, arguments):
-            bind = channel.exchange_bind if to_exchange else channel.queue_bind
-            bind(destination, source, routing_key, nowait=True, arguments=arguments)
-        case Unbinding(source, destination, routing_key):
-            # queue.unbind has no nowait, and nothing reads its reply. RabbitMQ accepts queue.unbind
-            # for missing queues and bindings.
-            method: tuple[Any, ...] = (0, destination, source, routing_key, {})
-            channel.send_method(spec.Queue.Unbind, "BsssF", method)
 
 
 def not_permitted(refused: AccessRefused, topology: Topology) -> NotPermitted:

@@ -30,7 +30,7 @@ from ..recorded import records_beside
 from .address import landing_address
 from .channels import OwnChannel, Publication, WindowChannel
 from .declaring import Declarer, broker_version, not_declared, not_permitted
-from .entry import Entry, Recorder
+from .entry import Entry, forget, record
 from .mirror import Mirror
 from .preparation import Preparation, Prepared
 from .routes import Routes
@@ -74,11 +74,6 @@ class Delays:
     def records(self) -> Any:
         """Return the storage that ``native_delay_records`` names; None if not set."""
         return records_beside(self.settings, self.connection.virtual_host)
-
-    @cached_property
-    def recorder(self) -> Recorder | None:
-        """Return a Recorder; None if ``native_delay_records`` is not set."""
-        return None if self.records is None else Recorder(self.records)
 
     @cached_property
     def _limits_priority(self) -> bool:
@@ -128,8 +123,8 @@ class Delays:
                 confirm_timeout_seconds=confirm_timeout_seconds,
             )
         except _NOT_SENT:
-            if self.recorder is not None:
-                self.recorder.forget(publication.message, delivery_id)
+            if self.records is not None:
+                forget(self.records, headers or {}, delivery_id)
             raise
         _failed.publish = None
         return True
@@ -273,8 +268,8 @@ class Delays:
         else:
             key = topology.routing_key(units, topology.address(exchange, routing_key))
         wrapped = amqp.Message(message.body, **properties)
-        if recorded and self.recorder is not None:
-            self.recorder.record(message, wrapped, delayed)
+        if recorded and self.records is not None:
+            record(self.records, message, wrapped, delayed)
         return Publication(wrapped, topology.entry_exchange(units), key)
 
     def _channel(self, *, confirmed: bool) -> OwnChannel:

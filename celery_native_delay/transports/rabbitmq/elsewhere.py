@@ -38,13 +38,11 @@ class CelerysLevels:
     def delivery_exchange(self) -> str:
         return f"{self._beginning}celery_delayed_delivery"
 
-    def level(self, number: int) -> str:
-        return f"{self._beginning}celery_delayed_{number}"
-
     @property
     def queues(self) -> list[str]:
         """Return the names of Celery's delay queues, longest TTL first."""
-        return [self.level(number) for number in reversed(range(CELERYS_BITS))]
+        numbers = reversed(range(CELERYS_BITS))
+        return [f"{self._beginning}celery_delayed_{number}" for number in numbers]
 
     @property
     def _beginning(self) -> str:
@@ -99,20 +97,16 @@ def read_celerys(
 
 def _exchanges_of(whole_key: str, routing_key: str, reaches: Iterable[Reach]) -> list[str]:
     """Return the exchanges to which Celery would deliver the message."""
-    keys = [
-        (each.exchange, each.routing_key)
-        for each in reaches
-        if each.exchange and each.kind != "direct"
-    ]
-    bound = [
-        (exchange, key)
-        for exchange, key in keys
-        if topic_matches(key if key.startswith("#") else f"#.{key}", whole_key)
-    ]
+    bound = []
+    for each in reaches:
+        key = each.routing_key
+        pattern = key if key.startswith("#") else f"#.{key}"
+        if each.exchange and each.kind != "direct" and topic_matches(pattern, whole_key):
+            bound.append(each)
     # Celery's binding key #.<key> also matches longer routing keys, so exact matches win.
     # https://github.com/celery/kombu/blob/v5.7.0/kombu/transport/native_delayed_delivery.py
-    exact = {exchange for exchange, key in bound if topic_matches(key, routing_key)}
-    return sorted(exact or {exchange for exchange, _ in bound})
+    exact = {each.exchange for each in bound if topic_matches(each.routing_key, routing_key)}
+    return sorted(exact or {each.exchange for each in bound})
 
 
 def _nowhere(routing_key: str, exchanges: list[str]) -> str:

@@ -82,38 +82,29 @@ def waiting(member: str, text: str, due_us: int) -> Waiting:
     )
 
 
-class Recorder:
-    """Stores copies of delayed messages in Redis or a database."""
+def record(records: Index, message: amqp.Message, wrapped: amqp.Message, delayed: Delayed) -> None:
+    """Store a copy of a delayed message, before the message is published."""
+    header = wrapped.properties["application_headers"][HEADER]
+    headers = message.properties.get("application_headers") or {}
+    member = member_of(headers, delayed.delivery_id)
+    if member is None:
+        return
+    entry = Entry(
+        message.properties,
+        bytes(message.body),
+        delayed.exchange,
+        delayed.routing_key,
+        delayed.queue,
+        header.get("expires"),
+    )
+    records.note(IndexEntry(member, delayed.due_us, entry.encoded()))
 
-    def __init__(self, index: Index) -> None:
-        self._index = index
 
-    def record(self, message: amqp.Message, wrapped: amqp.Message, delayed: Delayed) -> None:
-        """Store a copy of a delayed message, before the message is published."""
-        header = wrapped.properties["application_headers"][HEADER]
-        headers = message.properties.get("application_headers") or {}
-        member = member_of(headers, delayed.delivery_id)
-        if member is None:
-            return
-        entry = Entry(
-            message.properties,
-            bytes(message.body),
-            delayed.exchange,
-            delayed.routing_key,
-            delayed.queue,
-            header.get("expires"),
-        )
-        self.note(member, delayed.due_us, entry)
-
-    def note(self, member: str, due_us: int, entry: Entry) -> None:
-        self._index.note(IndexEntry(member, due_us, entry.encoded()))
-
-    def forget(self, message: amqp.Message, delivery_id: str) -> None:
-        """Delete the stored copy of a message that the broker refused."""
-        headers = message.properties.get("application_headers") or {}
-        member = member_of(headers, delivery_id)
-        if member is not None:
-            self._index.forget(member)
+def forget(records: Index, headers: Mapping[str, Any], delivery_id: str) -> None:
+    """Delete the stored copy of a message that the broker refused."""
+    member = member_of(headers, delivery_id)
+    if member is not None:
+        records.forget(member)
 
 
 class Republisher:
@@ -121,6 +112,7 @@ class Republisher:
 
     def __init__(self, delays: Any) -> None:
         self._delays = delays
+        self.check_reach = delays.check_reach
 
     def waiting(self, member: str, entry: str, due_us: int) -> Waiting:
         return waiting(member, entry, due_us)
@@ -137,6 +129,3 @@ class Republisher:
             recorded=False,
         )
         return again.encoded()
-
-    def check_reach(self, due_us: int) -> None:
-        self._delays.check_reach(due_us)

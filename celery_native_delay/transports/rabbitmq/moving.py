@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from time import time_ns
 from typing import Any
 
@@ -18,7 +18,7 @@ from amqp.exceptions import AMQPError, MessageNacked, NotFound
 
 from ...errors import CannotDelay, ManagementUnavailable, RecordsUnavailable, UnsupportedBroker
 from ...keyed.records import KeyRecords
-from ...records.interface import MessageState
+from ...records.interface import IndexEntry, MessageState
 from ...records.publishing import RecordedPublish
 from ...settings import DelaySettings
 from ..moving import Found, Moving, MovingPart, Reach, Source, Void
@@ -58,7 +58,6 @@ class QueueSource(Source):
         self._tag: int | None = None
 
     def count(self) -> int:
-        """Return the total number of ready messages in the queues."""
         return sum(self._depth(queue) for queue in self._queues)
 
     def found(self) -> Iterator[Found]:
@@ -81,7 +80,7 @@ class QueueSource(Source):
                 message = received(message)
                 own = message.body, message.properties, message.delivery_info
                 yield self._read(*own, now_us=time_ns() // 1000)
-            self._return_last()
+            self.close()
 
     def done(self) -> bool:
         assert self._channel is not None
@@ -89,9 +88,6 @@ class QueueSource(Source):
         return True
 
     def close(self) -> None:
-        self._return_last()
-
-    def _return_last(self) -> None:
         """Close the channel, so that RabbitMQ requeues the unacked message."""
         channel, self._channel = self._channel, None
         if channel is not None and channel.connection is not None:
@@ -115,17 +111,13 @@ class SetSource(QueueSource):
         self._topology = topology
         #: True if messages stay on this broker (*here*), and both sets of levels share the records.
         self.keeps_keys = here and topology.settings.namespace == settings.namespace
-        self._records: Any = None
+
+    @cached_property
+    def _records(self) -> Any:
+        return records_beside(self._topology.settings, self._delays.connection.virtual_host)
 
     def key_records(self) -> KeyRecords | None:
-        settings = self._topology.settings
-        records = records_beside(settings, self._delays.connection.virtual_host)
-        return None if records is None else KeyRecords(records)
-
-    def found(self) -> Iterator[Found]:
-        vhost = self._delays.connection.virtual_host
-        self._records = records_beside(self._topology.settings, vhost)
-        yield from super().found()
+        return None if self._records is None else KeyRecords(self._records)
 
     def _read_set(self, *message: Any, **_: Any) -> Found:
         found = read_ours(*message)
@@ -135,27 +127,19 @@ class SetSource(QueueSource):
         if self._records is None or member is None:
             return found
         if not self.keeps_keys:
-            return self._received(member, found)
+            may_run = self._records.received(member)  # the former records forget the message
+            if may_run is None:
+                raise RecordsUnavailable(
+                    f"the records of {self.name}, which tell its cancelled tasks, are unreachable: "
+                    f"run this again when they answer"
+                )
+            return found if may_run else Void()
         match self._records.state_of(member):
             case MessageState.VOID:
                 return Void()
             case MessageState.KNOWN:
                 return replace(found, known=True)
         return found
-
-    def _received(self, member: str, found: Moving) -> Found:
-        """Remove *member*, the name of the message *found*, from the list of waiting tasks.
-
-        Return *found*. The only exception: return ``Void``, so that the message is dropped, if the
-        task was cancelled or rescheduled.
-        """
-        may_run = self._records.received(member)
-        if may_run is None:
-            raise RecordsUnavailable(
-                f"the records of {self.name}, which tell its cancelled tasks, are unreachable: run "
-                f"this again when they answer"
-            )
-        return found if may_run else Void()
 
 
 class RabbitMQMovingPart(MovingPart):
@@ -175,7 +159,7 @@ class RabbitMQMovingPart(MovingPart):
 
     def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
         member = member_of(moving.headers, moving.delayed.delivery_id)
-        if moving.again and not moving.known and self._is_in_records(moving, member):
+        if moving.again and not moving.known and self._is_in_records(member):
             return True
         message = amqp.Message(moving.body, **moving.properties)
         self._delays.check_reach(moving.delayed.due_us)
@@ -192,15 +176,15 @@ class RabbitMQMovingPart(MovingPart):
         return not moving.again
 
     def _record(self, moving: Moving, member: str | None) -> None:
-        recorder, delayed = self._delays.recorder, moving.delayed
+        records, delayed = self._delays.records, moving.delayed
         is_over = delayed.cancelled or delayed.due_us <= time_ns() // 1000
-        if recorder is None or member is None or moving.known or is_over:
+        if records is None or member is None or moving.known or is_over:
             return
         where = delayed.exchange, delayed.routing_key, delayed.queue
         entry = Entry(moving.properties, moving.body, *where, delayed.expires_ms)
-        recorder.note(member, delayed.due_us, entry)
+        records.note(IndexEntry(member, delayed.due_us, entry.encoded()))
 
-    def _is_in_records(self, moving: Moving, member: str | None) -> bool:
+    def _is_in_records(self, member: str | None) -> bool:
         records = self._delays.records
         if records is None or member is None:
             return False

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -63,7 +62,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
                 if confirming is None or confirming.closed_with is None:
                     raise
                 # The broker refused an earlier message while *attempt* waited for an answer.
-                self._process_answers(partial(_fail, exc))
+                self._send_each_alone(exc)
                 self.channel = self._connection.bulk_channel()
                 return attempt(self.channel)
 
@@ -73,7 +72,6 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
             raise exc.__cause__ or exc from None
 
     def is_lasting(self, error: BaseException) -> bool:
-        """Return True if a new connection attempt would fail with the same error."""
         if isinstance(error, NotAllowed):
             text = str(error)
             return "limit (" not in text and "is down" not in text
@@ -123,12 +121,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
         try:
             attempt(channel)
         except ChannelError as exc:
-            # The broker closed the channel because of one message: send each alone, to find it.
-            # The confirms of the channel are lost, so some messages may arrive twice.
-            self._take_back_unconfirmed(alone=True)
-            self._open_confirming()
-            if isinstance(exc, NotFound):
-                self._declare_again()
+            self._send_each_alone(exc)
             return
         self._refuse(NACKED, channel.take_nacked())
         returned = channel.take_returned()
@@ -139,6 +132,14 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
         self._batches.extendleft(SingleMessage([put]) for put in reversed(ours))
         self._count()
         if ours:
+            self._declare_again()
+
+    def _send_each_alone(self, error: ChannelError) -> None:
+        """Find the message because of which the broker closed the channel."""
+        # The confirms of the channel are lost, so some messages may arrive twice.
+        self._take_back_unconfirmed(alone=True)
+        self._open_confirming()
+        if isinstance(error, NotFound):
             self._declare_again()
 
     def _send_alone(self) -> None:
@@ -220,7 +221,3 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
             with suppress(Exception):  # the connection may be lost
                 self._connection.collect()
         super()._lose()
-
-
-def _fail(error: Exception, _: WindowChannel) -> None:
-    raise error

@@ -19,7 +19,7 @@ from ..interface import Rescue
 from .address import queue_of_address
 from .channels import OwnChannel, Publication, WindowChannel, received
 from .delays import Delays
-from .topology import Topology
+from .entry import forget
 from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id, unwrap
 
 logger = logging.getLogger(__name__)
@@ -70,15 +70,14 @@ def rescue(delays: Delays) -> Rescue | None:
 
     Return None if another process holds the lock of the parking queue.
     """
-    connection = delays.connection
     parked = min(count(delays), ROUND)
     if not parked:
         return Rescue()
     # Messages are published again, not requeued, because RabbitMQ 4.3 drops a message at its 21st
     # return. The publish comes before the ack of the old copy, so a crash may leave two copies.
     try:
-        with _lock(connection, delays.topology), _arrivals(delays) as arrivals:
-            work = _RescueState(delays, WindowChannel(connection))
+        with _lock(delays), closing(_Arrivals(delays)) as arrivals:
+            work = _RescueState(delays, WindowChannel(delays.connection))
             while parked > 0 and (batch := arrivals.take(min(parked, BATCH))):
                 parked -= len(batch)
                 _rescue_batch(work, [_parked(message) for message in batch])
@@ -93,7 +92,7 @@ def peek(delays: Delays, *, limit: int) -> list[Parked]:
     """Return up to *limit* undeliverable due messages; the messages stay in the parking queue."""
     channel = OwnChannel(delays.connection)
     try:
-        with _lock(delays.connection, delays.topology):
+        with _lock(delays):
             found: list[Parked] = []
             while len(found) < limit:
                 message = channel.basic_get(delays.topology.parking_queue)
@@ -113,15 +112,14 @@ def purge(delays: Delays) -> int:
     left = total = count(delays)
     if not total:
         return 0
-    with _arrivals(delays) as arrivals:
+    with closing(_Arrivals(delays)) as arrivals:
         while left > 0 and (batch := arrivals.take(min(left, BATCH))):
             left -= len(batch)
             arrivals.settle(batch)
             for parked in map(_parked, batch):
-                if parked.delayed is not None and delays.recorder is not None:
-                    delays.recorder.forget(
-                        amqp.Message(**parked.properties), parked.delayed.delivery_id
-                    )
+                if parked.delayed is not None and delays.records is not None:
+                    headers = parked.properties["application_headers"]
+                    forget(delays.records, headers, parked.delayed.delivery_id)
     return total - left
 
 
@@ -153,9 +151,9 @@ def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
             elif not _exists(work, destination[0]) or destination in work.unwanted:
                 stay.append(parked)
             elif delayed.due_us > now_ms * 1000:
-                if _is_in_reach(work, delayed):
+                try:
                     _wait_again(work, parked, delayed)
-                else:
+                except DelayTooLong:
                     stay.append(parked)
             else:
                 _publish_original(work, parked, delayed, destination, now_ms)
@@ -196,17 +194,9 @@ def _as_parked(parked: Parked, user: str) -> amqp.Message:
     return amqp.Message(parked.message.body, **properties)
 
 
-def _is_in_reach(work: _RescueState, delayed: Delayed) -> bool:
-    """Return True if the delay is short enough for the delay queues."""
-    # put_back() would shorten the delay: a worker without this package would run the task early.
-    try:
-        work.delays.check_reach(delayed.due_us)
-    except DelayTooLong:
-        return False
-    return True
-
-
 def _wait_again(work: _RescueState, parked: Parked, delayed: Delayed) -> None:
+    # put_back() would shorten the delay: a worker without this package would run the task early.
+    work.delays.check_reach(delayed.due_us)
     if not work.redeclared:
         # The message may have parked because a queue with a TTL was missing.
         work.delays.prepare(redeclare=True)
@@ -222,7 +212,6 @@ def _wait_again(work: _RescueState, parked: Parked, delayed: Delayed) -> None:
 def _publish_original(
     work: _RescueState, parked: Parked, delayed: Delayed, destination: tuple[str, str], now_ms: int
 ) -> None:
-    """Publish a due message to the message's original destination."""
     properties = dict(parked.properties)
     header = dict(parked.message.headers[HEADER])
     keep_user_id(properties, header, work.delays.user)
@@ -250,14 +239,15 @@ def _exists(work: _RescueState, exchange: str) -> bool:
     return work.exchanges.get(exchange, True)
 
 
-class Arrivals:
-    """Consumes a queue, and acks many messages with one ack."""
+class _Arrivals:
+    """Consumes the parking queue, and acks many messages with one ack."""
 
-    def __init__(self, channel: OwnChannel, queue: str, *, prefetch: int) -> None:
+    def __init__(self, delays: Delays) -> None:
         self._messages: deque[amqp.Message] = deque()
-        self._channel = channel
-        channel.basic_qos(0, prefetch, False)
-        self._tag = channel.basic_consume(queue, callback=self._messages.append)
+        self._channel = OwnChannel(delays.connection)
+        self._channel.basic_qos(0, BATCH, False)
+        queue = delays.topology.parking_queue
+        self._tag = self._channel.basic_consume(queue, callback=self._messages.append)
 
     def take(self, wanted: int) -> list[amqp.Message]:
         """Wait for *wanted* messages, and return them; after a timeout, return fewer."""
@@ -277,22 +267,18 @@ class Arrivals:
             self._channel.close()
 
 
-def _arrivals(delays: Delays) -> closing[Arrivals]:
-    channel = OwnChannel(delays.connection)
-    return closing(Arrivals(channel, delays.topology.parking_queue, prefetch=BATCH))
-
-
 @contextmanager
-def _lock(connection: Any, topology: Topology) -> Iterator[None]:
+def _lock(delays: Delays) -> Iterator[None]:
     """Hold an exclusive queue as a lock during a ``with`` block.
 
     Raise ResourceLocked if another connection holds the lock.
     """
-    channel = OwnChannel(connection)
-    channel.queue_declare(topology.rescue_lock_queue, exclusive=True, auto_delete=True)
+    queue = delays.topology.rescue_lock_queue
+    channel = OwnChannel(delays.connection)
+    channel.queue_declare(queue, exclusive=True, auto_delete=True)
     try:
         yield
     finally:
         if channel.connection is not None:
-            channel.queue_delete(topology.rescue_lock_queue)
+            channel.queue_delete(queue)
             channel.close()

@@ -152,14 +152,11 @@ class Preparation:
             raise next(iter(refused.values()))
 
     def declare_again(self) -> None:
-        self.forget_all()
-        self.prepare(redeclare=True)
-
-    def forget_all(self) -> None:
-        """Let the next publish declare everything again, in case the broker lost queues."""
+        """Declare everything again, because the broker lost queues."""
         self.is_ready = False
         self._mirror.forget_mirrored()
         self._routes.forget()
+        self.prepare(redeclare=True)
 
     def queue_deleted(self, queue: str) -> None:
         """If empty, delete the landing queue, which dead-lettered due messages to *queue*."""

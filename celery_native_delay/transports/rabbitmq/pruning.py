@@ -98,7 +98,7 @@ class Pruning:
         foreign = set(self._foreign(found, exchanges, reaches))
         for levels in found or ([CelerysLevels()] if foreign else []):
             own = {*levels.queues, levels.delivery_exchange}
-            entrance = levels.level(len(levels.queues) - 1)
+            entrance = levels.queues[0]
             yield _Place(
                 levels.name,
                 tuple(name for name in levels.queues if name in names),

@@ -121,7 +121,6 @@ class Routes:
         return _KnownExchange(needs_landing=False, mirrored=mirrored, until=until)
 
     def _is_too_long(self, exchange: str, routing_key: str) -> bool:
-        """Return True if *exchange* is a topic exchange and *routing_key* is too long to encode."""
         return self._mirror.types[exchange] == "topic" and not self._topology.fits(
             message_address(exchange, routing_key)
         )

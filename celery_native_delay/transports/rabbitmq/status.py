@@ -74,7 +74,6 @@ class Status:
 
     @property
     def in_levels(self) -> int:
-        """Return the total number of messages in the delay queues (with a TTL)."""
         return sum(level.waiting or 0 for level in self.levels)
 
     @property
@@ -141,16 +140,13 @@ class Status:
             for landing in self.landings
         ]
         stuck = "unknown (management API not reachable)" if self.stuck is None else self.stuck
+        records = self.records and (self.records.error or self.records.where)
         return [
             *lines,
             *(self._counted() if self._known is None else self._listed(self._known)),
             f"parked    {self.parked}",
             f"stuck     {stuck}",
-            *(
-                []
-                if self.records is None
-                else [f"records   {self.records.error or self.records.where}"]
-            ),
+            *([f"records   {records}"] if records else []),
         ]
 
     def _counted(self) -> list[str]:

@@ -20,10 +20,11 @@ from amqp.serialization import dumps
 from ...due_time import check_reach, milliseconds_up, units_until
 from ...errors import RefusedMessage
 from ...message import HEADER
+from ...records.interface import Index, IndexEntry
 from .. import bulk_publisher
 from ..bulk_publisher import RandomIds, TaskValues
 from .channels import Publication
-from .entry import Entry, Recorder
+from .entry import Entry
 from .topology import Topology
 from .wrapping import unwrap
 
@@ -263,20 +264,19 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
         self,
         template: Template,
         to: tuple[str, str],
-        topology: Topology,
+        delays: Any,
         properties: Mapping[str, Any],
-        recorder: Recorder | None,
         body: bytes,
     ) -> None:
         super().__init__(body)
         self._template = template
         self._to = to
-        self._topology = topology
+        self._topology: Topology = delays.topology
+        self._records: Index | None = delays.records
         self._properties = {
             name: value for name, value in properties.items() if name != "application_headers"
         }
-        self._recorder = recorder
-        self._address = topology.address(*to)
+        self._address = self._topology.address(*to)
         #: A cached function: exchange and routing key for a delay in units. Raises DelayTooLong.
         self._entry = lru_cache(maxsize=4096)(self._entry_of)
 
@@ -295,8 +295,7 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
         opened = unwrap(properties, None)
         if not same or opened is None:
             return None
-        delays = channel.delays
-        return cls(template, message.to, delays.topology, opened[0], delays.recorder, fields.body)
+        return cls(template, message.to, channel.delays, opened[0], fields.body)
 
     @staticmethod
     def headers_of(message: FramedPublication) -> Mapping[str, Any]:
@@ -325,12 +324,13 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
         exchange, key = self._entry(units)  # or DelayTooLong
         expiration = str(topology.first_ttl_ms(units, remaining_us=due_us - now_us))
         fields = TaskFields(exchange, key, *values, ids.hex(), milliseconds_up(due_us), expiration)
-        if self._recorder is not None:
+        if self._records is not None:
             headers = self._template.headers(fields)
             own = {"correlation_id": fields.task_id, "application_headers": headers}
             properties = {**self._properties, **own}
             entry = Entry(properties, fields.body, *self._to)
-            self._recorder.note(f"{fields.task_id}:{fields.delivery_id}", due_us, entry)
+            member = f"{fields.task_id}:{fields.delivery_id}"
+            self._records.note(IndexEntry(member, due_us, entry.encoded()))
         return FramedTask(self._template, fields, self._to)
 
     def _entry_of(self, units: int) -> tuple[str, str]:

@@ -198,7 +198,6 @@ class Topology:
         *units* is the delay *remaining_us*, rounded up to units of ``native_delay_resolution``.
         The result is the queue's TTL, minus the time that the rounding added.
         """
-        # *units* is the delay, rounded up. The result is the TTL of the queue minus the rounding.
         # The rounding is less than a unit, so an earlier message in the queue delays a later
         # message by less than a unit.
         # https://www.rabbitmq.com/docs/ttl#per-message-ttl-in-publishers
@@ -208,14 +207,12 @@ class Topology:
 
     def routing_key(self, units: int, address: str) -> str:
         """Return a delayed message's routing key: the bits of the delay, then the destination."""
-        if not 0 <= units <= self.max_units:
-            raise self._out_of_reach(units)
+        self._check(units)
         return ".".join((*f"{units:0{self.bit_count}b}", address))
 
     def path(self, units: int) -> list[Hop]:
         """Return the delay queues through which a message with this delay passes."""
-        if not 0 <= units <= self.max_units:
-            raise self._out_of_reach(units)
+        self._check(units)
         hops = []
         while units:
             hop = self._first_hop(units)
@@ -296,8 +293,9 @@ class Topology:
         arguments["x-dead-letter-routing-key"] = self.routing_key(0, queue_address(queue))
         return Queue(self.queue_landing_queue(queue), arguments)
 
-    def _out_of_reach(self, units: int) -> ValueError:
-        return ValueError(f"expected 0 to {self.max_units} units, got {units}")
+    def _check(self, units: int) -> None:
+        if not 0 <= units <= self.max_units:
+            raise ValueError(f"expected 0 to {self.max_units} units, got {units}")
 
     def _first_hop(self, units: int) -> Hop:
         """Return the first delay queue in which a message with this delay waits."""

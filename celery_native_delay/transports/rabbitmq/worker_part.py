@@ -52,7 +52,16 @@ class RabbitMQWorkerPart(RecordedWorkerPart):
             headers = properties.get("application_headers") or {}
             properties["application_headers"] = {**headers, **wait.headers}
         message = amqp.Message(wait.message.raw_body, **properties)
-        self._delays.put_back(message, _delayed(wait), recorded=wait.delivery_id is None)
+        info, earlier = wait.message.delivery_info, wait.message.native_delay
+        delayed = Delayed(
+            wait.delivery_id or wait.new_id,
+            wait.due_us,
+            info["exchange"],
+            info["routing_key"],
+            wait.queue,
+            expires_ms=None if earlier is None else earlier.expires_ms,
+        )
+        self._delays.put_back(message, delayed, recorded=wait.delivery_id is None)
 
     def rescue(self) -> Rescue | None:
         try:
@@ -63,17 +72,3 @@ class RabbitMQWorkerPart(RecordedWorkerPart):
                 f"{exc.reply_text}; rescuing needs configure on {topology.parking_queue} and "
                 f"{topology.rescue_lock_queue}, write and read on ^{self.settings.namespace}\\."
             ) from exc
-
-
-def _delayed(wait: Wait) -> Delayed:
-    """Return the new due time, with the destination and expiry of the received message."""
-    info = wait.message.delivery_info
-    earlier: Delayed | None = getattr(wait.message, "native_delay", None)
-    return Delayed(
-        wait.delivery_id or wait.new_id,
-        wait.due_us,
-        info["exchange"],
-        info["routing_key"],
-        wait.queue,
-        expires_ms=None if earlier is None else earlier.expires_ms,
-    )

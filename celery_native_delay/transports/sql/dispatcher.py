@@ -143,7 +143,6 @@ class Dispatcher:
         return away
 
     def next_due_us(self) -> int | None:
-        """Return the earliest due time of a waiting message, in microseconds since the epoch."""
         return self._store.next_due_us()
 
     def deliver_batch(self) -> tuple[int, Exception | None]:

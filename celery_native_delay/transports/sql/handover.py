@@ -115,7 +115,6 @@ class IntoTheSameDatabase:
         channel.session  # noqa: B018  makes kombu create its tables
         self._queues = channel.queue_cls.__table__
         self._messages = channel.message_cls.__table__
-        self._ids: dict[str, int] = {}
 
     def __call__(self, batch: DispatchBatch, *, park: bool) -> Exception | None:
         if batch.messages and self._refusal(batch, batch.messages):
@@ -127,12 +126,13 @@ class IntoTheSameDatabase:
 
     def _refusal(self, batch: DispatchBatch, messages: list[Any]) -> exc.DBAPIError | None:
         """Insert all *messages* or none; return the database's error, if any."""
-        self._ids.clear()  # they may be of a transaction that was rolled back
+        queues = dict.fromkeys(message.queue for message in messages)
         try:
             with batch.connection.begin_nested():
+                ids = {queue: self._id_of(batch.connection, queue) for queue in queues}
                 rows = [
                     {
-                        "queue_id": self._id_of(batch.connection, message.queue),
+                        "queue_id": ids[message.queue],
                         "payload": message.envelope,
                         "visible": True,
                         "version": 1,
@@ -149,14 +149,12 @@ class IntoTheSameDatabase:
 
     def _id_of(self, connection: sqlalchemy.Connection, queue: str) -> int:
         """Return the id of kombu's row for *queue*; insert a missing row."""
-        if queue not in self._ids:
-            named = select(self._queues.c.id).where(self._queues.c.name == queue)
-            found = connection.execute(named).scalar()
-            if found is None:
-                connection.execute(insert(self._queues).values(name=queue))
-                found = connection.execute(named).scalar_one()
-            self._ids[queue] = int(found)
-        return self._ids[queue]
+        named = select(self._queues.c.id).where(self._queues.c.name == queue)
+        found = connection.execute(named).scalar()
+        if found is None:
+            connection.execute(insert(self._queues).values(name=queue))
+            found = connection.execute(named).scalar_one()
+        return int(found)
 
 
 def refuse(batch: DispatchBatch, message: Any, error: Exception, *, park: bool) -> None:

@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 _ROW = MESSAGES.c
 
 ADD = insert(MESSAGES)
-_MINE = _ROW.namespace == bindparam("mine")
-_NEXT = select(func.min(_ROW.due_us)).where(_MINE)
+_NEXT = select(func.min(_ROW.due_us)).where(_ROW.namespace == bindparam("mine"))
 
 #: The record that shows that a dispatcher is running. It expires unless the dispatcher renews it.
 _DISPATCHING = RecordName("sign", "dispatching")
@@ -53,6 +52,7 @@ class Store(Database):
     def __init__(self, url: str, namespace: str) -> None:
         super().__init__(url, setting="native_delay_store")
         self.namespace = namespace
+        self._mine = _ROW.namespace == namespace
         #: A function that is called with the due time of each message that this process stores.
         self.on_add: Callable[[int], object] = lambda due_us: None
         #: Messages that were delivered and could not be deleted: hashes of envelopes, by id.
@@ -180,12 +180,11 @@ class Store(Database):
     def census(self) -> Census:
         now_us = time_ns() // 1000
         columns = (func.count(_ROW.due_us), func.count(_ROW.id), func.min(_ROW.due_us))
-        late = select(func.count()).select_from(MESSAGES).where(_MINE, _ROW.due_us <= now_us)
-        mine = {"mine": self.namespace}
+        late = select(func.count()).select_from(MESSAGES).where(self._mine, _ROW.due_us <= now_us)
 
         def counted(connection: Connection) -> tuple[Any, Any]:
-            counts = connection.execute(select(*columns).where(_MINE), mine).one()
-            return counts, connection.execute(late, mine).scalar()
+            counts = connection.execute(select(*columns).where(self._mine)).one()
+            return counts, connection.execute(late).scalar()
 
         (waiting, total, first_us), overdue = self.look_up(counted)
         until_first_us = None if first_us is None else int(first_us) - now_us
@@ -204,27 +203,21 @@ class Store(Database):
         return Census(int(due_us is not None), 0, int(overdue), until_us, self._is_shown())
 
     def count_parked(self) -> int:
-        statement = select(func.count()).select_from(MESSAGES).where(_MINE, _ROW.due_us.is_(None))
-        mine = {"mine": self.namespace}
-        return int(
-            self.look_up(lambda connection: connection.execute(statement, mine).scalar()) or 0
-        )
+        parked = _ROW.due_us.is_(None)
+        statement = select(func.count()).select_from(MESSAGES).where(self._mine, parked)
+        return int(self.look_up(lambda connection: connection.execute(statement).scalar()) or 0)
 
     def parked(self, *, limit: int) -> list[str]:
         """Return up to *limit* due but undeliverable messages, as kombu's JSON."""
-        statement = (
-            select(_ROW.envelope).where(_MINE, _ROW.due_us.is_(None)).order_by(_ROW.id).limit(limit)
-        )
-        mine = {"mine": self.namespace}
-        return self.look_up(lambda connection: list(connection.execute(statement, mine).scalars()))
+        parked = select(_ROW.envelope).where(self._mine, _ROW.due_us.is_(None))
+        statement = parked.order_by(_ROW.id).limit(limit)
+        return self.look_up(lambda connection: list(connection.execute(statement).scalars()))
 
     def purge(self, *, parked: bool) -> int:
         """Delete all undeliverable messages if *parked* is True, otherwise all waiting messages."""
         which = _ROW.due_us.is_(None) if parked else _ROW.due_us.is_not(None)
-        statement = delete(MESSAGES).where(_MINE, which)
-        return self.do(
-            lambda connection: connection.execute(statement, {"mine": self.namespace}).rowcount
-        )
+        statement = delete(MESSAGES).where(self._mine, which)
+        return self.do(lambda connection: connection.execute(statement).rowcount)
 
 
 def is_about_a_row(error: Exception) -> bool:

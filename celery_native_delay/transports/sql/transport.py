@@ -37,11 +37,8 @@ from .whole_files import is_folder, put_file
 class StoreDelayingChannel(DelayingChannel):
     """A mixin for kombu's channels: delayed messages wait in a database."""
 
-    own_store: str | None = None
-    """The broker's URL if the broker is a database, else None."""
-
-    def make_delays(self, settings: DelaySettings) -> Any:
-        url = settings.store or self.own_store or ""
+    def make_delays(self: Any, settings: DelaySettings) -> Any:
+        url = self.connection.store_url(settings)
         delays: Any
         try:
             _require_sqlalchemy()
@@ -155,11 +152,11 @@ class StoreDelayingTransport(DelayingTransport):
             raise
 
     def waits_in(self: Any, settings: DelaySettings) -> str:
-        return f"{settings.namespace} of {without_password(self._store_url(settings))}"
+        return f"{settings.namespace} of {without_password(self.store_url(settings))}"
 
     def own_records(self: Any, settings: DelaySettings) -> Place | None:
         """Return the address of the database that stores task state, such as debounce keys."""
-        url = self._store_url(settings)
+        url = self.store_url(settings)
         return Place(url, settings.namespace) if is_store_url(url) else None
 
     def bulk_publisher(self: Any, *, window: int) -> Any:
@@ -169,7 +166,7 @@ class StoreDelayingTransport(DelayingTransport):
 
         return publisher(Outbox(self.client, window))
 
-    def _store_url(self, settings: DelaySettings) -> str:
+    def store_url(self, settings: DelaySettings) -> str:
         return settings.store or "native_delay_store, which is not set"
 
 
@@ -186,11 +183,7 @@ class FolderChannel(StoreDelayingChannel):
 
 
 class DatabaseChannel(StoreDelayingChannel):
-    """A mixin for sqlalchemy channels: ``native_delay_store`` defaults to the broker's database."""
-
-    @property
-    def own_store(self: Any) -> str:  # type: ignore[override]
-        return str(self.connection.client.hostname)
+    """A mixin for sqlalchemy channels, which hides our options from SQLAlchemy's engine."""
 
     def _engine_from_config(self: Any) -> Any:
         client = self.connection.client
@@ -202,7 +195,7 @@ class DatabaseChannel(StoreDelayingChannel):
 
 
 class DatabaseTransport(StoreDelayingTransport):
-    """A mixin for kombu's sqlalchemy transport, whose broker is itself a database."""
+    """A mixin for sqlalchemy transports: by default, messages wait in the broker's database."""
 
     def establish_connection(self: Any) -> Any:
         options = self.client.transport_options
@@ -210,7 +203,7 @@ class DatabaseTransport(StoreDelayingTransport):
             self.client.transport_options = _for_engines(options)
         return super().establish_connection()
 
-    def _store_url(self: Any, settings: DelaySettings) -> str:
+    def store_url(self: Any, settings: DelaySettings) -> str:
         return settings.store or str(self.client.hostname)
 
 

@@ -50,8 +50,7 @@ class StoreWaitingTasks(SqlListing):
 
     def _found(self, task_id: str) -> list[tuple[int, Any, Waiting]]:
         row = MESSAGES.c
-        mine = row.namespace == self._store.namespace
-        asked = select(*SHOWN).where(mine, row.task_id == task_id[:255]).order_by(row.due_us)
+        asked = select(*SHOWN).where(self._mine, row.task_id == task_id[:255]).order_by(row.due_us)
         rows = self._look_up(lambda connection: connection.execute(asked).all())
         return [(row.id, row, task) for row in rows if (task := self._decoded(row)) is not None]
 
