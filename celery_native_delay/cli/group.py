@@ -236,10 +236,7 @@ def confirm(question: str) -> None:
 
 
 def show(report: Report, as_json: bool) -> None:
-    if as_json:
-        print_json(report.as_json())
-    else:
-        click.echo("\n".join(report.lines(table)))
+    say(as_json, report.as_json(), "\n".join(report.lines(table)))
 
 
 def printable(value: object) -> str:
