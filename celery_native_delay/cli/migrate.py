@@ -138,24 +138,20 @@ def prune(
             )
         pruning = part.pruning()
         found = pruning.remnants(namespaces, reaches_of(ctx.obj.app))
-        empty = [remnant for remnant in found if not remnant.waiting]
         if not as_json:
             _show_remnants(found)
-        if dry_run or not empty:
-            left, done = found, []
-        else:
-            if not force:
-                confirm(f"Delete {', '.join(remnant.name for remnant in empty)}?")
-            left = pruning.prune(empty)
-            filled = {remnant.name for remnant in left}
-            done = [remnant for remnant in empty if remnant.name not in filled]
+        chosen = [] if dry_run else [remnant for remnant in found if not remnant.waiting]
+        if chosen and not force:
+            confirm(f"Delete {', '.join(remnant.name for remnant in chosen)}?")
+        left = pruning.prune(chosen) if chosen else []
+        filled = {remnant.name for remnant in left}
+        deleted = [remnant.name for remnant in chosen if remnant.name not in filled]
     if as_json:
-        deleted = [remnant.name for remnant in done]
         print_json({"found": [asdict(remnant) for remnant in found], "deleted": deleted})
     elif found and not dry_run:
-        for remnant in left if empty else []:
+        for remnant in left:
             click.echo(f"{remnant.name} stays: it got {remnant.waiting} message(s) meanwhile")
-        click.echo(f"{len(done)} of {len(found)} deleted")
+        click.echo(f"{len(deleted)} of {len(found)} deleted")
 
 
 # ---- private ---------------------------------------------------------------------------------
