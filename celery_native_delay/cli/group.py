@@ -184,8 +184,9 @@ def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True
 
     app = ctx.obj.app
     if app is _state.default_app and installation_of(app) is None:
+        words = ctx.command_path.removeprefix(f"{ctx.find_root().command_path} ")
         raise click.ClickException(
-            f"expected an app: name its module with -A, as in `celery -A shop {_words_of(ctx)}`"
+            f"expected an app: name its module with -A, as in `celery -A shop {words}`"
         )
     installation = installed(app)
     installation.raises_if_unsupported = raises_if_unsupported
@@ -193,12 +194,6 @@ def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True
     if not chosen.enabled:
         raise click.ClickException("native_delay_enabled is off in this app")
     return chosen
-
-
-def _words_of(ctx: click.Context) -> str:
-    """Return the words of the command, such as ``delay parked list``."""
-    before = _words_of(ctx.parent) if ctx.parent and ctx.parent.parent else ""
-    return f"{before} {ctx.info_name}".lstrip()
 
 
 def settings(ctx: click.Context) -> DelaySettings:
