@@ -17,7 +17,6 @@ from .group import (
     broker,
     command,
     confirm,
-    installed_settings,
     print_json,
     printable,
     reachable,
@@ -74,7 +73,6 @@ def migrate(
 
     from ..app.moving import Account, MovingKeys, move, moving
 
-    installed_settings(ctx)
     with ExitStack() as stack:
         connection = stack.enter_context(reachable(ctx))
         opened = moving(ctx.obj.app, connection, names, records=records)
