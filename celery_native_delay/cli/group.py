@@ -17,6 +17,7 @@ import click
 from celery.bin.base import LOG_LEVEL, CeleryCommand, handle_preload_options
 
 if TYPE_CHECKING:
+    from ..app.delay import Delay
     from ..settings import DelaySettings
     from ..transports.interface import AdminPart, Report
 
@@ -194,6 +195,14 @@ def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True
     if not chosen.enabled:
         raise click.ClickException("native_delay_enabled is off in this app")
     return chosen
+
+
+def delay_of(ctx: click.Context) -> Delay:
+    """Return the app's ``Delay``. Raises if ``install(app)`` was not called."""
+    from ..app.delay import Delay
+
+    installed_settings(ctx)
+    return Delay(ctx.obj.app)
 
 
 def settings(ctx: click.Context) -> DelaySettings:
