@@ -204,17 +204,12 @@ def _show(
     ]
     click.echo(table(("from", "moved", "stay", "dropped", "refused"), rows))
     for account in accounts:
-        for line in _remarks(account):
-            click.echo(line)
+        for why, number in account.refused.items():
+            click.echo(printable(f"{account.source}: {number} refused: {why}"))
+        if account.doubtful:
+            click.echo(f"{account.source}: {len(account.doubtful)} may run twice (listed above)")
     again = "; interrupted: run it again for the rest" if interrupted else ""
     click.echo(f"{moved:,} message(s) moved into {into}{again}")
-
-
-def _remarks(account: Account) -> Iterator[str]:
-    for why, number in account.refused.items():
-        yield printable(f"{account.source}: {number} refused: {why}")
-    if account.doubtful:
-        yield f"{account.source}: {len(account.doubtful)} may run twice (listed above)"
 
 
 def _show_remnants(found: Sequence[Remnant]) -> None:
