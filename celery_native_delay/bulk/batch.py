@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from time import monotonic
 from typing import Any, Self
 
@@ -33,7 +33,7 @@ from ..app.installation import LONGEST_CELERY_SECONDS, checked_app, installation
 from ..due_time import due_us as due_us_of
 from ..durations import duration
 from ..errors import PublishRefused, RefusedMessage, UnsupportedBroker
-from ..now import time_ns
+from ..now import moment, time_ns
 from ..transports.aliases import OPTION, asks_for_delays
 from ..transports.bulk_publisher import RandomIds
 from .kinds import Kinds, Made, Sample
@@ -45,7 +45,6 @@ _TEMPLATE_OPTIONS = frozenset(
      "soft_time_limit", "delivery_mode", "retry")
 )  # fmt: skip
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _SIMPLE = frozenset((str, int, bool, type(None)))
 _ENCODER = json.JSONEncoder()
 _NO_CANVAS = ', {"callbacks": null, "errbacks": null, "chain": null, "chord": null}]'
@@ -268,7 +267,7 @@ class Bulk:
         """Return the due time as ISO 8601 in the app's time zone."""
         second, us = divmod(due_us, 1_000_000)
         if second != self._second:
-            whole = (_EPOCH + timedelta(seconds=second)).astimezone(self._timezone).isoformat()
+            whole = moment(second * 1_000_000).astimezone(self._timezone).isoformat()
             self._second, self._iso_parts = second, (whole[:19], whole[19:])
         start, zone = self._iso_parts
         return f"{start}.{us:06}{zone}" if us else f"{start}{zone}"

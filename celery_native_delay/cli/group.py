@@ -17,6 +17,7 @@ import click
 from celery.bin.base import LOG_LEVEL, CeleryCommand, handle_preload_options
 
 if TYPE_CHECKING:
+    from ..app.delay import Delay
     from ..settings import DelaySettings
     from ..transports.interface import AdminPart, Report
 
@@ -184,8 +185,9 @@ def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True
 
     app = ctx.obj.app
     if app is _state.default_app and installation_of(app) is None:
+        words = ctx.command_path.removeprefix(f"{ctx.find_root().command_path} ")
         raise click.ClickException(
-            f"expected an app: name its module with -A, as in `celery -A shop {_words_of(ctx)}`"
+            f"expected an app: name its module with -A, as in `celery -A shop {words}`"
         )
     installation = installed(app)
     installation.raises_if_unsupported = raises_if_unsupported
@@ -195,10 +197,12 @@ def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True
     return chosen
 
 
-def _words_of(ctx: click.Context) -> str:
-    """Return the words of the command, such as ``delay parked list``."""
-    before = _words_of(ctx.parent) if ctx.parent and ctx.parent.parent else ""
-    return f"{before} {ctx.info_name}".lstrip()
+def delay_of(ctx: click.Context) -> Delay:
+    """Return the app's ``Delay``. Raises if ``install(app)`` was not called."""
+    from ..app.delay import Delay
+
+    installed_settings(ctx)
+    return Delay(ctx.obj.app)
 
 
 def settings(ctx: click.Context) -> DelaySettings:
@@ -236,10 +240,7 @@ def confirm(question: str) -> None:
 
 
 def show(report: Report, as_json: bool) -> None:
-    if as_json:
-        print_json(report.as_json())
-    else:
-        click.echo("\n".join(report.lines(table)))
+    say(as_json, report.as_json(), "\n".join(report.lines(table)))
 
 
 def printable(value: object) -> str:

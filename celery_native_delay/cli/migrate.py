@@ -17,7 +17,6 @@ from .group import (
     broker,
     command,
     confirm,
-    installed_settings,
     print_json,
     printable,
     reachable,
@@ -74,7 +73,6 @@ def migrate(
 
     from ..app.moving import Account, MovingKeys, move, moving
 
-    installed_settings(ctx)
     with ExitStack() as stack:
         connection = stack.enter_context(reachable(ctx))
         opened = moving(ctx.obj.app, connection, names, records=records)
@@ -138,24 +136,20 @@ def prune(
             )
         pruning = part.pruning()
         found = pruning.remnants(namespaces, reaches_of(ctx.obj.app))
-        empty = [remnant for remnant in found if not remnant.waiting]
         if not as_json:
             _show_remnants(found)
-        if dry_run or not empty:
-            left, done = found, []
-        else:
-            if not force:
-                confirm(f"Delete {', '.join(remnant.name for remnant in empty)}?")
-            left = pruning.prune(empty)
-            filled = {remnant.name for remnant in left}
-            done = [remnant for remnant in empty if remnant.name not in filled]
+        chosen = [] if dry_run else [remnant for remnant in found if not remnant.waiting]
+        if chosen and not force:
+            confirm(f"Delete {', '.join(remnant.name for remnant in chosen)}?")
+        left = pruning.prune(chosen) if chosen else []
+        filled = {remnant.name for remnant in left}
+        deleted = [remnant.name for remnant in chosen if remnant.name not in filled]
     if as_json:
-        deleted = [remnant.name for remnant in done]
         print_json({"found": [asdict(remnant) for remnant in found], "deleted": deleted})
     elif found and not dry_run:
-        for remnant in left if empty else []:
+        for remnant in left:
             click.echo(f"{remnant.name} stays: it got {remnant.waiting} message(s) meanwhile")
-        click.echo(f"{len(done)} of {len(found)} deleted")
+        click.echo(f"{len(deleted)} of {len(found)} deleted")
 
 
 # ---- private ---------------------------------------------------------------------------------
@@ -210,17 +204,12 @@ def _show(
     ]
     click.echo(table(("from", "moved", "stay", "dropped", "refused"), rows))
     for account in accounts:
-        for line in _remarks(account):
-            click.echo(line)
+        for why, number in account.refused.items():
+            click.echo(printable(f"{account.source}: {number} refused: {why}"))
+        if account.doubtful:
+            click.echo(f"{account.source}: {len(account.doubtful)} may run twice (listed above)")
     again = "; interrupted: run it again for the rest" if interrupted else ""
     click.echo(f"{moved:,} message(s) moved into {into}{again}")
-
-
-def _remarks(account: Account) -> Iterator[str]:
-    for why, number in account.refused.items():
-        yield printable(f"{account.source}: {number} refused: {why}")
-    if account.doubtful:
-        yield f"{account.source}: {len(account.doubtful)} may run twice (listed above)"
 
 
 def _show_remnants(found: Sequence[Remnant]) -> None:

@@ -6,7 +6,7 @@ from datetime import datetime
 
 import click
 
-from .group import as_json_option, command, installed_settings, say, table
+from .group import as_json_option, command, delay_of, say, table
 
 _HEADINGS = ("name", "task", "schedule", "last run", "next due", "runs")
 
@@ -24,10 +24,7 @@ def schedules(
     A paused entry does not run until it is resumed. run-now runs the task once more; the next due
     time does not change.
     """
-    from ..app.delay import Delay
-
-    installed_settings(ctx)
-    found = Delay(ctx.obj.app).schedules()
+    found = delay_of(ctx).schedules()
     if remove_all:
         removed = found.remove_all()
         say(as_json, {"removed": removed}, f"{removed} schedule entries removed")

@@ -16,7 +16,7 @@ from .group import (
     as_json_option,
     command,
     confirm,
-    installed_settings,
+    delay_of,
     limit_option,
     print_json,
     printable,
@@ -96,7 +96,7 @@ def ls(
     from ..app.delay import listed
     from ..records.waiting import ALL
 
-    delay = _delay(ctx)
+    delay = delay_of(ctx)
     query = _query(search, from_, until)
     page, counted = listed(delay, query, offset, limit)
     if as_json:
@@ -120,7 +120,7 @@ def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
     prints a list of these values, in the order of the IDs. If several messages with one ID wait,
     the object is the message with the earliest due time, and `others` lists the other messages.
     """
-    delay = _delay(ctx)
+    delay = delay_of(ctx)
     found = {task_id: sorted(delay.show(task_id), key=attrgetter("due_us")) for task_id in ids}
     if as_json:
         objects = [_as_object(found[task_id]) for task_id in ids]
@@ -173,13 +173,6 @@ def run_now(ctx: click.Context, **chosen: Any) -> None:
     _change(ctx, "run now", "due now", lambda delay, ids: delay.run_all_now(ids), **chosen)
 
 
-def _delay(ctx: click.Context) -> Delay:
-    from ..app.delay import Delay
-
-    installed_settings(ctx)
-    return Delay(ctx.obj.app)
-
-
 def _query(search: str, from_: datetime | None, until: datetime | None) -> Query:
     from ..due_time import due_us
     from ..records.waiting import Query
@@ -206,7 +199,7 @@ def _change(
         raise click.UsageError("give IDs, or a search (--search, --from, --until)")
     if ids and by_search:
         raise click.UsageError("give IDs or a search (--search, --from, --until), not both")
-    delay = _delay(ctx)
+    delay = delay_of(ctx)
     chosen = list(dict.fromkeys(ids)) or delay.ids(_query(search, from_, until))
     if by_search and chosen and not force:
         confirm(f"{verb.capitalize()} {len(chosen):,} task(s)?")

@@ -39,10 +39,12 @@ def in_memory(app: Any, installation: Installation) -> Iterator[None]:
         folder = undo.enter_context(TemporaryDirectory(prefix="native-delay-clock-"))
         store = f"sqlite:///{Path(folder).absolute() / 'store.db'}"
         undo.enter_context(_settings(app, installation, store))
-        undo.enter_context(_empty_broker())
+        # kombu's in-memory transport begins with empty queues.
+        undo.enter_context(_replaced(memory.Channel, "queues", {}))
+        undo.enter_context(_replaced(memory.Transport, "global_state", virtual.BrokerState()))
         undo.enter_context(_results(app))
         undo.enter_context(_tasks(app))
-        undo.enter_context(_current(app))
+        undo.enter_context(_replaced(celery._state._tls, "current_app", app))
         undo.enter_context(_worker_state())
         undo.callback(forget_leases, app)
         forget_leases(app)
@@ -83,15 +85,14 @@ def _close_pools(app: Any) -> None:
 
 
 @contextmanager
-def _empty_broker() -> Iterator[None]:
-    """Give kombu's in-memory transport empty queues within the ``with`` block."""
-    channel, transport = memory.Channel, memory.Transport
-    queues, known = channel.queues, transport.global_state
-    channel.queues, transport.global_state = {}, virtual.BrokerState()
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute within the ``with`` block."""
+    earlier = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        channel.queues, transport.global_state = queues, known
+        setattr(owner, name, earlier)
 
 
 @contextmanager
@@ -136,14 +137,3 @@ def _worker_state() -> Iterator[None]:
         for each, earlier in zip(known, before, strict=True):
             for new in set(each) - earlier:
                 each.discard(new)
-
-
-@contextmanager
-def _current(app: Any) -> Iterator[None]:
-    """Make *app* Celery's current app within the ``with`` block."""
-    earlier = celery._state._tls.current_app
-    app.set_current()
-    try:
-        yield
-    finally:
-        celery._state._tls.current_app = earlier

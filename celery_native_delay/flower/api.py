@@ -113,10 +113,8 @@ class ListRates(ApiHandler):
         """Send the queues of rate-limited tasks, longest first, up to ``limit``."""
         limit = self.limit()
         lines = await self.asking.delay(lambda delay: delay.rates(limit=max(limit + 1, MOST_LINES)))
-        self.write_json(
-            long_json(
-                {"more": len(lines) > limit}, "lines", (line.as_json() for line in lines[:limit])
-            )
+        self.write(
+            {"more": len(lines) > limit, "lines": [line.as_json() for line in lines[:limit]]}
         )
 
 

@@ -21,9 +21,6 @@ from .asking import Asking
 
 STATIC = str(Path(__file__).parent / "static")
 
-#: All open pages share one answer for this many seconds.
-_KEPT_SECONDS = 2.0
-
 _BARS = 40
 
 #: The largest number of parked messages (due, but without a queue) on the page.
@@ -105,7 +102,7 @@ class Shared(Errors):
 
     kept_as: str
     """The name of the attribute of Flower's application that caches the response."""
-    kept_seconds = _KEPT_SECONDS
+    kept_seconds = 2.0
 
     async def answer(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -126,7 +123,32 @@ class Summary(Shared):
     kept_as = "delays_summary"
 
     async def answer(self) -> dict[str, Any]:
-        return await summary(self.asking)
+        """Return the counts of waiting tasks.
+
+        If the stored state of tasks is unreachable, the counts come from the broker, and ``error``
+        has the reason.
+        """
+        status = await self.asking.admin(lambda part: part.status().as_json())
+        found: dict[str, Any] = {
+            "name": status["name"],
+            "waiting": status["waiting"],
+            "parked": status["parked"],
+            "stuck": status.get("stuck"),
+            "levels": [
+                level for level in status.get("levels", ()) if level["waiting"] or level["stuck"]
+            ],
+            "next_due_us": None,
+            "next_due_within_seconds": status.get("next_due_within_seconds"),
+            "overdue": status.get("overdue"),
+            "histogram": [],
+            "error": None,
+        }
+        try:
+            return found | await self.asking.delay(_numbers)
+        except NoRecords as exc:
+            return found | {"error": str(exc)}
+        except RecordsUnavailable as exc:
+            return found | {"error": f"{exc}. {_BROKERS_OWN}"}
 
 
 class Lines(Shared):
@@ -153,35 +175,6 @@ class ScheduleEntries(Shared):
     async def answer(self) -> dict[str, Any]:
         entries = await self.asking.delay(lambda delay: list(delay.schedules()))
         return {"entries": [entry.as_json() for entry in entries], "now_us": round(time() * 1e6)}
-
-
-async def summary(asking: Asking) -> dict[str, Any]:
-    """Return the counts of waiting tasks for the page *Delays*.
-
-    If the stored state of tasks is unreachable, the counts come from the broker, and ``error`` has
-    the reason.
-    """
-    status = await asking.admin(lambda part: part.status().as_json())
-    found: dict[str, Any] = {
-        "name": status["name"],
-        "waiting": status["waiting"],
-        "parked": status["parked"],
-        "stuck": status.get("stuck"),
-        "levels": [
-            level for level in status.get("levels", ()) if level["waiting"] or level["stuck"]
-        ],
-        "next_due_us": None,
-        "next_due_within_seconds": status.get("next_due_within_seconds"),
-        "overdue": status.get("overdue"),
-        "histogram": [],
-        "error": None,
-    }
-    try:
-        return found | await asking.delay(_numbers)
-    except NoRecords as exc:
-        return found | {"error": str(exc)}
-    except RecordsUnavailable as exc:
-        return found | {"error": f"{exc}. {_BROKERS_OWN}"}
 
 
 def _numbers(delay: Delay) -> dict[str, Any]:

@@ -15,9 +15,34 @@ from prometheus_client.registry import Collector
 from ..app.installation import installed
 from ..app.schedules import Scheduled
 from ..rates.line import RateLine
+from ..transports.interface import Backlog
 from ..worker.tally import BOUNDS, bucket
 from .listening import Counts, Listener
 from .polling import Poll, Reading
+
+#: The help text of each gauge without labels, by the gauge's name.
+_GAUGES = {
+    "store_up": "1 if the broker answered when it was last asked, else 0.",
+    "poll_duration_seconds": "Seconds that the last look at broker and records took.",
+    "records_up": "1 if the records answered, else 0. Absent if there are none.",
+    "pending": (
+        "Messages that wait in the broker. On RabbitMQ also those of cancelled and moved tasks, "
+        "which stay in their level until they were due."
+    ),
+    "records_messages": (
+        "Waiting messages in the records: without those of cancelled and moved tasks. Absent "
+        "without records."
+    ),
+    "unroutable_messages": "Parked messages: they were due, and no queue was bound for them.",
+    "next_due_timestamp_seconds": (
+        "Due time of the first waiting message. Absent if none waits or it is unknown."
+    ),
+    "overdue_seconds": (
+        "Seconds for which the first waiting message has been due; 0 if none is. Absent on "
+        "RabbitMQ without records."
+    ),
+    "events_up": "1 if the workers' events are received, else 0.",
+}
 
 #: The help text of each counter, by the counter's name in a worker's event.
 _COUNTERS = {
@@ -43,14 +68,12 @@ class DelayCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         reading = self._poll.reading()
-        yield from _waiting(reading)
+        values = _values(reading) | {"events_up": float(self._listener.is_connected)}
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"celery_delay_{name}", text, value=values.get(name))
+        yield _levels(None if reading is None else reading.backlog)
         yield from _lines(None if reading is None else reading.lines, self._rated)
         yield from _schedules((reading and reading.entries) or ())
-        yield _gauge(
-            "events_up",
-            "1 if the workers' events are received, else 0.",
-            float(self._listener.is_connected),
-        )
         yield from self._counted()
 
     def _counted(self) -> Iterator[Metric]:
@@ -81,61 +104,35 @@ class DelayCollector(Collector):
         yield from (*counters.values(), lateness, starts)
 
 
-def _waiting(reading: Reading | None) -> Iterator[Metric]:
-    backlog = None if reading is None else reading.backlog
-    yield _gauge(
-        "store_up",
-        "1 if the broker answered when it was last asked, else 0.",
-        None if reading is None else float(backlog is not None),
-    )
-    yield _gauge(
-        "poll_duration_seconds",
-        "Seconds that the last look at broker and records took.",
-        None if reading is None else reading.duration_seconds,
-    )
-    knows_due = backlog is not None and bool(backlog.records_answer)
-    first_due = None if reading is None else reading.first_due
-    yield _gauge(
-        "records_up",
-        "1 if the records answered, else 0. Absent if there are none.",
-        None if backlog is None or backlog.records_answer is None else float(knows_due),
-    )
-    yield _gauge(
-        "pending",
-        "Messages that wait in the broker. On RabbitMQ also those of cancelled and moved tasks, "
-        "which stay in their level until they were due.",
-        None if backlog is None else backlog.waiting,
-    )
-    yield _gauge(
-        "records_messages",
-        "Waiting messages in the records: without those of cancelled and moved tasks. Absent "
-        "without records.",
-        None if backlog is None else backlog.in_records,
-    )
-    levels = GaugeMetricFamily(
-        "celery_delay_messages",
-        "Messages in each delay level of RabbitMQ.",
-        labels=["level", "ttl_seconds"],
-    )
+def _values(reading: Reading | None) -> dict[str, float | None]:
+    """Return the values of ``_GAUGES`` that *reading* has; unknown values are None or left out."""
+    if reading is None:
+        return {}
+    backlog = reading.backlog
+    values: dict[str, float | None] = {
+        "store_up": float(backlog is not None),
+        "poll_duration_seconds": reading.duration_seconds,
+    }
+    if backlog is None:
+        return values
+    values |= {
+        "pending": backlog.waiting,
+        "records_messages": backlog.in_records,
+        "unroutable_messages": backlog.parked,
+    }
+    if backlog.records_answer is not None:
+        values["records_up"] = float(backlog.records_answer)
+    if backlog.records_answer:
+        values["next_due_timestamp_seconds"] = reading.first_due
+        values["overdue_seconds"] = max(0, -(backlog.until_first_us or 0)) / 1_000_000
+    return values
+
+
+def _levels(backlog: Backlog | None) -> Metric:
+    levels = _gauge("messages", "Messages in each delay level of RabbitMQ.", "level", "ttl_seconds")
     for level in () if backlog is None else backlog.levels:
         levels.add_metric([level.name, _seconds(level.ttl_seconds)], level.waiting)
-    yield levels
-    yield _gauge(
-        "unroutable_messages",
-        "Parked messages: they were due, and no queue was bound for them.",
-        None if backlog is None else backlog.parked,
-    )
-    yield _gauge(
-        "next_due_timestamp_seconds",
-        "Due time of the first waiting message. Absent if none waits or it is unknown.",
-        first_due if knows_due else None,
-    )
-    yield _gauge(
-        "overdue_seconds",
-        "Seconds for which the first waiting message has been due; 0 if none is. Absent on "
-        "RabbitMQ without records.",
-        max(0, -(backlog.until_first_us or 0)) / 1_000_000 if backlog and knows_due else None,
-    )
+    return levels
 
 
 def _lines(lines: Sequence[RateLine] | None, rated: Iterable[str]) -> Iterator[Metric]:
@@ -145,19 +142,16 @@ def _lines(lines: Sequence[RateLine] | None, rated: Iterable[str]) -> Iterator[M
         by_task = {task: [] for task in rated}
         for line in lines:
             by_task.setdefault(line.task, []).append(line)
-    labels = ["task_name"]
-    waiting = GaugeMetricFamily(
-        "celery_delay_rate_waiting",
+    waiting = _gauge(
+        "rate_waiting",
         "Rate-limited tasks that wait in the broker. Absent if no task has a rate.",
-        labels=labels,
+        "task_name",
     )
-    count = GaugeMetricFamily(
-        "celery_delay_rate_lines", "Keys of rate-limited tasks.", labels=labels
-    )
-    held = GaugeMetricFamily(
-        "celery_delay_rate_lines_held",
+    count = _gauge("rate_lines", "Keys of rate-limited tasks.", "task_name")
+    held = _gauge(
+        "rate_lines_held",
         "Keys whose tasks wait because one of them has raised RetryAfter.",
-        labels=labels,
+        "task_name",
     )
     for task, its in sorted(by_task.items()):
         waiting.add_metric([task], sum(line.waiting for line in its))
@@ -168,15 +162,15 @@ def _lines(lines: Sequence[RateLine] | None, rated: Iterable[str]) -> Iterator[M
 
 def _schedules(entries: Sequence[Scheduled]) -> Iterator[Metric]:
     """Yield the metrics of schedule entries that have a next due time."""
-    next_due = GaugeMetricFamily(
-        "celery_delay_schedule_next_due_timestamp_seconds",
+    next_due = _gauge(
+        "schedule_next_due_timestamp_seconds",
         "Due time of the next occurrence of a schedule entry. Absent if schedules are off.",
-        labels=["entry"],
+        "entry",
     )
-    late = GaugeMetricFamily(
-        "celery_delay_schedule_late_seconds",
+    late = _gauge(
+        "schedule_late_seconds",
         "Seconds for which the next occurrence of a schedule entry has been due; 0 if it is not.",
-        labels=["entry"],
+        "entry",
     )
     for entry in entries:
         if entry.next_due is not None:
@@ -185,8 +179,8 @@ def _schedules(entries: Sequence[Scheduled]) -> Iterator[Metric]:
     yield from (next_due, late)
 
 
-def _gauge(name: str, documentation: str, value: float | None) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"celery_delay_{name}", documentation, value=value)
+def _gauge(name: str, documentation: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"celery_delay_{name}", documentation, labels=labels)
 
 
 def _seconds(seconds: float) -> str:

@@ -6,7 +6,7 @@ On RabbitMQ, the binding key ``delay.#`` excludes all other events.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from threading import Event, Lock, Thread
 from typing import Any
@@ -96,29 +96,20 @@ class Listener(Thread):
     def _listen(self) -> None:
         with self._app.connection_for_read() as connection:
             connection.ensure_connection(max_retries=1, interval_start=0)
-            self._receiver = _Receiver(
+            self._receiver = EventReceiver(
                 connection,
                 handlers={EVENT: self._counts.hear},
                 routing_key="delay.#",
                 app=self._app,
             )
-            self._receiver.ready = self._is_ready
+            # Celery's own method would only wake up the workers, which wakeup=False turns off.
+            self._receiver.on_consume_ready = self._is_ready
             self._receiver.should_stop = self._stopping.is_set()
             self._receiver.capture(limit=None, timeout=None, wakeup=False)
 
-    def _is_ready(self) -> None:
+    def _is_ready(self, *_: Any, **__: Any) -> None:
         self.is_connected = True
         if self._warned:
             self._warned = False
             logger.info("native delay: receives the workers' events again")
         self._backoff.reset()
-
-
-class _Receiver(EventReceiver):  # type: ignore[misc]
-    """Celery's event receiver; calls ``ready`` when consuming has begun."""
-
-    ready: Callable[[], None]
-
-    def on_consume_ready(self, *args: Any, **kwargs: Any) -> None:
-        super().on_consume_ready(*args, **kwargs)
-        self.ready()

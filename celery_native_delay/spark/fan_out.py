@@ -65,9 +65,7 @@ class FanOutResult:
     @property
     def rejects(self) -> dict[str, int]:
         """The number of rejected rows by reason, most frequent first."""
-        total: Counter[str] = Counter()
-        for receipt in self.receipts:
-            total += receipt.rejected
+        total: Counter[str] = sum((receipt.rejected for receipt in self.receipts), Counter())
         return dict(total.most_common())
 
     @property

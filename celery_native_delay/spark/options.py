@@ -89,8 +89,10 @@ class FanOutOptions:
         object.__setattr__(self, "kwargs", _keyword_columns(self.kwargs))
         object.__setattr__(self, "rate", _rate(self.rate))
         for name, (expected, fits) in _RULES.items():
-            if not fits(getattr(self, name)):
-                raise InvalidFanOut(f"expected {name} to be {expected}, got {_value(self, name)}")
+            value = getattr(self, name)
+            if not fits(value):
+                shown = without_password(value) if isinstance(value, str) else value
+                raise InvalidFanOut(f"expected {name} to be {expected}, got {shown!r}")
         if (self.eta is None) == (self.countdown is None):
             both = "both" if self.eta is not None else "neither"
             raise InvalidFanOut(f"expected either eta= or countdown= with a column, got {both}")
@@ -158,11 +160,6 @@ def _keyword_columns(columns: Any) -> dict[str, Columnar]:
                 f"argument to column, kwargs={{'order_id': ...}}"
             )
     return named
-
-
-def _value(options: FanOutOptions, name: str) -> str:
-    value = getattr(options, name)
-    return repr(without_password(value) if isinstance(value, str) else value)
 
 
 def _is_flag(value: object) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from time import time_ns
 from typing import Any
 
 from pyspark.sql import functions as f
 
+from ..now import moment
 from .app import AppFacts
-from .options import EPOCH, FanOutOptions
+from .options import FanOutOptions
 
 #: The highest measured number of tasks per second on one connection.
 FASTEST_PER_SECOND = 25_000
@@ -48,7 +49,7 @@ class Plan:
             yield f"  {self.duplicates:>12,}  have the task id of another row and run as well"
         if self.first_due is None or self.last_due is None:
             return
-        yield f"due {_time(self.first_due)} to {_time(self.last_due)}"
+        yield f"due {self.first_due:%Y-%m-%d %H:%M:%SZ} to {self.last_due:%Y-%m-%d %H:%M:%SZ}"
         if self.due_while_sending:
             yield (
                 f"warning: {self.due_while_sending:,} fall due within the {self.send_seconds:,.1f} "
@@ -101,8 +102,4 @@ def _counted(encoded: Any, facts: AppFacts, options: FanOutOptions) -> Plan:
 
 
 def _datetime(us: int | None) -> datetime | None:
-    return None if us is None else EPOCH + timedelta(microseconds=us)
-
-
-def _time(at: datetime | None) -> str:
-    return "" if at is None else at.strftime("%Y-%m-%d %H:%M:%SZ")
+    return None if us is None else moment(us)

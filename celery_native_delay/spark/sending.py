@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from time import monotonic, sleep, time_ns
 from typing import Any
@@ -27,10 +26,10 @@ from ..errors import (
     UnsupportedBroker,
 )
 from ..fence.run import COMMITTED, HEADER
+from ..now import moment
 from .app import load_app
 from .fencing import Fence
 from .live_counts import Reporter
-from .options import EPOCH
 from .receipts import Failure, Receipt
 
 logger = logging.getLogger(__name__)
@@ -142,7 +141,7 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
 
 
 def _utc_text(us: int) -> str:
-    return (EPOCH + timedelta(microseconds=us)).isoformat(timespec="microseconds")
+    return moment(us).isoformat(timespec="microseconds")
 
 
 #: Errors that concern the queue, so that each row of the same queue would get the same error.

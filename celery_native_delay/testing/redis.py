@@ -58,9 +58,7 @@ def find_redis(
     is True, only the Valkey in the Python wheel (the extra `embedded`) is returned.
     """
     for installation in _installations():
-        if embedded and not installation.embedded:
-            continue
-        if server in (None, installation.name):
+        if server in (None, installation.name) and (installation.embedded or not embedded):
             return installation
     return None
 
