@@ -58,20 +58,12 @@ def units_until(due_us: int, *, now_us: int, resolution_ms: int) -> int:
     return max(0, -((now_us - due_us) // (resolution_ms * 1000)))
 
 
-def check_reach(units: int, *, max_units: int, resolution_ms: int) -> None:
-    """Raise DelayTooLong if a delay exceeds the longest allowed delay."""
-    if units > max_units:
-        raise DelayTooLong(
-            _too_long(units * resolution_ms / 1000, max_units * resolution_ms / 1000)
-        )
-
-
 def check_due(due_us: int, *, now_us: int, longest_delay_seconds: float) -> None:
-    check_reach(
-        milliseconds_up(due_us - now_us),
-        max_units=round(longest_delay_seconds * 1000),
-        resolution_ms=1,
-    )
+    """Raise DelayTooLong if the time until *due_us* exceeds the longest allowed delay."""
+    if due_us - now_us > longest_delay_seconds * 1_000_000:
+        raise DelayTooLong(
+            _too_long(milliseconds_up(due_us - now_us) / 1000, longest_delay_seconds)
+        )
 
 
 def check_countdown(countdown: object, *, longest_delay_seconds: float) -> None:

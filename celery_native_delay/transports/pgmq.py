@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from time import time_ns
 from typing import Any
 from uuid import uuid4
@@ -14,6 +15,7 @@ from uuid import uuid4
 from kombu.exceptions import OperationalError
 from kombu.transport import pgmq
 
+from ..due_time import check_due
 from ..errors import SettingsError
 from ..finding import Finding
 from ..settings import DelaySettings
@@ -36,7 +38,15 @@ class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
     def _pgmq_send_kwargs(self, message: dict[str, Any]) -> dict[str, Any]:
         """Add the message's delay to kombu's arguments for pgmq's ``send``."""
         due_us = self.due_of(message)
-        return self.told(message, 0 if due_us is None else due_us - time_ns() // 1000)
+        if due_us is None:
+            return self.told(message, 0)
+        now_us, longest_seconds = time_ns() // 1000, self._settings.longest_delay_seconds
+        check_due(due_us, now_us=now_us, longest_delay_seconds=longest_seconds)
+        return self.told(message, due_us - now_us)
+
+    @cached_property
+    def _settings(self) -> DelaySettings:
+        return settings_from_option(self.connection.client.transport_options[OPTION])
 
     def told(self, message: dict[str, Any], wait_us: int) -> dict[str, Any]:
         """Return the arguments for pgmq's ``send``, with a delay of *wait_us* microseconds."""

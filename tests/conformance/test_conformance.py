@@ -223,8 +223,6 @@ def test_a_worker_with_a_shorter_limit_puts_a_message_back_until_it_is_due(url: 
 
 
 def test_with_a_wrong_setting_immediate_messages_go_and_delayed_ones_are_refused(url: str) -> None:
-    if url.startswith("pgmq://"):
-        pytest.skip("PostgreSQL delays, whatever the settings")
     wrong = {"native_delay": SETTINGS | settings_of(url) | {"levels": 0}}
     with (
         delaying(url, transport_options=wrong) as connection,

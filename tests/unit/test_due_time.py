@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from celery_native_delay.due_time import (
     check_countdown,
-    check_reach,
+    check_due,
     due_us,
     units_until,
 )
@@ -120,8 +120,9 @@ def test_a_countdown_within_the_limit_or_of_another_type_passes(countdown: Any) 
 
 
 def test_the_error_for_a_too_late_eta_names_value_limit_and_remedy() -> None:
-    check_reach(2**31 - 1, max_units=2**31 - 1, resolution_ms=125)
+    longest_us = (2**31 - 1) * 125_000
+    check_due(longest_us, now_us=0, longest_delay_seconds=longest_us / 1_000_000)
     with pytest.raises(DelayTooLong) as refused:
-        check_reach(2**31, max_units=2**31 - 1, resolution_ms=125)
+        check_due(2**31 * 125_000, now_us=0, longest_delay_seconds=longest_us / 1_000_000)
     for said in ("24 min 16 s", "24 min 15.875 s", "native_delay_levels", "celery beat"):
         assert said in str(refused.value)

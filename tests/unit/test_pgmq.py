@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from kombu import Connection
 
+from celery_native_delay import DelaySettings, DelayTooLong
 from celery_native_delay.due_time import eta_of
 from celery_native_delay.transports.virtual import channel
 
@@ -28,9 +29,15 @@ def eta_in(seconds: float) -> str:
     return eta_of(NOON_NS // 1000 + round(seconds * 1_000_000))
 
 
+def opened(**settings: Any) -> Any:
+    channel = object.__new__(pgmq.Channel)
+    channel._settings = DelaySettings(**settings)
+    return channel
+
+
 def sent(**headers: Any) -> dict[str, Any]:
     """The arguments that kombu passes to pgmq's ``send`` for a message with these headers."""
-    made = object.__new__(pgmq.Channel)
+    made = opened()
     message = {"headers": headers, "properties": {"priority": 0}}
     found: dict[str, Any] = made._pgmq_send_kwargs(message)
     return found
@@ -46,8 +53,14 @@ def test_a_message_that_is_due_or_has_no_eta_has_no_delay() -> None:
     assert "delay" not in sent(task="shop.remind")
 
 
+def test_a_delay_beyond_the_levels_is_refused() -> None:
+    message = {"headers": {"eta": eta_in(60)}, "properties": {"priority": 0}}
+    with pytest.raises(DelayTooLong, match=r"1 min exceeds the longest delay of 31\.875 s"):
+        opened(levels=8)._pgmq_send_kwargs(message)
+
+
 def test_a_second_attempt_computes_its_delay_again() -> None:
-    made = object.__new__(pgmq.Channel)
+    made = opened()
     message = {"headers": {"eta": eta_in(60)}, "properties": {"priority": 0}}
     assert made._pgmq_send_kwargs(message)["delay"] == 60
     message["headers"]["eta"] = eta_in(-1)  # as if the first call had taken this long

@@ -19,7 +19,7 @@ from amqp.exceptions import (
     NotFound,
 )
 
-from ...due_time import check_reach, eta_of, units_until
+from ...due_time import check_due, eta_of, units_until
 from ...errors import CannotDelay, NativeDelayError, TopologyMismatch
 from ...message import Delayed
 from ...records.interface import IndexEntry
@@ -84,10 +84,9 @@ class Delays:
 
     def units(self, due_us: int, *, now_us: int) -> int:
         """Return the remaining delay in units of ``native_delay_resolution``, or 0 if due."""
-        resolution_ms = self.topology.resolution_ms
-        units = units_until(due_us, now_us=now_us, resolution_ms=resolution_ms)
-        check_reach(units, max_units=self.topology.max_units, resolution_ms=resolution_ms)
-        return units
+        longest_seconds = self.settings.longest_delay_seconds
+        check_due(due_us, now_us=now_us, longest_delay_seconds=longest_seconds)
+        return units_until(due_us, now_us=now_us, resolution_ms=self.topology.resolution_ms)
 
     def check_reach(self, due_us: int) -> None:
         """Raise DelayTooLong if *due_us* is too far in the future."""
