@@ -182,12 +182,17 @@ class Schedules:
         entry = None if type(self._scheduler) is Scheduler else self._scheduler.schedule.get(name)
         if entry is None:
             return
-        model = getattr(entry, "model", None)
-        if model is not None:
-            model.refresh_from_db(fields=["total_run_count"])
-        self._scheduler.reserve(entry)
-        self._scheduler.sync()
-        if getattr(model, "one_off", False):
+        model: Any = getattr(entry, "model", None)
+        if not hasattr(model, "refresh_from_db"):
+            self._scheduler.reserve(entry)
+            self._scheduler.sync()
+            return
+        model.refresh_from_db()
+        # ModelEntry.save() writes all columns, and could undo a change made in the meantime.
+        model.last_run_at, model.total_run_count = entry._default_now(), model.total_run_count + 1
+        model.no_changes = True
+        model.save(update_fields=["last_run_at", "total_run_count"])
+        if model.one_off:
             entry.is_due()  # django-celery-beat then disables the entry
 
     def note_beat(self, name: str) -> None:

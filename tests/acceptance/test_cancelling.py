@@ -166,8 +166,8 @@ def test_exactly_the_thousand_cancelled_of_ten_thousand_tasks_do_not_run(
     cancelled = {f"task-{number}" for number in range(0, 10_000, 10)}
     worker = fleet.worker(pool="solo", log_level="WARNING", wait=False)
     outcomes = Delay(app).cancel_all(sorted(cancelled))
-    assert all(outcomes)
     assert datetime.now(UTC) < eta, "the machine is too busy for this test"
+    assert all(outcomes)
     others = [f"task-{number}" for number in range(10_000) if number % 10]
     found = fleet.record.wait_for_ids(others)
     assert not found.keys() & cancelled

@@ -146,6 +146,26 @@ def test_an_entry_that_is_switched_off_or_has_ended_runs_no_more(site: Site) -> 
     assert len(site.ran("off")) == off
 
 
+def test_the_note_of_a_run_writes_no_column_that_an_admin_may_change(site: Site) -> None:
+    """``ModelEntry.save`` of django-celery-beat would write ``enabled`` as read before."""
+    site.run(entry("tick"))
+    site.wait_for("tick", 1)
+    wrote = site.run(
+        "from django.db import connection\n"
+        "from django.test.utils import CaptureQueriesContext\n"
+        "from celery_native_delay.app.schedules import Schedules\n"
+        "schedules = Schedules(app)\n"
+        "schedules._read_entries()\n"
+        "with CaptureQueriesContext(connection) as asked:\n"
+        "    schedules.note_run('tick')\n"
+        "print(*[each['sql'] for each in asked if each['sql'].startswith('UPDATE')])"
+    )
+    assert wrote.count("UPDATE") == 1
+    assert "total_run_count" in wrote
+    assert "last_run_at" in wrote
+    assert "enabled" not in wrote
+
+
 def test_an_entry_starts_at_its_time_and_a_one_off_entry_runs_once(site: Site) -> None:
     start = time() + 8
     site.run(

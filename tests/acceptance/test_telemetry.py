@@ -42,6 +42,8 @@ class Events:
 
         wait_until(lambda: len(self.lines(task_id)) >= len(outcomes))
         lines = self.lines(task_id)
+        # The next attempt may start in another process before this one has ended with a retry.
+        lines.sort(key=lambda line: (line["retries"], line["outcome"] is not None))
         assert tuple(line["outcome"] for line in lines) == outcomes
         return lines
 
