@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import time_ns
 from typing import Any
 
@@ -152,17 +151,6 @@ return 1
 )
 
 
-@dataclass(frozen=True)
-class RecordKeys(IndexKeys):
-    """The names of the Redis keys in an app's namespace."""
-
-    owner: str
-
-    @property
-    def space(self) -> str:
-        return f"{self.owner}.records.v{VERSION}"
-
-
 class RedisRecords(ComparedRecords):
     """The state about waiting tasks, and the list of waiting messages, in a Redis."""
 
@@ -171,7 +159,7 @@ class RedisRecords(ComparedRecords):
     def __init__(self, url: str, owner: str) -> None:
         self.url = url
         self.where = without_password(url)
-        self.keys: IndexKeys = RecordKeys(owner)
+        self.keys = IndexKeys(f"{owner}.records.v{VERSION}")
         self.missed = 0
         self.pool = redis_client(url).connection_pool
         what = f"the records at {self.where}"

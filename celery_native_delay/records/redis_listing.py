@@ -75,25 +75,18 @@ Decode = Callable[[str, bytes, int], Waiting | None]
 class IndexKeys:
     """The names of the Redis keys that hold the waiting messages of one namespace."""
 
-    @property
-    def space(self) -> str:
-        """The beginning of all Redis keys of one namespace, such as ``shop.records.v1``."""
-        raise NotImplementedError
-
-    @property
-    def due(self) -> str:
-        """The Redis key of a sorted set: members are waiting messages, scores their due times."""
-        return f"{self.space}.due"
-
-    @property
-    def messages(self) -> str:
-        """The Redis key of a hash with the contents of all waiting messages."""
-        return f"{self.space}.messages"
-
-    @property
-    def marks(self) -> str:
-        """The prefix of the Redis keys that tell workers to drop a message."""
-        return f"{self.space}.mark."
+    def __init__(self, space: str) -> None:
+        """Set the beginning of all these Redis keys, such as ``shop.records.v1``."""
+        self.space = space
+        #: A sorted set: members are waiting messages, scores their due times.
+        self.due = f"{space}.due"
+        #: A hash with the contents of all waiting messages.
+        self.messages = f"{space}.messages"
+        #: A sorted set of message names ``<task id>:<unique id>``, all with score 0.
+        self.ids = f"{space}.ids"
+        self.index = self.due, self.messages, self.ids
+        #: The prefix of the Redis keys that tell workers to drop a message.
+        self.marks = f"{space}.mark."
 
     def record(self, name: RecordName) -> str:
         """Return the Redis key that holds the stored state *name*."""
@@ -105,15 +98,6 @@ class IndexKeys:
         The members are the names of the states, scored by expiry time.
         """
         return f"{self.space}.{kind}s"
-
-    @property
-    def ids(self) -> str:
-        """The Redis key of a sorted set: message names ``<task id>:<unique id>``, all score 0."""
-        return f"{self.space}.ids"
-
-    @property
-    def index(self) -> tuple[str, str, str]:
-        return self.due, self.messages, self.ids
 
 
 class RedisListing(WaitingTasks):
