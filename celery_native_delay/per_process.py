@@ -13,22 +13,6 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-_forgets: list[Callable[[], object]] = []
-
-
-def in_forked_child(forget: Callable[[], object]) -> None:
-    """Register a function that every forked child process calls after the fork."""
-    _forgets.append(forget)
-
-
-def _forget_all() -> None:
-    for forget in _forgets:
-        forget()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget_all)
-
 
 class PerProcess(Generic[Key, Value]):
     """A cache of values by key, which is empty in each new child process.
@@ -40,7 +24,8 @@ class PerProcess(Generic[Key, Value]):
         self._abandon = abandon
         self._values: dict[Key, Value] = {}
         self._making = RLock()
-        in_forked_child(self._leave_to_parent)
+        if hasattr(os, "register_at_fork"):  # not on Windows
+            os.register_at_fork(after_in_child=self._leave_to_parent)
 
     def get(
         self,
