@@ -186,7 +186,7 @@ class RedisRecords(ComparedRecords):
     # --- publishing and receiving ----------------------------------------------------------
 
     def note(self, listed: IndexEntry) -> None:
-        if not self._quick.post(_NOTE, self.keys.index, *_message(listed)):
+        if not self._quick.post(_NOTE, self.keys.index, *listed):
             self.missed += 1
 
     def forget(self, member: str) -> None:
@@ -237,7 +237,7 @@ class RedisRecords(ComparedRecords):
             step.before or "",
             step.after or "",
             step.kept_ms,
-            *(("", "", "") if new is None else _message(new)),
+            *(new or ("", "", "")),
             keys.marks,
             *step.gone,
         )
@@ -303,7 +303,3 @@ def redis_client(url: str) -> Any:
         socket_connect_timeout=ANSWER_SECONDS,
         retry=Retry(NoBackoff(), 0),
     )
-
-
-def _message(listed: IndexEntry) -> tuple[Any, ...]:
-    return listed.member, listed.due_us, listed.entry
