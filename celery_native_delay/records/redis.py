@@ -274,16 +274,15 @@ class RedisRecords(ComparedRecords):
 
 class RedisTasks(RecordedTasks, RedisListing):
     def __init__(self, index: RedisRecords, republishes: Republishes) -> None:
-        def decode(member: str, entry: bytes, due_us: int) -> Waiting | None:
-            return republishes.waiting(member, entry.decode(), due_us)
-
-        RedisListing.__init__(self, redis_client(index.url), index.keys, decode)
-        self.index = index
-        self._where = index.where
+        super().__init__(redis_client(index.url), index.keys)
+        self.index: RedisRecords = index
         self._delays = republishes
 
     def close(self) -> None:
         self._client.close()
+
+    def _decoded(self, member: str, entry: bytes, due_us: int) -> Waiting | None:
+        return self._delays.waiting(member, entry.decode(), due_us)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -291,7 +290,7 @@ class RedisTasks(RecordedTasks, RedisListing):
         try:
             yield
         except (RedisError, OSError) as exc:
-            where = f"the records at {self._where} are unreachable"
+            where = f"the records at {self.index.where} are unreachable"
             raise RecordsUnavailable(f"{where}: {str(exc).rstrip('.')}") from exc
 
 

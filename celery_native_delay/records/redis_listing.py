@@ -12,7 +12,7 @@ Three Redis keys hold the messages:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
@@ -67,10 +67,6 @@ return #members
 
 _THROWN_AT_ONCE = 1000
 
-#: Makes a waiting task of a member, its entry and its due time in microseconds. None for a
-#: cancelled task, which is not shown.
-Decode = Callable[[str, bytes, int], Waiting | None]
-
 
 class IndexKeys:
     """The names of the Redis keys that hold the waiting messages of one namespace."""
@@ -103,11 +99,9 @@ class IndexKeys:
 class RedisListing(WaitingTasks):
     """Lists and searches the waiting tasks in a Redis."""
 
-    def __init__(self, client: Any, keys: IndexKeys, decode: Decode) -> None:
-        """Set the function *decode*, which converts a stored message to a task."""
+    def __init__(self, client: Any, keys: IndexKeys) -> None:
         self._client = client
         self._due, self._messages, self._ids = keys.index
-        self._decoded = decode
         self._counts = client.register_script(COUNTS)
         self._search = client.register_script(SEARCH)
 
@@ -137,6 +131,10 @@ class RedisListing(WaitingTasks):
             first = self._client.zrange(self._due, 0, 0, withscores=True)
             last = self._client.zrange(self._due, -1, -1, withscores=True)
         return (int(first[0][1]), int(last[0][1])) if first and last else None
+
+    @abstractmethod
+    def _decoded(self, member: str, entry: bytes, due_us: int) -> Waiting | None:
+        """Convert a stored message to a waiting task, or to None if the task is cancelled."""
 
     @abstractmethod
     def _explained(self) -> AbstractContextManager[None]:
