@@ -27,19 +27,13 @@ class PerProcess(Generic[Key, Value]):
         if hasattr(os, "register_at_fork"):  # not on Windows
             os.register_at_fork(after_in_child=self._leave_to_parent)
 
-    def get(
-        self,
-        key: Key,
-        make: Callable[[], Value],
-        *,
-        is_good: Callable[[Value], bool] = lambda value: True,
-    ) -> Value:
+    def get(self, key: Key, make: Callable[[], Value]) -> Value:
         """Return the cached value of *key*, or make and cache a new value."""
         value = self._values.get(key)
-        if value is None or not is_good(value):
+        if value is None:
             with self._making:
                 value = self._values.get(key)
-                if value is None or not is_good(value):
+                if value is None:
                     value = self._values[key] = make()
         return value
 
