@@ -13,22 +13,6 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-_forgets: list[Callable[[], object]] = []
-
-
-def in_forked_child(forget: Callable[[], object]) -> None:
-    """Register a function that every forked child process calls after the fork."""
-    _forgets.append(forget)
-
-
-def _forget_all() -> None:
-    for forget in _forgets:
-        forget()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_forget_all)
-
 
 class PerProcess(Generic[Key, Value]):
     """A cache of values by key, which is empty in each new child process.
@@ -40,21 +24,16 @@ class PerProcess(Generic[Key, Value]):
         self._abandon = abandon
         self._values: dict[Key, Value] = {}
         self._making = RLock()
-        in_forked_child(self._leave_to_parent)
+        if hasattr(os, "register_at_fork"):  # not on Windows
+            os.register_at_fork(after_in_child=self._leave_to_parent)
 
-    def get(
-        self,
-        key: Key,
-        make: Callable[[], Value],
-        *,
-        is_good: Callable[[Value], bool] = lambda value: True,
-    ) -> Value:
+    def get(self, key: Key, make: Callable[[], Value]) -> Value:
         """Return the cached value of *key*, or make and cache a new value."""
         value = self._values.get(key)
-        if value is None or not is_good(value):
+        if value is None:
             with self._making:
                 value = self._values.get(key)
-                if value is None or not is_good(value):
+                if value is None:
                     value = self._values[key] = make()
         return value
 

@@ -81,7 +81,8 @@ def _found_on(connection: Any, app: Any, settings: DelaySettings) -> Iterator[Fi
     away = OperationalError, OSError, *connection.connection_errors, *connection.channel_errors
     try:
         connection.ensure_connection(max_retries=1, interval_start=0)
-        if _delays_by_itself(connection):
+        delaying = getattr(connection.transport, "delaying", False)
+        if delaying and not hasattr(connection.default_channel, "admin_part"):
             problem = f"{connection.as_uri()} delays by itself, and cannot be asked"
             yield Finding("broker", UNCHECKED, problem, "check it with its own tools")
             yield from _of_lines(connection, settings)
@@ -100,11 +101,6 @@ def _found_on(connection: Any, app: Any, settings: DelaySettings) -> Iterator[Fi
     except away as exc:
         problem = f"cannot use the broker {connection.as_uri()}: {type(exc).__name__}: {exc}"
         yield Finding("broker", WRONG, problem, _START_IT)
-
-
-def _delays_by_itself(connection: Any) -> bool:
-    delaying = getattr(connection.transport, "delaying", False)
-    return delaying and not hasattr(connection.default_channel, "admin_part")
 
 
 def _failed(check: str, exc: NativeDelayError) -> Finding:

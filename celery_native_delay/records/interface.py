@@ -99,8 +99,7 @@ Decide: TypeAlias = Callable[[Snapshot], Change[T]]
 Publish: TypeAlias = Callable[[int, str, int], Any]
 
 
-@dataclass(frozen=True)
-class IndexEntry:
+class IndexEntry(NamedTuple):
     """A message in the list of waiting messages.
 
     - *member*: the message's name in the list, ``<task id>:<delivery id>``.

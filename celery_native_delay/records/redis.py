@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import time_ns
 from typing import Any
 
@@ -152,17 +151,6 @@ return 1
 )
 
 
-@dataclass(frozen=True)
-class RecordKeys(IndexKeys):
-    """The names of the Redis keys in an app's namespace."""
-
-    owner: str
-
-    @property
-    def space(self) -> str:
-        return f"{self.owner}.records.v{VERSION}"
-
-
 class RedisRecords(ComparedRecords):
     """The state about waiting tasks, and the list of waiting messages, in a Redis."""
 
@@ -171,7 +159,7 @@ class RedisRecords(ComparedRecords):
     def __init__(self, url: str, owner: str) -> None:
         self.url = url
         self.where = without_password(url)
-        self.keys: IndexKeys = RecordKeys(owner)
+        self.keys = IndexKeys(f"{owner}.records.v{VERSION}")
         self.missed = 0
         self.pool = redis_client(url).connection_pool
         what = f"the records at {self.where}"
@@ -198,7 +186,7 @@ class RedisRecords(ComparedRecords):
     # --- publishing and receiving ----------------------------------------------------------
 
     def note(self, listed: IndexEntry) -> None:
-        if not self._quick.post(_NOTE, self.keys.index, *_message(listed)):
+        if not self._quick.post(_NOTE, self.keys.index, *listed):
             self.missed += 1
 
     def forget(self, member: str) -> None:
@@ -249,7 +237,7 @@ class RedisRecords(ComparedRecords):
             step.before or "",
             step.after or "",
             step.kept_ms,
-            *(("", "", "") if new is None else _message(new)),
+            *(new or ("", "", "")),
             keys.marks,
             *step.gone,
         )
@@ -286,16 +274,15 @@ class RedisRecords(ComparedRecords):
 
 class RedisTasks(RecordedTasks, RedisListing):
     def __init__(self, index: RedisRecords, republishes: Republishes) -> None:
-        def decode(member: str, entry: bytes, due_us: int) -> Waiting | None:
-            return republishes.waiting(member, entry.decode(), due_us)
-
-        RedisListing.__init__(self, redis_client(index.url), index.keys, decode)
-        self.index = index
-        self._where = index.where
+        super().__init__(redis_client(index.url), index.keys)
+        self.index: RedisRecords = index
         self._delays = republishes
 
     def close(self) -> None:
         self._client.close()
+
+    def _decoded(self, member: str, entry: bytes, due_us: int) -> Waiting | None:
+        return self._delays.waiting(member, entry.decode(), due_us)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -303,7 +290,7 @@ class RedisTasks(RecordedTasks, RedisListing):
         try:
             yield
         except (RedisError, OSError) as exc:
-            where = f"the records at {self._where} are unreachable"
+            where = f"the records at {self.index.where} are unreachable"
             raise RecordsUnavailable(f"{where}: {str(exc).rstrip('.')}") from exc
 
 
@@ -315,7 +302,3 @@ def redis_client(url: str) -> Any:
         socket_connect_timeout=ANSWER_SECONDS,
         retry=Retry(NoBackoff(), 0),
     )
-
-
-def _message(listed: IndexEntry) -> tuple[Any, ...]:
-    return listed.member, listed.due_us, listed.entry

@@ -12,7 +12,7 @@ Three Redis keys hold the messages:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
@@ -67,33 +67,22 @@ return #members
 
 _THROWN_AT_ONCE = 1000
 
-#: Makes a waiting task of a member, its entry and its due time in microseconds. None for a
-#: cancelled task, which is not shown.
-Decode = Callable[[str, bytes, int], Waiting | None]
-
 
 class IndexKeys:
     """The names of the Redis keys that hold the waiting messages of one namespace."""
 
-    @property
-    def space(self) -> str:
-        """The beginning of all Redis keys of one namespace, such as ``shop.records.v1``."""
-        raise NotImplementedError
-
-    @property
-    def due(self) -> str:
-        """The Redis key of a sorted set: members are waiting messages, scores their due times."""
-        return f"{self.space}.due"
-
-    @property
-    def messages(self) -> str:
-        """The Redis key of a hash with the contents of all waiting messages."""
-        return f"{self.space}.messages"
-
-    @property
-    def marks(self) -> str:
-        """The prefix of the Redis keys that tell workers to drop a message."""
-        return f"{self.space}.mark."
+    def __init__(self, space: str) -> None:
+        """Set the beginning of all these Redis keys, such as ``shop.records.v1``."""
+        self.space = space
+        #: A sorted set: members are waiting messages, scores their due times.
+        self.due = f"{space}.due"
+        #: A hash with the contents of all waiting messages.
+        self.messages = f"{space}.messages"
+        #: A sorted set of message names ``<task id>:<unique id>``, all with score 0.
+        self.ids = f"{space}.ids"
+        self.index = self.due, self.messages, self.ids
+        #: The prefix of the Redis keys that tell workers to drop a message.
+        self.marks = f"{space}.mark."
 
     def record(self, name: RecordName) -> str:
         """Return the Redis key that holds the stored state *name*."""
@@ -106,24 +95,13 @@ class IndexKeys:
         """
         return f"{self.space}.{kind}s"
 
-    @property
-    def ids(self) -> str:
-        """The Redis key of a sorted set: message names ``<task id>:<unique id>``, all score 0."""
-        return f"{self.space}.ids"
-
-    @property
-    def index(self) -> tuple[str, str, str]:
-        return self.due, self.messages, self.ids
-
 
 class RedisListing(WaitingTasks):
     """Lists and searches the waiting tasks in a Redis."""
 
-    def __init__(self, client: Any, keys: IndexKeys, decode: Decode) -> None:
-        """Set the function *decode*, which converts a stored message to a task."""
+    def __init__(self, client: Any, keys: IndexKeys) -> None:
         self._client = client
         self._due, self._messages, self._ids = keys.index
-        self._decoded = decode
         self._counts = client.register_script(COUNTS)
         self._search = client.register_script(SEARCH)
 
@@ -153,6 +131,10 @@ class RedisListing(WaitingTasks):
             first = self._client.zrange(self._due, 0, 0, withscores=True)
             last = self._client.zrange(self._due, -1, -1, withscores=True)
         return (int(first[0][1]), int(last[0][1])) if first and last else None
+
+    @abstractmethod
+    def _decoded(self, member: str, entry: bytes, due_us: int) -> Waiting | None:
+        """Convert a stored message to a waiting task, or to None if the task is cancelled."""
 
     @abstractmethod
     def _explained(self) -> AbstractContextManager[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
@@ -296,7 +296,17 @@ class WaitingTasks(ABC):
 
         Tasks are read 1,000 at a time. An id may be yielded twice.
         """
-        return ids_by_page(self.page, query)
+        skipped = 0
+        while True:
+            page = self.page(query, offset=skipped, limit=IDS_AT_ONCE).tasks
+            for task in page:
+                yield task.id
+            if len(page) < IDS_AT_ONCE:
+                return
+            last_us = page[-1].due_us
+            begins_there = query.from_us == last_us
+            skipped = sum(task.due_us == last_us for task in page) + skipped * begins_there
+            query = query.due_within(last_us, query.until_us)
 
     def get(self, task_id: str) -> list[Waiting]:
         """Return the task's waiting messages: usually one, none if the task is not waiting."""
@@ -369,21 +379,6 @@ _TRIES = 10
 
 #: Ids that are read at once.
 IDS_AT_ONCE = 1000
-
-
-def ids_by_page(page_of: Callable[..., Page], query: Query) -> Iterator[str]:
-    """Yield the ids of all waiting tasks that match a search, page by page."""
-    skipped = 0
-    while True:
-        page = page_of(query, offset=skipped, limit=IDS_AT_ONCE).tasks
-        for task in page:
-            yield task.id
-        if len(page) < IDS_AT_ONCE:
-            return
-        last_us = page[-1].due_us
-        begins_there = query.from_us == last_us
-        skipped = sum(task.due_us == last_us for task in page) + skipped * begins_there
-        query = query.due_within(last_us, query.until_us)
 
 
 def histogram(tasks: WaitingTasks, *, bars: int = 40) -> list[Bar]:

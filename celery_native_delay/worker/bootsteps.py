@@ -71,12 +71,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         teach_tasks(installation)  # before the pool forks
         self._moved = Moved(settings)
         self._tallying = Tallying(c, settings.rates_by_task)
-        self._rated: Rated | None = None
-        if settings.rates:
-            self._rated = Rated(settings, c.app.tasks)
-        self._scheduling: Scheduling | None = None
-        if settings.schedules:
-            self._scheduling = self.scheduling_class(c.app, c.timer)
+        self._rated = Rated(settings, c.app.tasks) if settings.rates else None
+        self._scheduling = self.scheduling_class(c.app, c.timer) if settings.schedules else None
         # Unique comes last: this gate takes the key's lease, after which the task must not wait.
         fence = Fence(settings, str(c.hostname), records_place(c.app, settings))
         passed = gates(settings, self._moved, self._scheduling, fence, self._rated, Unique(c.app))

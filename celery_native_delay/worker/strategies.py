@@ -42,11 +42,6 @@ from .unique import never_runs, rejected
 _cancelled: dict[str, bool] = {}
 
 
-def announce_cancelled(task_id: str) -> None:
-    """Let Celery announce a cancelled task as revoked, instead of running the task."""
-    _cancelled.setdefault(task_id, False)
-
-
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]
 def list_as_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
     """Add a cancelled task to Celery's revoked list, so that the task does not run."""
@@ -149,7 +144,7 @@ class GatedStrategies(dict[str, Any]):
             case Drop():
                 self._drop(task, ruling)
             case Announce():
-                announce_cancelled(arrival.id)
+                _cancelled.setdefault(arrival.id, False)
                 self._run(task)
             case AskAgain():
                 qos = self._consumer.qos if ruling.beside_prefetch else None

@@ -23,12 +23,11 @@ def test_a_reset_returns_to_the_shortest_pause_and_tells_if_there_was_a_failure(
     assert backoff.seconds == 0.1
 
 
-def test_a_value_is_made_once_per_key_and_again_when_it_is_no_longer_good() -> None:
+def test_a_value_is_made_once_per_key() -> None:
     made: PerProcess[str, list[int]] = PerProcess()
     first = made.get("a", list)
     assert made.get("a", list) is first
     assert made.get("b", list) is not first
-    assert made.get("a", list, is_good=lambda value: value is not first) is not first
     assert len(made.values()) == 2
 
 

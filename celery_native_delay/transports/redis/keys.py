@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from base64 import urlsafe_b64encode
 from collections.abc import Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -20,38 +19,22 @@ VERSION = 2
 _DIGEST_BYTES = 9
 
 
-@dataclass(frozen=True)
 class Keys(IndexKeys):
     """The names of all Redis keys of one namespace."""
 
-    #: kombu's ``global_keyprefix``. A hash tag (``{queue}:``) puts all keys into one cluster slot.
-    prefix: str
-    namespace: str
-
-    @property
-    def space(self) -> str:
-        """Return the common prefix of this package's Redis keys, without the trailing dot."""
-        return f"{self.prefix}{self.namespace}.v{VERSION}"
-
-    @property
-    def wake(self) -> str:
-        """Return the key of the sorted set on which sleeping workers wait with BZPOPMIN."""
-        return f"{self.space}.wake"
-
-    @property
-    def promoting(self) -> str:
-        """Return the Redis key with the heartbeat of processes that move due messages."""
-        return f"{self.space}.promoting"
-
-    @property
-    def parked(self) -> str:
-        """Return the key of the sorted set of due messages that Redis could not deliver."""
-        return f"{self.space}.parked"
-
-    @property
-    def moving(self) -> str:
-        """Return the key that stores which message ``delay migrate`` is moving."""
-        return f"{self.space}.moving"
+    def __init__(self, prefix: str, namespace: str) -> None:
+        super().__init__(f"{prefix}{namespace}.v{VERSION}")
+        #: kombu's ``global_keyprefix``. A hash tag (``{queue}:``) puts all keys into one cluster
+        #: slot.
+        self.prefix = prefix
+        #: A sorted set on which sleeping workers wait with BZPOPMIN.
+        self.wake = f"{self.space}.wake"
+        #: The heartbeat of processes that move due messages.
+        self.promoting = f"{self.space}.promoting"
+        #: A sorted set of due messages that Redis could not deliver.
+        self.parked = f"{self.space}.parked"
+        #: The message that ``delay migrate`` is moving.
+        self.moving = f"{self.space}.moving"
 
     def taken(self, outbox: str) -> str:
         """Return the key of the set in which a bulk publisher stores its batch numbers."""

@@ -31,7 +31,7 @@ class RedisWaitingTasks(RedisListing):
         keys = self._delays.keys
         client = self._delays.store.client
         self._prefix: str = keys.prefix
-        super().__init__(client, keys, self._decode)
+        super().__init__(client, keys)
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
         outcome = super()._change(task_id, due_us, cancelled=cancelled)
@@ -54,7 +54,7 @@ class RedisWaitingTasks(RedisListing):
             changed_us = store.replace(member, entry, due_us, entry_of(destination, new))
         return None if changed_us is None else (member, changed_us)
 
-    def _decode(self, member: str, entry: bytes, due_us: int) -> Waiting | None:
+    def _decoded(self, member: str, entry: bytes, due_us: int) -> Waiting | None:
         destination, envelope = opened_entry(entry)
         return waiting_of(envelope, queue=self.queue_of(destination), due_us=due_us)
 

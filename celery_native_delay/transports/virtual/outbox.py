@@ -80,30 +80,27 @@ class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
     def _write(self) -> None:
         self._connect()
         while self._batches:
-            batch = self._batches[0]
+            batch, reason = self._batches[0], None
             try:
                 self._deliver(batch)
             except NotTaken as exc:
-                self._batches.popleft()
                 if len(batch.puts) > 1:  # one message may be the reason
+                    self._batches.popleft()
                     self._batches.extendleft(OutboxBatch([put]) for put in reversed(batch.puts))
                     continue
-                self._unanswered -= len(batch.puts)
-                self._refuse(str(exc), batch.puts)
+                reason = str(exc)
             except self.lost:
                 raise
             except NativeDelayError as exc:
-                self._settled(batch, batch.puts, reason=str(exc))
-                self._batches.popleft()
-            else:
-                self._settled(batch, batch.puts)
-                self._batches.popleft()
+                reason = str(exc)
+            self._settled(batch, batch.puts, reason=reason)
+            self._batches.popleft()
 
     def _settled(
-        self, batch: OutboxBatch[MessageT], puts: Sequence[MessageT], *, reason: str = ""
+        self, batch: OutboxBatch[MessageT], puts: Sequence[MessageT], *, reason: str | None = None
     ) -> None:
         """Remove messages from *batch*; if *reason* is given, report the messages as refused."""
-        if reason:
+        if reason is not None:
             self._refuse(reason, puts)
         self._unanswered -= len(puts)
         gone = {id(put) for put in puts}
