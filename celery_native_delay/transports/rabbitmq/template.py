@@ -17,7 +17,7 @@ from amqp import spec
 from amqp.method_framing import frame_writer
 from amqp.serialization import dumps
 
-from ...due_time import milliseconds_up
+from ...due_time import check_due, milliseconds_up, units_until
 from ...errors import RefusedMessage
 from ...message import HEADER
 from ...records.interface import Index, IndexEntry
@@ -271,14 +271,14 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
         super().__init__(body)
         self._template = template
         self._to = to
-        self._delays = delays
+        self._longest_seconds: float = delays.settings.longest_delay_seconds
         self._topology: Topology = delays.topology
         self._records: Index | None = delays.records
         self._properties = {
             name: value for name, value in properties.items() if name != "application_headers"
         }
         self._address = self._topology.address(*to)
-        #: A cached function: exchange and routing key for a delay in units.
+        #: A cached function: exchange and routing key for a delay in units. Raises DelayTooLong.
         self._entry = lru_cache(maxsize=4096)(self._entry_of)
 
     @classmethod
@@ -317,12 +317,13 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
     def another(
         self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues
     ) -> FramedTask | None:
+        topology = self._topology
         now_us = time_ns() // 1000
-        units = self._delays.units(due_us, now_us=now_us)  # or DelayTooLong
+        units = units_until(due_us, now_us=now_us, resolution_ms=topology.resolution_ms)
         if not units:
             return None
-        exchange, key = self._entry(units)
-        expiration = str(self._topology.first_ttl_ms(units, remaining_us=due_us - now_us))
+        exchange, key = self._entry(units)  # or DelayTooLong
+        expiration = str(topology.first_ttl_ms(units, remaining_us=due_us - now_us))
         fields = TaskFields(exchange, key, *values, ids.hex(), milliseconds_up(due_us), expiration)
         if self._records is not None:
             headers = self._template.headers(fields)
@@ -335,6 +336,8 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
 
     def _entry_of(self, units: int) -> tuple[str, str]:
         topology = self._topology
+        delay_us, longest_seconds = units * topology.resolution_ms * 1000, self._longest_seconds
+        check_due(delay_us, now_us=0, longest_delay_seconds=longest_seconds)
         return topology.entry_exchange(units), topology.routing_key(units, self._address)
 
 
