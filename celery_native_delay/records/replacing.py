@@ -38,6 +38,9 @@ from .waiting import Waiting, WaitingTasks
 #: An "undecided" mark is kept for 25 years, in ms: longer than any message can wait.
 _UNDECIDED_MS = 25 * 366 * 86_400_000
 
+#: Microseconds by which each further attempt to replace a message makes the new message due later.
+_LATER_US = 100_000
+
 
 class ComparedRecords(Records, Index):
     """Changes task state, such as debounce keys, by compare-and-set; retries after a conflict."""
@@ -109,10 +112,18 @@ class RecordedTasks(WaitingTasks):
     _delays: Republishes
 
     def _replace(
-        self, member: str, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
+        self,
+        member: str,
+        entry: Any,
+        task: Waiting,
+        due_us: int | None,
+        *,
+        cancelled: bool,
+        attempt: int,
     ) -> tuple[str, int] | None:
         text = entry.decode() if isinstance(entry, bytes) else entry
-        new_due_us = time_ns() // 1000 if due_us is None else due_us
+        # A worker that receives the new message before compare_and_set drops it.
+        new_due_us = max(due_us or 0, time_ns() // 1000 + attempt * _LATER_US)
         wait_ms = max(new_due_us // 1000 - time_ns() // 1_000_000, 0)
         new_id = token_hex(16)
         new_member = f"{member.rpartition(':')[0]}:{new_id}"

@@ -346,7 +346,14 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def _replace(
-        self, member: Any, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
+        self,
+        member: Any,
+        entry: Any,
+        task: Waiting,
+        due_us: int | None,
+        *,
+        cancelled: bool,
+        attempt: int,
     ) -> tuple[Any, int] | None:
         """Replace a waiting message. Returns the new message's name and due time.
 
@@ -358,13 +365,15 @@ class WaitingTasks(ABC):
         #: Names of the messages that have replaced others.
         made: set[Any] = set()
         is_due_us = due_us
-        for _ in range(_TRIES):
+        for attempt in range(_TRIES):
             found = [each for each in self._found(task_id) if each[0] not in made]
             if not found:
                 break
             for member, entry, task in found:
                 seen.setdefault(member, task)
-                new = self._replace(member, entry, task, due_us, cancelled=cancelled)
+                new = self._replace(
+                    member, entry, task, due_us, cancelled=cancelled, attempt=attempt
+                )
                 if new is not None:
                     made.add(new[0])
                     is_due_us = new[1]

@@ -257,9 +257,15 @@ class DelaysPage:
         return found
 
     def search(self, text: str) -> None:
-        box = self.find("#delays-table_filter input")
-        box.clear()
-        box.send_keys(text or " ")
+        """Type *text* into the search box; try again if a dialog took the focus meanwhile."""
+
+        def typed() -> bool:
+            box = self.find("#delays-table_filter input")
+            box.clear()
+            box.send_keys(text or " ")
+            return box.get_attribute("value") == (text or " ")
+
+        wait_until(typed)
 
     def confirm(self) -> None:
         """Confirm the dialog, and wait until it is closed."""

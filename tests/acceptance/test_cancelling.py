@@ -167,7 +167,7 @@ def test_exactly_the_thousand_cancelled_of_ten_thousand_tasks_do_not_run(
     worker = fleet.worker(pool="solo", log_level="WARNING", wait=False)
     outcomes = Delay(app).cancel_all(sorted(cancelled))
     assert datetime.now(UTC) < eta, "the machine is too busy for this test"
-    assert all(outcomes)
+    assert [outcome for outcome in outcomes if not outcome] == []
     others = [f"task-{number}" for number in range(10_000) if number % 10]
     found = fleet.record.wait_for_ids(others)
     assert not found.keys() & cancelled

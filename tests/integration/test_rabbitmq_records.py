@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_native_delay import Delay, DelayTooLong, NoRecords, RecordsUnavailable, install
+from celery_native_delay import (
+    Delay,
+    DelayTooLong,
+    NoRecords,
+    RecordsUnavailable,
+    Verdict,
+    install,
+)
 from celery_native_delay.bulk import bulk
 from celery_native_delay.records.interface import (
     PATIENCE_SECONDS,
@@ -238,6 +245,26 @@ def test_publishing_goes_on_while_the_records_are_unreachable(
 def reset() -> None:
     """Raise the error of a pooled connection after a restart of its broker."""
     raise ConnectionResetError
+
+
+def test_tasks_are_changed_although_workers_receive_each_message_first(
+    app: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker receives a message that is due now before its sender has recorded the change."""
+    index = type(records_of(app))
+    compare_and_set = index.compare_and_set
+
+    def late(self: Any, step: Any) -> bool:
+        if step.new is not None and step.new.due_us <= time_ns() // 1000:
+            assert self.received(step.new.member) is False
+        return bool(compare_and_set(self, step))
+
+    monkeypatch.setattr(index, "compare_and_set", late)
+    delay = Delay(app)
+    ids = [send_task(app, number, countdown=900) for number in range(3)]
+    assert delay.cancel(ids[0]).verdict is Verdict.DONE
+    assert delay.run_now(ids[1]).verdict is Verdict.DONE
+    assert delay.reschedule(ids[2], countdown=-5).verdict is Verdict.DONE
 
 
 def test_cancelling_many_tasks_reconnects_and_reports_its_progress(

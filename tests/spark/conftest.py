@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -108,6 +109,7 @@ def spark(apps_folder: Path) -> Iterator[Any]:
         for name, value in settings.items():
             builder = builder.config(name, value)
         session = builder.getOrCreate()
+    time.tzset()  # else this process keeps the odd time zone, and later tests misread logs
     session.sparkContext.setLogLevel("OFF")
     yield session
     session.stop()

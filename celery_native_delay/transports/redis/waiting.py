@@ -42,7 +42,14 @@ class RedisWaitingTasks(RedisListing):
         return outcome
 
     def _replace(
-        self, member: str, entry: bytes, task: Waiting, due_us: int | None, *, cancelled: bool
+        self,
+        member: str,
+        entry: bytes,
+        task: Waiting,
+        due_us: int | None,
+        *,
+        cancelled: bool,
+        **_: int,
     ) -> tuple[str, int] | None:
         store: Store = self._delays.store
         destination, envelope = opened_entry(entry)

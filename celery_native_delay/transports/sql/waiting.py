@@ -55,7 +55,14 @@ class StoreWaitingTasks(SqlListing):
         return [(row.id, row, task) for row in rows if (task := self._decoded(row)) is not None]
 
     def _replace(
-        self, member: int, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
+        self,
+        member: int,
+        entry: Any,
+        task: Waiting,
+        due_us: int | None,
+        *,
+        cancelled: bool,
+        **_: int,
     ) -> tuple[int, int] | None:
         new_due_us = time_ns() // 1000 if due_us is None else due_us
         new = changed(entry.envelope, new_due_us, cancelled=cancelled)
