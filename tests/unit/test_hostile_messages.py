@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,9 +135,10 @@ def no_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> RecordLines:
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordLines]:
     folder: Path = tmp_path_factory.mktemp("lines")
-    return RecordLines(records_at(f"sqlite:///{folder}/store.db", "test"))
+    with closing(records_at(f"sqlite:///{folder}/store.db", "test")) as records:
+        yield RecordLines(records)
 
 
 def looked_up(run: str) -> Record:
