@@ -98,7 +98,7 @@ for number, line in ipairs(lines) do
     local oldest = redis.call('LINDEX', line.log, -line.noted)
     local room = oldest and oldest + line.window or 0
     if room > max(at, now) then
-        line.start_at, at = line.start_at + room - at, room
+        line.start_at, at = line.start_at + max(room - at - line.catch_up, 0), room
     end
     if (at > now or ARGV[2] == '0') and max(at - now, 0) > longest then
         longest, waits = max(at - now, 0), number

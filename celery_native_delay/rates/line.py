@@ -152,7 +152,8 @@ class Line(NamedTuple):
         slot_us = line.slot_us(rate, place)
         room_us = line.log[-rate.noted] + rate.window_us if len(line.log) >= rate.noted else 0
         if room_us > max(slot_us, now_us):  # the limit per period permits only a later start
-            line = line._replace(start_at=line.start_at + room_us - slot_us)
+            late_us = max(room_us - slot_us - rate.catch_up_us, 0)
+            line = line._replace(start_at=line.start_at + late_us)
             slot_us = room_us
         if slot_us > now_us or not may_start:
             # Later tasks have started before a task in front: all places move back by one.

@@ -80,8 +80,10 @@ class Rated:
             # A task without a rate only waits until the rate-limited tasks before it have started.
             return self._wait_for_process(arrival, 1) if self._for_process else None
         entry = self._by_tag.get(arrival.message.delivery_tag) or self._task_of(arrival, rates)
-        if entry.limit.place is not None and not self._is_first(entry):
-            return self._ask_when_first(entry)
+        if entry.limit.place is not None and (ahead_us := self._behind_first_us(entry)):
+            if ahead_us <= self.come_back_late_us:
+                return self._ask_when_first(entry)
+            return self._ask_line(arrival, entry, AskAgain(LOOK_SECONDS))
         wait = self._wait_for_process(arrival, _free_processes(arrival.consumer))
         if entry.limit.place is not None and wait is not None:
             return wait
@@ -118,14 +120,14 @@ class Rated:
 
     def _enter(self, entry: _InLine) -> None:
         self._by_tag[entry.tag] = entry
-        insort(
-            self._by_line.setdefault(entry.limit.line, []),
-            entry,
-            key=lambda other: other.limit.place or 0,
-        )
+        line = self._by_line.setdefault(entry.limit.line, [])
+        insort(line, entry, key=lambda other: other.limit.place or 0)
 
-    def _is_first(self, entry: _InLine) -> bool:
-        return self._by_line[entry.limit.line][0] is entry
+    def _behind_first_us(self, entry: _InLine) -> int:
+        """Microseconds to the first task of the same queue in this worker; 0 for the first task."""
+        first, limit = self._by_line[entry.limit.line][0], entry.limit
+        places = (limit.place or 0) - (first.limit.place or 0)
+        return 0 if first is entry else max(places, 1) * limit.rate.spacing_us
 
     def _ask_when_first(self, entry: _InLine) -> AskAgain:
         """Let a task wait until it is the first of its queue in this worker.
@@ -135,10 +137,7 @@ class Rated:
         """
         self._for_process.pop(entry.tag, None)
         beside = self._by_line[entry.limit.line][0].tag not in self._for_process
-
-        def note(again: Callable[[], object]) -> None:
-            entry.again = again
-
+        note = partial(setattr, entry, "again")
         return AskAgain(0.0, beside_prefetch=beside, from_here=True, once=note)
 
     def _remove(self, entry: _InLine) -> None:
@@ -220,8 +219,8 @@ class Rated:
             return WaitUntil(arrival.now_us + wait_us, None, again, kept)
         if entry.tag not in self._by_tag:
             self._enter(entry)
-            if not self._is_first(entry):
-                return self._ask_when_first(entry)
+        if self._behind_first_us(entry):
+            return self._ask_when_first(entry)
         if wait is not None and turn.wait_us == 0:
             return wait
         self._for_process.pop(entry.tag, None)

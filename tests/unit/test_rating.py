@@ -288,6 +288,7 @@ def test_in_a_worker_only_the_first_task_of_a_queue_asks() -> None:
     lines = Lines(Turn(50_000, 10))
     gate = Rated(SETTINGS, TASKS)
     gate.begin(lines)
+    gate.come_back_late_us = 60_000_000
     here = Here(gate)
     soon = AskAgain(0.05, beside_prefetch=True, from_here=True)
     assert here.asks(1, 10) == soon
@@ -300,6 +301,19 @@ def test_in_a_worker_only_the_first_task_of_a_queue_asks() -> None:
     assert here.started == [4, 1, 2, 3]
     assert here.woken == [1, 2, 3]
     assert [asked[2] for asked in lines.asked] == [10, 5, 5, 10, 20, 30]
+
+
+def test_a_task_far_behind_the_first_of_its_queue_goes_back_to_the_broker() -> None:
+    """Else a worker whose queue is late would keep all tasks that are late."""
+    lines = Lines(Turn(50_000, 10))
+    gate = Rated(SETTINGS, TASKS)
+    gate.begin(lines)
+    here = Here(gate)
+    here.asks(1, 10)
+    lines.turn = Turn(17_000_000, 180)
+    assert isinstance(here.asks(2, 180), WaitUntil)
+    lines.turn = Turn(50_000, 11)
+    assert here.asks(3, 180) == BEHIND, "the queue says that the start is near"
 
 
 def test_a_new_task_does_not_start_before_a_task_with_a_place_in_this_worker() -> None:
