@@ -179,10 +179,12 @@ def test_an_entry_is_paused_resumed_and_run_with_the_keyboard(
 
 
 def test_the_rest_api_knows_entries_of_any_name(app: Celery, flower: FlowerProcess) -> None:
-    answer = flower.json("/api/delays/schedules")
-    listed = {entry["name"]: entry for entry in answer["entries"]}
-    assert sorted(listed) == sorted(ENTRIES)
-    assert listed["late"]["late_seconds"] > 0
+    def listed() -> dict[str, Any]:
+        answer = flower.json("/api/delays/schedules")
+        return {entry["name"]: entry for entry in answer["entries"]}
+
+    assert sorted(listed()) == sorted(ENTRIES)
+    wait_until(lambda: listed()["late"]["late_seconds"] > 0)
     for name in (*STRANGE, "hourly-05"):
         path = f"/api/delays/schedules/{{}}/{quote(name, safe='')}"
         assert flower.json(path.format("pause"), {}) == {"name": name, "task_id": None}
