@@ -20,6 +20,10 @@ from .urls import is_redis_url, without_password
 #: RabbitMQ refuses a longer ``x-message-ttl``: rabbit_misc.erl, check_expiry/1.
 MAX_TTL_MS = 315_360_000_000
 
+#: A quorum queue rounds the time when a message arrives down to milliseconds. Without this extra
+#: time, a message could be due up to a millisecond too early: rabbit_fifo.erl, expire_msgs/4.
+TTL_EXTRA_MS = 1
+
 #: A million unconfirmed messages of 1 kB take a gigabyte of memory.
 MAX_CONFIRM_WINDOW = 1_000_000
 
@@ -166,7 +170,7 @@ class DelaySettings:
                         f"equal except for key, got {first!r} of {other} and {rate!r} of {task}"
                     )
         if not self._fits_ttl(self.levels):
-            ttl_ms = self.resolution_ms * self._largest_step(self.levels)
+            ttl_ms = self._longest_ttl_ms(self.levels)
             most = next((n for n in range(self.levels, 0, -1) if self._fits_ttl(n)), 0)
             raise SettingsError(
                 f"native_delay_levels={self.levels} with native_delay_resolution="
@@ -195,12 +199,13 @@ class DelaySettings:
         """The longest allowed delay in seconds, from the settings *levels* and *resolution*."""
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000
 
-    def _largest_step(self, levels: int) -> int:
-        """Return the longest TTL of a delay queue, in units of the setting *resolution*."""
-        return (1 << levels) - (1 << lowest_bit(levels - 1, fused_bits=self.fused_bits))
+    def _longest_ttl_ms(self, levels: int) -> int:
+        """Return the longest TTL of a delay queue in milliseconds."""
+        units = (1 << levels) - (1 << lowest_bit(levels - 1, fused_bits=self.fused_bits))
+        return self.resolution_ms * units + TTL_EXTRA_MS
 
     def _fits_ttl(self, levels: int) -> bool:
-        return self.resolution_ms * self._largest_step(levels) <= MAX_TTL_MS
+        return self._longest_ttl_ms(levels) <= MAX_TTL_MS
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> DelaySettings:

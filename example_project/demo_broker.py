@@ -59,7 +59,7 @@ class DemoBroker:
         if self._has_levels:
             asked_us = round(asked_seconds * 1_000_000)
             units = units_until(asked_us, now_us=0, resolution_ms=SETTINGS.resolution_ms)
-            return " → ".join(f"{hop.ttl_ms / 1000:g} s" for hop in TOPOLOGY.path(units))
+            return " → ".join(f"{hop.delay_ms / 1000:g} s" for hop in TOPOLOGY.path(units))
         if asked_seconds <= 0:
             return ""
         if self._is_sqs:

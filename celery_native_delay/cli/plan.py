@@ -143,7 +143,7 @@ def _levels(topology: Topology, seconds: float, queue: str) -> _Told:
 
     resolution_ms = topology.settings.resolution_ms
     units = units_until(round(seconds * 1_000_000), now_us=0, resolution_ms=resolution_ms)
-    hops = [(hop.queue, hop.ttl_ms / 1000) for hop in topology.path(units)]
+    hops = [(hop.queue, hop.delay_ms / 1000) for hop in topology.path(units)]
     waits = units * resolution_ms / 1000
     entry = topology.entry_exchange(units) if units else ""
     key = topology.routing_key(units, message_address("", queue)) if units else queue

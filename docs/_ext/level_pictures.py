@@ -7,6 +7,7 @@ from html import escape
 from typing import TypeAlias
 
 from celery_native_delay.durations import duration
+from celery_native_delay.settings import TTL_EXTRA_MS
 from celery_native_delay.transports.rabbitmq.topology import (
     Binding,
     Declaration,
@@ -38,7 +39,7 @@ def path_svg(topology: Topology, seconds: float) -> str:
     """The waits of a message that is due in so many *seconds*, one after the other."""
     hops = topology.path(round(seconds * 1000 / topology.resolution_ms))
     boxes: list[tuple[str, float | None]] = [
-        (hop.queue.removeprefix(f"{topology.name}."), hop.ttl_ms / 1000) for hop in hops
+        (hop.queue.removeprefix(f"{topology.name}."), hop.delay_ms / 1000) for hop in hops
     ]
     parts = [_MARKER.format(id="path-arrow"), _box("exchange", 50, 40, "producer")]
     x = 50
@@ -108,7 +109,7 @@ class _Picture:
         ]
         for (kind, name), at in self._at.items():
             ttl_ms = self._queues[name].arguments.get("x-message-ttl") if kind == "q" else None
-            waits = "" if ttl_ms is None else duration(ttl_ms / 1000, exact=True)
+            waits = "" if ttl_ms is None else duration((ttl_ms - TTL_EXTRA_MS) / 1000, exact=True)
             shown = name.removeprefix(self._shorten).rpartition(".v1.")[2]
             parts.append(_box("queue" if kind == "q" else "exchange", *at, shown, waits))
         label = "the exchanges, queues and bindings of three delay levels"

@@ -230,8 +230,9 @@ def test_a_phone_shows_all_columns_and_buttons(flower: FlowerProcess, chrome: Ch
                     document.getElementById("schedules-list").getBoundingClientRect().right];
             """
         )
-        for text in ("hourly-01", "note", "every 1 h 1 s", "in 59 min", "Pause", "Run now"):
+        for text in ("hourly-01", "note", "every 1 h 1 s", "Pause", "Run now"):
             assert text in shown
+        assert "in 1 h" in shown or "in 59 min" in shown
         for left, right, height in boxes:
             assert 0 <= left < right <= edge
             assert height > 0

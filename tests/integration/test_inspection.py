@@ -147,7 +147,7 @@ DAMAGES = [
     Damage(
         "other ttl",
         lambda connection: declared_with(connection, LEVEL, **{"x-message-ttl": 999}),
-        [f"{LEVEL}: x-message-ttl 999, expected 160"],
+        [f"{LEVEL}: x-message-ttl 999, expected 161"],
     ),
     Damage(
         "argument too many",
@@ -816,7 +816,7 @@ def test_a_foreign_queue_with_a_levels_name_is_reported(shop: Project, vhost_url
     sentence = the_error(done)
     assert LEVEL in sentence
     assert "choose another native_delay_namespace" in sentence
-    assert f"{LEVEL}: x-message-ttl None, expected 160" in shop.delay("verify").stdout
+    assert f"{LEVEL}: x-message-ttl None, expected 161" in shop.delay("verify").stdout
 
 
 def test_a_wrong_password_is_a_one_line_error(shop: Project, vhost_url: str) -> None:

@@ -39,7 +39,7 @@ from tests.integration.traffic import (
     inbox,
     parked_count,
 )
-from tests.traffic import eta_in, publish
+from tests.traffic import beside, eta_in, publish
 from tests.waiting import wait_until
 
 
@@ -236,7 +236,7 @@ def level_arguments(name: str) -> dict[str, Any]:
 def test_a_publish_names_a_level_queue_with_another_ttl(vhost_url: str) -> None:
     wrong = TOPOLOGY.level_queue(8)
     with Connection(vhost_url) as admin:
-        declare_queue(admin, wrong, **(level_arguments(wrong) | {"x-message-ttl": 161}))
+        declare_queue(admin, wrong, **(level_arguments(wrong) | {"x-message-ttl": 162}))
     connection = delaying(vhost_url)
     declare_queue(connection, "orders")
     refused(connection, TopologyMismatch, rf"x-message-ttl.*{wrong}.*verify")
@@ -390,6 +390,24 @@ def test_a_queue_declared_again_without_reject_publish_gets_each_message_once(
         assert rescue(delays_of(other)) is not None
         publish(other, "the end", "small", delay=1)
         assert bodies(letters.wait_for(3)) == ["two", "last", "the end"]
+
+
+# ---- due times -------------------------------------------------------------------------------
+
+
+def test_no_message_comes_even_a_part_of_a_millisecond_too_early(
+    vhost_url: str, connection: Any
+) -> None:
+    """Quorum queues note arrivals in whole milliseconds, rounded down."""
+    declare_queue(connection, "orders")
+
+    def send() -> None:
+        for number in range(1000):
+            publish(connection, number, "orders", delay=0.25)
+
+    with inbox(vhost_url, "orders") as letters, beside(send, stop=lambda: None):
+        came = letters.wait_for(1000)
+    assert [arrival.lateness_seconds for arrival in came if arrival.lateness_seconds < 0] == []
 
 
 # ---- content ---------------------------------------------------------------------------------

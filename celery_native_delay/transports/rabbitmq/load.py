@@ -51,7 +51,7 @@ def queue_loads(topology: Topology, per_second: float, delays: Sequence[Delays])
             shares = [_share(one, level, units, topology.resolution_ms) for one in delays]
             if share := sum(shares) / len(delays):
                 (hop,) = topology.path(units)
-                found.append(QueueLoad(hop.queue, hop.ttl_ms / 1000, per_second * share))
+                found.append(QueueLoad(hop.queue, hop.delay_ms / 1000, per_second * share))
     return sorted(found, key=lambda one: -one.per_second)
 
 

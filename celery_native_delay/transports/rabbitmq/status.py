@@ -201,7 +201,7 @@ def status(delays: Delays, api: ManagementAPI) -> Status:
     levels = [
         LevelStatus(
             queue=hop.queue,
-            ttl_seconds=hop.ttl_ms / 1000,
+            ttl_seconds=hop.delay_ms / 1000,
             waiting=delays.declarer.depth(hop.queue),
             stuck=queues[hop.queue].get("messages_dlx", 0) if hop.queue in queues else None,
         )
@@ -225,4 +225,4 @@ def levels(delays: Delays) -> Iterator[Level]:
         waiting = delays.declarer.depth(hop.queue)
         if waiting is not None:
             name = hop.queue.removeprefix(f"{topology.name}.")
-            yield Level(name, hop.ttl_ms / 1000, waiting)
+            yield Level(name, hop.delay_ms / 1000, waiting)

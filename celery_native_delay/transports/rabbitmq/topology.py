@@ -24,7 +24,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from ...settings import DelaySettings, lowest_bit
+from ...due_time import milliseconds_up
+from ...settings import TTL_EXTRA_MS, DelaySettings, lowest_bit
 from .address import SHORTSTR_BYTES, hashed_address, message_address, queue_address, short_word
 
 #: Only this module decides names, arguments and binding keys on the broker. The module does no I/O,
@@ -79,10 +80,15 @@ Change = Declaration | Unbinding
 
 @dataclass(frozen=True)
 class Hop:
-    """A delay queue: the queue's name, and the TTL in milliseconds."""
+    """A delay queue: the queue's name, and the delay in milliseconds."""
 
     queue: str
-    ttl_ms: int
+    delay_ms: int
+
+    @property
+    def ttl_ms(self) -> int:
+        """Return the TTL of the queue in milliseconds, which is slightly longer than the delay."""
+        return self.delay_ms + TTL_EXTRA_MS
 
     @cached_property
     def entry(self) -> str:
@@ -196,14 +202,13 @@ class Topology:
         """Return the milliseconds that a message waits in its first delay queue.
 
         *units* is the delay *remaining_us*, rounded up to units of ``native_delay_resolution``.
-        The result is the queue's TTL, minus the time that the rounding added.
+        In all its delay queues together, the message waits *remaining_us* and TTL_EXTRA_MS.
         """
         # The rounding is less than a unit, so an earlier message in the queue delays a later
-        # message by less than a unit.
+        # message by hardly more than a unit.
         # https://www.rabbitmq.com/docs/ttl#per-message-ttl-in-publishers
-        ttl_ms = self._first_hop(units).ttl_ms
-        excess_us = units * self.resolution_ms * 1000 - remaining_us
-        return max(1, -(-(ttl_ms * 1000 - excess_us) // 1000))
+        _, *later = self.path(units)
+        return milliseconds_up(remaining_us) + TTL_EXTRA_MS - sum(hop.ttl_ms for hop in later)
 
     def routing_key(self, units: int, address: str) -> str:
         """Return a delayed message's routing key: the bits of the delay, then the destination."""
@@ -217,7 +222,7 @@ class Topology:
         while units:
             hop = self._first_hop(units)
             hops.append(hop)
-            units -= hop.ttl_ms // self.resolution_ms
+            units -= hop.delay_ms // self.resolution_ms
         return hops
 
     # --- addresses -----------------------------------------------------------------------
