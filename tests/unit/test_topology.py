@@ -522,6 +522,11 @@ def test_a_message_waits_its_delay_and_the_millisecond_that_rabbitmq_may_cut_off
     assert 1000 <= waits_us - remaining_us < 2000
 
 
+@given(remaining_us=st.integers(-(10**15), 0))
+def test_a_message_that_is_put_back_when_due_waits_a_millisecond(remaining_us: int) -> None:
+    assert topology().first_ttl_ms(1, remaining_us=remaining_us) == 1
+
+
 def test_a_message_can_never_expire_in_the_parking_queue() -> None:
     """A message carries an expiration only on its way to its first queue."""
     levels = topology()

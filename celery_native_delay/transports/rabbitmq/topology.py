@@ -202,13 +202,15 @@ class Topology:
         """Return the milliseconds that a message waits in its first delay queue.
 
         *units* is the delay *remaining_us*, rounded up to units of ``native_delay_resolution``.
-        In all its delay queues together, the message waits *remaining_us* and TTL_EXTRA_MS.
+        In all its delay queues together, the message waits *remaining_us* and TTL_EXTRA_MS. A due
+        message has one unit, and waits 1 ms.
         """
         # The rounding is less than a unit, so an earlier message in the queue delays a later
         # message by hardly more than a unit.
         # https://www.rabbitmq.com/docs/ttl#per-message-ttl-in-publishers
         _, *later = self.path(units)
-        return milliseconds_up(remaining_us) + TTL_EXTRA_MS - sum(hop.ttl_ms for hop in later)
+        wait_ms = milliseconds_up(remaining_us) + TTL_EXTRA_MS
+        return max(1, wait_ms - sum(hop.ttl_ms for hop in later))
 
     def routing_key(self, units: int, address: str) -> str:
         """Return a delayed message's routing key: the bits of the delay, then the destination."""
