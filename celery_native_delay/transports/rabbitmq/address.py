@@ -26,7 +26,7 @@ _WILDCARDS = {"*": "%2A", "#": "%23"}
 
 @lru_cache(maxsize=1024)
 def message_address(exchange: str, routing_key: str) -> str:
-    """Encode a destination (exchange and routing key) for a delayed message's routing key."""
+    """Encode a destination (exchange and routing key) as words of a delayed routing key."""
     return _join(exchange, [_literal(word) for word in _words(routing_key)])
 
 

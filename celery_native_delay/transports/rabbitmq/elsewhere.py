@@ -129,7 +129,10 @@ _SET = re.compile(
 
 
 def sets_of(names: Iterable[str], like: DelaySettings) -> list[DelaySettings]:
-    """Return the delay settings that the names of delay queues contain, such as the resolution."""
+    """Return the delay settings, such as the resolution, that the names of delay queues contain.
+
+    The other settings come from *like*.
+    """
     found: dict[str, DelaySettings] = {}
     for name in names:
         if (match := _SET.match(name)) is None or match[0] in found:

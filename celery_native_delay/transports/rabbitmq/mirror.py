@@ -124,7 +124,7 @@ class Mirror:
     # --- what is still to be declared ------------------------------------------------------
 
     def reaches(self, exchange: str, routing_key: str) -> bool:
-        """Return True if *exchange* routes *routing_key* to a queue bound on this connection."""
+        """Return True if *exchange* routes *routing_key* to a queue that this connection bound."""
         is_topic = self.types.get(exchange) == "topic"
         return any(
             topic_matches(known.routing_key, routing_key)
