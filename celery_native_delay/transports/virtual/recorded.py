@@ -38,7 +38,7 @@ class Delays(delays.Delays):
 
     @cached_property
     def records(self) -> Any:
-        """Return the storage that ``native_delay_records`` names; None if not set."""
+        """Return the records of this part of the broker; None without ``native_delay_records``."""
         client, prefix = self._channel.connection.client, self._channel.queue_name_prefix
         return records_beside(self.settings, f"{client.virtual_host}.{prefix}")
 
@@ -51,7 +51,10 @@ class Delays(delays.Delays):
         delivery_id: str | None = None,
         cancelled: bool = False,
     ) -> Any:
-        """Add this package's header to *message*, and encode *message* for *queue*."""
+        """Add this package's header to *message*, and encode *message* for *queue*.
+
+        *delivery_id* None means the delivery tag. *cancelled* marks the task as cancelled.
+        """
         self.check_settings()
         properties = message["properties"]
         if delivery_id is None:
