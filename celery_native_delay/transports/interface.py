@@ -53,7 +53,7 @@ class Wait:
 
 @dataclass
 class Rescue:
-    """The counts of one attempt to deliver the parked (due, but so far undeliverable) messages."""
+    """The counts of one attempt to deliver parked (due, but so far undeliverable) messages."""
 
     delivered: int = 0
     waiting_again: int = 0

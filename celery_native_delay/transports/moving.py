@@ -174,7 +174,7 @@ def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str
 def derived_id(
     headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes, *where: object
 ) -> str | None:
-    """Return a delivery id, hashed from the message and *where*; None without a task id."""
+    """Return a delivery id, hashed from message and destination (*where*); None without task id."""
     task_id = task_id_of(headers, properties)
     if not task_id:
         return None

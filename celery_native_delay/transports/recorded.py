@@ -29,7 +29,7 @@ from .interface import (
 
 
 def records_beside(settings: DelaySettings, place: str) -> Any:
-    """Return the records of *place*, such as a virtual host; None if there are no records."""
+    """Return the storage in ``native_delay_records`` for *place* (such as a vhost), if set."""
     if settings.records is None:
         return None
     return records_of_process(settings.records, f"{settings.namespace}.{place}")

@@ -184,10 +184,7 @@ class WindowChannel(OwnChannel):
             self.read()
 
     def read_down_to(self, unconfirmed: int, *, deadline: float | None = None) -> None:
-        """Wait until at most *unconfirmed* messages lack a confirm.
-
-        Raise TimeoutError at *deadline*, a time of the monotonic clock.
-        """
+        """Wait until *unconfirmed* or fewer messages lack a confirm, at most until *deadline*."""
         while len(self._unconfirmed) > unconfirmed:
             if deadline is None:
                 _ = self._transport  # raises if the connection is lost

@@ -73,7 +73,7 @@ class Declarer:
                 client.close()
 
     def look_for_exchange(self, name: str, *, unreadable: type[ChannelError] = NotFound) -> None:
-        """Raise NotFound if an exchange is missing, or *unreadable* if the answer is unreadable."""
+        """Raise NotFound if an exchange is missing; raise *unreadable* for an unreadable answer."""
         with self.channel_for(name, unreadable=unreadable) as channel:
             channel.exchange_declare(name, "fanout", passive=True)
 

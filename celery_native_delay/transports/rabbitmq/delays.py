@@ -72,7 +72,7 @@ class Delays:
 
     @cached_property
     def records(self) -> Any:
-        """Return the records of this virtual host; None without ``native_delay_records``."""
+        """Return this virtual host's storage in ``native_delay_records``; None if not set."""
         return records_beside(self.settings, self.connection.virtual_host)
 
     @cached_property
@@ -191,8 +191,8 @@ class Delays:
     ) -> None:
         """Publish a received message again, so that the message waits until the due time.
 
-        If *recorded* is True, store a copy in the records, if any. This machine's clock is
-        *clock_ahead_us* microseconds ahead of the clock that set the due time.
+        If *recorded* is True, store a copy in ``native_delay_records``, if set. This machine's
+        clock is *clock_ahead_us* microseconds ahead of the clock that set the due time.
         """
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:

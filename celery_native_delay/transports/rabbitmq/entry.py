@@ -83,7 +83,7 @@ def waiting(member: str, text: str, due_us: int) -> Waiting:
 
 
 def record(records: Index, message: amqp.Message, wrapped: amqp.Message, delayed: Delayed) -> None:
-    """Store a copy of *message* in the records; *wrapped* is this message with our header."""
+    """Store a copy of *message* in *records*; *wrapped* is this message with our header."""
     header = wrapped.properties["application_headers"][HEADER]
     headers = message.properties.get("application_headers") or {}
     member = member_of(headers, delayed.delivery_id)

@@ -59,7 +59,7 @@ class Census(status.Census):
 
 
 class Store:
-    """The waiting messages of one namespace in a Redis broker."""
+    """The waiting messages of one ``native_delay_namespace`` in a Redis broker."""
 
     def __init__(self, client: Any, keys: Keys) -> None:
         """*client* is a plain ``redis.Redis`` that returns bytes."""
@@ -113,11 +113,11 @@ class Store:
     # --- many out ------------------------------------------------------------------------
 
     def promote(self, *, version: tuple[int, ...]) -> HandedOver:
-        """Move up to :data:`BATCH` due messages to their queues."""
+        """Move up to :data:`BATCH` due messages to their queues; *version* is the Redis version."""
         return self._hand_over(self.keys.due, "", version)
 
     def rescue(self, *, version: tuple[int, ...], before_us: int) -> HandedOver:
-        """Try again to deliver up to :data:`BATCH` messages that were parked before *before_us*."""
+        """Deliver up to :data:`BATCH` messages again that were undeliverable before *before_us*."""
         return self._hand_over(self.keys.parked, f"({before_us}", version)
 
     def _hand_over(self, source: str, highest: str, version: tuple[int, ...]) -> HandedOver:

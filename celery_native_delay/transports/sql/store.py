@@ -45,7 +45,7 @@ _stores: PerProcess[tuple[str, str], Store] = PerProcess(_inherited.append)
 
 
 class Store(Database):
-    """The waiting messages of one namespace in a database."""
+    """The waiting messages of one ``native_delay_namespace`` in a database."""
 
     tables = METADATA
 
@@ -146,7 +146,7 @@ class Store(Database):
         return self._batch(DUE, {"mine": self.namespace, "until": until_us})
 
     def taking_parked(self, *, after_id: int) -> AbstractContextManager[DispatchBatch]:
-        """Lock a batch of parked messages with ids above *after_id*, for a ``with`` block."""
+        """Lock a batch of parked (undeliverable) messages with ids above *after_id*."""
         return self._batch(PARKED, {"mine": self.namespace, "after": after_id})
 
     @contextmanager

@@ -34,7 +34,7 @@ ASKED = [*_COUNTS, _SIZE, *_FIFO_ONLY, "DelaySeconds", "MessageRetentionPeriod",
 
 
 def asked_of(name: str) -> list[str]:
-    """Return the names of the queue attributes that this package reads from SQS."""
+    """Return the names of the attributes that this package reads of the SQS queue *name*."""
     return ASKED if name.endswith(FIFO) else [*_COUNTS, _SIZE]
 
 

@@ -38,7 +38,7 @@ class Delays(delays.Delays):
 
     @cached_property
     def records(self) -> Any:
-        """Return the records of this part of the broker; None without ``native_delay_records``."""
+        """Return the storage that ``native_delay_records`` names; None if not set."""
         client, prefix = self._channel.connection.client, self._channel.queue_name_prefix
         return records_beside(self.settings, f"{client.virtual_host}.{prefix}")
 
@@ -53,7 +53,8 @@ class Delays(delays.Delays):
     ) -> Any:
         """Add this package's header to *message*, and encode *message* for *queue*.
 
-        *delivery_id* None means the delivery tag. *cancelled* marks the task as cancelled.
+        If *delivery_id* is None, the delivery id is kombu's delivery tag. *cancelled* marks the
+        task as cancelled.
         """
         self.check_settings()
         properties = message["properties"]
@@ -117,9 +118,9 @@ class Delays(delays.Delays):
         now_us: int,
         cancelled: bool = False,
     ) -> str:
-        """Send a message, and return a copy for the list of waiting tasks.
+        """Send a message; return a copy, which the caller must add to the list of waiting tasks.
 
-        The caller must add the copy to the list. Otherwise the worker drops the message.
+        A worker drops a message that is not in the list.
         """
         # With the old delivery tag SQS would drop the message as a duplicate.
         properties = {**message["properties"], "delivery_tag": delivery_id}
