@@ -4,7 +4,10 @@ from __future__ import annotations
 
 
 class Backoff:
-    """Computes the pause before the next attempt. Each failure doubles the pause, up to a limit."""
+    """Computes the pause before the next attempt.
+
+    Each failure doubles the pause, from *first* up to *longest* seconds.
+    """
 
     def __init__(self, first: float, longest: float) -> None:
         self._first = first

@@ -54,7 +54,10 @@ def milliseconds_up(microseconds: int) -> int:
 
 
 def units_until(due_us: int, *, now_us: int, resolution_ms: int) -> int:
-    """Convert the time until *due_us* to units of *resolution_ms*, rounded up; at least 0."""
+    """Return the number of periods of *resolution_ms* until *due_us*, rounded up.
+
+    Returns 0 if the due time has passed.
+    """
     return max(0, -((now_us - due_us) // (resolution_ms * 1000)))
 
 

@@ -58,7 +58,10 @@ class CannotDelay(NativeDelayError):
 
 
 class PublishRefused(NativeDelayError):
-    """The broker refused some messages of a batch; *refused* is the list of these messages."""
+    """The broker refused, or did not confirm, some messages of a batch.
+
+    *refused* has these messages.
+    """
 
     def __init__(self, text: str, refused: tuple[RefusedMessage, ...] = ()) -> None:
         super().__init__(text, refused)
@@ -94,7 +97,7 @@ class InvalidQuery(NativeDelayError, ValueError):
 
 
 class RecordsUnavailable(NativeDelayError):
-    """The Redis or database with the list of waiting tasks is unreachable."""
+    """The Redis or database that stores the state about waiting tasks is unreachable."""
 
 
 class NoRecords(RecordsUnavailable):
@@ -102,13 +105,14 @@ class NoRecords(RecordsUnavailable):
 
 
 class InvalidFanOut(NativeDelayError, ValueError):
-    """A ``FanOut`` or a Spark sink has an invalid option, column or row."""
+    """An option, a column or a row of ``FanOut`` or ``format("celery")`` in Spark is invalid."""
 
 
 class FanOutFailed(NativeDelayError):
-    """A ``FanOut`` failed in Spark: for example, the broker did not confirm some tasks.
+    """Spark could not send all rows as tasks: for example, the broker did not confirm some tasks.
 
-    *result* lists the rows with unconfirmed tasks, and counts the confirmed tasks.
+    *result* is the ``FanOutResult``, which lists the unconfirmed tasks. *result* is None if the
+    error has another reason, or if ``format("celery")`` sent the rows.
     """
 
     def __init__(self, text: str, result: Any = None) -> None:
@@ -131,7 +135,10 @@ def described(error: BaseException) -> str:
 
 @contextmanager
 def brought_by(extra: str, *, whose: str) -> Iterator[None]:
-    """Turn a failed import into an error that names the missing pip extra."""
+    """Turn a failed import in the ``with`` block into an error that names the missing pip extra.
+
+    *whose* names the feature that needs the import, for the text of the error.
+    """
     try:
         yield
     except ModuleNotFoundError as exc:
