@@ -39,7 +39,7 @@ from ..transports.bulk_publisher import RandomIds
 from .kinds import Kinds, Made, Sample
 from .plain_publishing import PlainPublishing
 
-#: Options that a template may contain, because all tasks of a kind have the same options.
+#: Options of ``send`` that an encoded message may contain: only tasks with equal options share it.
 _TEMPLATE_OPTIONS = frozenset(
     ("queue", "exchange", "routing_key", "priority", "ignore_result", "shadow", "time_limit",
      "soft_time_limit", "delivery_mode", "retry")
@@ -61,7 +61,8 @@ class BulkResult:
     """The result of :func:`bulk`: the number of sent tasks, and the tasks without a confirm.
 
     ``refused`` lists the tasks that the broker refused. ``in_doubt`` lists the tasks that the
-    broker may or may not have received.
+    broker may or may not have received. ``by_template`` counts the tasks that were sent as copies
+    of an encoded message.
     """
 
     sent: int = 0

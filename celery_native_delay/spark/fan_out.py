@@ -37,6 +37,7 @@ class FanOutResult:
     run_id: str
     seconds: float
     receipts: list[Receipt]
+    """The counts of each partition."""
     failures: list[Failure] = field(repr=False)
     """The tasks that the broker has not confirmed, one :class:`Failure` per accepted row."""
     was_committed: bool = False
