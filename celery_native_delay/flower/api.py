@@ -110,7 +110,10 @@ class ListDelays(ApiHandler):
 class ListRates(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
-        """Send the queues of rate-limited tasks, longest first, up to ``limit``."""
+        """Send up to ``limit`` lines, the line with the most waiting tasks first.
+
+        A line is the waiting tasks with the same rate limit and key.
+        """
         limit = self.limit()
         lines = await self.asking.delay(lambda delay: delay.rates(limit=max(limit + 1, MOST_LINES)))
         self.write(

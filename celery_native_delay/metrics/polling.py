@@ -22,17 +22,22 @@ logger = get_logger(__name__)
 #: If the next reading is late by this many seconds, the last reading is dropped.
 PATIENCE_SECONDS = 2 * TIMEOUT_SECONDS
 
-#: The largest number of keys of rate-limited tasks to count; the longest queues come first.
+#: The largest number of lines to read. A line is the waiting tasks with the same rate and key.
 MOST_LINES = 10_000
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Values that the thread :class:`Poll` read; None stands for an unknown value."""
+    """Values that the thread :class:`Poll` read; None stands for an unknown value.
+
+    - *first_due*: the Unix time at which the first waiting message is due.
+    - *lines*: the state of each rate limit and key.
+    - *entries*: the schedule entries.
+    """
 
     #: The message counts on the broker.
     backlog: Backlog | None
-    #: Monotonic, unlike *first_due*, which is a Unix time.
+    #: The time of the reading, by the monotonic clock.
     read_at: float
     duration_seconds: float
     first_due: float | None = None
