@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RefusedMessage:
-    """A message that the broker refused, with all fields needed to publish the message again.
+    """A message that the broker refused or did not confirm, with all fields to publish it again.
 
     *delivery_id* is this package's id of a delayed message; None if the message had no delay.
     *returned* is True if no queue was bound for the message's *exchange* and *routing_key*.
@@ -69,7 +69,10 @@ class PublishRefused(NativeDelayError):
 
 
 class TopologyMismatch(NativeDelayError):
-    """A queue or exchange of this package exists in the broker, but with different arguments."""
+    """A queue or exchange of this package exists in the broker, but with different arguments.
+
+    Also raised if the stored state of a key was written by an incompatible release.
+    """
 
 
 class NotPermitted(NativeDelayError):
@@ -109,7 +112,7 @@ class InvalidFanOut(NativeDelayError, ValueError):
 
 
 class FanOutFailed(NativeDelayError):
-    """Spark could not send all rows as tasks: for example, the broker did not confirm some tasks.
+    """Sending tasks from Spark failed: for example, the broker did not confirm some tasks.
 
     *result* is the ``FanOutResult``, which lists the unconfirmed tasks. *result* is None if the
     error has another reason, or if ``format("celery")`` sent the rows.

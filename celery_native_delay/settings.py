@@ -97,9 +97,9 @@ class DelaySettings:
     ``NotDeclared`` if a queue, exchange or binding is missing. `celery -A PROJ delay export` writes
     all declarations for other tools. Defaults to True."""
     landing_exchanges: tuple[str, ...] = ()
-    """Names of exchanges to which consumers without this package bind queues. A due
-    message for one of these exchanges goes to a queue of this package, which dead-letters the
-    message to the exchange. Defaults to none."""
+    """Names of exchanges to which consumers without this package bind queues. A due message for one
+    of these exchanges goes to a queue of this package, which dead-letters the message to the
+    exchange. Defaults to none."""
     adopt: bool = True
     """If on, workers return tasks that arrive before their ETA to the broker, instead of holding
     the tasks in memory. Defaults to True."""
@@ -109,11 +109,12 @@ class DelaySettings:
     broker's host and credentials, with port 15672."""
 
     records: str | None = None
-    """URL of a Redis, or SQLAlchemy URL of a database such as ``postgresql+psycopg://host/shop``,
-    for the records (state about waiting tasks). RabbitMQ, SQS and pgmq need records to list, cancel
-    and reschedule tasks, for debounce, throttle and unique keys, and for rate limits. A Redis
-    broker and the database of ``native_delay_store`` keep records without this setting. On any
-    broker, ``FanOut(…, fence=True)`` stores the state of the Spark run here. Defaults to None."""
+    """URL of a Redis server, or SQLAlchemy URL of a database such as
+    ``postgresql+psycopg://host/shop``, for the records (state about waiting tasks). RabbitMQ, SQS
+    and pgmq need records to list, cancel and reschedule tasks, for debounce, throttle and unique
+    keys, for rate limits, and for schedules. A Redis broker and the database of
+    ``native_delay_store`` keep records without this setting. On any broker, ``FanOut(…,
+    fence=True)`` stores the state of the Spark run here. Defaults to None."""
     records_away: str = "run"
     """Action for due tasks while the records (state about waiting tasks) are unreachable. "run":
     workers run the tasks, even cancelled and rescheduled tasks. "wait": the tasks stay in the
@@ -146,7 +147,7 @@ class DelaySettings:
 
     schedules: bool = False
     """If on, periodic tasks such as those of ``beat_schedule`` wait in the broker, and no ``celery
-    beat`` is needed. Needs records. Defaults to False."""
+    beat`` is needed. RabbitMQ, SQS and pgmq also need *records*. Defaults to False."""
     schedules_version: int | str | None = None
     """Release of the app's ``beat_schedule``: a number, or a date such as ``"2026-11-23"``. If
     workers have different schedules, the schedule of the highest release is valid. Of equal

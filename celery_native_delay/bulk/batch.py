@@ -10,8 +10,8 @@ are copies of the first encoded message, with another task id, due time and argu
 
 The only exceptions:
 
-- If other code sees or changes the messages, ``apply_async`` publishes every task. Such code is
-  publish signals, wrapped or overridden methods, and router functions.
+- If other code sees or changes the messages, ``apply_async`` publishes every task. Examples of such
+  code are receivers of publish signals, wrapped or overridden methods, and router functions.
 - ``apply_async`` publishes each task with links, stamps, compression, ``expires``, a serializer
   other than JSON, or task protocol 1.
 """
@@ -52,7 +52,7 @@ _NO_CANVAS = ', {"callbacks": null, "errbacks": null, "chain": null, "chord": nu
 #: ``send`` raises PublishRefused when the broker has refused this many tasks.
 MOST_REFUSED = 10_000
 
-#: The number of tasks sent between two looks at the broker's refusals.
+#: ``send`` reads the broker's refusals after every so many tasks.
 _LOOK_EVERY = 1000
 
 
