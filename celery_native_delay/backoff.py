@@ -4,10 +4,7 @@ from __future__ import annotations
 
 
 class Backoff:
-    """Computes the pause before the next attempt.
-
-    Each failure doubles the pause, from *first* up to *longest* seconds.
-    """
+    """A pause between attempts, doubled by each failure, from *first* to *longest* seconds."""
 
     def __init__(self, first: float, longest: float) -> None:
         self._first = first

@@ -58,10 +58,7 @@ class CannotDelay(NativeDelayError):
 
 
 class PublishRefused(NativeDelayError):
-    """The broker refused, or did not confirm, some messages of a batch.
-
-    *refused* has these messages.
-    """
+    """The broker refused, or did not confirm, the messages in the tuple *refused*."""
 
     def __init__(self, text: str, refused: tuple[RefusedMessage, ...] = ()) -> None:
         super().__init__(text, refused)
@@ -138,10 +135,7 @@ def described(error: BaseException) -> str:
 
 @contextmanager
 def brought_by(extra: str, *, whose: str) -> Iterator[None]:
-    """Turn a failed import in the ``with`` block into an error that names the missing pip extra.
-
-    *whose* names the feature that needs the import, for the text of the error.
-    """
+    """Turn a failed import into an error: *whose* (a feature's name) needs the pip *extra*."""
     try:
         yield
     except ModuleNotFoundError as exc:

@@ -132,10 +132,7 @@ def _has_hash_tag(prefix: str) -> bool:
 
 
 def server_of(client: Any, *, thoroughly: bool = False) -> Server:
-    """Ask the Redis server for its ``INFO``, and return the answer as a :class:`Server`.
-
-    With *thoroughly*, also find out if the client's user may call ``CONFIG GET``.
-    """
+    """Ask the Redis server for its ``INFO``; *thoroughly* also tries ``CONFIG GET``."""
     configurable = _is_configurable(client) if thoroughly else None
     try:
         return Server.from_info(client.info(), configurable=configurable)

@@ -26,10 +26,7 @@ logger = logging.getLogger("celery_native_delay.bulk")
 
 
 class Made(NamedTuple):
-    """A task's id, due time and arguments, for a copy of an encoded message.
-
-    *at_us* is the time of the call. Times are in microseconds since the epoch.
-    """
+    """A task's id, due time and arguments, for a copy that is sent at the time *at_us*."""
 
     at_us: int
     due_us: int
@@ -137,10 +134,7 @@ class Kinds:
         self._kinds[key] = kind
 
     def _made_by(self, kind: Kind, sample: Sample, now_us: int) -> bool | None:
-        """Return True if a copy of *kind*'s message would equal the message just published.
-
-        Returns None if the two messages cannot be compared.
-        """
+        """Return True if a copy for *kind* equals the published message; None if not comparable."""
         if sample.made is None:
             return None
         headers = self._publisher.last_headers

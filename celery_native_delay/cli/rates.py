@@ -70,10 +70,7 @@ def set_(ctx: click.Context, name: str, limit: str | None, key: str | None, as_j
 @key_option
 @as_json_option
 def unset(ctx: click.Context, name: str, **options: Any) -> None:
-    """Set the rate limit of one key to the limit in the settings again.
-
-    NAME is the name of the rate: by default, the task's name.
-    """
+    """Set the rate limit of one key to the limit in the settings again; NAME is as in `set`."""
     ctx.invoke(set_, name=name, limit=None, **options)
 
 

@@ -153,10 +153,7 @@ class Summary(Shared):
 
 
 class Lines(Shared):
-    """Sends the lines, the line with the most waiting tasks first.
-
-    A line is the waiting tasks with the same rate limit and key.
-    """
+    """Sends the lines (waiting tasks with the same rate limit and key), longest line first."""
 
     kept_as = "delays_lines"
     kept_seconds = 1.0

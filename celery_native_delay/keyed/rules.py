@@ -179,10 +179,7 @@ def end(seen: Seen, *, token: str, retry: tuple[str, int] | None = None) -> Step
 
 
 def release(seen: Seen, task_id: str, *, token: str | None = None) -> Step:
-    """Free the key of a task that will never run.
-
-    *token* is the id of the task's execution, if the execution has a lock of the key.
-    """
+    """Free the key of a task that will never run, and unlock its execution *token*, if any."""
     known = seen.record
     if known is None:
         return Step(None)
@@ -195,10 +192,7 @@ def runs(seen: Seen) -> bool:
 
 
 def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
-    """Store the key of a task that moves from another broker to this broker.
-
-    *known* is the key's stored state at the other broker.
-    """
+    """Store the key of a task that moves to this broker; *known* is its state at the old broker."""
     here = seen.record or Record()
     runs_here = here.run is not None and here.run.id == task_id
     if here.id == task_id or runs_here:

@@ -23,10 +23,7 @@ logger = get_logger(__name__)
 
 
 class Counts:
-    """Sums of workers' counts: received messages by queue, started rate-limited tasks by name.
-
-    The counts of *queues* (queue names) and *rated* (task names) begin with 0.
-    """
+    """Sums of workers' counts: received messages by queue, started rate-limited tasks by name."""
 
     def __init__(self, queues: Iterable[str] = (), rated: Iterable[str] = ()) -> None:
         self._lock = Lock()

@@ -28,18 +28,14 @@ MOST_LINES = 10_000
 
 @dataclass(frozen=True)
 class Reading:
-    """Values that the thread :class:`Poll` read; None stands for an unknown value.
-
-    - *first_due*: the Unix time at which the first waiting message is due.
-    - *lines*: the state of each rate limit and key.
-    - *entries*: the schedule entries.
-    """
+    """Values that the thread :class:`Poll` read; None stands for an unknown value."""
 
     #: The message counts on the broker.
     backlog: Backlog | None
     #: The time of the reading, by the monotonic clock.
     read_at: float
     duration_seconds: float
+    #: The Unix time at which the first waiting message is due.
     first_due: float | None = None
     lines: tuple[RateLine, ...] | None = None
     entries: tuple[Scheduled, ...] | None = None

@@ -141,7 +141,6 @@ class RedisListing(WaitingTasks):
         """Turn redis-py's errors in a ``with`` block into RecordsUnavailable."""
 
     def _found(self, task_id: str) -> list[tuple[str, bytes, Waiting]]:
-        """Return the name, content and task of each waiting message with this task id."""
         found = []
         with self._explained():
             # In ASCII ";" follows ":".

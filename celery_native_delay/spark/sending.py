@@ -165,10 +165,7 @@ def warn_of_late_sending(late: int, sent: int) -> None:
 
 
 class GivenUp:
-    """A file that tells later Spark tasks on this executor to send no rows, and the reason.
-
-    For example, the broker is unreachable, or the driver was interrupted.
-    """
+    """A file that tells later Spark tasks on this executor to send nothing, and the reason."""
 
     def __init__(self, job_id: str) -> None:
         # Spark ends the Python process of a failed task, so memory would not keep the reason.

@@ -33,11 +33,7 @@ _ROLES: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
 
 @dataclass(frozen=True)
 class Slot:
-    """A column that ``FanOut`` reads.
-
-    *name* is this package's name of the column, such as "due_in". *label* is the option of
-    ``FanOut`` that gives the column, such as "eta".
-    """
+    """A column that ``FanOut`` reads: internal *name*, and option (*label*), such as "eta"."""
 
     name: str
     label: str
