@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Backoff:
-    """Computes the pause before the next attempt. Each failure doubles the pause, up to a limit."""
+    """A pause between attempts, doubled by each failure, from *first* to *longest* seconds."""
 
     def __init__(self, first: float, longest: float) -> None:
         self._first = first

@@ -54,7 +54,7 @@ def milliseconds_up(microseconds: int) -> int:
 
 
 def units_until(due_us: int, *, now_us: int, resolution_ms: int) -> int:
-    """Convert the time until *due_us* to units of *resolution_ms*, rounded up; at least 0."""
+    """Return the number of *resolution_ms* periods until *due_us*, rounded up; 0 if in the past."""
     return max(0, -((now_us - due_us) // (resolution_ms * 1000)))
 
 

@@ -10,7 +10,7 @@ from .errors import InvalidDueTime
 
 _UNITS_MS = {"d": 86_400_000, "h": 3_600_000, "min": 60_000, "s": 1000}
 
-#: (A, B): a duration of at least A ms is rounded to B ms.
+#: Each pair (A, B): a duration of at least A ms is rounded to a multiple of B ms.
 _STEPS_MS = ((86_400_000, 3_600_000), (3_600_000, 60_000), (10_000, 1000), (1000, 100), (0, 1))
 
 _NUMBER = r"(\d+(?:\.\d+)?)\s*"

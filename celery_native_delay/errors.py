@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RefusedMessage:
-    """A message that the broker refused, with all fields needed to publish the message again.
+    """A message that the broker refused or did not confirm, with all fields to publish it again.
 
     *delivery_id* is this package's id of a delayed message; None if the message had no delay.
     *returned* is True if no queue was bound for the message's *exchange* and *routing_key*.
@@ -58,7 +58,7 @@ class CannotDelay(NativeDelayError):
 
 
 class PublishRefused(NativeDelayError):
-    """The broker refused some messages of a batch; *refused* is the list of these messages."""
+    """The broker refused, or did not confirm, the messages in the tuple *refused*."""
 
     def __init__(self, text: str, refused: tuple[RefusedMessage, ...] = ()) -> None:
         super().__init__(text, refused)
@@ -66,7 +66,10 @@ class PublishRefused(NativeDelayError):
 
 
 class TopologyMismatch(NativeDelayError):
-    """A queue or exchange of this package exists in the broker, but with different arguments."""
+    """A queue or exchange of this package exists in the broker, but with different arguments.
+
+    Also raised if the stored state of a key was written by an incompatible release.
+    """
 
 
 class NotPermitted(NativeDelayError):
@@ -94,7 +97,7 @@ class InvalidQuery(NativeDelayError, ValueError):
 
 
 class RecordsUnavailable(NativeDelayError):
-    """The Redis or database with the list of waiting tasks is unreachable."""
+    """The Redis or database that stores the state about waiting tasks is unreachable."""
 
 
 class NoRecords(RecordsUnavailable):
@@ -102,13 +105,14 @@ class NoRecords(RecordsUnavailable):
 
 
 class InvalidFanOut(NativeDelayError, ValueError):
-    """A ``FanOut`` or a Spark sink has an invalid option, column or row."""
+    """An option, a column or a row of ``FanOut`` or ``format("celery")`` in Spark is invalid."""
 
 
 class FanOutFailed(NativeDelayError):
-    """A ``FanOut`` failed in Spark: for example, the broker did not confirm some tasks.
+    """Sending tasks from Spark failed: for example, the broker did not confirm some tasks.
 
-    *result* lists the rows with unconfirmed tasks, and counts the confirmed tasks.
+    *result* is the ``FanOutResult``, which lists the unconfirmed tasks. *result* is None if the
+    error has another reason, or if ``format("celery")`` sent the rows.
     """
 
     def __init__(self, text: str, result: Any = None) -> None:
@@ -131,7 +135,7 @@ def described(error: BaseException) -> str:
 
 @contextmanager
 def brought_by(extra: str, *, whose: str) -> Iterator[None]:
-    """Turn a failed import into an error that names the missing pip extra."""
+    """Turn a failed import into an error: *whose* (a feature's name) needs the pip *extra*."""
     try:
         yield
     except ModuleNotFoundError as exc:

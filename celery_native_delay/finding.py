@@ -13,9 +13,9 @@ MAY_DIFFER_SECONDS = 1.0
 
 #: Level of a finding: delays do not work, or lose messages.
 WRONG = "wrong"
-#: Level: the check could not be made.
+#: Level of a finding: the check could not run.
 UNCHECKED = "not checked"
-#: Level: delays work, and could be made safer.
+#: Level of a finding: delays work, and could be made safer.
 ADVICE = "advice"
 
 
@@ -49,7 +49,11 @@ def clock_finding(
     *,
     check: str = "clocks",
 ) -> Iterator[Finding]:
-    """Yield a problem if a server's clock and this machine's clock differ by over a second."""
+    """Yield a problem if a server's clock and this machine's clock differ by over a second.
+
+    The problem's text begins with *whose* (the clock's name), and ends with *effect* (the
+    consequence for delayed tasks).
+    """
     if abs(ahead_seconds) > MAY_DIFFER_SECONDS:
         side = "ahead of" if ahead_seconds > 0 else "behind"
         yield Finding(

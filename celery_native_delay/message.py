@@ -12,7 +12,7 @@ from .due_time import due_us, milliseconds_up
 from .errors import InvalidDueTime
 from .texts import is_text
 
-#: The one header that we add to a message.
+#: The header that this package adds to each delayed message.
 HEADER = "native_delay"
 
 VERSION = 1
@@ -47,10 +47,10 @@ def is_own(header: Any) -> bool:
 class Delayed(NamedTuple):
     """The header of a delayed message: original exchange, routing key and due time.
 
-    Copies of a message in several queues have the same *delivery_id*. If *queue* is None, the
-    exchange routes the message. *due_us* and *expires_ms* are times since the epoch. The message
-    expires at *expires_ms*, computed from the property ``expiration``. If *cancelled* is True, a
-    worker revokes the task.
+    Copies of a message in several queues have the same *delivery_id*. A due message goes to
+    *queue*; if *queue* is None, the exchange routes the message. *due_us* and *expires_ms* are
+    times since the epoch. The message expires at *expires_ms*, computed from the property
+    ``expiration``. If *cancelled* is True, a worker revokes the task.
     """
 
     delivery_id: str
@@ -116,7 +116,7 @@ def due_ms_of(headers: Mapping[str, Any]) -> int | None:
     return None if found_us is None else milliseconds_up(found_us)
 
 
-#: Fields of our header: the task was cancelled, and its original ``expires``.
+#: Fields of our header: True for a cancelled task, and the task's ``expires`` before the cancel.
 CANCELLED, EXPIRES = "cancelled", "task_expires"
 
 #: The ``expires`` of a cancelled task: a worker without this package announces it as expired.

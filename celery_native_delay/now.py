@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
-#: The time at which the test clock stands, in nanoseconds since the epoch; None without a clock.
+#: The test clock's time, in nanoseconds since the epoch; None without a test clock.
 stopped_at_ns: int | None = None
 
 

@@ -15,9 +15,9 @@ Value = TypeVar("Value")
 
 
 class PerProcess(Generic[Key, Value]):
-    """A cache of values by key, which is empty in each new child process.
+    """A cache of values by key, which is empty in each forked child process.
 
-    The child process calls *abandon* with each cached value of the parent process.
+    After the fork, the child process calls *abandon* with each cached value of its parent.
     """
 
     def __init__(self, abandon: Callable[[Value], object] = lambda value: None) -> None:

@@ -76,7 +76,7 @@ def check_server(server: Server, *, prefix: str) -> None:
 def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) -> Iterator[Finding]:
     """Yield a problem for each Redis setting that may cause a loss of data.
 
-    *kept* is the word for the data in the problem's text, such as "delayed messages". *has_ttls*
+    *check* is the name of the check. *kept* names the data, such as "delayed messages". *has_ttls*
     is True if the data has TTLs. Redis may delete such data under a ``volatile-…`` eviction
     policy.
     """
@@ -115,7 +115,7 @@ def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) ->
 
 
 def clocks(ahead_seconds: float, *, check: str = "clocks") -> Iterator[Finding]:
-    """Yield a problem if the Redis server's clock and this machine's clock differ."""
+    """Yield a problem if the Redis server's and this machine's clock differ by over a second."""
     effect = "arrive early and are put back once" if ahead_seconds > 0 else "arrive that much later"
     yield from clock_finding(
         "the Redis server's clock", ahead_seconds, f"delayed tasks {effect}", check=check
@@ -132,7 +132,7 @@ def _has_hash_tag(prefix: str) -> bool:
 
 
 def server_of(client: Any, *, thoroughly: bool = False) -> Server:
-    """Ask the Redis server for its ``INFO``, and return the answer as a :class:`Server`."""
+    """Ask the Redis server for its ``INFO``; *thoroughly* also tries ``CONFIG GET``."""
     configurable = _is_configurable(client) if thoroughly else None
     try:
         return Server.from_info(client.info(), configurable=configurable)

@@ -27,7 +27,7 @@ TTL_EXTRA_MS = 1
 #: A million unconfirmed messages of 1 kB take a gigabyte of memory.
 MAX_CONFIRM_WINDOW = 1_000_000
 
-#: Fused bits of one group: a message passes one of the group's 15 queues, instead of four queues.
+#: Bits in one group: a message waits in one of the group's 15 queues, instead of up to four queues.
 FUSED_WIDTH = 4
 #: The lowest group has three bits: the fractions of a second at the default resolution. The next
 #: group then begins with whole seconds, and most delays use all of its 15 queues.
@@ -71,7 +71,7 @@ class DelaySettings:
     enabled: bool = True
     """If off, Celery behaves as if this package were not installed. Defaults to True."""
     namespace: str = "celery_delay"
-    """First word of each queue, exchange and key on the broker. Defaults to "celery_delay"."""
+    """First word of each name of a queue, exchange or Redis key. Defaults to "celery_delay"."""
     levels: int = 31
     """Number of delay levels (queues with a TTL) on RabbitMQ. The longest delay is just under
     2**levels times the resolution. Defaults to 31: 8.5 years at a resolution of 125 ms."""
@@ -79,11 +79,11 @@ class DelaySettings:
     """TTL in seconds of the shortest delay queue, a whole number of milliseconds. Delays are
     rounded up to a multiple of the resolution. Defaults to 0.125."""
     fused_bits: int = 15
-    """Number of low bits of a delay that form groups: 0, 3, 7, 11, 15 and so on. The delay is a
-    binary count of resolutions. A message waits once per set bit outside the groups, and once per
-    nonzero group. A bit has one TTL queue, a group up to 15 TTL queues. With groups, the broker has
-    more queues, and delivers more messages per second. Defaults to 15: a delay of whole seconds
-    below an hour needs at most three queues."""
+    """Number of low bits of a delay that form groups on RabbitMQ: 0, 3, 7, 11, 15 and so on. A
+    delay is a binary number, in units of the resolution. A message waits in one queue for each
+    group that is not zero, and in one queue for each other bit that is 1. A group has up to 15 TTL
+    queues, a bit has one. With groups, the broker has more queues, and delivers more messages per
+    second. Defaults to 15: a delay of whole seconds below an hour needs at most three queues."""
     queue_type: str = "quorum"
     """Type of RabbitMQ's delay queues: "quorum" or "classic". A classic queue is on one node, and
     may lose messages that expire while the broker crashes. Defaults to "quorum"."""
@@ -97,9 +97,9 @@ class DelaySettings:
     ``NotDeclared`` if a queue, exchange or binding is missing. `celery -A PROJ delay export` writes
     all declarations for other tools. Defaults to True."""
     landing_exchanges: tuple[str, ...] = ()
-    """Names of exchanges to which consumers without this package bind queues. A due
-    message for one of these exchanges goes to a queue of this package, which dead-letters the
-    message to the exchange. Defaults to none."""
+    """Names of exchanges to which consumers without this package bind queues. A due message for one
+    of these exchanges goes to a queue of this package, which dead-letters the message to the
+    exchange. Defaults to none."""
     adopt: bool = True
     """If on, workers return tasks that arrive before their ETA to the broker, instead of holding
     the tasks in memory. Defaults to True."""
@@ -109,11 +109,12 @@ class DelaySettings:
     broker's host and credentials, with port 15672."""
 
     records: str | None = None
-    """URL of a Redis, or SQLAlchemy URL of a database such as ``postgresql+psycopg://host/shop``,
-    for the records (state about waiting tasks). RabbitMQ, SQS and pgmq need records to list, cancel
-    and reschedule tasks, for debounce, throttle and unique keys, and for rate limits. A Redis
-    broker and the database of ``native_delay_store`` keep records without this setting. On any
-    broker, ``FanOut(…, fence=True)`` stores the state of the Spark run here. Defaults to None."""
+    """URL of a Redis server, or SQLAlchemy URL of a database such as
+    ``postgresql+psycopg://host/shop``, for the records (state about waiting tasks). RabbitMQ, SQS
+    and pgmq need records to list, cancel and reschedule tasks, for debounce, throttle and unique
+    keys, for rate limits, and for schedules. A Redis broker and the database of
+    ``native_delay_store`` keep records without this setting. On any broker, ``FanOut(…,
+    fence=True)`` stores the state of the Spark run here. Defaults to None."""
     records_away: str = "run"
     """Action for due tasks while the records (state about waiting tasks) are unreachable. "run":
     workers run the tasks, even cancelled and rescheduled tasks. "wait": the tasks stay in the
@@ -141,19 +142,20 @@ class DelaySettings:
     ``{"shop.call_api": ["10/s", "5000/d"]}``. Tasks beyond a rate limit wait in the broker.
     Defaults to none."""
     retry_after_limit: float = 86_400.0
-    """Seconds after a task's first ``RetryAfter`` in which the task is retried again. Later, a
-    ``RetryAfter`` is the task's failure. Defaults to 86,400 (one day)."""
+    """Seconds after a task first raises ``RetryAfter``. Within this time, each ``RetryAfter``
+    retries the task. Later, a ``RetryAfter`` fails the task. Defaults to 86,400 (one day)."""
 
     schedules: bool = False
     """If on, periodic tasks such as those of ``beat_schedule`` wait in the broker, and no ``celery
-    beat`` is needed. Needs records. Defaults to False."""
+    beat`` is needed. RabbitMQ, SQS and pgmq also need *records*. Defaults to False."""
     schedules_version: int | str | None = None
-    """Release of the app's ``beat_schedule``: a number, or a date such as ``"2026-11-23"``. The
-    schedule of the highest release is valid. Of equal releases, the schedule of the worker that
-    started last is valid. Defaults to None."""
+    """Release of the app's ``beat_schedule``: a number, or a date such as ``"2026-11-23"``. If
+    workers have different schedules, the schedule of the highest release is valid. Of equal
+    releases, the schedule of the worker that started last is valid. Defaults to None, which is
+    lower than any release."""
     schedules_catch_up: Literal["one", "none", "all"] = "one"
-    """Number of runs for the due times that passed while no worker ran: "one", "none", or "all"
-    (at most 100). Defaults to "one"."""
+    """Number of runs of a periodic task for its due times that passed while no worker ran: "one",
+    "none", or "all" (at most 100). Defaults to "one"."""
 
     def __post_init__(self) -> None:
         for name in ("landing_exchanges", "rates"):
@@ -326,10 +328,10 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
 def lowest_bit(bit: int, *, fused_bits: int) -> int:
     """Return the lowest bit of the group that contains *bit*; for example, 3 for bit 5.
 
-    A delay is a binary number, in units of the setting *resolution*. The bits form
-    groups, and a message waits at most once per group. The lowest group has three bits (0-2). The
-    next groups have four bits (3-6, 7-10, …), up to the bit *fused_bits* - 1. Each higher bit is a
-    group of its own.
+    A delay is a binary number, in units of the setting *resolution*. The bits form groups, and a
+    message waits at most once per group. The lowest group has three bits (0-2). The next groups
+    have four bits (3-6, 7-10, …), up to the bit *fused_bits* - 1. Each higher bit is a group of its
+    own.
     """
     if bit >= fused_bits:
         return bit
@@ -337,7 +339,7 @@ def lowest_bit(bit: int, *, fused_bits: int) -> int:
 
 
 def named(task: str, rates: Any) -> tuple[Rate, ...]:
-    """Return the rates of a task. Rates without a name are named task, task#2, task#3."""
+    """Return a task's rate limits. Limits without a name are named task, task#2, task#3."""
     given = [Rate.of(each) for each in (rates if isinstance(rates, list | tuple) else [rates])]
     names = [task, *(f"{task}#{number}" for number in range(2, len(given) + 1))]
     return tuple(replace(rate, name=rate.name or names[at]) for at, rate in enumerate(given))

@@ -68,7 +68,10 @@ app.conf.update(
 
 
 def can_count(broker_url: str, records: str | None) -> bool:
-    """Return True if rates and schedules work: RabbitMQ needs records, and SQS is left out."""
+    """Return True if the demo uses rates and schedules with this broker.
+
+    On RabbitMQ, rates and schedules need records. On SQS, the demo has no records.
+    """
     if broker_url.startswith(("amqp", "pyamqp")):
         return bool(records)
     return not broker_url.startswith("sqs")

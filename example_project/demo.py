@@ -268,7 +268,7 @@ def watch(
 def problems(
     runs: list[Run], held: list[int], unexpected: list[str], broker: DemoBroker
 ) -> Iterator[str]:
-    """Yield one sentence for each broken promise."""
+    """Yield one sentence for each problem, such as a task that ran late, twice or not at all."""
     for run in runs:
         if not run.starts:
             yield f"{run.title}: has not run"
@@ -334,7 +334,7 @@ def stop(signal_number: int, _: object) -> NoReturn:
 
 
 def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
-    """Run the whole demo, and return True if every promise held."""
+    """Run the whole demo, and return True if there was no problem."""
     record, log = folder / "record.jsonl", folder / "worker.log"
     record.touch()
     console.print("starting the broker …")

@@ -44,7 +44,7 @@ class DemoBroker:
     name: str
     url: str
     records: str | None = None
-    """The URL of a Redis for the records (state about waiting tasks); only RabbitMQ needs a URL."""
+    """The URL of the Redis for the records (state about waiting tasks), which RabbitMQ needs."""
 
     @property
     def waits_in(self) -> str:

@@ -36,7 +36,7 @@ from example_project.demo import main, running_worker
 from example_project.demo_broker import REPOSITORY, demo_broker
 from example_project.orders import DAY, PATH
 
-#: How many seconds of the data's day pass in one second of the demo.
+#: Seconds of the data's day that pass in one second of the demo.
 SPEED = 86_400 / 20
 
 #: A rehearsal of the plan measures the speed of this machine. The jobs for plan, ledger and sending
@@ -47,8 +47,6 @@ SPARE_SECONDS = 5
 
 #: The demo stops waiting this many seconds after the last due time.
 RUN_LIMIT_SECONDS = 90
-
-#: Where the lateness is drawn, in the folder this is started from.
 
 
 def reminders(orders: DataFrame, start: datetime) -> FanOut:
@@ -110,7 +108,7 @@ def session_of(folder: Path, broker_url: str) -> SparkSession:
 
 
 def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
-    """Run the whole demo, and return True if every promise held."""
+    """Run the whole demo, and return True if every task is ok and no row is missing."""
     record, telemetry, ledger = folder / "record.jsonl", folder / "telemetry", folder / "ledger"
     record.touch()
     with ExitStack() as stack:

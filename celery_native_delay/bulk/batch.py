@@ -10,8 +10,8 @@ are copies of the first encoded message, with another task id, due time and argu
 
 The only exceptions:
 
-- If other code sees or changes the messages, ``apply_async`` publishes every task. Such code is
-  publish signals, wrapped or overridden methods, and router functions.
+- If other code sees or changes the messages, ``apply_async`` publishes every task. Examples of such
+  code are receivers of publish signals, wrapped or overridden methods, and router functions.
 - ``apply_async`` publishes each task with links, stamps, compression, ``expires``, a serializer
   other than JSON, or task protocol 1.
 """
@@ -39,7 +39,7 @@ from ..transports.bulk_publisher import RandomIds
 from .kinds import Kinds, Made, Sample
 from .plain_publishing import PlainPublishing
 
-#: Options that a template may contain, because all tasks of a kind have the same options.
+#: Options of ``send`` that an encoded message may contain: only tasks with equal options share it.
 _TEMPLATE_OPTIONS = frozenset(
     ("queue", "exchange", "routing_key", "priority", "ignore_result", "shadow", "time_limit",
      "soft_time_limit", "delivery_mode", "retry")
@@ -52,7 +52,7 @@ _NO_CANVAS = ', {"callbacks": null, "errbacks": null, "chain": null, "chord": nu
 #: ``send`` raises PublishRefused when the broker has refused this many tasks.
 MOST_REFUSED = 10_000
 
-#: The number of tasks sent between two looks at the broker's refusals.
+#: ``send`` reads the broker's refusals after every so many tasks.
 _LOOK_EVERY = 1000
 
 
@@ -61,7 +61,8 @@ class BulkResult:
     """The result of :func:`bulk`: the number of sent tasks, and the tasks without a confirm.
 
     ``refused`` lists the tasks that the broker refused. ``in_doubt`` lists the tasks that the
-    broker may or may not have received.
+    broker may or may not have received. ``by_template`` counts the tasks that were sent as copies
+    of an encoded message.
     """
 
     sent: int = 0

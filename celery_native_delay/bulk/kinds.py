@@ -26,7 +26,7 @@ logger = logging.getLogger("celery_native_delay.bulk")
 
 
 class Made(NamedTuple):
-    """A task's id, due time and arguments, for a copy of an encoded message."""
+    """A task's id, due time and arguments, for a copy that is sent at the time *at_us*."""
 
     at_us: int
     due_us: int
@@ -38,24 +38,27 @@ class Kind:
     """Tasks with the same name, route and options, and their reusable encoded message."""
 
     learnt: TaskTemplate
+    #: The result of :meth:`.PlainPublishing.hooks` for the first message.
     hooks: tuple[Any, ...]
-    #: The number of the connection on which the message is valid.
-    generation: int
+    #: The batch's number of connects at the first message, which is not valid after a reconnect.
+    connects: int
     #: If not None, only tasks with these encoded arguments can use the message.
     body: bytes | None
     #: True if a second message differed only in id, due time and arguments.
     checked: bool = False
 
-    def serves(self, made: Made, generation: int) -> bool:
+    def serves(self, made: Made, connects: int) -> bool:
         """Return True if the task can be sent as a copy of this kind's encoded message."""
         known = self.checked and (self.body is None or self.body == made.values[-1])
-        return known and self.generation == generation
+        return known and self.connects == connects
 
 
 class Sample(NamedTuple):
     """A task that ``apply_async`` has just published."""
 
+    #: The task (or its name), and the options of ``send``.
     key: Any
+    #: The task if the app has registered it.
     known: Task | None
     hooks: tuple[Any, ...]
     task_id: str
@@ -73,9 +76,9 @@ class Kinds:
         self._publisher = publisher
         self._iso = iso
         self._kinds: dict[Any, Kind] = {}
-        #: Kinds whose template would not reproduce the next message.
+        #: Keys of kinds for which a copy differed from the message of ``apply_async``.
         self._without_template: set[Any] = set()
-        #: The hooks of each kind whose messages are seen or changed by other code.
+        #: For each kind whose messages other code sees or changes: the publishing functions.
         self._observed: dict[Any, tuple[Any, ...]] = {}
         self._logged: set[str] = set()
 
@@ -86,8 +89,8 @@ class Kinds:
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:
         """Return the stored template for tasks with this *key* (name, route and options), or None.
 
-        *hooks* are the functions that may change a message, such as signal receivers. If they
-        differ from those of the stored template, the result is None, too.
+        *hooks* are the functions that now publish the task. If other functions published the
+        template's message, the result is None, too.
         """
         kind = self._kinds.get(key)
         return kind if kind is not None and same(kind.hooks, hooks) else None
@@ -96,8 +99,8 @@ class Kinds:
         """Store a published task's message as a template, or check the stored template with it."""
         key, now_us = sample.key, time_ns() // 1000
         kind = self.of(key, sample.hooks)
-        generation = self._publisher.outbox.connects
-        if kind is None or kind.generation != generation or now_us > kind.learnt.valid_until_us:
+        connects = self._publisher.outbox.connects
+        if kind is None or kind.connects != connects or now_us > kind.learnt.valid_until_us:
             self._begin(sample, kind, now_us)
         elif sample.made is not None and not (kind.checked and kind.body is None):
             alike = self._made_by(kind, sample, now_us)

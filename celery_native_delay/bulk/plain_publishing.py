@@ -1,4 +1,4 @@
-"""Checks that no code except Celery and kombu handles the messages that an app publishes.
+"""Checks that only Celery and kombu handle the messages that an app publishes.
 
 ``bulk(app)`` makes this check before it sends copies of an encoded message.
 

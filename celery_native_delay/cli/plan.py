@@ -12,7 +12,7 @@ from .group import Duration, as_json_option, command, fitting_connection, say, s
 if TYPE_CHECKING:
     from ..transports.rabbitmq.topology import Topology
 
-#: On SQS, the largest number of sends of one message to list.
+#: On SQS, the largest number of waits of one message that the path lists.
 _SHOWN = 10
 
 #: The value to print as JSON, and the lines to print as text.

@@ -13,7 +13,7 @@ from .group import as_json_option, command, installed_settings, limit_option, sa
 if TYPE_CHECKING:
     from ..rates.line import RateLine
 
-#: Redis lists queues of tasks by time, not by length: read this many to find the longest.
+#: The number of lines to read, of which the longest are shown: Redis does not sort lines by length.
 _LOOKED_AT = 500
 
 key_option = click.option("--key", help="The key. Leave it out for tasks without a key.")
@@ -26,10 +26,10 @@ _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held
 def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
     """Show waiting rate-limited tasks, by task name and key.
 
-    The key with the most waiting tasks comes first. A rate with "*" is not the usual rate. "next
-    slot" is the time until the next task of the key may start. "utilisation" is the number of
-    recent starts in percent of the limit: 50 starts within the last minute are 50 % of the rate
-    100/m. "held" is the time until the end of a pause that RetryAfter began.
+    The key with the most waiting tasks comes first. A rate with "*" differs from the rate in the
+    settings. "next slot" is the time until the next task of the key may start. "utilisation" is the
+    number of recent starts in percent of the limit: 50 starts within the last minute are 50 % of
+    the rate 100/m. "held" is the time until the end of a pause that RetryAfter began.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -53,7 +53,10 @@ def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
 @key_option
 @as_json_option
 def set_(ctx: click.Context, name: str, limit: str | None, key: str | None, as_json: bool) -> None:
-    """Set the limit of a key of the rate or task NAME, for all workers, to LIMIT, such as 500/m."""
+    """Set the rate limit of one key to LIMIT, such as 500/m, in all workers.
+
+    NAME is the name of the rate: by default, the task's name.
+    """
     from ..app.delay import Delay
 
     moved = Delay(ctx.obj.app).set_rate(name, key, limit)
@@ -67,12 +70,12 @@ def set_(ctx: click.Context, name: str, limit: str | None, key: str | None, as_j
 @key_option
 @as_json_option
 def unset(ctx: click.Context, name: str, **options: Any) -> None:
-    """Give a key of the task or rate NAME the limit from the settings again."""
+    """Set the rate limit of one key to the limit in the settings again; NAME is as in `set`."""
     ctx.invoke(set_, name=name, limit=None, **options)
 
 
 def shown(lines: Sequence[RateLine], more: bool, now: datetime) -> str:
-    """Return a text table of *lines*, the queues of rate-limited tasks."""
+    """Return a text table of *lines*. A line is the waiting tasks with the same rate and key."""
     rows = [
         (
             line.task,

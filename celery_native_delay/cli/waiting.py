@@ -136,7 +136,8 @@ def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
 def cancel(ctx: click.Context, **chosen: Any) -> None:
     """Cancel waiting tasks, by IDs or by a search.
 
-    Results of cancelled tasks become REVOKED at once. A worker later informs monitors and chords.
+    The results of cancelled tasks become REVOKED at once. Later, a worker tells monitors and chords
+    that the tasks were revoked.
     """
     _change(ctx, "cancel", "cancelled", lambda delay, ids: delay.cancel_all(ids), **chosen)
 

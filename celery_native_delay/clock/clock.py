@@ -40,7 +40,7 @@ class Clock:
     def __init__(self, app: Celery | None = None, *, raises: bool = True) -> None:
         self._app: Any = checked_app(current_app if app is None else app)
         self.raises = raises
-        #: The errors of tasks that ran while *raises* was false.
+        #: The exceptions of tasks that failed while *raises* was False.
         self.errors: list[BaseException] = []
         self._undo = ExitStack()
         self._running: Running | None = None

@@ -22,7 +22,7 @@ from ..worker.attendant import Attendant, Task
 from ..worker.bootsteps import NativeDelay
 from ..worker.scheduling import Scheduling
 
-#: Messages that the worker holds unacknowledged: Celery's default for one process.
+#: The largest number of unacknowledged messages: Celery's default for one process.
 PREFETCH_COUNT = 4
 
 

@@ -86,7 +86,6 @@ def _close_pools(app: Any) -> None:
 
 @contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute within the ``with`` block."""
     earlier = getattr(owner, name)
     setattr(owner, name, value)
     try:

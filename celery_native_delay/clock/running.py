@@ -8,15 +8,16 @@ from .. import now
 from ..errors import NativeDelayError
 from .inline_worker import InlineWorker
 
-#: The most tasks that run at one moment: more are probably a task that sends itself at once.
+#: The largest number of tasks that run while the clock stands still. If more tasks are due, a task
+#: probably sends itself again without a delay.
 MOST_AT_ONE_MOMENT = 10_000
 
-#: The most moves of the clock for each task that may run: a task waits again if its key is busy.
+#: The largest number of clock moves per permitted task: a task waits again if its key is locked.
 MOVES_PER_TASK = 100
 
 
 class StillWaiting(NativeDelayError):
-    """Raised if tasks still wait after the largest permitted number of tasks has run."""
+    """The largest permitted number of tasks has run, and another task still waits."""
 
 
 class Running:
@@ -28,7 +29,7 @@ class Running:
         self._worker = worker
         self._move = move
         self._after_step = after_step
-        #: The number of tasks that the worker had started when the present count began.
+        #: The number of tasks that the worker had started when this object began to count tasks.
         self._before = 0
 
     def run_until(self, until_us: int) -> None:

@@ -9,7 +9,7 @@ from .run import Record, opened, sealed
 
 
 class Runs:
-    """The stored states of Spark runs: open, committed or aborted."""
+    """Reads and changes the stored states of Spark runs, such as "open" or "committed"."""
 
     def __init__(self, records: Records) -> None:
         self._records = records

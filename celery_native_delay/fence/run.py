@@ -19,22 +19,22 @@ from enum import Enum
 
 from ..texts import is_text
 
-#: A change in the record, other than a new field, needs a new version.
+#: Increase VERSION when the stored state changes. A new field needs no new version.
 VERSION = 1
 
-#: The header of a message of a fenced run.
+#: The header of each message that ``FanOut(…, fence=True)`` sends.
 HEADER = "native_delay_fence"
 
-#: The record of a run is kept for 30 days after its last due time: tasks may be parked,
-#: redelivered, or wait in a long queue. A record takes some bytes per partition.
+#: The state of a Spark run is stored for 30 days after its last due time: tasks may be parked,
+#: redelivered, or wait in a long queue. A state takes some bytes per partition.
 MARGIN_SECONDS = 30 * 86_400
 
-#: A message of a run that is not sealed waits in the broker for a tenth of the time since the run
-#: was opened, within these bounds. The message may be late by that time.
+#: If a message is due before the run's result is stored, a worker returns the message to the broker
+#: for a tenth of the time since the run began, within these bounds. So the message may be late.
 SHORTEST_HOLD_SECONDS = 1.0
 LONGEST_HOLD_SECONDS = 30.0
 
-#: Seconds that a message waits in the broker while the records are unreachable.
+#: Seconds that a due message waits in the broker while the Redis or database is unreachable.
 BLIND_HOLD_SECONDS = 5.0
 
 OPEN, COMMITTED, ABORTED, ALL = "open", "committed", "aborted", "all"

@@ -110,7 +110,7 @@ class ListDelays(ApiHandler):
 class ListRates(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
-        """Send the queues of rate-limited tasks, longest first, up to ``limit``."""
+        """Send up to ``limit`` lines (tasks with the same rate limit and key), longest first."""
         limit = self.limit()
         lines = await self.asking.delay(lambda delay: delay.rates(limit=max(limit + 1, MOST_LINES)))
         self.write(

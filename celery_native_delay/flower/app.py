@@ -114,7 +114,8 @@ class DelayFlower(Flower):
         )
         self.asking = Asking(self.capp)
         self._exposed: Exposed | None = None
-        #: The pages that have a link, because the app uses what they show.
+        #: The names of the pages with a link in the navigation bar. "rates" and "schedules" have a
+        #: link only if the app's settings have rates or schedules.
         self.linked = {"delays"}
 
     def start(self) -> None:

@@ -26,13 +26,14 @@ _BARS = 40
 #: The largest number of parked messages (due, but without a queue) on the page.
 _PARKED = 50
 
-#: The largest number of queues of rate-limited tasks on the page, which sorts and searches them.
+#: The largest number of lines (waiting tasks with the same rate limit and key) on the page Rates.
+#: The browser sorts and searches the lines.
 MOST_LINES = 500
 
 #: The largest number of tasks that one action on the page can change.
 MOST_IDS = 100_000
 
-#: The time limit for reading all ids, in seconds. Reading takes a few seconds at most times.
+#: The time limit for reading all ids, in seconds. Reading usually takes a few seconds.
 _ALL_IDS_SECONDS = 60.0
 
 
@@ -152,7 +153,7 @@ class Summary(Shared):
 
 
 class Lines(Shared):
-    """Sends the queues of rate-limited tasks, longest queue first."""
+    """Sends the lines (waiting tasks with the same rate limit and key), longest line first."""
 
     kept_as = "delays_lines"
     kept_seconds = 1.0

@@ -19,13 +19,14 @@ VERSION = 1
 #: The header of a message that was published under a key: a :class:`Mark`.
 HEADER = "native_delay_key"
 
-#: The header of a task with shared locks: pairs of a key's name and the id of the execution.
+#: The header of a task that holds shared locks (``concurrent``): for each lock, the name of the key
+#: and the id of the execution.
 LOCKS = "native_delay_locks"
 
-#: Bytes. A longer name of a record is shortened to its beginning and a digest.
+#: The longest name of a stored state in bytes. A longer name becomes its beginning and a digest.
 LONGEST_NAME = 200
 
-#: json.dumps() with separators makes an encoder for each call.
+#: One encoder for all calls: json.dumps() with separators would make an encoder for each call.
 _as_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -48,12 +49,14 @@ class Run:
 class Record:
     """The stored state of one debounce, throttle, unique or concurrent key.
 
-    - *id* and *due_us*: the id and the due time of the waiting task.
-    - *since_us*: the time of the call that began the current debounce.
+    A concurrent key lets a limited number of executions run at the same time.
+
+    - *id* and *due_us*: the id and the due time of the waiting task. For a concurrent key, *due_us*
+      is the time at which the last waiting task tries again.
+    - *since_us*: the time of the first debounce call for the waiting task.
     - *window_us*: the end of a throttle's window.
     - *opener*: the id of the task that began a throttle's window.
-    - *runs*: the running execution of a unique task, or those that share a concurrent key. Then
-      *due_us* is the time at which the last waiting task tries again.
+    - *runs*: the executions that now have a lock of a unique or concurrent key.
 
     All times are in microseconds since the epoch. Unset times are 0. Other unset fields
     are None.

@@ -14,7 +14,8 @@ from .record import Record, Run
 #: A task counts as lying in its queue for a day after its due time, even if it was lost.
 BELIEVED_US = 86_400_000_000
 
-#: The record of a unique task is kept for 30 days after its due time, as a user may move the task.
+#: The state of a unique key is stored for 30 days after the task's due time, because the user may
+#: reschedule the task.
 KEPT_US = 30 * BELIEVED_US
 
 #: The length of a running task's lease, and the seconds between two renewals by its worker.
@@ -48,11 +49,12 @@ class Seen:
 class Step:
     """A decision about a debounce, throttle or unique key, and the key's new state.
 
-    - *record* and *kept_us*: the new state and its expiry; None removes the state.
+    - *record*: the new state; None removes the state.
+    - *kept_us*: the time when the new state expires.
     - *due_us*: the due time of the message to publish, or None to publish no message.
     - *replaces*: True if the published message replaces the key's waiting task.
-    - *stands*: the id of another task that has the key, or None.
-    - *free_us*: the time to try again if the key's task is running, or None.
+    - *stands*: the id of another task that has the key, so that no message is published; or None.
+    - *free_us*: the time to try again if the key is locked, or None.
     """
 
     record: Record | None
@@ -177,7 +179,7 @@ def end(seen: Seen, *, token: str, retry: tuple[str, int] | None = None) -> Step
 
 
 def release(seen: Seen, task_id: str, *, token: str | None = None) -> Step:
-    """Free the key of a task that will never run."""
+    """Free the key of a task that will never run, and unlock its execution *token*, if any."""
     known = seen.record
     if known is None:
         return Step(None)
@@ -190,7 +192,7 @@ def runs(seen: Seen) -> bool:
 
 
 def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
-    """Store the key of a task that moves from another broker to this broker."""
+    """Store the key of a task that moves to this broker; *known* is its state at the old broker."""
     here = seen.record or Record()
     runs_here = here.run is not None and here.run.id == task_id
     if here.id == task_id or runs_here:
@@ -212,7 +214,7 @@ def let_go(seen: Seen, *, task_id: str) -> Step:
 
 
 def _waits(seen: Seen) -> bool:
-    """Return True if a message of the key's task is still waiting."""
+    """Return True if a message of the key's task waits and is not due."""
     return any(seen.now_us < due_us for _, due_us in seen.waiting)
 
 

@@ -136,7 +136,7 @@ def _levels(backlog: Backlog | None) -> Metric:
 
 
 def _lines(lines: Sequence[RateLine] | None, rated: Iterable[str]) -> Iterator[Metric]:
-    """Yield the metrics of rate-limited tasks, with the task name as label."""
+    """Yield the metrics of rate-limited tasks (*rated*), with the task name as label."""
     by_task: dict[str, list[RateLine]] = {}
     if lines is not None:
         by_task = {task: [] for task in rated}

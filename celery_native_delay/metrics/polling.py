@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 #: If the next reading is late by this many seconds, the last reading is dropped.
 PATIENCE_SECONDS = 2 * TIMEOUT_SECONDS
 
-#: The largest number of keys of rate-limited tasks to count; the longest queues come first.
+#: The largest number of lines to read. A line is the waiting tasks with the same rate and key.
 MOST_LINES = 10_000
 
 
@@ -32,9 +32,10 @@ class Reading:
 
     #: The message counts on the broker.
     backlog: Backlog | None
-    #: Monotonic, unlike *first_due*, which is a Unix time.
+    #: The time of the reading, by the monotonic clock.
     read_at: float
     duration_seconds: float
+    #: The Unix time at which the first waiting message is due.
     first_due: float | None = None
     lines: tuple[RateLine, ...] | None = None
     entries: tuple[Scheduled, ...] | None = None

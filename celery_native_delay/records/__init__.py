@@ -1,1 +1,1 @@
-"""Stores state about waiting tasks in a Redis or a database."""
+"""Stores state about waiting tasks in Redis or a database."""

@@ -1,4 +1,4 @@
-"""The interface to the stored state about waiting tasks, in a Redis or a database.
+"""The interface to the stored state about waiting tasks, in Redis or a database.
 
 For example, the stored state of a debounce key has the id of the task that will run. A pure
 function computes the new state, and decides if a message is published. The new state is stored only
@@ -21,7 +21,8 @@ from .waiting import WaitingTasks
 
 T = TypeVar("T")
 
-#: Attempts to change one record while other callers change it. In each round one caller succeeds.
+#: Attempts to change one stored state while other callers change it. Of several callers that try at
+#: the same time, one succeeds.
 TRIES = 100
 
 #: Seconds that a publish or a worker waits for the records: to connect, and for an answer.
@@ -30,22 +31,22 @@ PATIENCE_SECONDS = 0.3
 #: Seconds that a person, or a call with a key, waits for the records.
 ANSWER_SECONDS = 5.0
 
-#: Seconds without a new attempt after the records failed: the first time, and at most.
+#: Seconds between attempts to reach unreachable records: the first pause, and the longest pause.
 LEFT_ALONE_SECONDS = (1.0, 30.0)
 
-#: A mark is kept for 30 days, in ms, after its message is due: the message may lie in its queue for
-#: 30 days before a worker receives the message.
+#: A mark (:data:`VOID` or :data:`UNDECIDED`) is kept for 30 days, in ms, after its message is due:
+#: the message may lie in its queue for 30 days before a worker receives the message.
 MARK_GRACE_MS = 30 * 86_400_000
 
-#: An index entry that is overdue by a day, in microseconds, is removed: its message was lost, or
-#: the worker that ran the message could not reach the records.
+#: A message that is overdue by a day, in microseconds, is removed from the list: the message was
+#: lost, or the worker that ran the message could not reach the records.
 STALE_AFTER_US = 86_400_000_000
 
-#: The mark of a delivery that no worker may run, because its task was cancelled or moved.
+#: The mark of a message that no worker may run, because its task was cancelled or rescheduled.
 VOID = "void"
 
-#: The mark of a new delivery until :meth:`Index.compare_and_set`. A worker that receives the
-#: delivery earlier drops the delivery, and sets the mark :data:`VOID`.
+#: The mark of a new message until :meth:`Index.compare_and_set`. A worker that receives the message
+#: earlier drops the message, and sets the mark :data:`VOID`.
 UNDECIDED = "undecided"
 
 
@@ -91,11 +92,12 @@ class Change(Generic[T]):
     replaces: bool = False
 
 
-#: A pure function that decides the change of a record. The function may be called several times.
+#: A pure function that computes the change of a stored state, and may be called several times.
 Decide: TypeAlias = Callable[[Snapshot], Change[T]]
 
-#: Makes or publishes the caller's message. Its arguments are the due time, the id of the new
-#: delivery, and how far our clock is ahead of the clock of the records, in microseconds.
+#: A function that makes or publishes the caller's message. The arguments are the due time, the
+#: message's delivery id, and the microseconds by which this machine's clock is ahead of the clock
+#: of the Redis or database.
 Publish: TypeAlias = Callable[[int, str, int], Any]
 
 
@@ -251,7 +253,7 @@ class Index(ABC):
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
         """Remove a message's mark, after which workers no longer drop the message.
 
-        With *left_ms*, the mark stays for so many milliseconds.
+        If *left_ms* is above 0, the mark stays for this many milliseconds.
         """
 
     @abstractmethod
@@ -272,7 +274,7 @@ class Index(ABC):
 
     @abstractmethod
     def sweep(self) -> int:
-        """Remove messages from the list if overdue by more than a day; return their number."""
+        """Remove messages that are overdue by more than a day from the list; return the number."""
 
     @abstractmethod
     def purge(self) -> None:

@@ -22,7 +22,7 @@ class LinkFailures:
         left_alone_seconds: tuple[float, float] = LEFT_ALONE_SECONDS,
         logs: bool = True,
     ) -> None:
-        """Set the first and the longest pause after a failure, in seconds."""
+        """Set the first and the longest pause after a failure. If *logs* is False, log nothing."""
         self._what = what
         self._backoff = Backoff(*left_alone_seconds)
         self._retry_at = 0.0

@@ -11,7 +11,7 @@ from ..urls import is_redis_url
 
 
 class Place(NamedTuple):
-    """The URL of a Redis or database, and the app's namespace there."""
+    """The URL of a Redis or database, and the app's namespace there (*owner*)."""
 
     url: str
     owner: str
@@ -25,7 +25,7 @@ _records: PerProcess[tuple[str, str], Any] = PerProcess(_inherited.append)
 
 
 def records_at(url: str, owner: str) -> Any:
-    """Connect to the Redis or database that keeps the state about waiting tasks."""
+    """Make a client of the Redis or database that stores the state about waiting tasks."""
     if is_redis_url(url):
         try:
             from .redis import RedisRecords
@@ -44,7 +44,7 @@ def records_at(url: str, owner: str) -> Any:
 
 
 def records_of_process(url: str, owner: str) -> Any:
-    """Return this process's connection to the Redis or database at *url*."""
+    """Return this process's client of the Redis or database at *url*."""
     return _records.get((url, owner), lambda: records_at(url, owner))
 
 

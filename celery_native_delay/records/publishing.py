@@ -54,8 +54,8 @@ class RecordedPublish:
         self.due_us = due_us
 
 
-#: The recorded publish of this thread, if any. Channels look here first, which saves a function
-#: call for all other messages.
+#: The :class:`RecordedPublish` that this thread has begun, if any. Channels look here first, which
+#: saves a function call for all other messages.
 underway: ContextVar[RecordedPublish | None] = ContextVar("native_delay_publish", default=None)
 
 

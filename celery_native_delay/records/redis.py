@@ -1,4 +1,4 @@
-"""Stores state about waiting tasks, and a list of waiting messages, in a Redis.
+"""Stores state about waiting tasks, and a list of waiting messages, in Redis.
 
 Lua scripts make each change atomic, and use the Redis server's clock. Increase VERSION when the
 data format changes.
@@ -41,10 +41,11 @@ from .waiting import Waiting, WaitingTasks
 
 VERSION = 1
 
-#: Kinds of records that :meth:`RedisRecords.latest` lists: a sorted set holds their names.
+#: The kinds of stored state that :meth:`RedisRecords.latest` can list. A sorted set per kind has
+#: the names of the stored states.
 LISTED_KINDS = ("rate", "schedule")
 
-#: KEYS due, messages, ids. ARGV member, due µs, entry.
+#: Adds a message to the list. KEYS due, messages, ids. ARGV member, due time in µs, entry.
 _NOTE = """
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[3])
 redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
@@ -59,7 +60,7 @@ local function remove(member)
 end
 """
 
-#: KEYS due, messages, ids. ARGV member.
+#: Removes a message from the list. KEYS due, messages, ids. ARGV member.
 _FORGET = _REMOVE + "remove(ARGV[1])"
 
 #: A worker has received a message. KEYS due, messages, ids, its mark. ARGV member. Returns 1 if the
@@ -74,8 +75,9 @@ return mark and 1 or 0
 """
 )
 
-#: KEYS record, ids, mark, due. ARGV TTL of the mark in ms, or '' for no mark. Returns the time in
-#: µs, the text of the record or '', then member and due time of each message of the record's task.
+#: Reads a record, and marks a new message as undecided. KEYS record, ids, mark, due. ARGV TTL of
+#: the mark in ms, or '' for no mark. Returns the time in µs, the text of the record or '', then
+#: member and due time of each message of the record's task.
 _LOOK = (
     NOW
     + f"""
@@ -94,8 +96,8 @@ return found
 """
 )
 
-#: KEYS due, messages, ids, record, names of the record's kind, mark of the new message; on a Redis
-#: broker, whose messages have no marks, also wake and parked.
+#: Makes a :class:`CompareAndSet`. KEYS due, messages, ids, record, names of the record's kind, mark
+#: of the new message; on a Redis broker, whose messages have no marks, also wake and parked.
 #: ARGV 1: '' without a record, its name if its kind is listed, else '-'; 2-4: text of the record as
 #: it was read, new text, TTL in ms; 5-7: member, due time in µs and entry of the new message, or ''
 #: three times; 8: prefix of marks; from 9 on: members that become void, or that a broker removes.
@@ -152,7 +154,7 @@ return 1
 
 
 class RedisRecords(ComparedRecords):
-    """The state about waiting tasks, and the list of waiting messages, in a Redis."""
+    """The state about waiting tasks, and the list of waiting messages, in Redis."""
 
     _of_broker: tuple[str, ...] = ()
 

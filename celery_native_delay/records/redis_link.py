@@ -1,4 +1,4 @@
-"""Connects to a Redis with a timeout for each call."""
+"""Connects to Redis with a timeout for each call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..errors import RecordsUnavailable
 from .interface import LEFT_ALONE_SECONDS, PATIENCE_SECONDS
 from .link_failures import LinkFailures
 
-#: Answers to posted commands are read after so many commands, or after so many seconds.
+#: The answers to scripts of :meth:`RedisLink.post` are read after so many scripts or seconds.
 _READ_EVERY = 64
 _READ_AFTER_SECONDS = 0.05
 
@@ -46,9 +46,10 @@ return found
 
 
 class RedisLink:
-    """A thread-safe Redis client. Raises RecordsUnavailable if the Redis does not answer.
+    """A thread-safe Redis client. Raises RecordsUnavailable if Redis does not answer.
 
     The client opens its own connections, with the connection parameters of redis-py's *pool*.
+    *what*, *left_alone_seconds* and *logs* are arguments of :class:`.LinkFailures`.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class RedisLink:
         self._idle: list[Any] = []
         self._post_connection: Any = None
         self._post_lock = Lock()
-        #: The times at which posted commands were sent whose answers were not read yet.
+        #: For each script of :meth:`post` whose answer was not read yet: the time of the sending.
         self._sent_at: deque[float] = deque()
 
     # --- asking --------------------------------------------------------------------------
@@ -175,7 +176,7 @@ class RedisLink:
     # --- the connections -----------------------------------------------------------------
 
     def close(self) -> None:
-        """Close all connections to the Redis. The next call opens a new connection."""
+        """Close all connections to Redis. The next call opens a new connection."""
         with self._post_lock:
             self._close_post_connection()
         while self._idle:

@@ -1,4 +1,4 @@
-"""Lists and searches the waiting tasks in a Redis.
+"""Lists and searches the waiting tasks in Redis.
 
 Each waiting message has a content and a name, ``<task id>:<delivery id>``. If the Redis is the
 broker, the name is ``<task id>:<digest>``, with a digest of the delivery tag and the destination.
@@ -44,7 +44,7 @@ end
 return found
 """
 
-#: KEYS due. ARGV times in µs. Returns the number of messages due between each two of these times.
+#: KEYS due. ARGV times in µs. Returns the number of messages due between neighbouring times.
 COUNTS = """
 local counts = {}
 for at = 1, #ARGV - 1 do
@@ -74,11 +74,11 @@ class IndexKeys:
     def __init__(self, space: str) -> None:
         """Set the beginning of all these Redis keys, such as ``shop.records.v1``."""
         self.space = space
-        #: A sorted set: members are waiting messages, scores their due times.
+        #: A sorted set with the names of all waiting messages, scored by due time.
         self.due = f"{space}.due"
-        #: A hash with the contents of all waiting messages.
+        #: A hash with the contents of all waiting messages, by name.
         self.messages = f"{space}.messages"
-        #: A sorted set of message names ``<task id>:<unique id>``, all with score 0.
+        #: A sorted set with the names of all waiting messages, all with score 0.
         self.ids = f"{space}.ids"
         self.index = self.due, self.messages, self.ids
         #: The prefix of the Redis keys that tell workers to drop a message.
@@ -97,7 +97,7 @@ class IndexKeys:
 
 
 class RedisListing(WaitingTasks):
-    """Lists and searches the waiting tasks in a Redis."""
+    """Lists and searches the waiting tasks in Redis."""
 
     def __init__(self, client: Any, keys: IndexKeys) -> None:
         self._client = client
@@ -141,7 +141,6 @@ class RedisListing(WaitingTasks):
         """Turn redis-py's errors in a ``with`` block into RecordsUnavailable."""
 
     def _found(self, task_id: str) -> list[tuple[str, bytes, Waiting]]:
-        """Return the name, content and task of each waiting message with this task id."""
         found = []
         with self._explained():
             # In ASCII ";" follows ":".

@@ -46,7 +46,7 @@ class ComparedRecords(Records, Index):
     """Changes task state, such as debounce keys, by compare-and-set; retries after a conflict."""
 
     has_marks = True
-    """True if the broker cannot remove a waiting message."""
+    """True if the broker cannot remove waiting messages: marks then tell workers to drop them."""
 
     def read(self, name: RecordName) -> Snapshot:
         return self.look(name, None, 0)

@@ -60,8 +60,8 @@ METADATA = MetaData()
 
 _LONG = Text().with_variant(LONGTEXT(), "mysql", "mariadb")  # MySQL's TEXT ends at 64 kB
 
-#: The columns are frozen: a change needs a table of another name. The text of a record has a
-#: version of its own.
+#: Never change the columns: changed columns need a table with another name. Each stored state, in
+#: the column *text*, has its own version.
 RECORDS = Table(
     "native_delay_record",
     METADATA,
@@ -76,7 +76,7 @@ RECORDS = Table(
     TableIndex("native_delay_record_kept", "owner", "kind", "kept_us"),
 )
 
-#: The index: one row per message that waits on RabbitMQ, SQS or pgmq.
+#: The list of waiting messages: one row per message that waits on RabbitMQ, SQS or pgmq.
 WAITING = Table(
     "native_delay_waiting",
     METADATA,
@@ -89,7 +89,7 @@ WAITING = Table(
     TableIndex("native_delay_waiting_task", "owner", "task_id"),
 )
 
-#: One row per marked delivery: "void" or "undecided".
+#: One row per message that workers must drop, with the mark "void" or "undecided".
 MARKS = Table(
     "native_delay_mark",
     METADATA,

@@ -27,7 +27,7 @@ class SqlListing(WaitingTasks):
         text: Column[Any],
         shown: Sequence[Column[Any]],
     ) -> None:
-        """Set the columns to sort by, to search and to return.
+        """Set the columns to sort by (*due_us*, *order*), to search (*text*), to return (*shown*).
 
         *mine* is the SQL condition that selects the waiting messages of one app.
         """

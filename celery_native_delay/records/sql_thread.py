@@ -20,7 +20,7 @@ from .link_failures import LinkFailures
 
 T = TypeVar("T")
 
-#: The largest numbers of index entries that are inserted at once, and that wait to be inserted.
+#: The largest number of rows that one query inserts, and of rows that wait for their insertion.
 _AT_ONCE = 500
 _MOST_NOTES = 2000
 
@@ -68,7 +68,7 @@ class SqlThread:
     def ask(
         self, work: Callable[[Connection], T], timeout_seconds: float = PATIENCE_SECONDS
     ) -> T | None:
-        """Run a query in the thread. Returns None after an error or a timeout."""
+        """Run a query in the thread, and return its result; None after an error or a timeout."""
         future: Future[T] = Future()
         if not self._queue((work, future)):
             return None

@@ -11,8 +11,8 @@ from typing import Any, overload
 
 from .search import Word, is_itself_in_json, parse
 
-#: The header with a rate-limited task's place among the waiting tasks of its rate: ``<place>
-#: <key>``.
+#: The header with a rate-limited task's place (a number) in each of its lines, as a JSON object. A
+#: line is the waiting tasks with the same rate limit and key.
 PLACE = "native_delay_place"
 
 
@@ -25,7 +25,9 @@ class Waiting:
     - *args* and *kwargs*: the arguments as texts (``repr``), as in Celery's events.
     - *queue*: the task's queue, or "" if an exchange routes the message at the due time.
     - *due_us*: the due time in microseconds since the epoch.
+    - *keeps_result*: False if the task ignores its result (``ignore_result``).
     - *key* and *kind*: for example "user:7" and "debounce"; both "" for a task without a key.
+    - *place*: the header ``native_delay_place`` of a waiting rate-limited task, or "".
     """
 
     id: str
@@ -214,7 +216,7 @@ _WIDTHS = (
 
 
 def edges(first_us: int, last_us: int, *, bars: int) -> list[int]:
-    """Choose rounded times, in microseconds, as the edges of a histogram's bars."""
+    """Return round times, in microseconds, as the edges of at most *bars* bars of a histogram."""
     span_us = max(last_us - first_us, 1)
     for width in _WIDTHS:
         width_us = width * 1_000_000
@@ -362,7 +364,7 @@ class WaitingTasks(ABC):
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
         seen: dict[Any, Waiting] = {}
-        #: Names of the messages that have replaced others.
+        #: The names of the new messages of this call.
         made: set[Any] = set()
         is_due_us = due_us
         for attempt in range(_TRIES):
@@ -383,15 +385,15 @@ class WaitingTasks(ABC):
         return Outcome(task_id, Verdict.TOO_LATE if seen else Verdict.UNKNOWN, None, tasks)
 
 
-#: Attempts to change a task while others change it at the same time.
+#: Attempts to change a task that other processes change at the same time.
 _TRIES = 10
 
-#: Ids that are read at once.
+#: The number of task ids that one query reads.
 IDS_AT_ONCE = 1000
 
 
 def histogram(tasks: WaitingTasks, *, bars: int = 40) -> list[Bar]:
-    """Return a histogram of the due times of *tasks*; empty if no task is waiting."""
+    """Return a histogram of due times, with at most *bars* bars; empty if no task is waiting."""
     span = tasks.span()
     if span is None:
         return []

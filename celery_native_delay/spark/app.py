@@ -23,7 +23,7 @@ from .spreading import Spread, spread_of
 
 @dataclass(frozen=True)
 class Call:
-    """The names of app, task and arguments that the driver sends to executors."""
+    """The task call that an executor checks; *check_task* and *rate* are options of ``FanOut``."""
 
     app: str
     task: str

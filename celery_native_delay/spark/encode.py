@@ -71,7 +71,7 @@ def encoded(
     """Return a DataFrame with one encoded task per row, in the columns ``SENT_COLUMNS``.
 
     First come the columns of *df* named in *keep*. If a row is rejected, the column ``error`` has
-    the reason, else null.
+    the reason, else null. If *spread* is given, it moves due times later, to obey a rate limit.
     """
     frame, types = inputs(df, options)
     encoder = Encoder(options, types, longest_seconds=longest_seconds)
@@ -109,7 +109,7 @@ class Encoder:
         longest_seconds: float,
         queues: tuple[str, ...] | None = None,
     ) -> None:
-        """If *queues* is not None, rows with other queue names are rejected."""
+        """Set the columns' Spark *types*, and the allowed *queues*; None allows every queue."""
         read = list(slots(options))
         self.slot_names = [slot.name for slot in read]
         self.latest_us = options.now_us + int(longest_seconds * 1_000_000)
@@ -154,7 +154,7 @@ class Encoder:
                 yield None, None, None, None, None, None, str(exc)
 
     def texts(self, columns: Sequence[Any], name: str) -> list[str | None]:
-        """Return the values of the column *name* as texts; null becomes None."""
+        """Return the column *name* as short texts; null and invalid UTF-8 become None."""
         place = self.slot_names.index(name)
         values = _values(columns[place], self._kinds[place])
         return [None if one in (None, _Fault.NO_TEXT) else str(one)[:LONGEST_KEY] for one in values]
@@ -303,7 +303,7 @@ def _plain(value: Any, kind: Any) -> Any:
 def _batch_encoder(
     encoder: Encoder, run_id: str, keep: Sequence[str], key: str | None
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """Return a mapInArrow() function that encodes rows and copies the columns *keep*."""
+    """Return a mapInArrow() function that encodes rows and copies the columns *keep* and *key*."""
     kept = len(keep)
 
     def encode(batches: Iterator[Any]) -> Iterator[Any]:

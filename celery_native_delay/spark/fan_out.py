@@ -37,8 +37,9 @@ class FanOutResult:
     run_id: str
     seconds: float
     receipts: list[Receipt]
+    """The counts of each partition."""
     failures: list[Failure] = field(repr=False)
-    """The tasks that the broker has not confirmed, one :class:`Failure` per accepted row."""
+    """One :class:`Failure` per task that the broker has not confirmed."""
     was_committed: bool = False
     """True if an earlier send with this *run_id* and *fence* succeeded; nothing was sent again."""
 
@@ -70,7 +71,7 @@ class FanOutResult:
 
     @property
     def rejected(self) -> int:
-        """The number of rejected rows."""
+        """The number of rejected rows, which cannot become tasks."""
         return sum(self.rejects.values())
 
     def __str__(self) -> str:

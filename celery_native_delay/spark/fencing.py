@@ -44,7 +44,7 @@ class Fence:
     run: str
     job: str
     """The id of the Spark job. If several jobs send the same rows, workers run only the tasks of
-    the first successful job."""
+    the first job that succeeded."""
     timeout_seconds: float
     longest_seconds: float
     """The longest delay of a message, in seconds."""
@@ -148,7 +148,7 @@ class Fence:
             )
 
     def abort(self) -> str:
-        """Store that the Spark job failed. Return a text: whether workers still run its tasks."""
+        """Store that the Spark job failed. Return a text that says if workers run its tasks."""
         try:
             sealed = self._seal(Record(ABORTED, time(), by=_BY), self.longest_seconds)
         except RecordsUnavailable as exc:

@@ -36,7 +36,7 @@ class FanOutOptions:
     task: str
     """The name of the task."""
     eta: Columnar | None = None
-    """The column of due times: timestamps. Texts and local timestamps also need *eta_zone*."""
+    """The column of due times. Texts and timestamps without a zone also need *eta_zone*."""
     countdown: Columnar | None = None
     """The column of delays in seconds, counted from the time *now*. Give *eta* or *countdown*."""
     eta_zone: Columnar | None = None
@@ -65,9 +65,9 @@ class FanOutOptions:
     max_rate: float | None = None
     """The largest number of tasks sent per second, over all connections; None is no limit."""
     connections: int = 4
-    """The largest number of broker connections at a time; two to four suffice for one queue."""
+    """The largest number of broker connections at a time. For one queue, two to four suffice."""
     past: str = "reject"
-    """"reject": reject rows with a due time before *now*. "send": send the tasks, due at once."""
+    """Rows with a due time before *now*: "reject" them, or "send" them as tasks that are due."""
     max_body_bytes: int = 128 * 1024
     """The largest size of a task's arguments as JSON, in bytes; larger rows are rejected."""
     check_task: bool = True

@@ -1,4 +1,4 @@
-"""Each Spark partition reports to the driver: row counts, and tasks without a confirm."""
+"""The reports of Spark partitions to the driver: row counts, and tasks without a confirm."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Receipt:
     sent: int = 0
     confirmed: int = 0
     by_template: int = 0
+    """The number of tasks that were sent as copies of an encoded message."""
     seconds: float = 0.0
     rejected: Counter[str] = field(default_factory=Counter)
     """The number of rejected rows by reason."""

@@ -165,7 +165,7 @@ def warn_of_late_sending(late: int, sent: int) -> None:
 
 
 class GivenUp:
-    """A file that tells later Spark tasks on this executor that the broker is unreachable."""
+    """A file that tells later Spark tasks on this executor to send nothing, and the reason."""
 
     def __init__(self, job_id: str) -> None:
         # Spark ends the Python process of a failed task, so memory would not keep the reason.
@@ -188,7 +188,7 @@ class GivenUp:
 
 
 class Pace:
-    """A token bucket; its capacity is the number of tasks allowed per second."""
+    """Limits the tasks sent per second: a token bucket for the tasks of one second."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0

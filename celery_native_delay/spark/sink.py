@@ -40,7 +40,7 @@ _OF_STREAMS = frozenset(("checkpointlocation", "queryname", "outputmode"))
 
 @dataclass
 class Sent(WriterCommitMessage):
-    """The number of tasks sent from one partition, passed to :meth:`Writer.commit`."""
+    """The report of one partition, which Spark passes to :meth:`Writer.commit`."""
 
     receipt: Receipt
 

@@ -33,7 +33,7 @@ _ROLES: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
 
 @dataclass(frozen=True)
 class Slot:
-    """A column that ``FanOut`` reads, and the option (*label*) that names the column."""
+    """A column that ``FanOut`` reads: internal *name*, and option (*label*), such as "eta"."""
 
     name: str
     label: str

@@ -40,8 +40,8 @@ class Spread:
     def over(self, frame: Any, now_us: int) -> Any:
         """Return the DataFrame with due times (``due_us``) moved later to obey the rate limit.
 
-        The column ``line`` has the rate limit's key; rows with the same key share the limit.
-        Rejected rows do not delay accepted rows.
+        The column ``line`` of *frame* has the rate limit's key; rows with the same key share the
+        limit. Rejected rows do not delay accepted rows.
         """
         line = "partition by line, error is null order by due_us, task_id"
         ahead_us = (self.burst - 1) * self.spacing_us
@@ -63,6 +63,8 @@ def spread_of(
     rate: Rate, task: str, run: Any, args_count: int, kwargs_names: Sequence[str]
 ) -> Spread:
     """Convert a task's rate limit to a Spread; find the column that contains the key.
+
+    *run* is the task's function, or None if the app does not register the task.
 
     Raises:
         InvalidFanOut: the rate limit's key is a function, or no argument has the key's name.
