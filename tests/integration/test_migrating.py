@@ -404,6 +404,20 @@ def test_delayed_tasks_in_redis_queues_are_reported_and_left(
 
 
 @on_one_version
+def test_an_old_redis_is_read_under_the_global_keyprefix_of_the_app(
+    app: Celery, records_redis: PrivateRedis
+) -> None:
+    prefix = {"global_keyprefix": "shop:"}
+    old = plain_app(records_redis.url, broker_transport_options=prefix)
+    with closing(install(old)):
+        send(old, 1, 500)
+        send(old, 2, 500)
+    app.conf.broker_transport_options = {**app.conf.broker_transport_options, **prefix}
+    assert migrated(app, records_redis.url)["moved"] == 2
+    assert {message.headers["id"] for message in in_levels(app)} == {"order-1", "order-2"}
+
+
+@on_one_version
 def test_wrong_sources_are_refused_with_the_reason(
     app: Celery, vhost_url: str, records_redis: PrivateRedis
 ) -> None:
