@@ -264,7 +264,10 @@ def _other_part(url: str, settings: DelaySettings, own: Any) -> Iterator[MovingP
     shown = without_password(url)
     with url_errors_explained():
         other = Connection(url, transport_options={OPTION: option_of(settings)})
-        other.get_transport_cls()
+        if other.get_transport_cls().driver_type == "redis":
+            # The URL of a Redis does not tell under which prefix its messages wait.
+            prefix = own.transport_options.get("global_keyprefix", "")
+            other.transport_options["global_keyprefix"] = prefix
     with other as connection:
         if (connection.hostname, connection.port) != (own.hostname, own.port):
             settings = replace(settings, management_url=None)

@@ -50,10 +50,11 @@ def schedule_records(channel: Any, settings: DelaySettings) -> Records:
     """Return the storage for the state of schedule entries, or raise NoRecords."""
     try:
         found: Records = channel.records(settings)
-    except UnsupportedBroker as exc:
+    except (AttributeError, UnsupportedBroker) as exc:  # kombu's own channels have no records
         raise NoRecords(
-            "native_delay_schedules keeps the state of each entry: set native_delay_records to the "
-            "URL of a Redis or a database, in workers and producers"
+            "native_delay_schedules keeps the state of each entry in a Redis or a database: set "
+            "native_delay_records on RabbitMQ, SQS and pgmq, or native_delay_store on other "
+            "brokers, in workers and producers"
         ) from exc
     return found
 

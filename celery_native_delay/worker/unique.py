@@ -195,7 +195,7 @@ def retried(sender: Any = None, request: Any = None, reason: Any = None, **_: An
 
 
 def rejected(app: Any, task_id: str, *, requeue: bool) -> None:
-    """Free the key of a rejected message's task, unless the message is requeued."""
+    """Free the keys of a rejected message's task. A requeued unique task keeps its key."""
     leases_of(app).lost(task_id, retry_us=0 if requeue else None)
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from celery import Celery
@@ -15,8 +19,8 @@ from celery_native_delay import NotDeclared, install
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests.acceptance.worker import FEW_LEVELS, Fleet, fleet_on
-from tests.documents import ROOT
-from tests.waiting import wait_until
+from tests.documents import ROOT, only
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 CONF = {
     "native_delay_declare": False,
@@ -121,6 +125,48 @@ def test_the_permissions_of_the_guide_are_enough(
         worker.wait_for_log("native delay: 1 parked message(s) delivered")
         asking = fleet.app(broker_url=vhost_url)
         assert asking.control.ping(destination=[worker.name], timeout=10)
+
+
+GUIDES_APP = """
+from celery import Celery
+from celery_native_delay import install
+
+app = Celery("shop", broker={url!r}, set_as_current=False)
+app.conf.native_delay_levels = {levels}
+{example}
+install(app)
+
+@app.task(name="shop.remind", shared=False)
+def remind(user):
+    pass
+"""
+
+
+def test_the_app_of_the_guide_runs_tasks_as_the_users_of_the_guide(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str, tmp_path: Path
+) -> None:
+    """Immediate and delayed tasks, with the queue and the exchange of the export only."""
+    sources = {}
+    for who, patterns in permissions_of_the_guide().items():
+        url = rabbitmq.add_user(f"guides-{who}-{vhost}", "secret", vhost=vhost, **patterns)
+        example = only("declare-off").text
+        sources[who] = GUIDES_APP.format(url=url, levels=FEW_LEVELS, example=example)
+    names: dict[str, Any] = {}
+    exec(sources["producers"], names)
+    (tmp_path / "shop.py").write_text(sources["workers"])
+    with closing(names["app"]) as app:
+        import_export(rabbitmq, app)
+        ids = [names["remind"].apply_async((7,), countdown=wait).id for wait in (None, 0.5)]
+    command = [sys.executable, "-m", "celery", "-A", "shop", "worker", "--pool=solo", "-l", "INFO"]
+    log = tmp_path / "worker.log"
+    with log.open("wb") as output:
+        worker = subprocess.Popen(command, cwd=tmp_path, stdout=output, stderr=output)
+        try:
+            wait_until(lambda: all(f"{each}] succeeded" in log.read_text() for each in ids))
+        finally:
+            worker.terminate()
+            worker.wait(PATIENCE_SECONDS)
+    assert "access" not in log.read_text().lower()
 
 
 def test_a_worker_without_imported_definitions_names_the_missing_ones_and_runs_immediate_tasks(

@@ -16,8 +16,10 @@ import pytest
 from celery_native_delay import Delay, DelaySettings, Rate, Waiting
 from celery_native_delay.fence.run import HEADER as FENCE
 from celery_native_delay.keyed.record import HEADER as UNIQUE
+from celery_native_delay.keyed.record import LOCKS
 from celery_native_delay.message import HEADER
 from celery_native_delay.rates.line import Asked
+from celery_native_delay.schedules.state import HEADER as OCCURRENCE
 from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.worker.rating import PLACE
 from tests.acceptance.test_unique import children_of, phases, spans
@@ -260,10 +262,13 @@ def test_other_tasks_run_while_rate_limited_ones_wait(fleet: Fleet) -> None:
 
 def test_malformed_messages_neither_end_a_worker_nor_hold_up_other_keys(fleet: Fleet) -> None:
     """A task whose key cannot be encoded counts without a key; forged places are ignored."""
-    rates = {"native_delay_rates": {"call_api": rated("1000/s", "tenant")}}
-    app = fleet.app(**rates)
-    worker = fleet.worker(concurrency=1, **rates)
-    places = '{{"call_api\\nada": {}}}'
+    limits = [rated("1000/s", "tenant"), {"name": "all", "key": "tenant", "concurrent": 50}]
+    conf = {"native_delay_rates": {"call_api": limits}, "native_delay_schedules": True}
+    app = fleet.app(**conf)
+    worker = fleet.worker(concurrency=1, **conf)
+    places = '{{"call_api\\nada": {0}, "all\\nada": {0}}}'
+    mark = {"v": 1, "kind": "unique", "key": "\ud800", "until": "start"}
+    occurrence = {"v": 1, "entry": "\ud800", "number": 1}
     hostile = [
         app.send_task("call_api", ("\ud800",)),
         app.send_task("call_api", ("a\0b",)),
@@ -271,7 +276,9 @@ def test_malformed_messages_neither_end_a_worker_nor_hold_up_other_keys(fleet: F
         app.send_task("call_api", ("ada",), headers={PLACE: places.format(9 * 10**15)}),
         app.send_task("call_api", ("ada",), headers={PLACE: [1]}),
         app.send_task("call_api", ("ada",), headers={HEADER: {"v": 1, "due": "soon"}}),
-        app.send_task("call_api", ("ada",), headers={UNIQUE: {"v": 1, "key": "\ud800"}}),
+        app.send_task("call_api", ("ada",), headers={UNIQUE: mark}),
+        app.send_task("call_api", ("ada",), headers={LOCKS: [["\ud800", "a"], 5]}),
+        app.send_task("call_api", ("ada",), headers={OCCURRENCE: occurrence}),
         app.send_task("call_api", ("ada",), headers={FENCE: "\ud800/0/a"}),
         app.send_task("call_api", ("\ud800",), countdown=1),
     ]

@@ -738,6 +738,8 @@ def test_plan_of_a_load_prints_the_rate_of_each_level_queue(project: Project) ->
     first, hops, *_, ceilings = project.lines(*load)
     assert first == "100 message(s) a second that wait 0.4 s or 0 s to 0.4 s"
     assert re.fullmatch(r"\d\.\d\d hops each; 30 wait, in 69\.0 kB of memory", hops)
+    _, hops, *_ = project.lines("plan", "--rate", "1e6", "--delay", "5")
+    assert hops.endswith(" in 11.5 GB of memory")
     assert "through a single level queue" in ceilings
     on_sqs = project.told("plan", "--rate", "100", "--delay", "0.4", "--transport", "sqs")
     assert on_sqs == {"per_second": 100, "waiting": 40}

@@ -373,11 +373,12 @@ def test_a_store_to_rabbitmq_and_back(app: Celery, vhost_url: str, tmp_path: Pat
 def test_delayed_tasks_in_redis_queues_are_reported_and_left(
     app: Celery, records_redis: PrivateRedis
 ) -> None:
-    """Also tasks that a plain worker holds unacknowledged."""
+    """Also tasks that a plain worker holds, and tasks in a queue that the app does not name."""
     with closing(plain_app(records_redis.url)) as plain, plain.connection_for_write() as connection:
         send(plain, 1, 500, queue="reminders", priority=6)
         send(plain, 2, 500, queue="reminders")
         send(plain, 3, -5, queue="reminders")
+        send(plain, 5, 500, queue="elsewhere")
         channel = connection.default_channel
         (orders,) = (each for each in queues() if each.name == "orders")
         orders(channel).declare()
@@ -385,6 +386,7 @@ def test_delayed_tasks_in_redis_queues_are_reported_and_left(
         held = channel.basic_get("orders")
         done = command(app, "migrate", "--from", records_redis.url, "--dry-run")
         assert re.findall(r"^(\w+) +(\d)$", done.stdout, re.M) == [
+            ("elsewhere", "1"),
             ("reminders", "2"),
             ("unacked", "1"),
         ]
@@ -392,12 +394,27 @@ def test_delayed_tasks_in_redis_queues_are_reported_and_left(
         assert told["moved"] == 0
         why = {each["source"]: each["refused"] for each in told["sources"] if each["refused"]}
         assert {name: [*counts.values()] for name, counts in why.items()} == {
+            "elsewhere": [1],
             "reminders": [2],
             "unacked": [1],
         }
         assert "let an installed worker consume its queue" in str(why["reminders"])
         assert in_levels(app) == []
         held.ack()
+
+
+@on_one_version
+def test_an_old_redis_is_read_under_the_global_keyprefix_of_the_app(
+    app: Celery, records_redis: PrivateRedis
+) -> None:
+    prefix = {"global_keyprefix": "shop:"}
+    old = plain_app(records_redis.url, broker_transport_options=prefix)
+    with closing(install(old)):
+        send(old, 1, 500)
+        send(old, 2, 500)
+    app.conf.broker_transport_options = {**app.conf.broker_transport_options, **prefix}
+    assert migrated(app, records_redis.url)["moved"] == 2
+    assert {message.headers["id"] for message in in_levels(app)} == {"order-1", "order-2"}
 
 
 @on_one_version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime
+from time import time
 from typing import Any
 
 import amqp
@@ -12,6 +13,7 @@ from amqp.exceptions import ResourceLocked
 from kombu import Connection, Producer
 
 from celery_native_delay.due_time import due_us
+from celery_native_delay.keyed.record import HEADER as KEY
 from celery_native_delay.message import HEADER, Delayed
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq import parking
@@ -191,6 +193,21 @@ def test_expired_messages_are_dropped(connection: Any) -> None:
     declare_queue(connection, "orders")
     assert rescued(connection) == Rescue(delivered=1, expired=1)
     assert bodies(Inbox(connection).consume(["orders"]).wait_for(1)) == ["fresh"]
+
+
+def test_an_expired_task_with_a_key_is_delivered_to_free_its_key(connection: Any) -> None:
+    """Neither RabbitMQ nor the rescue drops it: a worker drops it, and frees the key."""
+    headers = {"task": "t", KEY: {"v": 1, "kind": "unique", "key": "a", "until": "end"}}
+    park(connection, "stale", "orders", expiration=0.2, headers=headers)
+    park(connection, "fresh", "orders", expiration=1.5, headers=headers)
+    wait_parked(connection, 2)
+    declare_queue(connection, "last")
+    publish(connection, "later", "last", delay=1.5)  # by then both have expired
+    declare_queue(connection, "orders")
+    assert rescued(connection) == Rescue(delivered=2)
+    Inbox(connection).consume(["last"]).wait_for(1)
+    for arrival in Inbox(connection).consume(["orders"]).wait_for(2):
+        assert arrival.message.native_delay.expires_ms < time() * 1000
 
 
 def test_foreign_messages_stay_parked(connection: Any) -> None:

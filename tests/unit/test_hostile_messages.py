@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from celery_native_delay import DelaySettings, Rate
@@ -23,15 +23,18 @@ from celery_native_delay.keyed.rules import Step
 from celery_native_delay.message import HEADER, Delayed
 from celery_native_delay.rates.in_records import RecordLines
 from celery_native_delay.records.opened import Place, records_at
+from celery_native_delay.schedules.state import HEADER as OCCURRENCE
 from celery_native_delay.transports.interface import Answer
 from celery_native_delay.transports.rabbitmq.wrapping import unwrap
 from celery_native_delay.transports.recorded import member_of
 from celery_native_delay.transports.virtual.wrapping import unwrapped
+from celery_native_delay.worker import scheduling as worker_scheduling
 from celery_native_delay.worker import unique
 from celery_native_delay.worker.arrival import AWAY_US, Arrival, AskAgain, Ruling, WaitUntil
 from celery_native_delay.worker.fencing import Fence
 from celery_native_delay.worker.gates import Moved, gates
 from celery_native_delay.worker.rating import PLACE, Rated
+from celery_native_delay.worker.scheduling import Scheduling
 from celery_native_delay.worker.unique import Unique
 
 NOW_US = 1_795_176_000_000_000
@@ -42,7 +45,7 @@ def call_api(tenant: str, number: int = 0) -> None:
     """A task's function."""
 
 
-TEXTS = st.text(st.characters() | st.sampled_from("\ud800\udfff\0/ ٣"), max_size=8)
+TEXTS = st.text(max_size=8) | st.text("\ud800\udfff\0/ ٣", max_size=8)
 SCALARS = (
     st.none()
     | st.booleans()
@@ -55,14 +58,16 @@ SCALARS = (
 ANYTHING = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3)
 )
-PLACES = st.dictionaries(st.sampled_from([RATED, f"{RATED}\nada"]) | TEXTS, SCALARS).map(json.dumps)
+LINES = [RATED, f"{RATED}\nada", "all", "all\nada"]
+PLACES = st.dictionaries(st.sampled_from(LINES) | TEXTS, SCALARS).map(json.dumps)
 STAMPS = st.builds("{}/{}/{}".format, TEXTS, SCALARS, TEXTS)
 
 
 def like(**fields: Any) -> st.SearchStrategy[Any]:
-    """Dicts with these fields, each as given, arbitrary or missing; or an arbitrary value."""
+    """Dicts with these fields as given, or with each arbitrary or missing; or any other value."""
     loose = {name: ANYTHING | value for name, value in fields.items()}
-    return ANYTHING | st.fixed_dictionaries({}, optional=loose)
+    arbitrary = ANYTHING | st.fixed_dictionaries({}, optional=loose)
+    return st.fixed_dictionaries(fields) | arbitrary
 
 
 OURS = like(
@@ -76,7 +81,13 @@ OURS = like(
     deaths=st.fixed_dictionaries({"x-death": ANYTHING}),
     cancelled=st.booleans(),
 )
-MARKS = like(v=st.just(1), key=TEXTS, until=st.sampled_from(["start", "end"]))
+MARKS = like(
+    v=st.just(1),
+    kind=st.sampled_from(["unique", "debounce", "throttle"]),
+    key=TEXTS,
+    until=st.sampled_from(["start", "end"]),
+)
+OCCURRENCES = like(v=st.just(1), entry=TEXTS | st.just("9" * 5000), number=st.integers())
 HEADERS = st.fixed_dictionaries(
     {"task": st.sampled_from([RATED, "other"])},
     optional={
@@ -90,10 +101,24 @@ HEADERS = st.fixed_dictionaries(
         PLACE: ANYTHING | PLACES,
         FENCE: ANYTHING | STAMPS,
         UNIQUE: MARKS,
+        OCCURRENCE: OCCURRENCES,
+        "celery_beat_task": ANYTHING,
+        "periodic_task_name": ANYTHING,
         LOCKS: ANYTHING | st.lists(st.tuples(TEXTS, ANYTHING), max_size=2),
     },
 )
 PAYLOADS = ANYTHING | st.tuples(ANYTHING, ANYTHING, ANYTHING)
+ODD_HEADERS: dict[str, Any] = {
+    "task": RATED,
+    "id": "\ud800",
+    "tenant": "\ud800",
+    PLACE: json.dumps(dict.fromkeys(LINES, 10**30)),
+    FENCE: "\ud800/0/a",
+    UNIQUE: {"v": 1, "kind": "unique", "key": "\ud800", "until": "start"},
+    LOCKS: [["\ud800", "a"]],
+    OCCURRENCE: {"v": 1, "entry": "\ud800", "number": 10**400},
+}
+ODD_PAYLOAD = (["\ud800"], {}, {})
 KEYS: list[Any] = [
     None,
     "tenant",
@@ -116,7 +141,7 @@ class WaitingTasks:
 class Leases:
     """Leases that encode the name of a key and check that it fits into its database column."""
 
-    def begin(self, name: str, task_id: str, is_here: Any) -> tuple[str, Step]:
+    def begin(self, name: str, task_id: str, is_here: Any, rule: Any) -> tuple[str, Step]:
         assert 0 <= len(name.encode()) <= 800
         assert len(name) <= 200
         return "token", Step(None)
@@ -126,6 +151,20 @@ class Leases:
 
     def settle(self, name: str, rule: Any, *, token: str) -> None:
         assert {token: name.encode()}
+
+
+class Schedules:
+    """Schedule entries that encode the name of an entry, as a Redis client does."""
+
+    def __init__(self, app: Any) -> None: ...
+
+    def advance(self, name: str, number: int, task_id: str, *, redelivered: bool) -> str | None:
+        assert (name.encode(), number, redelivered) is not None
+        return None
+
+    def note_run(self, name: str) -> None: ...
+
+    def note_beat(self, name: str) -> None: ...
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +180,14 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordLines]:
         yield RecordLines(records)
 
 
+@pytest.fixture
+def scheduling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheduling]:
+    monkeypatch.setattr(worker_scheduling, "Schedules", Schedules)
+    app = SimpleNamespace(conf=SimpleNamespace(beat_max_loop_interval=0))
+    with closing(Scheduling(app, None)) as gate:
+        yield gate
+
+
 def looked_up(run: str) -> Record:
     """The record of a fenced run; its name must be encodable, as a server needs it."""
     run.encode()
@@ -154,22 +201,21 @@ def messages(headers: dict[str, Any], payload: Any, consumer: Any) -> Iterator[A
     found = unwrap({"application_headers": headers}, {"exchange": "", "routing_key": "q"})
     if found is not None:
         came.append((found[0]["application_headers"], found[2]))
+    common: dict[str, Any] = {"delivery_tag": 1, "delivery_info": {}, "consumed_from": "q"}
     for own, waited in came:
-        message = SimpleNamespace(
-            headers=own, payload=payload, native_delay=waited, delivery_tag=1, consumed_from="q"
-        )
+        message = SimpleNamespace(**common, headers=own, payload=payload, native_delay=waited)
         yield Arrival(message, own, consumer, NOW_US)
-    message = SimpleNamespace(
-        headers={}, payload=headers, native_delay=None, delivery_tag=1, consumed_from="q"
-    )
+    message = SimpleNamespace(**common, headers={}, payload=headers, native_delay=None)
     yield Arrival(message, headers, consumer, NOW_US)
 
 
 @pytest.mark.parametrize("key", KEYS)
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(headers=HEADERS, payload=PAYLOADS)
+@example(headers=ODD_HEADERS, payload=ODD_PAYLOAD)
 def test_no_gate_raises_or_keeps_a_task_for_ever(
     lines: RecordLines,
+    scheduling: Scheduling,
     monkeypatch: pytest.MonkeyPatch,
     key: Any,
     headers: dict[str, Any],
@@ -177,19 +223,25 @@ def test_no_gate_raises_or_keeps_a_task_for_ever(
 ) -> None:
     """A value that cannot be encoded is ignored as a key, a place or a mark."""
     monkeypatch.setattr(unique, "leases_of", lambda app: Leases())
-    delay = DelaySettings(rates={RATED: Rate("10000/s", key=key)})
+    limits = [
+        Rate("10000/s", key=key, overrides=lambda key: {"ada": "9000/s", "": "none"}.get(key)),
+        Rate("10000/s", key=key, name="all", concurrent=2),
+    ]
+    delay = DelaySettings(rates={RATED: limits})
     rated = Rated(delay, {RATED: SimpleNamespace(run=call_api)})
     rated.lines = lines
     moved = Moved(delay)
     moved.receipts = WaitingTasks()
     fence = Fence(delay, "worker", Place("redis://nowhere", "celery_delay"))
     monkeypatch.setattr(fence, "_looked_up", looked_up)
-    consumer = SimpleNamespace(pool=SimpleNamespace(num_processes=2))
-    for arrival in messages(headers, payload, consumer):
-        for gate in gates(delay, moved, fence, rated, Unique(None)):
+    consumer = SimpleNamespace(app=None, pool=SimpleNamespace(num_processes=2))
+    asks_for_ever = WaitUntil(NOW_US + AWAY_US, otherwise=AskAgain(AWAY_US / 1e6))
+    for arrival in messages({**headers}, payload, consumer):
+        for gate in gates(delay, moved, scheduling, fence, rated, Unique(None)):
             ruling: Ruling | None = gate(arrival)
-            asks_for_ever = WaitUntil(NOW_US + AWAY_US, otherwise=AskAgain(AWAY_US / 1e6))
             assert ruling != asks_for_ever
+            if gate is rated and ruling is not None:  # it has a place, and may take its locks
+                assert gate(arrival) != asks_for_ever
 
 
 @given(header=OURS)

@@ -274,6 +274,21 @@ def test_a_task_whose_message_celery_rejects_frees_its_key_first(
     assert rejected == [(("logger", (OSError,), requeue), left)]
 
 
+def test_a_concurrent_task_whose_message_celery_requeues_frees_its_lock(
+    app: Celery, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "name", "concurrent:shop.sync:42")
+    records.record = None
+    comes, _ = limited("1")
+    strategies = GatedStrategies(SimpleNamespace(app=app), (), Mock(), Mock())
+    strategies["shop.sync"] = strategy = Mock()
+    strategies["shop.sync"](comes.message, None, Mock(), Mock(), [])
+    on_reject = strategy.call_args.args[3]
+    assert limited("2")[1] is not None
+    on_reject("logger", (OSError,), True)
+    assert limited("2")[1] is None
+
+
 def test_a_retry_for_a_killed_process_keeps_the_key(
     app: Celery, gate: Unique, records: Records
 ) -> None:

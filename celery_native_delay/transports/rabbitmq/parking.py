@@ -14,6 +14,7 @@ import amqp
 from amqp.exceptions import AccessRefused, NotFound, ResourceLocked
 
 from ...errors import DelayTooLong
+from ...keyed.record import HEADER as KEY
 from ...message import HEADER, Delayed, cancel
 from ..interface import Rescue
 from .address import queue_of_address
@@ -43,6 +44,16 @@ class Parked:
     properties: dict[str, Any]
     #: Destination and due time; None for a message without a header of this package.
     delayed: Delayed | None
+
+    @property
+    def expires_ms(self) -> int | None:
+        """The time of the message's ``expiration``, or None.
+
+        Also None for a task with a key: a worker drops the expired task, and frees the key.
+        """
+        if self.delayed is None or KEY in self.properties["application_headers"]:
+            return None
+        return self.delayed.expires_ms
 
     def destination(self, delayed: Delayed) -> tuple[str, str]:
         """Return the exchange and routing key for publishing the message again."""
@@ -146,7 +157,7 @@ def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
                 stay.append(parked)
                 continue
             destination = parked.destination(delayed)
-            if delayed.expires_ms is not None and delayed.expires_ms <= now_ms:
+            if parked.expires_ms is not None and parked.expires_ms <= now_ms:
                 work.outcome.expired += 1
             elif not _exists(work, destination[0]) or destination in work.unwanted:
                 stay.append(parked)
@@ -219,8 +230,9 @@ def _publish_original(
     if delayed.cancelled:
         cancel(headers, header)
     properties["application_headers"] = headers
-    if delayed.expires_ms is not None:
-        properties["expiration"] = str(delayed.expires_ms - now_ms)
+    properties.pop("expiration", None)
+    if parked.expires_ms is not None:
+        properties["expiration"] = str(parked.expires_ms - now_ms)
     message = amqp.Message(parked.message.body, **properties)
     work.publisher.send(Publication(message, *destination))
 

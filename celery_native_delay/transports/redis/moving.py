@@ -130,7 +130,12 @@ def held_by_queues(channel: Any, reaches: Sequence[Reach]) -> Iterator[PlainSour
     store: Store = channel.delays.store
     prefix, client = store.keys.prefix, store.client
     way_out = "let an installed worker consume its queue, which puts it into the store"
-    for queue in sorted({reach.queue for reach in reaches}):
+    queues = {reach.queue for reach in reaches}
+    # A queue of task_routes or `worker -Q` need not be in the app's task_queues.
+    for bindings in client.scan_iter(f"{prefix}{channel.keyprefix_queue % '*'}", count=1000):
+        bound = client.smembers(bindings)
+        queues |= {each.decode().rpartition(channel.sep)[2] for each in bound}
+    for queue in sorted(queues):
         steps = (channel._q_for_pri(queue, step) for step in channel.priority_steps)
         envelopes = (each for step in steps for each in _listed(client, f"{prefix}{step}"))
         if count := _with_eta_ahead(envelopes):
