@@ -22,7 +22,6 @@ from celery.utils.log import get_logger
 from celery.worker import state
 from kombu.exceptions import ContentDisallowed, DecodeError
 
-from ..keyed.record import HEADER
 from ..now import time_ns
 from ..transports.interface import Wait
 from .arrival import (
@@ -115,9 +114,8 @@ class GatedStrategies(dict[str, Any]):
         ) -> None:
             fields = payload if isinstance(payload, dict) else message.headers
             arrival = Arrival(message, fields, self._consumer, time_ns() // 1000)
-            if HEADER in fields:
-                reject = partial(self._reject, arrival, reject)
-            run = partial(strategy, message, payload, ack, reject, callbacks, **kwargs)
+            freeing = partial(self._reject, arrival, reject)
+            run = partial(strategy, message, payload, ack, freeing, callbacks, **kwargs)
             self._pass(_Task(arrival, payload, run, ack))
 
         super().__setitem__(name, on_task)
@@ -207,7 +205,7 @@ class GatedStrategies(dict[str, Any]):
     def _reject(
         self, arrival: Arrival, reject: Callable[..., Any], log: Any, errors: Any, requeue: bool
     ) -> None:
-        """Free the unique key of a message that Celery rejects, then reject the message."""
+        """Free the locks of a message that Celery rejects, then reject the message."""
         rejected(self._consumer.app, arrival.id, requeue=requeue)
         reject(log, errors, requeue)
 

@@ -224,6 +224,17 @@ def test_concurrent_tasks_wait_in_the_broker_and_a_killed_process_frees_its_key(
     assert overlaps(fleet, {begun["pid"]: killed})["a"] == 1
 
 
+def test_a_redelivered_task_whose_process_was_killed_gets_its_lock_again(fleet: Fleet) -> None:
+    """At once, although a lease would last a minute."""
+    rates = {"native_delay_rates": {"mortal": {"concurrent": 1}}}
+    app = fleet.app(**rates)
+    fleet.worker(concurrency=1, **rates)
+    mortal = app.send_task("mortal").id
+    first, second = wait_until(lambda: runs if len(runs := fleet.record.runs()) == 2 else None)
+    assert first.id == second.id == mortal
+    assert second.started - first.started < 30 * SLOWNESS
+
+
 @pytest.mark.ci
 def test_a_limit_of_running_tasks_holds_although_a_worker_is_killed(fleet: Fleet) -> None:
     """Its leases expire after a minute, and then its key goes on."""

@@ -269,7 +269,7 @@ def test_a_task_that_is_due_reaches_celery_unchanged() -> None:
     worker.receives(message, "payload")
     [(args, kwargs)] = worker.ran
     assert args[:2] == (message, "payload")
-    assert args[3:] == ("reject", ["callback"])
+    assert args[4:] == (["callback"],)
     assert kwargs == {}
 
 
