@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from celery import Celery
 
-from celery_native_delay import Delay, SettingsError, install
+from celery_native_delay import Delay, Rate, SettingsError, install
 from celery_native_delay.app.installation import delaying_channel
+from celery_native_delay.app.retrying import _hold
+from celery_native_delay.rates.line import Asked, places_in
+from celery_native_delay.records.waiting import PLACE
 from celery_native_delay.testing import PrivateRedis
 from tests.integration.project import APP, Project
 from tests.lines import fill
@@ -73,6 +77,21 @@ def test_the_rate_of_a_key_is_set_and_unset(tmp_path: Path, empty_redis: Private
             Delay(app).set_rate("shop.cal", "ada", "1/s")
         with pytest.raises(SettingsError, match="expected a rate such as"):
             Delay(app).set_rate("shop.call_api", "ada", "fast")
+
+
+@on_redis
+def test_retry_after_puts_its_task_first_in_the_queues_of_all_its_limits(
+    empty_redis: PrivateRedis,
+) -> None:
+    limits = [Asked("shop.call_api", "ada", Rate("10/h")), Asked("all", None, Rate("5000/d"))]
+    with app_on(empty_redis.url) as app:
+        for limit in limits:
+            fill(app, limit.name, limit.key, limit.rate.limit, waiting=7)
+        headers: dict[str, Any] = {}
+        for limit in limits:
+            _hold(app, limit.name, limit, 30, headers)
+        assert places_in(headers[PLACE]) == {limit.line: 0 for limit in limits}
+        assert [line.waiting for line in Delay(app).rates()] == [8, 8]
 
 
 @on_redis
