@@ -41,8 +41,8 @@ _COUNTED = 1000
 #: A task, by its id or by an object that has it.
 TaskId: TypeAlias = str | AsyncResult | Waiting
 
-#: Rate lines that are read to find those that RetryAfter holds.
-_MOST_LINES = 10_000
+#: Rate lines that are read to find the longest, and at most: the records list lines by their end.
+_LEAST_LINES, _MOST_LINES = 500, 10_000
 
 #: Waiting tasks of one name that move when the limit of a key changes.
 _MOST_MOVED = 100_000
@@ -134,7 +134,7 @@ class Delay(KeyedCalls):
             with closing(channel.lines(settings)) as lines:
                 return [
                     replace(row, overridden=row.rate != usual.get(row.task, row.rate))
-                    for row in lines.look(limit)
+                    for row in lines.look(max(limit, _LEAST_LINES))[:limit]
                 ]
 
         return ask_broker(self._app, looked)

@@ -51,7 +51,7 @@ def test_rates_are_listed_with_the_longest_queue_first(
         assert sum_ == "38 waiting in 3 row(s)"
         told = shop.told("rates", "--limit", "2")
         assert told["more"]
-        assert told["lines"] == [line.as_json() for line in Delay(app).rates()[:2]]
+        assert told["lines"] == [line.as_json() for line in Delay(app).rates(limit=2)]
 
 
 @on_redis
