@@ -204,6 +204,7 @@ def test_at_most_two_tasks_of_a_key_run_at_a_time(fleet: Fleet) -> None:
     assert found["b"] <= 2
 
 
+@pytest.mark.ci
 def test_concurrent_tasks_wait_in_the_broker_and_a_killed_process_frees_its_key(
     fleet: Fleet,
 ) -> None:
