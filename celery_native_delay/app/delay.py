@@ -179,21 +179,25 @@ class Delay(KeyedCalls):
     def _change_lines(self, asked: Sequence[Asked], *, sets: bool | None = None) -> int:
         """Change the rates of queues; return the number of tasks that got an earlier due time."""
 
-        def slots_of(line: Line, rate: Rate, _: int) -> tuple[Line, Callable[[int], int]]:
-            return line, partial(line.slot_us, rate)
-
-        def change(channel: Any, settings: DelaySettings) -> dict[str, Callable[[int], int]]:
+        def change(channel: Any, settings: DelaySettings) -> list[tuple[Line, Rate]]:
             with closing(channel.lines(settings)) as lines:
-                return {each.line: lines.change(each, slots_of, sets=sets) for each in asked}
+                return [
+                    lines.change(each, lambda line, rate, _: (line, (line, rate)), sets=sets)
+                    for each in asked
+                ]
 
-        slots, changed = ask_broker(self._app, change), {each.name for each in asked}
+        slots, changed = {}, set()
+        for each, (line, rate) in zip(asked, ask_broker(self._app, change), strict=True):
+            if sets is not None or not line.is_set:  # a deployment does not change set rates
+                slots[each.line] = partial(line.slot_us, rate)
+                changed.add(each.name)
         due = {
             each.id: at_us
             for task, its in installed(self._app).settings().rates_by_task.items()
             if not changed.isdisjoint(rate.name for rate in its)
             for each in self.ls(Query(name=task), limit=_MOST_MOVED)
-            for line, place in places_in(each.place).items()
-            if line in slots and (at_us := slots[line](place)) < each.due_us
+            for name, place in places_in(each.place).items()
+            if name in slots and (at_us := slots[name](place)) < each.due_us
         }
 
         def move(found: WaitingTasks, task_id: str) -> Outcome:

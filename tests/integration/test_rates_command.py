@@ -11,6 +11,7 @@ import pytest
 from celery import Celery
 
 from celery_native_delay import Delay, Rate, SettingsError, install
+from celery_native_delay.app.delay import adopt_rates
 from celery_native_delay.app.installation import delaying_channel
 from celery_native_delay.app.retrying import _hold
 from celery_native_delay.rates.line import Asked, places_in
@@ -77,6 +78,22 @@ def test_the_rate_of_a_key_is_set_and_unset(tmp_path: Path, empty_redis: Private
             Delay(app).set_rate("shop.cal", "ada", "1/s")
         with pytest.raises(SettingsError, match="expected a rate such as"):
             Delay(app).set_rate("shop.call_api", "ada", "fast")
+
+
+@on_redis
+def test_a_worker_that_starts_changes_all_queues_to_its_rates_except_set_ones(
+    empty_redis: PrivateRedis,
+) -> None:
+    with app_on(empty_redis.url) as app:
+        assert adopt_rates(app) is None
+        for key in ("ada", "bob"):
+            fill(app, "shop.call_api", key, "5/h", waiting=3)
+        Delay(app).set_rate("shop.call_api", "ada", "20/m")
+        move = adopt_rates(app)
+        assert move is not None
+        assert move() == 0, "no message waits"
+        rates = {line.key: line.rate for line in Delay(app).rates()}
+        assert rates == {"ada": "20/m", "bob": "10/h"}
 
 
 @on_redis
