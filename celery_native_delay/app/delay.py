@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, TypeAlias, TypeVar, overload
 
 from celery import Celery, Task
@@ -22,7 +23,7 @@ from ..errors import (
 )
 from ..now import time_ns
 from ..rates.line import Asked, Line, RateLine, name_of, places_in
-from ..rates.rate import LONGEST_KEY
+from ..rates.rate import LONGEST_KEY, Rate
 from ..records import waiting
 from ..records.interface import TRIES
 from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
@@ -40,8 +41,8 @@ _COUNTED = 1000
 #: A task, by its id or by an object that has it.
 TaskId: TypeAlias = str | AsyncResult | Waiting
 
-#: Rate lines that are read to find those that RetryAfter holds.
-_MOST_LINES = 10_000
+#: Rate lines that are read to find the longest, and at most: the records list lines by their end.
+_LEAST_LINES, _MOST_LINES = 500, 10_000
 
 #: Waiting tasks of one name that move when the limit of a key changes.
 _MOST_MOVED = 100_000
@@ -129,12 +130,11 @@ class Delay(KeyedCalls):
         _check_count("limit", limit, least=0)
 
         def looked(channel: Any, settings: DelaySettings) -> list[RateLine]:
-            rates = settings.rates_by_task.values()
-            usual = {rate.name: rate.shown for its in rates for rate in its}
+            usual = {name: rate.shown for name, rate in _by_name(settings).items()}
             with closing(channel.lines(settings)) as lines:
                 return [
                     replace(row, overridden=row.rate != usual.get(row.task, row.rate))
-                    for row in lines.look(limit)
+                    for row in lines.look(max(limit, _LEAST_LINES))[:limit]
                 ]
 
         return ask_broker(self._app, looked)
@@ -165,28 +165,39 @@ class Delay(KeyedCalls):
         Raises:
             SettingsError: *limit* is malformed, or ``native_delay_rates`` has no such name.
         """
-        rates = installed(self._app).settings().rates_by_task
-        mine = {task: each for task, its in rates.items() for each in its if each.name == name}
-        if not mine:
-            names = ", ".join(sorted({str(each.name) for its in rates.values() for each in its}))
+        rates = _by_name(installed(self._app).settings())
+        usual = rates.get(name)
+        if usual is None:
+            names = ", ".join(sorted(rates))
             raise SettingsError(
                 f"expected the name of a rate in native_delay_rates ({names}), got {name!r}"
             )
-        key, usual = key and key[:LONGEST_KEY], next(iter(mine.values()))
+        key = key and key[:LONGEST_KEY]
         rate = usual.for_key(key) if limit is None else replace(usual, limit=limit, overrides=None)
-        asked = Asked(name, key, rate)
+        return self._change_lines([Asked(name, key, rate)], sets=limit is not None)
 
-        def change(channel: Any, settings: DelaySettings) -> Any:
+    def _change_lines(self, asked: Sequence[Asked], *, sets: bool | None = None) -> int:
+        """Change the rates of queues; return the number of tasks that got an earlier due time."""
+
+        def change(channel: Any, settings: DelaySettings) -> list[tuple[Line, Rate]]:
             with closing(channel.lines(settings)) as lines:
-                return lines.change(asked, lambda line, *_: (line, line), sets=limit is not None)
+                return [
+                    lines.change(each, lambda line, rate, _: (line, (line, rate)), sets=sets)
+                    for each in asked
+                ]
 
-        line: Line = ask_broker(self._app, change)
+        slots, changed = {}, set()
+        for each, (line, rate) in zip(asked, ask_broker(self._app, change), strict=True):
+            if sets is not None or not line.is_set:  # a deployment does not change set rates
+                slots[each.line] = partial(line.slot_us, rate)
+                changed.add(each.name)
         due = {
-            each.id: line.slot_us(rate, place)
-            for task in mine
+            each.id: at_us
+            for task, its in installed(self._app).settings().rates_by_task.items()
+            if not changed.isdisjoint(rate.name for rate in its)
             for each in self.ls(Query(name=task), limit=_MOST_MOVED)
-            if (place := places_in(each.place).get(asked.line)) is not None
-            and line.slot_us(rate, place) < each.due_us
+            for name, place in places_in(each.place).items()
+            if name in slots and (at_us := slots[name](place)) < each.due_us
         }
 
         def move(found: WaitingTasks, task_id: str) -> Outcome:
@@ -385,6 +396,22 @@ def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, b
         total = delay.count(query) if behind else offset + len(page.tasks)
     counted = not searched or len(page.tasks) < limit + _COUNTED
     return Page(page.tasks[:limit], total), counted
+
+
+def adopt_rates(app: Celery) -> Callable[[], int] | None:
+    """Return a function that moves the tasks whose rates a deployment has changed, or None.
+
+    Workers call adopt_rates before they ask a queue, because a question changes the queue's rate.
+    """
+    delay, rates = Delay(app), _by_name(installed(app).settings())
+    rows = [row for row in delay.rates(limit=_MOST_LINES) if row.waiting and row.task in rates]
+    asked = [Asked(row.task, row.key, rates[row.task].for_key(row.key)) for row in rows]
+    changed = [each for each, row in zip(asked, rows, strict=True) if each.rate.shown != row.rate]
+    return partial(delay._change_lines, changed) if changed else None
+
+
+def _by_name(settings: DelaySettings) -> dict[str, Rate]:
+    return {str(rate.name): rate for its in settings.rates_by_task.values() for rate in its}
 
 
 def _some_of(ids: Iterable[str], limit: int | None) -> list[str]:

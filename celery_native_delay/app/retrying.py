@@ -13,7 +13,7 @@ from celery.utils.log import get_logger
 
 from ..errors import described
 from ..now import time_ns, utc_now
-from ..rates.line import Asked, Line
+from ..rates.line import Asked, Line, places_in
 from ..rates.rate import Rate
 from ..rates.retry_after import RetryAfter
 from ..records.waiting import PLACE
@@ -92,7 +92,7 @@ def _hold(app: Any, task: str, limit: Asked, seconds: float, headers: dict[str, 
             channel, settings = delaying_channel(app, connection)
             with closing(channel.lines(settings)) as lines:
                 place = lines.change(limit, partial(Line.hold, wait_us=round(seconds * 1_000_000)))
-        headers[PLACE] = json.dumps({limit.line: place})
+        headers[PLACE] = json.dumps(places_in(headers.get(PLACE)) | {limit.line: place})
     except Exception as problem:  # the task is retried all the same
         told = "native delay: RetryAfter pauses only this task, not others of %s: %s"
         logger.error(told, task, described(problem))

@@ -13,9 +13,6 @@ from .group import as_json_option, command, installed_settings, limit_option, sa
 if TYPE_CHECKING:
     from ..rates.line import RateLine
 
-#: The number of lines to read, of which the longest are shown: Redis does not sort lines by length.
-_LOOKED_AT = 500
-
 key_option = click.option("--key", help="The key. Leave it out for tasks without a key.")
 _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held")
 
@@ -36,7 +33,7 @@ def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
     from ..app.delay import Delay
 
     chosen = installed_settings(ctx)
-    lines = Delay(ctx.obj.app).rates(limit=max(limit + 1, _LOOKED_AT))
+    lines = Delay(ctx.obj.app).rates(limit=limit + 1)
     more, lines = len(lines) > limit, lines[:limit]
     if lines:
         text = shown(lines, more, datetime.now(UTC))

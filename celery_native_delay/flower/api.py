@@ -16,7 +16,7 @@ from ..durations import seconds_of
 from ..errors import InvalidDueTime, InvalidQuery
 from ..records.waiting import Outcome
 from ..transports.interface import AdminPart
-from .pages import MOST_LINES, Errors, Parked, ScheduleEntries, long_json
+from .pages import Errors, Parked, ScheduleEntries, long_json
 
 #: The time limit of a change, in seconds. Changing one task takes a millisecond or two.
 _CHANGE_SECONDS = 60.0
@@ -112,7 +112,7 @@ class ListRates(ApiHandler):
     async def get(self) -> None:
         """Send up to ``limit`` lines (tasks with the same rate limit and key), longest first."""
         limit = self.limit()
-        lines = await self.asking.delay(lambda delay: delay.rates(limit=max(limit + 1, MOST_LINES)))
+        lines = await self.asking.delay(lambda delay: delay.rates(limit=limit + 1))
         self.write(
             {"more": len(lines) > limit, "lines": [line.as_json() for line in lines[:limit]]}
         )

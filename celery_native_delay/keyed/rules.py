@@ -29,6 +29,8 @@ _OWN_US = 2_000_000
 #: Bounds of the time between two tries of the tasks that wait for a shared lock.
 _SHORTEST_US = 5_000
 _LONGEST_US = 5_000_000
+#: All of these tasks try once in this time: running tasks may become short, or others be cancelled.
+_ROUND_US = 300_000_000
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,8 @@ def share(seen: Seen, task_id: str, *, token: str, most: int) -> Step:
     # Running tasks have done half their work on average: two others try until one of them ends.
     age_us = now_us - sum(run.since_us for run in runs) // most
     apart_us = min(max(age_us // most, _SHORTEST_US), _LONGEST_US)
-    free_us = max(known.due_us, now_us) + apart_us
+    last_us = known.due_us if now_us < known.due_us < now_us + _ROUND_US else now_us
+    free_us = last_us + apart_us
     return replace(_kept(replace(known, runs=runs, due_us=free_us), now_us), free_us=free_us)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Thread
 from typing import Any
 
@@ -11,6 +12,7 @@ import celery.worker.consumer.delayed_delivery
 from celery import bootsteps, signals
 from celery.worker.consumer.tasks import Tasks
 
+from ..app.delay import adopt_rates
 from ..app.installation import installation_of, keep_celerys_own_off, records_place
 from ..app.retrying import teach_tasks
 from ..app.schedules import schedule_records
@@ -125,6 +127,10 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         if self._attendant is None:
             self._attendant = self.attendant_class(c.app, settings)
             self._attendant.start()
+            if self._rated is not None:
+                with suppress(Exception):  # the gate logs errors of records and callables
+                    if (move := adopt_rates(c.app)) is not None:
+                        Thread(target=move, name="native-delay-rates", daemon=True).start()
         self._attendant.look_for_parked()
         if self._scheduling is not None:
             self._scheduling.start()

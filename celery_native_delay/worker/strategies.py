@@ -114,8 +114,8 @@ class GatedStrategies(dict[str, Any]):
         ) -> None:
             fields = payload if isinstance(payload, dict) else message.headers
             arrival = Arrival(message, fields, self._consumer, time_ns() // 1000)
-            reject = partial(self._reject, arrival, reject)
-            run = partial(strategy, message, payload, ack, reject, callbacks, **kwargs)
+            freeing = partial(self._reject, arrival, reject)
+            run = partial(strategy, message, payload, ack, freeing, callbacks, **kwargs)
             self._pass(_Task(arrival, payload, run, ack))
 
         super().__setitem__(name, on_task)
@@ -205,7 +205,7 @@ class GatedStrategies(dict[str, Any]):
     def _reject(
         self, arrival: Arrival, reject: Callable[..., Any], log: Any, errors: Any, requeue: bool
     ) -> None:
-        """Free the keys of a message that Celery rejects, then reject the message."""
+        """Free the locks of a message that Celery rejects, then reject the message."""
         rejected(self._consumer.app, arrival.id, requeue=requeue)
         reject(log, errors, requeue)
 

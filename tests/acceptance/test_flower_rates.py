@@ -50,6 +50,7 @@ def fill_rate_queues(app: Celery) -> None:
     for number in range(TENANTS):
         fill(app, "shop.call_api", f"tenant-{number}", "100/d", waiting=TENANTS - number)
     fill(app, "shop.send_mail", None, "10/d", waiting=99, held_seconds=90_000)
+    Delay(app).set_rate("shop.call_api", "tenant-3", "200/d")
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,7 @@ def test_the_page_lists_finds_and_sorts_the_queues_of_rates(
     assert used == "10 %1 start"
     assert rows[1][:4] == ["shop.call_api", "tenant-0", "100/d", "20"]
     assert [row[3] for row in rows[1:]] == [str(n) for n in range(20, 6, -1)]
+    assert rows[4][1:3] == ["tenant-3", "200/d overridden"]
 
     page.search("tenant-1")
     page.lists(11)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -160,6 +162,27 @@ def test_waiting_tasks_move_when_the_rate_of_their_key_is_set(fleet: Fleet) -> N
     assert next_us > (time() + 1800) * 1e6
 
 
+@pytest.mark.ci
+def test_waiting_tasks_move_when_a_deployment_raises_their_rate(fleet: Fleet) -> None:
+    """Tasks that were sent later stay behind them."""
+    slow, fast = ({"native_delay_rates": {"call_api": rated(each)}} for each in ("1/h", "20/s"))
+    app = fleet.app(**slow)
+    ids = [app.send_task("call_api", ("gold", number)).id for number in range(21)]
+    worker = fleet.worker(concurrency=1, **slow)
+    wait_until(lambda: Delay(app).count("name:call_api") == 20)
+    worker.stop()
+    new = [app.send_task("call_api", ("gold", number)).id for number in range(21, 24)]
+    began = time()
+    fleet.worker(concurrency=1, **fast)
+    runs = fleet.record.wait_for_ids(ids + new)
+    assert time() - began < 30 * SLOWNESS
+    starts = [runs[each][0].started for each in ids]
+    assert most_in_a_window(starts, LOOKED_AT) <= 20
+    assert sorted(starts)[10] < min(runs[each][0].started for each in new)
+    (line,) = Delay(fleet.app(**fast)).rates()
+    assert (line.rate, line.waiting, line.overridden) == ("20/s", 0, False)
+
+
 def overlaps(fleet: Fleet, killed: dict[int, float]) -> dict[str, int]:
     """The largest number of runs at the same time, by key."""
     return {
@@ -181,6 +204,38 @@ def test_at_most_two_tasks_of_a_key_run_at_a_time(fleet: Fleet) -> None:
     found = overlaps(fleet, {})
     assert found["a"] == 2
     assert found["b"] <= 2
+
+
+@pytest.mark.ci
+def test_concurrent_tasks_wait_in_the_broker_and_a_killed_process_frees_its_key(
+    fleet: Fleet,
+) -> None:
+    """On one worker with a prefetch of 1 for each process; a lease would last a minute."""
+    rates = {"native_delay_rates": {"alone": {"key": "key", "concurrent": 1}}}
+    app = fleet.app(**rates)
+    fleet.worker(concurrency=2, worker_prefetch_multiplier=1, **rates)
+    app.send_task("alone", ("a", 600.0))
+    (begun,) = wait_until(lambda: phases(fleet) or None)
+    ids = [app.send_task("alone", ("a", 0.1)).id for _ in range(2)]
+    fleet.record.wait_for_ids([app.send_task("note", (number,)).id for number in range(5)])
+    wait_until(lambda: Delay(app).count("name:alone") == 2)
+    os.kill(begun["pid"], signal.SIGKILL)
+    killed = time()
+    runs = fleet.record.wait_for_ids(ids)
+    assert min(run.started for (run,) in runs.values()) - killed < 30 * SLOWNESS
+    wait_until(lambda: sum(each["phase"] == "ends" for each in phases(fleet)) == 2)
+    assert overlaps(fleet, {begun["pid"]: killed})["a"] == 1
+
+
+def test_a_redelivered_task_whose_process_was_killed_gets_its_lock_again(fleet: Fleet) -> None:
+    """At once, although a lease would last a minute."""
+    rates = {"native_delay_rates": {"mortal": {"concurrent": 1}}}
+    app = fleet.app(**rates)
+    fleet.worker(concurrency=1, **rates)
+    mortal = app.send_task("mortal").id
+    first, second = wait_until(lambda: runs if len(runs := fleet.record.runs()) == 2 else None)
+    assert first.id == second.id == mortal
+    assert second.started - first.started < 30 * SLOWNESS
 
 
 @pytest.mark.ci

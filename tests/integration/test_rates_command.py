@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from celery import Celery
 
-from celery_native_delay import Delay, SettingsError, install
+from celery_native_delay import Delay, Rate, SettingsError, install
+from celery_native_delay.app.delay import adopt_rates
 from celery_native_delay.app.installation import delaying_channel
+from celery_native_delay.app.retrying import _hold
+from celery_native_delay.rates.line import Asked, places_in
+from celery_native_delay.records.waiting import PLACE
 from celery_native_delay.testing import PrivateRedis
 from tests.integration.project import APP, Project
 from tests.lines import fill
@@ -47,7 +52,7 @@ def test_rates_are_listed_with_the_longest_queue_first(
         assert sum_ == "38 waiting in 3 row(s)"
         told = shop.told("rates", "--limit", "2")
         assert told["more"]
-        assert told["lines"] == [line.as_json() for line in Delay(app).rates()[:2]]
+        assert told["lines"] == [line.as_json() for line in Delay(app).rates(limit=2)]
 
 
 @on_redis
@@ -73,6 +78,37 @@ def test_the_rate_of_a_key_is_set_and_unset(tmp_path: Path, empty_redis: Private
             Delay(app).set_rate("shop.cal", "ada", "1/s")
         with pytest.raises(SettingsError, match="expected a rate such as"):
             Delay(app).set_rate("shop.call_api", "ada", "fast")
+
+
+@on_redis
+def test_a_worker_that_starts_changes_all_queues_to_its_rates_except_set_ones(
+    empty_redis: PrivateRedis,
+) -> None:
+    with app_on(empty_redis.url) as app:
+        assert adopt_rates(app) is None
+        for key in ("ada", "bob"):
+            fill(app, "shop.call_api", key, "5/h", waiting=3)
+        Delay(app).set_rate("shop.call_api", "ada", "20/m")
+        move = adopt_rates(app)
+        assert move is not None
+        assert move() == 0, "no message waits"
+        rates = {line.key: line.rate for line in Delay(app).rates()}
+        assert rates == {"ada": "20/m", "bob": "10/h"}
+
+
+@on_redis
+def test_retry_after_puts_its_task_first_in_the_queues_of_all_its_limits(
+    empty_redis: PrivateRedis,
+) -> None:
+    limits = [Asked("shop.call_api", "ada", Rate("10/h")), Asked("all", None, Rate("5000/d"))]
+    with app_on(empty_redis.url) as app:
+        for limit in limits:
+            fill(app, limit.name, limit.key, limit.rate.limit, waiting=7)
+        headers: dict[str, Any] = {}
+        for limit in limits:
+            _hold(app, limit.name, limit, 30, headers)
+        assert places_in(headers[PLACE]) == {limit.line: 0 for limit in limits}
+        assert [line.waiting for line in Delay(app).rates()] == [8, 8]
 
 
 @on_redis

@@ -46,8 +46,8 @@ class World:
         self.record = step.record
         return step
 
-    def run(self, *, killed: float = 0.0) -> None:
-        while self.events:
+    def run(self, *, killed: float = 0.0, until_us: int | None = None) -> None:
+        while self.events and (until_us is None or self.events[0][0] < until_us):
             self.now_us, _, what, task = heappop(self.events)
             if what == "end":
                 self.running.pop(task)
@@ -120,6 +120,19 @@ def test_a_key_with_long_tasks_is_asked_seldom() -> None:
             if (free_us := world.call(begin).free_us) is not None:
                 world.plan(free_us, "ask", task)
     assert world.asked <= 400
+
+
+def test_waiting_tasks_notice_within_minutes_that_tasks_have_become_short() -> None:
+    """Although 500 tasks that try five seconds apart would need 42 minutes."""
+    world = World(2, 60 * SECOND, Random(1))
+    for task in range(500):
+        world.plan(NOON_US, "ask", str(task))
+    world.run(until_us=NOON_US + 100 * SECOND)
+    asked, world.took_us = world.asked, SECOND // 100
+    world.run()
+    assert len(world.started) == 500
+    assert world.now_us - NOON_US <= 15 * 60 * SECOND
+    assert world.asked - asked <= 3 * 500
 
 
 def test_leases_that_another_attempt_has_are_left_alone() -> None:

@@ -199,97 +199,154 @@ def test_in_a_window_with_a_change_of_the_rate_the_larger_limit_counts(
         assert sum(at_us - period_us < other <= at_us for other in world.starts) <= most
 
 
-@dataclass
-class Shared:
-    """A simulation of tasks with a limit for their tenant, and one that all tenants share."""
+@settings(max_examples=60)
+@given(
+    limit=st.sampled_from(sorted(OTHER_RATES)),
+    bursts=st.tuples(st.sampled_from([1, 10]), st.sampled_from([1, 10, 400])),
+    number=st.integers(1, 150),
+    seed=st.integers(0, 2**32),
+)
+def test_during_a_rolling_deployment_the_larger_limit_holds_and_all_tasks_start(
+    limit: str, bursts: tuple[int, int], number: int, seed: int
+) -> None:
+    """Workers with the old rate and workers with the new rate ask the same queue in turn."""
+    rates = [Rate(limit, burst=bursts[0]), Rate(OTHER_RATES[limit], burst=bursts[1])]
+    world = World(rates[0], Random(seed), late_us=100_000)
+    for message in range(number):
+        world.send(message, NOON_US + world.random.randint(0, 1_000_000))
+    while world.coming:
+        rate = world.random.choice(rates)
+        if rate != world.rate:
+            world.now_us = max(world.now_us, world.coming[0][0])
+            world.line = world.line.changed(world.rate, rate, world.now_us)
+            world.rate = rate
+        world.step()
+    assert len(world.starts) == number
+    assert world.asked <= 20 * (number + 20)
+    assert world.most_in_a_window() <= max(rate.most for rate in rates)
 
-    tenants: Rate
-    all: Rate
+
+@dataclass
+class Crossing:
+    """A simulation of tasks with several limits, which share some limits with other tasks."""
+
+    rates: dict[str, Rate]
     random: Random
     now_us: int = NOON_US
     lines: dict[str, Line] = field(default_factory=dict)
-    starts: list[tuple[int, str]] = field(default_factory=list)
+    starts: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    waits_us: list[int] = field(default_factory=list)
+    """The time from sending to the start of each task."""
     asked: int = 0
 
     def __post_init__(self) -> None:
-        self.coming: list[tuple[int, int, str, tuple[int | None, int | None]]] = []
-        self._tie = count()
+        self.coming: list[tuple[int, float, int, tuple[str, ...], dict[str, int]]] = []
 
-    def send(
-        self, tenant: str, at_us: int, places: tuple[int | None, int | None] = (None, None)
-    ) -> None:
-        heappush(self.coming, (at_us, next(self._tie), tenant, places))
+    def send(self, limits: tuple[str, ...], at_us: int, *, sent_us: int = 0, **places: int) -> None:
+        tie = self.random.random()
+        heappush(self.coming, (at_us, tie, sent_us or at_us, limits, places))
 
     def run(self, steps: int | None = None) -> None:
         while self.coming and steps != 0:
             steps = None if steps is None else steps - 1
-            at_us, _, tenant, places = heappop(self.coming)
+            at_us, _, sent_us, limits, places = heappop(self.coming)
             self.now_us = max(self.now_us, at_us)
             self.asked += 1
-            before = [self.lines.get(name, Line()) for name in (tenant, "all")]
-            limits = (
-                Asked(tenant, None, self.tenants, places[0]),
-                Asked("all", None, self.all, places[1]),
-            )
-            after, turn = ask_all(before, limits, self.now_us)
-            self.lines[tenant], self.lines["all"] = after
+            before = [self.lines.get(name, Line()) for name in limits]
+            asked = [Asked(name, None, self.rates[name], places.get(name)) for name in limits]
+            after, turn = ask_all(before, asked, self.now_us)
+            self.lines.update(zip(limits, after, strict=True))
             if turn.starts:
-                self.starts.append((self.now_us, tenant))
+                self.starts.append((self.now_us, limits))
+                self.waits_us.append(self.now_us - sent_us)
                 continue
-            assert after[1 - turn.at] == before[1 - turn.at], "it takes nothing from the other"
-            kept = list(places)
-            kept[turn.at] = turn.place
-            self.send(tenant, self.now_us + turn.wait_us, (kept[0], kept[1]))
+            others = [at for at in range(len(limits)) if at != turn.at]
+            assert [after[at] for at in others] == [before[at] for at in others], "takes no place"
+            assert turn.place is not None
+            kept = places | {limits[turn.at]: turn.place}
+            self.send(limits, self.now_us + turn.wait_us, sent_us=sent_us, **kept)
 
-    def most(self, rate: Rate, tenant: str | None = None) -> int:
-        found = [at for at, each in self.starts if tenant in (None, each)]
-        return max((sum(at <= o < at + rate.period_us for o in found) for at in found), default=0)
+    def assert_promise(self) -> None:
+        for name, rate in self.rates.items():
+            found = [at for at, limits in self.starts if name in limits]
+            most = max(
+                (sum(at <= o < at + rate.period_us for o in found) for at in found), default=0
+            )
+            assert most <= rate.most
 
 
 LIMITS = st.builds(Rate, st.sampled_from(["2/s", "10/s", "30/m"]), burst=st.sampled_from([1, 5]))
 
 
 @settings(max_examples=60)
-@given(tenants=LIMITS, all_=LIMITS, seed=st.integers(0, 2**32), data=st.data())
-def test_several_limits_hold_and_no_task_starves(
-    tenants: Rate, all_: Rate, seed: int, data: st.DataObject
+@given(
+    rates=st.fixed_dictionaries(dict.fromkeys(("ada", "bob", "east", "west", "all"), LIMITS)),
+    number=st.sampled_from([2, 3]),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+def test_several_limits_hold_and_all_tasks_start(
+    rates: dict[str, Rate], number: int, seed: int, data: st.DataObject
 ) -> None:
-    """Although tasks are lost with a killed worker, redelivered, or lose their places."""
-    world = Shared(tenants, all_, Random(seed))
+    """Each task has a tenant, a region and a limit of all, in any order.
+
+    Tasks are lost with a killed worker, redelivered, or lose their places.
+    """
+    random = Random(seed)
+    world = Crossing(rates, random)
     for _ in range(data.draw(st.integers(1, 6))):
         for _ in range(data.draw(st.integers(1, 40))):
-            world.send(world.random.choice("aaab"), world.now_us + world.random.randint(0, 10_000))
+            mine = [random.choice(["ada", "ada", "bob"]), random.choice(["east", "west"]), "all"]
+            random.shuffle(mine)
+            world.send(tuple(mine[:number]), world.now_us + random.randint(0, 10_000))
         world.run(data.draw(st.integers(0, 100)))
         match data.draw(st.sampled_from(["run", "lose", "redeliver", "forget", "outage"])):
             case "lose":
                 del world.coming[::3]
             case "redeliver":
-                for at_us, _, tenant, places in world.coming[:5]:
-                    world.send(tenant, at_us, places)
+                for at_us, _, sent_us, limits, places in world.coming[:5]:
+                    world.send(limits, at_us, sent_us=sent_us, **places)
             case "forget":
-                world.coming = [(*each[:3], (None, None)) for each in world.coming]
+                world.coming = [(*each[:4], {}) for each in world.coming]
             case "outage":
                 world.now_us += data.draw(st.integers(0, 5_000_000))
     waiting, started = len(world.coming), len(world.starts)
     world.run()
     assert len(world.starts) == started + waiting, "all start"
     assert world.asked <= 40 * (len(world.starts) + 100)
-    assert world.most(all_) <= all_.most
-    assert all(world.most(tenants, tenant) <= tenants.most for tenant in "ab")
+    world.assert_promise()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_task_starves_while_others_cross_its_limits(seed: int) -> None:
+    """New tasks come for two minutes, at 0.87 of the limits of the busiest tasks."""
+    random = Random(seed)
+    tenants = {"ada": Rate("5/s"), "bob": Rate("5/s")}
+    rates = tenants | {"east": Rate("6/s"), "west": Rate("6/s"), "all": Rate("9/s")}
+    world, at_us = Crossing(rates, random), float(NOON_US)
+    while at_us < NOON_US + 120_000_000:
+        at_us += random.expovariate(6.5) * 1_000_000
+        mine = random.choice(["ada", "ada", "bob"]), random.choice(["east", "east", "west"]), "all"
+        world.send(mine, round(at_us))
+    world.run()
+    assert max(world.waits_us) <= 20_000_000
+    world.assert_promise()
 
 
 def test_one_tenants_flood_takes_no_places_in_the_shared_limit() -> None:
-    world = Shared(Rate("2/s"), Rate("20/s"), Random(1))
+    spacing_us = Rate("2/s").spacing_us
+    rates = {"flood": Rate("2/s"), "few": Rate("2/s"), "all": Rate("20/s")}
+    world = Crossing(rates, Random(1))
     for _ in range(200):
-        world.send("flood", NOON_US)
+        world.send(("flood", "all"), NOON_US)
     world.run(200)
     for number in range(10):
-        world.send("few", NOON_US + 1_000_000 + number)
+        world.send(("few", "all"), NOON_US + 1_000_000 + number)
     world.run()
-    few = [at for at, tenant in world.starts if tenant == "few"]
-    assert max(few) <= NOON_US + 1_000_000 + 10 * Rate("2/s").spacing_us
-    flood = [at for at, tenant in world.starts if tenant == "flood"]
-    assert max(flood) - min(flood) <= 200 * Rate("2/s").spacing_us * 1.02
+    few = [at for at, limits in world.starts if "few" in limits]
+    assert max(few) <= NOON_US + 1_000_000 + 10 * spacing_us
+    flood = [at for at, limits in world.starts if "flood" in limits]
+    assert max(flood) - min(flood) <= 200 * spacing_us * 1.02
 
 
 @pytest.mark.parametrize("held", [False, True])
