@@ -33,6 +33,7 @@ from ..schedules.state import (
     why_dropped,
 )
 from ..settings import DelaySettings
+from ..transports.interface import without_records
 from .installation import ask_broker, delaying_channel, installed
 
 logger = get_logger(__name__)
@@ -49,11 +50,14 @@ _BEAT_KEPT_US = 3_600_000_000
 def schedule_records(channel: Any, settings: DelaySettings) -> Records:
     """Return the storage for the state of schedule entries, or raise NoRecords."""
     try:
+        if not hasattr(channel, "records"):
+            raise without_records(channel)
         found: Records = channel.records(settings)
     except UnsupportedBroker as exc:
         raise NoRecords(
             "native_delay_schedules keeps the state of each entry: set native_delay_records to the "
-            "URL of a Redis or a database, in workers and producers"
+            "URL of a Redis or a database (beside RabbitMQ, SQS or pgmq), or native_delay_store "
+            "(beside another broker), in workers and producers"
         ) from exc
     return found
 

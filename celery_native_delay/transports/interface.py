@@ -320,7 +320,8 @@ def lines_of(channel: Any, settings: DelaySettings) -> Lines:
     if not hasattr(channel, "lines"):
         raise NoRecords(
             "native_delay_rates has no place to count tasks beside this broker: use Redis or a "
-            "database as the broker, or RabbitMQ, SQS or pgmq with native_delay_records"
+            "database as the broker, RabbitMQ, SQS or pgmq with native_delay_records, or "
+            "another broker with native_delay_store"
         )
     lines: Lines = channel.lines(settings)
     return lines

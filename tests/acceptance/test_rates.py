@@ -45,12 +45,19 @@ def test_a_worker_that_cannot_keep_its_rates_does_not_start(
         Delay(fleet.app(**conf)).rates()
 
 
-@pytest.mark.parametrize(("rate", "error"), [("1/s", NoRecords), ("50/fortnight", SettingsError)])
-def test_celerys_start_worker_raises_the_error_about_rates(
-    rate: str, error: type[Exception]
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"native_delay_rates": {"call_api": "1/s"}}, NoRecords),
+        ({"native_delay_rates": {"call_api": "50/fortnight"}}, SettingsError),
+        ({"native_delay_schedules": True}, NoRecords),
+    ],
+)
+def test_celerys_start_worker_raises_the_error_about_rates_and_schedules(
+    settings: dict[str, Any], error: type[Exception]
 ) -> None:
     """The worker runs in a thread; without the error start_worker would wait for ever."""
-    app = new_app(broker_url="memory://", native_delay_rates={"call_api": rate})
+    app = new_app(broker_url="memory://", **settings)
     raised: list[BaseException] = []
 
     def start() -> None:
