@@ -461,6 +461,35 @@ def test_the_fixture_uses_the_app_that_a_project_names(pytester: pytest.Pytester
     result.assert_outcomes(passed=1)
 
 
+def test_without_such_a_fixture_the_fixture_uses_the_current_app(
+    pytester: pytest.Pytester,
+) -> None:
+    """Each process of pytest-xdist has a clock of its own."""
+    pytester.makepyfile(
+        """
+        import pytest
+        from celery import Celery, shared_task
+        from celery_native_delay import install
+
+        install(Celery("shop", broker="sqs://"))
+        mails = []
+
+        @shared_task
+        def remind(order):
+            mails.append(order)
+
+        @pytest.mark.parametrize("order", range(4))
+        def test_reminder(native_delay_clock, order):
+            mails.clear()
+            remind.apply_async((order,), countdown=3 * 86400)
+            native_delay_clock.advance(days=3)
+            assert mails == [order]
+        """
+    )
+    result = pytester.runpytest_subprocess("-Werror", "-pno:cacheprovider", "-n2")
+    result.assert_outcomes(passed=4)
+
+
 # ---- eager tasks need no broker ------------------------------------------------------------------
 
 
