@@ -30,6 +30,8 @@ def site(tmp_path: Path) -> Path:
     }.items():
         (tmp_path / path).write_text(example.text)
     add(tmp_path / "shop/settings.py", only("django-settings").text)
+    if django.VERSION < (6, 1):
+        add(tmp_path / "shop/settings.py", only("django-mails").text)
     follow(tmp_path, "django-migrate")
     return tmp_path
 
