@@ -83,12 +83,9 @@ def test_schedules_of_django_celery_beat_run_as_shown(site: Path) -> None:
 @pytest.mark.skipif(django.VERSION < (6,), reason="Django 6 has tasks, and needs Python 3.12")
 def test_tasks_of_django_6_wait_as_shown(site: Path) -> None:
     pytest.importorskip("django_tasks_celery")
-    for path, name in {
-        "shop/settings.py": "django6-settings",
-        "shop/urls.py": "django6-urls",
-        "orders/views.py": "django6-views",
-    }.items():
-        add(site / path, only(name).text)
+    add(site / "shop/settings.py", only("django6-settings").text)
+    add(site / "shop/urls.py", only("django6-urls").text)
+    add(site / "orders/views.py", only("django6-views").text)
     add(site / "orders/tasks.py", "from . import reviews\n")
     (site / "orders/reviews.py").write_text(only("django6-task").text)
     (site / "orders/test_reviews.py").write_text(only("django6-tests").text)
