@@ -36,6 +36,8 @@ def teach_tasks(installation: Installation, **_: Any) -> None:
     """Let the app's tasks raise RetryAfter, even tasks that are older than ``install``."""
     for task in list(installation.app._tasks.values()):  # app.tasks would finalize the app
         _teach(installation, task)
+    for task in installation.app._pending:  # made at their first use, by Celery's own function
+        task.__then__(_teach, installation, task)
 
 
 def _teach(installation: Installation, task: Any) -> None:

@@ -33,6 +33,7 @@ from ..schedules.state import (
     why_dropped,
 )
 from ..settings import DelaySettings
+from ..transports.interface import without_records
 from .installation import ask_broker, delaying_channel, installed
 
 logger = get_logger(__name__)
@@ -49,10 +50,12 @@ _BEAT_KEPT_US = 3_600_000_000
 def schedule_records(channel: Any, settings: DelaySettings) -> Records:
     """Return the storage for the state of schedule entries, or raise NoRecords."""
     try:
+        if not hasattr(channel, "records"):  # a channel of kombu itself
+            raise without_records(channel)
         found: Records = channel.records(settings)
-    except (AttributeError, UnsupportedBroker) as exc:  # kombu's own channels have no records
+    except UnsupportedBroker as exc:
         raise NoRecords(
-            "native_delay_schedules keeps the state of each entry in a Redis or a database: set "
+            "native_delay_schedules keeps the state of each entry in Redis or a database: set "
             "native_delay_records on RabbitMQ, SQS and pgmq, or native_delay_store on other "
             "brokers, in workers and producers"
         ) from exc

@@ -47,6 +47,8 @@ class Clock:
         self._traveller: Any = None
 
     def __enter__(self) -> Self:
+        if now.stopped_at_ns is not None:
+            raise RuntimeError("expected one clock at a time, got a clock within another clock")
         installation = installed(self._app)
         with ExitStack() as undo:
             undo.enter_context(self._stopped_time())
@@ -91,6 +93,8 @@ class Clock:
         A *moment* without a time zone is in the app's time zone. Raises the same errors as
         :meth:`advance`.
         """
+        if not isinstance(moment, datetime):
+            raise TypeError(f"expected a datetime, got {moment!r}")
         if moment.tzinfo is None:
             moment = moment.replace(tzinfo=self._app.timezone)
         until_us = due_us(moment)

@@ -114,11 +114,13 @@ def _tasks(app: Any) -> Iterator[None]:
     changed = [vars(task) for task in app.tasks.values()]
     before = [{name: own[name] for name in _CHANGED if name in own} for own in changed]
     queues = app.amqp.queues
-    consumed = queues._consume_from
+    consumed, known = queues._consume_from, set(queues)
     try:
         yield
     finally:
         queues._consume_from = consumed
+        for name in queues.keys() - known:
+            del queues[name]
         for own, earlier in zip(changed, before, strict=True):
             for name in _CHANGED:
                 own.pop(name, None)

@@ -72,6 +72,6 @@ class Running:
         ran = self._worker.pool.started - self._before
         if ran >= most:
             raise StillWaiting(
-                f"{ran} tasks ran, and another one waits: a task may send itself again and again; "
-                f"use advance(), or a higher limit"
+                f"{ran} tasks ran, and another one waits: schedules, and a task that sends itself, "
+                f"never end; use advance(), or a higher limit"
             )

@@ -319,8 +319,9 @@ def lines_of(channel: Any, settings: DelaySettings) -> Lines:
     """Return the storage for rate-limited tasks; raise NoRecords if there is no storage."""
     if not hasattr(channel, "lines"):
         raise NoRecords(
-            "native_delay_rates has no place to count tasks beside this broker: set "
-            "native_delay_store, or use Redis, or RabbitMQ, SQS or pgmq with native_delay_records"
+            "native_delay_rates has no place to count tasks beside this broker: use Redis or a "
+            "database as the broker, RabbitMQ, SQS or pgmq with native_delay_records, or "
+            "another broker with native_delay_store"
         )
     lines: Lines = channel.lines(settings)
     return lines

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.documents import EXAMPLES, ROOT, only
+from tests.documents import ROOT, only
 
 django = pytest.importorskip("django")
-
-#: The commands that the guide shows; `python` is this Python.
-DJANGO_COMMANDS = [
-    line.removeprefix("$ ")
-    for example in EXAMPLES
-    if example.page == "docs/guides/django.md" and example.language == "console"
-    for line in example.text.splitlines()
-]
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
     """The folder of the guide's project."""
-    for command in DJANGO_COMMANDS:
-        manage(tmp_path, *command.split()[1:])
+    follow(tmp_path, "django-start")
     for path, example in {
         "shop/celery.py": only("django"),
         "shop/__init__.py": only("django-init"),
@@ -38,8 +30,16 @@ def site(tmp_path: Path) -> Path:
     }.items():
         (tmp_path / path).write_text(example.text)
     add(tmp_path / "shop/settings.py", only("django-settings").text)
-    manage(tmp_path, "manage.py", "makemigrations", "orders")
+    if django.VERSION < (6, 1):
+        add(tmp_path / "shop/settings.py", only("django-mails").text)
+    follow(tmp_path, "django-migrate")
     return tmp_path
+
+
+def follow(folder: Path, name: str) -> None:
+    """Run the commands of an example; `python` is this Python."""
+    for line in only(name).text.splitlines():
+        manage(folder, *shlex.split(line.removeprefix("$ python ")))
 
 
 def manage(folder: Path, *command: str) -> str:
@@ -77,13 +77,16 @@ def test_schedules_of_django_celery_beat_run_as_shown(site: Path) -> None:
     pytest.importorskip("django_celery_beat")
     add(site / "shop/settings.py", only("django-beat-settings").text)
     (site / "orders/test_schedules.py").write_text(only("django-beat-tests").text)
-    assert "Ran 1 test" in manage(site, "manage.py", "test", "orders.test_schedules")
+    assert "Ran 5 tests" in manage(site, "manage.py", "test")
 
 
 @pytest.mark.skipif(django.VERSION < (6,), reason="Django 6 has tasks, and needs Python 3.12")
 def test_tasks_of_django_6_wait_as_shown(site: Path) -> None:
     pytest.importorskip("django_tasks_celery")
     add(site / "shop/settings.py", only("django6-settings").text)
+    add(site / "shop/urls.py", only("django6-urls").text)
+    add(site / "orders/views.py", only("django6-views").text)
+    add(site / "orders/tasks.py", "from . import reviews\n")
     (site / "orders/reviews.py").write_text(only("django6-task").text)
     (site / "orders/test_reviews.py").write_text(only("django6-tests").text)
     assert "Ran 6 tests" in manage(site, "manage.py", "test")

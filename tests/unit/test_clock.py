@@ -94,7 +94,7 @@ def own_attributes(app: Celery) -> dict[str, dict[str, Any]]:
 def fail_under_a_clock(app: Celery) -> None:
     with Clock(app) as clock:
         assert not clock.due()
-        send(app, "note", "lost", countdown=60)
+        send(app, "note", "lost", countdown=60, queue="side")
         send(app, "fail", "x")
         clock.advance()
 
@@ -244,6 +244,24 @@ def test_a_clock_never_goes_back(app: Celery, clock: Clock) -> None:
         clock.advance(seconds=-1)
 
 
+@pytest.mark.parametrize("moment", ["2030-01-01", timedelta(days=3), 5])
+def test_a_moment_is_a_datetime(clock: Clock, moment: Any) -> None:
+    with pytest.raises(TypeError, match="expected a datetime"):
+        clock.advance_to(moment)
+
+
+def test_a_second_clock_is_an_error_and_leaves_the_first_clock(
+    app: Celery, clock: Clock, ran: list[Any]
+) -> None:
+    """Time can stop only once; the end of an inner clock would start it again."""
+    send(app, "note", "waits", countdown=60)
+    for second in (Clock(app), Clock(install(Celery("other", set_as_current=False))), clock):
+        with pytest.raises(RuntimeError, match="one clock at a time"):
+            second.__enter__()
+    clock.advance(minutes=1)
+    assert ran == ["waits"]
+
+
 def test_a_moment_without_time_zone_is_in_the_time_zone_of_the_app(app: Celery) -> None:
     app.conf.timezone = "America/New_York"
     with Clock(app) as clock:
@@ -327,6 +345,7 @@ def test_the_app_is_afterwards_as_it_was(app: Celery, ran: list[Any]) -> None:
     """Also if the test failed; its waiting messages are gone."""
     install(app, rates={"note": "1/s"})
     conf, queues, backend = dict(app.conf), memory.Channel.queues, app.backend
+    consumed = set(app.amqp.queues)
     tasks = own_attributes(app)
     current = current_app._get_current_object()
     for _ in range(2):
@@ -335,6 +354,7 @@ def test_the_app_is_afterwards_as_it_was(app: Celery, ran: list[Any]) -> None:
         assert dict(app.conf) == conf
         assert app.connection_for_write().hostname == "nowhere.invalid"
         assert memory.Channel.queues is queues
+        assert set(app.amqp.queues) == consumed
         assert app.backend is backend
         assert own_attributes(app) == tasks
         assert current_app._get_current_object() is current
@@ -441,6 +461,35 @@ def test_the_fixture_uses_the_app_that_a_project_names(pytester: pytest.Pytester
     result.assert_outcomes(passed=1)
 
 
+def test_without_such_a_fixture_the_fixture_uses_the_current_app(
+    pytester: pytest.Pytester,
+) -> None:
+    """Each process of pytest-xdist has a clock of its own."""
+    pytester.makepyfile(
+        """
+        import pytest
+        from celery import Celery, shared_task
+        from celery_native_delay import install
+
+        install(Celery("shop", broker="sqs://"))
+        mails = []
+
+        @shared_task
+        def remind(order):
+            mails.append(order)
+
+        @pytest.mark.parametrize("order", range(4))
+        def test_reminder(native_delay_clock, order):
+            mails.clear()
+            remind.apply_async((order,), countdown=3 * 86400)
+            native_delay_clock.advance(days=3)
+            assert mails == [order]
+        """
+    )
+    result = pytester.runpytest_subprocess("-Werror", "-pno:cacheprovider", "-n2")
+    result.assert_outcomes(passed=4)
+
+
 # ---- eager tasks need no broker ------------------------------------------------------------------
 
 
@@ -476,3 +525,19 @@ def test_retry_after_retries_at_once_and_counts_in_eager_mode(
     assert result.failed()
     assert isinstance(result.result, RetryAfter)
     assert ran == [1] * 4
+
+
+def test_retry_after_in_an_eager_task_that_is_older_than_install() -> None:
+    """Celery makes such a task at its first use, here before the app is finalized."""
+    app = Celery("shop", set_as_current=False)
+    ran = []
+
+    @app.task(bind=True, shared=False)
+    def limited(self: Any) -> None:
+        ran.append(self.request.retries)
+        if len(ran) == 1:
+            raise RetryAfter(30)
+
+    install(app)
+    assert limited.apply().successful()
+    assert ran == [0, 1]
