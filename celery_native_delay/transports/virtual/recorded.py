@@ -39,7 +39,8 @@ class Delays(delays.Delays):
     @cached_property
     def records(self) -> Any:
         """Return the storage that ``native_delay_records`` names; None if not set."""
-        client, prefix = self._channel.connection.client, self._channel.queue_name_prefix
+        client = self._channel.connection.client
+        prefix = getattr(self._channel, "queue_name_prefix", "")
         return records_beside(self.settings, f"{client.virtual_host}.{prefix}")
 
     def put_of(
