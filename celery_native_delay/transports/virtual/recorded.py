@@ -184,12 +184,11 @@ class Outbox(CallingOutbox[MessageT]):
     """Publishes messages in bulk to SQS or pgmq, and stores copies of delayed messages."""
 
     def take(self, put: MessageT) -> None:
-        if hasattr(self.channel, "delays"):
-            self.channel.delays.note(put)
+        self.channel.delays.note(put)
         super().take(put)
 
     def _refuse(self, reason: str, puts: Iterable[MessageT]) -> None:
         refused = list(puts)
-        for put in refused if hasattr(self.channel, "delays") else ():
+        for put in refused:
             self.channel.delays.forget(put)
         super()._refuse(reason, refused)
