@@ -81,12 +81,6 @@ def _found_on(connection: Any, app: Any, settings: DelaySettings) -> Iterator[Fi
     away = OperationalError, OSError, *connection.connection_errors, *connection.channel_errors
     try:
         connection.ensure_connection(max_retries=1, interval_start=0)
-        delaying = getattr(connection.transport, "delaying", False)
-        if delaying and not hasattr(connection.default_channel, "admin_part"):
-            problem = f"{connection.as_uri()} delays by itself, and cannot be asked"
-            yield Finding("broker", UNCHECKED, problem, "check it with its own tools")
-            yield from _of_lines(connection, settings)
-            return
         part = admin_part(app, connection)
         has_store = True
         for look in (part.verify, part.examine):

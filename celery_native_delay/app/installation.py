@@ -216,13 +216,7 @@ def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
             "native_delay_enabled is off in this app: no task waits in its broker"
         )
     check_fits(connection, settings)
-    channel = connection.default_channel
-    if not hasattr(channel, "admin_part"):
-        raise UnsupportedBroker(
-            f"{connection.as_uri()} delays by itself and cannot be asked; to list, cancel and move "
-            f"tasks, set native_delay_records in workers and producers"
-        )
-    return channel, settings
+    return connection.default_channel, settings
 
 
 def _configured(app: Celery) -> dict[str, Any]:

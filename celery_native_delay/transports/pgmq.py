@@ -6,8 +6,6 @@ pgmq delays messages by whole seconds; delays are rounded up.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from functools import cached_property
 from time import time_ns
 from typing import Any
 from uuid import uuid4
@@ -15,47 +13,18 @@ from uuid import uuid4
 from kombu.exceptions import OperationalError
 from kombu.transport import pgmq
 
-from ..due_time import check_due
-from ..errors import SettingsError
 from ..finding import Finding
 from ..settings import DelaySettings
-from .aliases import OPTION, settings_from_option
 from .bulk_publisher import BulkPublisher
 from .interface import Backlog, Told, Wait
 from .lasting import is_lasting_sql
 from .outbox import OutboxBatch
 from .recorded import NothingParked, RecordedWorkerPart, with_records
 from .virtual import recorded
-from .virtual.channel import DelayingTransport, PublishingChannel
+from .virtual.channel import DelayingTransport
 from .virtual.collecting import Collecting, PlainMessage
 from .virtual.outbox import NotTaken
 from .virtual.template import publisher
-
-
-class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
-    """A channel of kombu's pgmq transport whose delayed messages stay invisible until due."""
-
-    def _pgmq_send_kwargs(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Add the message's delay to kombu's arguments for pgmq's ``send``."""
-        due_us = self.due_of(message)
-        if due_us is None:
-            return self.told(message, 0)
-        now_us, longest_seconds = time_ns() // 1000, self._settings.longest_delay_seconds
-        check_due(due_us, now_us=now_us, longest_delay_seconds=longest_seconds)
-        return self.told(message, due_us - now_us)
-
-    @cached_property
-    def _settings(self) -> DelaySettings:
-        return settings_from_option(self.connection.client.transport_options[OPTION])
-
-    def told(self, message: dict[str, Any], wait_us: int) -> dict[str, Any]:
-        """Return the arguments for pgmq's ``send``, with a delay of *wait_us* microseconds."""
-        if wait_us > 0:
-            seconds = -(-wait_us // 1_000_000)
-            # A copy is changed, because a second attempt, perhaps when due, must not delay again.
-            message = {**message, "properties": {**message["properties"], "DelaySeconds": seconds}}
-        found: dict[str, Any] = super()._pgmq_send_kwargs(message)
-        return found
 
 
 class Delays(recorded.Delays):
@@ -70,10 +39,31 @@ class Delays(recorded.Delays):
         channel.pgmq.send(name, put.message, **told)
 
 
-class RecordedChannel(recorded.Channel, Channel):
-    """A pgmq channel that stores copies of waiting tasks, except for topic and fanout exchanges."""
+class Channel(recorded.Channel, pgmq.Channel):  # type: ignore[misc]
+    """A channel of kombu's pgmq transport whose delayed messages stay invisible until due.
+
+    Tasks that are sent to topic or fanout exchanges are not added to the list of waiting tasks.
+    """
 
     delays_class = Delays
+
+    def _pgmq_send_kwargs(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Add the message's delay to kombu's arguments for pgmq's ``send``."""
+        due_us = self.due_of(message)
+        if due_us is None:
+            return self.told(message, 0)
+        self.delays.check_settings()
+        self.delays.check_reach(due_us)
+        return self.told(message, due_us - time_ns() // 1000)
+
+    def told(self, message: dict[str, Any], wait_us: int) -> dict[str, Any]:
+        """Return the arguments for pgmq's ``send``, with a delay of *wait_us* microseconds."""
+        if wait_us > 0:
+            seconds = -(-wait_us // 1_000_000)
+            # A copy is changed, because a second attempt, perhaps when due, must not delay again.
+            message = {**message, "properties": {**message["properties"], "DelaySeconds": seconds}}
+        found: dict[str, Any] = super()._pgmq_send_kwargs(message)
+        return found
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
         self.delays.check_reach(due_us)
@@ -138,7 +128,8 @@ class PgmqAdminPart(NothingParked):
         return []
 
     def examine(self) -> list[Finding]:
-        return list(self._channel.delays.records.findings())
+        records = self._channel.delays.records
+        return [] if records is None else list(records.findings())
 
     def status(self) -> Told:
         waiting = self._of_waiting("SELECT")
@@ -149,7 +140,8 @@ class PgmqAdminPart(NothingParked):
         return with_records(backlog, self._channel, self._channel.delays.settings)
 
     def purge(self) -> int:
-        self._channel.delays.records.purge()
+        if self._channel.delays.records is not None:
+            self._channel.delays.records.purge()
         return self._of_waiting("DELETE")
 
     def _of_waiting(self, verb: str) -> int:
@@ -169,7 +161,7 @@ class PgmqAdminPart(NothingParked):
 class PgmqCollecting(Collecting):
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> PlainMessage:
         due_us = self.due_of(message)
-        if due_us is not None and isinstance(self, RecordedChannel):
+        if due_us is not None:
             self.delays.check_reach(due_us)
             message = self.delays.put_of(queue, message, due_us=due_us).message
         return PlainMessage(queue, message)
@@ -221,12 +213,7 @@ class Outbox(recorded.Outbox[PlainMessage]):
 class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
     """kombu's pgmq transport; with the option ``native_delay``, delayed messages wait in pgmq."""
 
-    @property
-    def delaying_channel(self) -> type[Channel]:  # type: ignore[override]
-        with suppress(SettingsError):
-            if settings_from_option(self.client.transport_options[OPTION]).records is not None:
-                return RecordedChannel
-        return Channel
+    delaying_channel = Channel
 
     def waits_in(self, settings: DelaySettings) -> str:
         return "their queue of pgmq, invisible"

@@ -73,7 +73,7 @@ class Telemetry:
         self._installation = installation
         self._consumer = consumer
         self._worker = str(consumer.hostname)
-        self._lines = LineFiles(self.folder, self._worker)
+        self._lines = DailyFiles(self.folder, self._worker)
         self._receivers: tuple[tuple[Any, Callable[..., None]], ...] = (
             (signals.task_received, self._on_received),
             (signals.task_prerun, self._on_start),
@@ -199,7 +199,7 @@ class Telemetry:
         self._lines.append(finished_us or started_us or now_us(), _as_json(fields))
 
 
-class LineFiles:
+class DailyFiles:
     """Appends lines to one file per process and day. Thread-safe.
 
     No lock is used, because another thread could hold the lock during a fork. The operating system
@@ -209,7 +209,7 @@ class LineFiles:
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
         self._name = re.sub(r"[^\w.@-]", "_", name)
-        self._open: tuple[int, int, LineFile] | None = None
+        self._open: tuple[int, int, AppendedFile] | None = None
         """The process id, the day (days since the epoch), and the open file."""
         self._warned = False
 
@@ -233,18 +233,18 @@ class LineFiles:
         """Close the file. The next write opens the file again."""
         self._open = None
 
-    def _file(self, day: int) -> LineFile:
+    def _file(self, day: int) -> AppendedFile:
         opened, pid = self._open, os.getpid()
         if opened is not None and opened[:2] == (pid, day):
             return opened[2]
         self._folder.mkdir(parents=True, exist_ok=True)
         date = str(attempt.moment(day * DAY_US))[:10]
-        file = LineFile(self._folder / f"{date}_{self._name}_{pid}.jsonl")
+        file = AppendedFile(self._folder / f"{date}_{self._name}_{pid}.jsonl")
         self._open = (pid, day, file)
         return file
 
 
-class LineFile:
+class AppendedFile:
     """A file open for appending; Python closes the file after the last use."""
 
     def __init__(self, path: Path) -> None:

@@ -122,6 +122,11 @@ def keeps_no_records(url: str) -> bool:
     return url.startswith(("amqp", "sqs://"))
 
 
+def has_database_beside(broker: Broker) -> bool:
+    """True for RabbitMQ 3.10; the records of RabbitMQ 4.3 and SQS are in a Redis."""
+    return isinstance(broker, RabbitMQ) and broker.server.installation.version.startswith("3.")
+
+
 def whole_seconds(url: str) -> bool:
     """True if the broker rounds delays up to whole seconds."""
     return url.startswith(("sqs://", "pgmq://"))

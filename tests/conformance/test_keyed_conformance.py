@@ -35,15 +35,18 @@ from celery_native_delay.keyed.record import HEADER, name_of
 from celery_native_delay.keyed.records import KeyRecords
 from celery_native_delay.keyed.rules import Seen
 from celery_native_delay.transports.interface import Answer
+from pytest_celery_native_delay import IN_CI, installed
 from tests.conformance.brokers import (
     KEEPING_KEYS,
     Broker,
+    has_database_beside,
     keeps_no_records,
     options_of,
     settings_of,
     whole_seconds,
 )
 from tests.conformance.traffic import SETTINGS, attended
+from tests.postgresql import find_postgresql, private_postgresql
 from tests.traffic import Inbox
 from tests.waiting import wait_until
 
@@ -62,14 +65,29 @@ def reindexed(*args: Any) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="module")
+def records_beside(
+    broker: Broker, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """Records for a broker that keeps none, in a Redis or in a database."""
+    if not has_database_beside(broker):
+        yield request.getfixturevalue("records_server").url
+    elif IN_CI:
+        installed(find_postgresql)
+        with private_postgresql() as server:
+            yield server.new_database()
+    else:
+        yield f"sqlite:///{tmp_path_factory.mktemp('records')}/records.db"
+
+
+@pytest.fixture(scope="module")
 def app(
     broker: Broker, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Celery]:
-    """An installed app with results, and with records in Redis if its broker keeps none."""
+    """An installed app with results, and with records beside its broker if that keeps none."""
     url = broker.new_space()
     more: dict[str, Any] = settings_of(url)
     if keeps_no_records(url):
-        more["records"] = request.getfixturevalue("records_server").url
+        more["records"] = request.getfixturevalue("records_beside")
     results = tmp_path_factory.mktemp("results")
     app = Celery("shop", broker=url, backend=f"file://{results}", set_as_current=False)
     app.conf.broker_transport_options = options_of(url)
@@ -351,10 +369,10 @@ def test_a_producers_wrong_clock_changes_nothing(
 ) -> None:
     """The task is on time by the server's clock, and the replaced task does not run."""
     url, settings = app.conf.broker_url, settings_of(app.conf.broker_url)
-    if "sqlite" in f"{url}{settings}":
-        pytest.skip("SQLite has the clock of whoever asks")
     if keeps_no_records(url):
         settings = {"records": app._native_delay.settings().records}
+    if "sqlite" in f"{url}{settings}":
+        pytest.skip("SQLite has the clock of whoever asks")
     given = json.dumps([url, options_of(url), SETTINGS | settings, TASK, key])
     subprocess.run([sys.executable, "-c", SHIFTED, str(ahead_seconds), given], check=True)
     (arrival,) = jobs.wait_for(1)

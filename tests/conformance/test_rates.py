@@ -27,7 +27,7 @@ from celery_native_delay.worker.rating import PLACE
 from tests.acceptance.test_unique import children_of, phases, spans
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Run, fleet_on
 from tests.brokers import in_ci
-from tests.conformance.brokers import keeps_no_records, options_of, settings_of
+from tests.conformance.brokers import has_database_beside, keeps_no_records, options_of, settings_of
 from tests.lines import LOOKED_AT, most_in_a_window
 from tests.waiting import SLOWNESS, wait_until
 
@@ -53,11 +53,13 @@ def records() -> Iterator[PrivateRedis]:
 _databases = count(1)
 
 
-def conf_of(url: str, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The configuration of an app whose broker, or a Redis beside it, counts rates."""
+def conf_of(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The configuration of an app whose broker, or records beside it, count rates."""
     conf = {f"native_delay_{name}": value for name, value in settings_of(url).items()}
     conf |= {"broker_transport_options": options_of(url), "native_delay_levels": FEW_LEVELS}
-    if keeps_no_records(url):
+    if keeps_no_records(url) and has_database_beside(request.getfixturevalue("broker")):
+        conf["native_delay_records"] = f"sqlite:///{tmp_path}/records.db"
+    elif keeps_no_records(url):
         server: PrivateRedis = request.getfixturevalue("records")
         conf["native_delay_records"] = f"redis://127.0.0.1:{server.port}/{next(_databases)}"
     return conf
@@ -65,7 +67,7 @@ def conf_of(url: str, request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @pytest.fixture
 def fleet(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    with fleet_on(url, tmp_path, **conf_of(url, request)) as fleet:
+    with fleet_on(url, tmp_path, **conf_of(url, tmp_path, request)) as fleet:
         yield fleet
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
+from pathlib import Path
 from threading import Thread
 from time import monotonic, time_ns
 from typing import Any
 
 import pytest
+from redis.connection import AbstractConnection
+from sqlalchemy import event
 
 from celery_native_delay.errors import RecordsUnavailable
 from celery_native_delay.fence.in_records import Runs
@@ -249,6 +255,109 @@ def test_a_rule_publishes_a_message_with_its_record_and_replaces_the_one_before(
     assert [records.change(NAME, decide, publish) for _ in range(3)] == [0, 1, 1]
     assert [records.received(member) for member in published] == [False, False, True]
     assert records.read(NAME).messages == ()
+
+
+# ---- killed in between each step ----------------------------------------------------------------
+
+
+def killed_before(
+    step: int, url: str, owner: str, work: Callable[[Any, Callable[..., None]], None]
+) -> bool:
+    """Run *work* in a process that kills itself before this step; False if it has fewer steps.
+
+    A step is a command to the Redis, or a statement or a commit in the database. *work* tells of
+    steps of its own.
+    """
+    child = os.fork()
+    if child == 0:  # no exception may leave this block
+        try:
+            steps, send = count(), AbstractConnection.send_packed_command
+
+            def begin(*_: Any) -> None:
+                if next(steps) == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            def begin_and_send(connection: Any, *command: Any, **options: Any) -> None:
+                begin()
+                send(connection, *command, **options)
+
+            AbstractConnection.send_packed_command = begin_and_send
+            records = records_at(url, owner)
+            if hasattr(records, "engine"):
+                event.listen(records.engine, "before_cursor_execute", begin)
+                event.listen(records.engine, "commit", begin)
+            work(records, begin)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert ended in (0, -signal.SIGKILL)
+    return ended != 0
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_process_killed_in_between_any_steps_has_replaced_all_or_nothing(
+    url: str, tmp_path: Path
+) -> None:
+    """Either the old message runs, or the new message with the new state; never both or none."""
+    before, after = (json.dumps({"id": "order-1", "at": at}) for at in ("before", "after"))
+    found = []
+    for step in count():
+        owner, broker = f"killed{step}-{time_ns() % 10**12}", tmp_path / f"published-{step}"
+        records = records_at(url, owner)
+        (old,) = note(records, 1)
+        put(records, before)
+
+        def replace_old(records: Any, begin: Callable[..., None], broker: Path = broker) -> None:
+            def publish(due_us: int, delivery_id: str, _: int) -> IndexEntry:
+                begin()
+                broker.write_text(f"order-1:{delivery_id}")
+                return IndexEntry(broker.read_text(), due_us, "entry")
+
+            def decide(seen: Snapshot) -> Change[None]:
+                due_us = seen.now_us + HOUR_US
+                return Change(after, due_us, None, due_us, replaces=True)
+
+            records.change(NAME, decide, publish)
+
+        was_killed = killed_before(step, url, owner, replace_old)
+        new = broker.read_text() if broker.exists() else None
+        runs = [member for member in (old, new) if member and records.received(member)]
+        found.append((runs == [new], records.load([NAME])[0]))
+        assert found[-1] == (True, after) or (runs == [old] and found[-1] == (False, before))
+        records.close()
+        if not was_killed:
+            break
+    # The mark, the publish and the compare-and-set are three steps at least.
+    assert len(found) > 3
+    assert found[0] == (False, before)
+    assert found[-1] == (True, after)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+@pytest.mark.parametrize("state", ["listed", "void", "undecided"])
+def test_a_message_has_one_answer_although_the_worker_that_asks_is_killed(
+    url: str, state: str
+) -> None:
+    """RabbitMQ redelivers the message, and the next worker asks again."""
+    for step in count():
+        owner = f"asks{step}-{time_ns() % 10**12}"
+        records = records_at(url, owner)
+        (member,) = note(records, 1)
+        if state == "void":
+            records.look(None, "delivery-2", 60_000)
+            assert records.compare_and_set(CompareAndSet(new=listed(2), gone=[member]))
+        elif state == "undecided":
+            member = listed(2).member
+            records.look(None, "delivery-2", 60_000)
+        was_killed = killed_before(
+            step, url, owner, lambda records, _, member=member: records.received(member)
+        )
+        assert records.received(member) is (state == "listed")
+        records.close()
+        if not was_killed:
+            break
+    assert step > 0
 
 
 def test_a_mark_that_was_taken_back_leaves_no_trace(records: Any) -> None:

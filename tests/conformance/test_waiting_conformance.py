@@ -45,7 +45,7 @@ def plain_app(url: str, tmp_path: Path) -> Iterator[Celery]:
 def app(url: str, tmp_path: Path) -> Iterator[Celery]:
     """An installed app, with records in SQLite if its broker keeps none.
 
-    test_keyed_conformance has the records of such brokers in Redis.
+    test_keyed_conformance has the records of such brokers in Redis or PostgreSQL.
     """
     app = Celery("shop", broker=url, backend=f"file://{tmp_path}", set_as_current=False)
     app.conf.broker_transport_options = options_of(url)

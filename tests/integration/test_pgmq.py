@@ -11,11 +11,10 @@ import pytest
 from celery import Celery
 from kombu import Connection, Exchange, Queue
 
-from celery_native_delay import UnsupportedBroker, install
+from celery_native_delay import NoRecords, install
 from celery_native_delay.app.doctor import examine
 from celery_native_delay.app.installation import delaying_channel
 from celery_native_delay.bulk import bulk
-from celery_native_delay.finding import UNCHECKED
 from pytest_celery_native_delay import installed
 from tests.postgresql import find_postgresql, private_postgresql
 from tests.traffic import inbox, publish
@@ -67,12 +66,10 @@ def test_a_message_is_not_delivered_before_its_due_time(connection: Any, queue: 
     assert late.lateness_seconds >= 0
 
 
-def test_doctor_cannot_check_pgmq(database: str) -> None:
+def test_doctor_finds_no_fault_without_records(database: str) -> None:
     app = Celery("shop", broker="pgmq://", set_as_current=False)
     app.conf.broker_transport_options = options_of(database)
-    (finding,) = examine(install(app))
-    assert finding.level == UNCHECKED
-    assert "delays by itself" in finding.problem
+    assert examine(install(app)) == []
 
 
 def test_bulk_sends_each_task_once(database: str, connection: Any) -> None:
@@ -93,7 +90,13 @@ def test_bulk_sends_each_task_once(database: str, connection: Any) -> None:
     assert min(each.lateness_seconds for each in came if each.message.headers["eta"]) >= 0
 
 
-def test_commands_refuse_pgmq_with_the_reason(connection: Any) -> None:
+def test_without_records_commands_count_and_purge_but_list_no_tasks(connection: Any) -> None:
     app = install(Celery("shop", broker="pgmq://", set_as_current=False))
-    with pytest.raises(UnsupportedBroker, match="delays by itself and cannot be asked"):
-        delaying_channel(app, connection)
+    publish(connection, "late", "jobs", delay=60)
+    channel, settings = delaying_channel(app, connection)
+    part = channel.admin_part(settings)
+    part.serve(["jobs"])
+    assert part.status().as_json() == {"waiting": 1, "parked": 0}
+    assert part.purge() == 1
+    with pytest.raises(NoRecords, match="set native_delay_records"):
+        channel.waiting_tasks(settings)

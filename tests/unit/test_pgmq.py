@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kombu import Connection
 
 from celery_native_delay import DelaySettings, DelayTooLong
 from celery_native_delay.due_time import eta_of
-from celery_native_delay.transports.virtual import channel
+from celery_native_delay.transports.virtual import channel, delays
 
 pgmq = pytest.importorskip(
     "celery_native_delay.transports.pgmq", reason="kombu before 5.7", exc_type=ImportError
@@ -21,7 +20,7 @@ NOON_NS = 1_795_176_000_000_000_000
 
 @pytest.fixture(autouse=True)
 def noon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (pgmq, channel):
+    for module in (pgmq, channel, delays):
         monkeypatch.setattr(module, "time_ns", lambda: NOON_NS)
 
 
@@ -31,7 +30,8 @@ def eta_in(seconds: float) -> str:
 
 def opened(**settings: Any) -> Any:
     channel = object.__new__(pgmq.Channel)
-    channel._settings = DelaySettings(**settings)
+    channel.connection = object()
+    channel._delays = pgmq.Delays(channel, DelaySettings(**settings))
     return channel
 
 
@@ -65,16 +65,3 @@ def test_a_second_attempt_computes_its_delay_again() -> None:
     assert made._pgmq_send_kwargs(message)["delay"] == 60
     message["headers"]["eta"] = eta_in(-1)  # as if the first call had taken this long
     assert "delay" not in made._pgmq_send_kwargs(message)
-
-
-def test_the_option_chooses_the_channel_class() -> None:
-    """With records, messages carry our header."""
-    chosen = {}
-    for records in (None, "redis://localhost"):
-        transport = object.__new__(pgmq.Transport)
-        transport.client = Connection(
-            "pgmq://", transport_options={"native_delay": {"records": records}}
-        )
-        chosen[records] = transport.delaying_channel
-    assert chosen == {None: pgmq.Channel, "redis://localhost": pgmq.RecordedChannel}
-    assert pgmq.Transport.Channel.__module__ == "kombu.transport.pgmq"

@@ -21,7 +21,7 @@ from celery_native_delay.message import Delayed
 from celery_native_delay.worker import bootsteps, telemetry
 from celery_native_delay.worker.telemetry import (
     DAY_US,
-    LineFiles,
+    DailyFiles,
     outcome_of,
     retry_due_us,
     waited,
@@ -90,7 +90,7 @@ def test_only_tasks_that_a_broker_delivered_to_this_app_are_written(tmp_path: Pa
 def test_a_line_after_an_incomplete_line_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = LineFiles(tmp_path, "w")
+    files = DailyFiles(tmp_path, "w")
     files.append(0, '{"a":1}')
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
@@ -107,7 +107,7 @@ def test_a_write_error_is_one_warning(
     taken = tmp_path / "a file"
     taken.write_text("")
     monkeypatch.setattr(telemetry.logger, "propagate", True)
-    files = LineFiles(taken, "w")
+    files = DailyFiles(taken, "w")
     with caplog.at_level(logging.WARNING, logger=telemetry.logger.name):
         files.append(0, "{}")
         files.append(0, "{}")
@@ -117,7 +117,7 @@ def test_a_write_error_is_one_warning(
 
 
 def test_a_new_day_is_a_new_file(tmp_path: Path) -> None:
-    files = LineFiles(tmp_path, "celery@a/b c")
+    files = DailyFiles(tmp_path, "celery@a/b c")
     files.append(DAY_US - 1, "1")
     files.append(DAY_US, "2")
     pid = os.getpid()

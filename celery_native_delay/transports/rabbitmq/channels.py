@@ -95,6 +95,8 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         return bool(transport._read_buffer) or _has_input(transport.sock, timeout_seconds)
 
     def read(self) -> None:
+        if self.connection is None:
+            raise RecoverableConnectionError("connection already closed")
         try:
             with suppress(TimeoutError):  # the connection's own read_timeout
                 self.connection.blocking_read()
@@ -186,9 +188,7 @@ class WindowChannel(OwnChannel):
     def read_down_to(self, unconfirmed: int, *, deadline: float | None = None) -> None:
         """Wait until *unconfirmed* or fewer messages lack a confirm, at most until *deadline*."""
         while len(self._unconfirmed) > unconfirmed:
-            if deadline is None:
-                _ = self._transport  # raises if the connection is lost
-            elif not self.is_readable(max(deadline - monotonic(), 0)):
+            if deadline is not None and not self.is_readable(max(deadline - monotonic(), 0)):
                 raise TimeoutError(f"{len(self._unconfirmed)} message(s) not confirmed in time")
             self.read()
 

@@ -55,6 +55,7 @@ class Delays:
         """If *refusal* is an error, every publish of a delayed message raises *refusal*."""
         self.connection = connection
         self.settings = settings
+        self._longest_delay_seconds = settings.longest_delay_seconds
         self.topology = Topology(settings)
         self.mirror = Mirror(self.topology)
         self.declarer = Declarer(connection, self.topology)
@@ -84,8 +85,7 @@ class Delays:
 
     def units(self, due_us: int, *, now_us: int) -> int:
         """Return the remaining delay in units of ``native_delay_resolution``, or 0 if due."""
-        longest_seconds = self.settings.longest_delay_seconds
-        check_due(due_us, now_us=now_us, longest_delay_seconds=longest_seconds)
+        check_due(due_us, now_us=now_us, longest_delay_seconds=self._longest_delay_seconds)
         return units_until(due_us, now_us=now_us, resolution_ms=self.topology.resolution_ms)
 
     def check_reach(self, due_us: int) -> None:

@@ -85,7 +85,7 @@ class Hop:
     queue: str
     delay_ms: int
 
-    @property
+    @cached_property
     def ttl_ms(self) -> int:
         """Return the TTL of the queue in milliseconds, which is slightly longer than the delay."""
         return self.delay_ms + TTL_EXTRA_MS

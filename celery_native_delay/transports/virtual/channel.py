@@ -33,40 +33,16 @@ class Message(virtual.Message):  # type: ignore[misc]
         self.headers, self.native_delay = unwrapped(self.headers, self.properties)
 
 
-class PublishingChannel:
-    """A channel mixin: a delayed publish on a closed channel raises a recoverable error."""
-
-    disconnected: ClassVar[type[Exception]] = RecoverableConnectionError
-    """The recoverable error that a delayed publish on a closed channel raises."""
-
-    def basic_publish(
-        self: Any, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any
-    ) -> Any:
-        if self.due_of(message) is not None:
-            self.check_connected()
-        return super().basic_publish(message, exchange, routing_key, **kwargs)  # type: ignore[misc]
-
-    def check_connected(self: Any) -> None:
-        """Raise :attr:`disconnected` if the channel is closed."""
-        if self.connection is None:
-            raise self.disconnected("the connection of this channel was closed")
-
-    @staticmethod
-    def due_of(message: dict[str, Any]) -> int | None:
-        """Return the due time (µs since the epoch), or None if the message needs no delay."""
-        if message.get("redelivered"):
-            return None
-        due_us = due_of(message.get("headers"))
-        return due_us if due_us is not None and due_us > time_ns() // 1000 else None
-
-
-class DelayingChannel(PublishingChannel):
+class DelayingChannel:
     """A mixin that lets channels of kombu's virtual transports delay messages."""
 
     Message = Message
 
     delays_class: ClassVar[Callable[..., Any]]
     """The class that publishes delayed messages to this broker."""
+
+    disconnected: ClassVar[type[Exception]] = RecoverableConnectionError
+    """The recoverable error that a delayed publish on a closed channel raises."""
 
     def make_delays(self, settings: DelaySettings) -> Any:
         """Create a publisher of delayed messages for this channel."""
@@ -103,6 +79,26 @@ class DelayingChannel(PublishingChannel):
             delays = self.make_delays(DelaySettings())
             delays.refusal = exc
             return delays
+
+    def basic_publish(
+        self: Any, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any
+    ) -> Any:
+        if self.due_of(message) is not None:
+            self.check_connected()
+        return super().basic_publish(message, exchange, routing_key, **kwargs)  # type: ignore[misc]
+
+    def check_connected(self: Any) -> None:
+        """Raise :attr:`disconnected` if the channel is closed."""
+        if self.connection is None:
+            raise self.disconnected("the connection of this channel was closed")
+
+    @staticmethod
+    def due_of(message: dict[str, Any]) -> int | None:
+        """Return the due time (µs since the epoch), or None if the message needs no delay."""
+        if message.get("redelivered"):
+            return None
+        due_us = due_of(message.get("headers"))
+        return due_us if due_us is not None and due_us > time_ns() // 1000 else None
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
         keyed = underway.get() and publish_of(message.get("headers"))

@@ -39,7 +39,8 @@ class Delays(delays.Delays):
     @cached_property
     def records(self) -> Any:
         """Return the storage that ``native_delay_records`` names; None if not set."""
-        client, prefix = self._channel.connection.client, self._channel.queue_name_prefix
+        client = self._channel.connection.client
+        prefix = getattr(self._channel, "queue_name_prefix", "")
         return records_beside(self.settings, f"{client.virtual_host}.{prefix}")
 
     def put_of(
@@ -187,12 +188,11 @@ class Outbox(CallingOutbox[MessageT]):
     """Publishes messages in bulk to SQS or pgmq, and stores copies of delayed messages."""
 
     def take(self, put: MessageT) -> None:
-        if hasattr(self.channel, "delays"):
-            self.channel.delays.note(put)
+        self.channel.delays.note(put)
         super().take(put)
 
     def _refuse(self, reason: str, puts: Iterable[MessageT]) -> None:
         refused = list(puts)
-        for put in refused if hasattr(self.channel, "delays") else ():
+        for put in refused:
             self.channel.delays.forget(put)
         super()._refuse(reason, refused)
