@@ -178,7 +178,9 @@ class Schedules:
 
     def note_run(self, name: str) -> None:
         """Increase a schedule entry's run count in the database of django-celery-beat."""
-        entry = None if type(self._scheduler) is Scheduler else self._scheduler.schedule.get(name)
+        if name not in self._entries or type(self._scheduler) is Scheduler:
+            return
+        entry = self._scheduler.schedule.get(name)
         if entry is None:
             return
         model: Any = getattr(entry, "model", None)
