@@ -42,7 +42,7 @@ from .waiting import Waiting, WaitingTasks
 VERSION = 1
 
 #: Kinds of records that :meth:`RedisRecords.latest` lists: a sorted set holds their names.
-LISTED_KINDS = ("rate", "schedule")
+LISTED_KINDS = ("rate",)
 
 #: KEYS due, messages, ids. ARGV member, due µs, entry.
 _NOTE = """

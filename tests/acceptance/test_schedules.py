@@ -250,6 +250,17 @@ def test_a_worker_with_an_embedded_beat_sends_nothing_twice(fleet: Fleet) -> Non
 
 
 @pytest.mark.parametrize("fleet", ["redis"], indirect=True)
+def test_a_worker_of_an_older_release_publishes_the_runs_of_new_entries(fleet: Fleet) -> None:
+    far = {"task": "note", "schedule": 900.0}
+    fleet.worker(beat_schedule={"old": far}, beat_max_loop_interval=1)
+    newer = fleet.worker(beat_schedule=TICKS)
+    wait_for_all_ticks(fleet)
+    newer.stop()
+    assert_no_double(wait_for_all_ticks(fleet))
+    assert [entry.name for entry in Delay(fleet.app()).schedules()] == [*TICKS]
+
+
+@pytest.mark.parametrize("fleet", ["redis"], indirect=True)
 def test_two_plain_beats_of_the_same_entries_are_noticed(fleet: Fleet) -> None:
     schedules = Delay(fleet.app()).schedules()
     fleet.worker(beat_schedule=TICKS)
