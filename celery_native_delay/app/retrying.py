@@ -106,7 +106,11 @@ def limit_of_call(
     call: Callable[[], tuple[Any, Any]],
     headers: Mapping[str, Any],
 ) -> Asked:
-    """Return the limit of a call and its key. After an error: no key, or the usual limit."""
+    """Return the rate limit of a task's call, and the call's key.
+
+    If the key cannot be computed, return the task's rate without a key. If the override for the
+    key cannot be computed, return the task's rate with the key. Both errors are logged.
+    """
     key = None
     try:
         if rate.key is not None:

@@ -84,9 +84,10 @@ class Kinds:
         return () if key in self._without_template else self._plain.hooks(known)
 
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:
-        """Return the template for tasks with this *key* (name, route and options), or None.
+        """Return the stored template for tasks with this *key* (name, route and options), or None.
 
-        The result is also None if *hooks* have changed, because other code may change messages.
+        *hooks* are the functions that may change a message, such as signal receivers. If they
+        differ from those of the stored template, the result is None, too.
         """
         kind = self._kinds.get(key)
         return kind if kind is not None and same(kind.hooks, hooks) else None

@@ -263,7 +263,10 @@ class Line(NamedTuple):
 
 
 class Lines(Protocol):
-    """The storage of all queues of rate-limited tasks; methods may raise RecordsUnavailable."""
+    """The storage of all lines; methods may raise RecordsUnavailable.
+
+    A line is the queue of waiting tasks with the same rate limit and the same key.
+    """
 
     def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
         """Decide whether a task may start now: all of its limits must permit it.
@@ -273,26 +276,31 @@ class Lines(Protocol):
         """
 
     def change(self, asked: Asked, decide: Decide[T], *, sets: bool | None = None) -> T:
-        """Change the queue of one limit, and return the answer of *decide*.
+        """Change one line by *decide*, and return the answer of *decide*.
 
-        If *sets* is True, the queue gets the rate in *asked*, and keeps this rate although workers
-        ask with another rate. If *sets* is False, the queue gets the rates of workers again.
+        If *sets* is True, the line keeps the rate in *asked*, and ignores the workers' rate from
+        now on. If *sets* is False, the workers' rate applies again. If *sets* is None, neither
+        changes.
         """
 
     def look(self, limit: int) -> Sequence[RateLine]:
-        """Return the states of up to *limit* rate limits, longest queue first."""
+        """Return the states of up to *limit* lines, those with the most waiting tasks first."""
 
     def close(self) -> None: ...
 
 
-#: Decides the new state of a queue, by its state, its rate and the time in microseconds.
+#: Computes the new state of a line from its state, its rate and the time in microseconds.
 Decide: TypeAlias = Callable[[Line, Rate, int], tuple[Line, T]]
 
 
 def ask_all(
     lines: Sequence[Line], asked: Sequence[Asked], now_us: int, *, may_start: bool = True
 ) -> tuple[list[Line], Turn]:
-    """Ask all limits of one task. Only the queue in which the task waits changes, or all."""
+    """Ask all limits of one task whether it may start.
+
+    If all limits permit the start, all lines change. Otherwise only the line in which the task
+    waits changes.
+    """
     found = [
         line.ask(each.rate, now_us, each.place, may_start=may_start)
         for line, each in zip(lines, asked, strict=True)
@@ -316,7 +324,11 @@ def places_in(header: object) -> dict[str, int]:
 def at_rate(
     stored: Sequence[str | None], rate: Rate, now_us: int, *, sets: bool | None = None
 ) -> tuple[Line, Rate]:
-    """Parse a *stored* queue. Return the queue at its rate: *rate*, or a rate that was set."""
+    """Parse a *stored* line, and return the line and its rate.
+
+    The line's rate is *rate*, the rate of the asking worker. If ``delay rates set`` set another
+    rate for the line, that rate applies instead. :meth:`Lines.change` explains *sets*.
+    """
     line, known = Line.decoded(*stored)  # type: ignore[arg-type]
     if sets is not None:
         line = line._replace(is_set=int(sets))
@@ -328,7 +340,7 @@ def at_rate(
 
 
 def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[RateLine]:
-    """Return the decoded states of rate limits, most waiting tasks first."""
+    """Return the decoded states of lines, those with the most waiting tasks first."""
     seen = []
     for name, text in records:
         line, rate = Line.decoded(*text.split("\n"))
@@ -338,7 +350,7 @@ def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[
 
 
 def name_of(name: str, key: str | None) -> str:
-    """Return the storage name of the queue for the name of a rate and a key."""
+    """Return the storage name of the line of a rate's name and a key."""
     return name if key is None else f"{name}{_SEPARATOR}{key}"
 
 

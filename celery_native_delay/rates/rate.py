@@ -166,7 +166,7 @@ class Rate:
 
     @cached_property
     def catch_up_us(self) -> int:
-        """The largest lateness of a start, in microseconds, that does not delay later tasks."""
+        """The microseconds by which a task may start late without delaying the tasks behind it."""
         return min(self.period_us // 2, _CATCH_UP_US)
 
     @cached_property
@@ -186,7 +186,7 @@ class Rate:
 
     @cached_property
     def numbers(self) -> str:
-        """The numbers for the scripts in Redis."""
+        """The rate's numbers (spacing, burst, period and so on) as text, for the Redis scripts."""
         pace = f"{self.spacing_us} {self.ahead_us} {self.period_us} {self.window_us}"
         return f"{pace} {self.catch_up_us} {self.noted_each} {self.noted}"
 

@@ -197,7 +197,7 @@ class Records(ABC):
 
     @abstractmethod
     def latest(self, kind: str, limit: int) -> tuple[int, list[tuple[str, str]]]:
-        """Read up to *limit* stored states of one *kind*, latest expiry first.
+        """Read up to *limit* stored states of one *kind*; the states that expire last come first.
 
         Returns:
             the server's time in microseconds since the epoch, and pairs of a state's name and text.

@@ -248,7 +248,7 @@ class Outcome:
     - *id*: the task id.
     - *verdict*: done, too late, unknown or impossible; see :class:`Verdict`.
     - *due_us*: the new due time in microseconds since the epoch; None if not rescheduled.
-    - *tasks*: the task's waiting messages before the change.
+    - *tasks*: the waiting messages with this task id, as they were before the change.
     - *reason*: a text that explains why the task was not changed, or "".
     """
 

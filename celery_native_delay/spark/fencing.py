@@ -148,7 +148,7 @@ class Fence:
             )
 
     def abort(self) -> str:
-        """Store that the Spark job failed; return a text that says if workers run its tasks."""
+        """Store that the Spark job failed. Return a text: whether workers still run its tasks."""
         try:
             sealed = self._seal(Record(ABORTED, time(), by=_BY), self.longest_seconds)
         except RecordsUnavailable as exc:

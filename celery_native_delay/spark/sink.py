@@ -97,12 +97,13 @@ class Writer(DataSourceArrowWriter):
     def commit(self, messages: list[Any]) -> None:
         """Log the number of sent tasks.
 
-        With the option *fence*, also store the valid Spark attempt of each partition. Workers run
-        only tasks of valid attempts.
+        With the option *fence*, also store which Spark attempt of each partition is valid. Workers
+        run only tasks of valid attempts.
 
         Raises:
-            FanOutFailed: with *fence*, the attempts could not be stored, a worker has already
-                dropped the tasks, or an earlier job with this ``run_id`` sent other rows.
+            FanOutFailed: only with *fence*. The attempts could not be stored; or a worker has
+                already dropped tasks of this job; or an earlier job with the same ``run_id`` sent
+                different rows.
         """
         receipts = _receipts(messages)
         if self._fence is not None:
@@ -207,7 +208,7 @@ class StreamWriter(Writer, DataSourceStreamWriter):
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
         """Log the number of sent tasks of the micro batch.
 
-        With the option *fence*, also store the valid Spark attempt of each partition.
+        With the option *fence*, also store which Spark attempt of each partition is valid.
         """
         receipts = _receipts(messages)
         if self._fence is not None and receipts:

@@ -19,7 +19,7 @@ from ..now import utc_now
 from ..settings import DelaySettings
 from ..urls import without_password
 
-#: The key in a connection's ``transport_options``.
+#: The name of this package's option in a connection's ``transport_options``.
 OPTION = "native_delay"
 
 _RABBITMQ = "celery_native_delay.transports.rabbitmq"
@@ -69,7 +69,7 @@ ALIASES = {
 #: The extra of this package that installs each Python package.
 _EXTRAS = {"redis": "redis", "botocore": "sqs", "sqlalchemy": "sql"}
 
-#: kombu's own transport for each alias that we replaced.
+#: The value of kombu's ``TRANSPORT_ALIASES`` for each alias that this package replaced.
 originals: dict[str, Any] = {}
 
 
@@ -109,7 +109,7 @@ def transport_of(alias: object, *, store: str | None) -> str | None:
 
 @contextmanager
 def url_errors_explained() -> Iterator[None]:
-    """Raise UnsupportedBroker instead of kombu's errors: unknown URL scheme, missing package."""
+    """In a ``with`` block, raise UnsupportedBroker for an unknown URL scheme or missing package."""
     try:
         yield
     except ModuleNotFoundError as exc:
@@ -148,7 +148,7 @@ _URLS = ("records", "store")
 
 
 def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
-    """Convert delay settings to a JSON value for the transport option ``native_delay``."""
+    """Convert settings, or their error, to a JSON value for the option ``native_delay``."""
     if isinstance(settings, SettingsError):
         return {"misconfigured": str(settings)}
     defaults = DelaySettings()

@@ -18,17 +18,17 @@ ROUTE_SECONDS = 60.0
 _IDS_AT_A_TIME = 256
 _UUID_VARIANTS = "89ab"
 
-#: Task id, ETA, argsrepr, kwargsrepr and body: the values in which two tasks of a kind differ.
+#: Task id, ETA, argsrepr, kwargsrepr and body: the values that differ between similar tasks.
 TaskValues = tuple[str, str, str, str, bytes]
 
 
 class TaskTemplate(ABC):
-    """An encoded task message, which is copied with another id, due time and arguments."""
+    """An encoded task message, from which a bulk publisher makes the messages of similar tasks."""
 
     def __init__(self, body: bytes) -> None:
         #: The body of the task whose message became the template.
         self.body = body
-        #: When the template ends, in microseconds since the epoch.
+        #: The time until which the template may be used, in microseconds since the epoch.
         self.valid_until_us = time_ns() // 1000 + round(ROUTE_SECONDS * 1_000_000)
 
     @classmethod
@@ -47,7 +47,7 @@ class TaskTemplate(ABC):
 
     @abstractmethod
     def another(self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues) -> Any:
-        """Make a message for another task; return None if the task is already due."""
+        """Make another task's message, with a random id from *ids*; return None if already due."""
 
 
 class BulkPublisher:
@@ -57,11 +57,11 @@ class BulkPublisher:
         self.outbox = outbox
         self._template = template
         self._ids = RandomIds()
-        #: The message that the last :meth:`publish` made; None if not exactly one queue gets it.
+        #: The message of the last :meth:`publish`; None if no queue or several queues get it.
         self._last: Any = None
 
     def publish(self, publish: Callable[[Any], object]) -> None:
-        """Call the function *publish* with a kombu producer; the messages go into the outbox.
+        """Call the function *publish* with a kombu producer; send the messages in the next batch.
 
         If this method raises an error, the broker gets none of the messages of this call.
         """
@@ -81,10 +81,7 @@ class BulkPublisher:
 
     @property
     def last_headers(self) -> Mapping[str, Any] | None:
-        """Return the headers of the task that :meth:`publish` published last.
-
-        Returns None if no queue or several queues get the task.
-        """
+        """The headers of the last published task; None if no queue or several queues get it."""
         return None if self._last is None else self._template.headers_of(self._last)
 
     def learn(self) -> TaskTemplate | None:

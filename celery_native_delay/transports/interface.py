@@ -53,7 +53,7 @@ class Wait:
 
 @dataclass
 class Rescue:
-    """The message counts of one attempt to deliver the parked (due, but undeliverable) messages."""
+    """The counts of one attempt to deliver parked (due, but so far undeliverable) messages."""
 
     delivered: int = 0
     waiting_again: int = 0
@@ -81,7 +81,7 @@ class WorkerPart(ABC):
         self._delays = channel.delays
 
     comes_back_late_seconds = 0.05
-    """The usual maximum lateness, in seconds, of messages that workers returned to the broker."""
+    """Messages that workers returned to the broker usually come at most this many seconds late."""
 
     @abstractmethod
     def prepare(self, where: str) -> str:
@@ -135,7 +135,7 @@ class WorkerPart(ABC):
         return Rescue()
 
     def promoter(self, connect: Callable[..., Any]) -> Promoter | None:
-        """Return a loop that moves due messages to queues; None if the broker moves due messages.
+        """Return a loop that moves due messages to queues; None if the broker itself moves them.
 
         The function *connect* takes ``transport_options`` and returns a kombu connection.
         """
@@ -254,7 +254,7 @@ class Backlog:
     """The numbers of waiting and parked (due, but undeliverable) messages on a broker.
 
     - *levels*: the state of each delay queue of RabbitMQ; empty on other brokers
-    - *records_answer*: True if the list of waiting tasks is reachable; None if there is no list
+    - *records_answer*: False if the list of waiting tasks is unreachable; None without a list
     - *until_first_us*: microseconds until the earliest due time, negative if overdue; None if
       unknown, or if no message waits
     - *in_records*: the number of tasks in the list of waiting tasks; None without a reachable list

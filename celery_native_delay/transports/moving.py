@@ -125,8 +125,8 @@ class MovingPart(ABC):
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
         """Return the queues or databases from which ``delay migrate`` takes waiting messages.
 
-        *what* is the value of the option ``--from``. *reaches* are the app's bindings. Raises
-        UnsupportedBroker if this broker does not support the value.
+        *what* is the value of the option ``--from``, or None if the value is a URL. *reaches* are
+        the app's bindings. Raises UnsupportedBroker if this broker does not support the value.
         """
 
     def key_records(self) -> KeyRecords | None:
@@ -139,6 +139,8 @@ class MovingPart(ABC):
     @abstractmethod
     def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
         """Publish a moved message on this broker; return False if the broker may have two copies.
+
+        *keyed* also stores the state of the task's debounce, throttle or unique key.
 
         Raises:
             NativeDelayError: the message cannot wait on this broker, and was not sent.
@@ -172,7 +174,7 @@ def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str
 def derived_id(
     headers: Mapping[str, Any], properties: Mapping[str, Any], body: bytes, *where: object
 ) -> str | None:
-    """Return a delivery id, hashed from the message; None for a message without task id."""
+    """Return a delivery id, hashed from message and destination (*where*); None without task id."""
     task_id = task_id_of(headers, properties)
     if not task_id:
         return None

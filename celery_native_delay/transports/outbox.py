@@ -90,13 +90,13 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         self._held: list[MessageT] = []
         self._held_bytes = 0
         self._held_since = 0.0
-        #: All unconfirmed batches, of which the first *written* are sent on this connection.
+        #: All unconfirmed batches. The first ``_written`` batches are sent on this connection.
         self._batches: deque[BatchT] = deque()
         self._written = 0
         self._unanswered = 0
         #: The monotonic time at which the present outage began; None if there is no outage.
         self._away_since: float | None = None
-        #: True if the outage has lasted for PATIENCE_SECONDS, or waiting cannot end it.
+        #: True if the outage has lasted for PATIENCE_SECONDS, or if a retry cannot end the outage.
         self.has_given_up = False
         self._refused: list[RefusedMessage] = []
         self._wanted = Event()
@@ -112,7 +112,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         self._held_bytes += put.size_bytes
 
     def refuse_returned(self, returned: list[Any]) -> None:
-        """Report unroutable messages as refused."""
+        """Report the unroutable messages *returned* as refused."""
 
     def make_room(self) -> None:
         """Send a full batch, and wait for confirms if too many messages are unconfirmed."""
@@ -159,7 +159,8 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
     def settle(self, *, timeout_seconds: float | None) -> None:
         """Wait until the broker has confirmed or refused every message.
 
-        Raises TimeoutError after *timeout_seconds*, or if the broker stays unreachable.
+        Raises TimeoutError after *timeout_seconds*. After a lost connection, raises TimeoutError at
+        once if :attr:`has_given_up` is True, or if a retry cannot help.
         """
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         with self.lock:
@@ -187,7 +188,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
             return refused
 
     def give_up(self) -> list[RefusedMessage]:
-        """Remove all unconfirmed messages, and report these messages as refused."""
+        """Remove all unconfirmed messages, and return a report about each message."""
         with self.lock:
             self._close_batch()
             puts = [put for batch in self._batches for put in batch.puts]
@@ -233,10 +234,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         """Read the broker's confirms that arrive within *timeout_seconds*."""
 
     def _forget(self) -> None:
-        """Delete this publisher's last batch number, which the broker stores.
-
-        By this number, the broker recognises and ignores a repeated batch.
-        """
+        """Delete this publisher's batch number, by which the broker ignores a repeated batch."""
 
     # --- batches ----------------------------------------------------------------------------
 

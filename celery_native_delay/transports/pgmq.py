@@ -71,10 +71,7 @@ class Delays(recorded.Delays):
 
 
 class RecordedChannel(recorded.Channel, Channel):
-    """A pgmq channel that stores copies of waiting tasks.
-
-    The only exception: there are no copies of tasks that are sent to topic or fanout exchanges.
-    """
+    """A pgmq channel that stores copies of waiting tasks, except for topic and fanout exchanges."""
 
     delays_class = Delays
 

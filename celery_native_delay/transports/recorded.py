@@ -29,7 +29,7 @@ from .interface import (
 
 
 def records_beside(settings: DelaySettings, place: str) -> Any:
-    """Return the connection to ``native_delay_records``, or None if the setting is not set."""
+    """Return the storage in ``native_delay_records`` for *place* (such as a vhost), if set."""
     if settings.records is None:
         return None
     return records_of_process(settings.records, f"{settings.namespace}.{place}")
@@ -76,7 +76,7 @@ class RecordedChannel:
     def records(self, settings: DelaySettings) -> Records:
         """Return the storage for task state, such as debounce keys.
 
-        Raise UnsupportedBroker if no storage is configured.
+        Raise UnsupportedBroker if ``native_delay_records`` is not set.
         """
         records: Records | None = self.delays.records
         if records is None:
@@ -84,7 +84,7 @@ class RecordedChannel:
         return records
 
     def waiting_tasks(self, settings: DelaySettings) -> WaitingTasks:
-        """Return the stored list of waiting tasks; raise NoRecords if not configured."""
+        """Return the list of waiting tasks; raise NoRecords without ``native_delay_records``."""
         if self.delays.records is None:
             raise NoRecords(
                 f"{self.connection.client.as_uri()} cannot list its waiting messages: to list, "
@@ -95,7 +95,7 @@ class RecordedChannel:
         return tasks
 
     def lines(self, settings: DelaySettings) -> Lines:
-        """Return the stored queues of rate-limited tasks; raise NoRecords if not configured."""
+        """Return the storage of rate-limited tasks; raise NoRecords if there is no storage."""
         records = self.delays.records
         if records is None:
             raise NoRecords(

@@ -12,8 +12,8 @@ from urllib.parse import unquote
 #: AMQP 0-9-1 shortstr: routing keys and names are at most 255 bytes.
 SHORTSTR_BYTES = 255
 
-#: The longest word, in bytes, that is not hashed in our names: for ASCII (True) and other words. An
-#: error text of the broker must be able to hold the name (:func:`refusal_fits`).
+#: The most bytes of a word in a name. A longer word is hashed, so that the broker's error text can
+#: hold the name (:func:`refusal_fits`). The key is True for ASCII words.
 _LONGEST_WORD_BYTES = {True: 100, False: 24}
 
 #: Bytes of the broker's longest error text, without the names in it.
@@ -26,7 +26,7 @@ _WILDCARDS = {"*": "%2A", "#": "%23"}
 
 @lru_cache(maxsize=1024)
 def message_address(exchange: str, routing_key: str) -> str:
-    """Encode a destination (exchange and routing key) for a delayed message's routing key."""
+    """Encode a destination (exchange and routing key) as the last words of a routing key."""
     return _join(exchange, [_literal(word) for word in _words(routing_key)])
 
 

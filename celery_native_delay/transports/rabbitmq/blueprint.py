@@ -21,6 +21,7 @@ class Exported:
     """RabbitMQ definitions (JSON) with an app's queues, exchanges and bindings."""
 
     text: str
+    #: The numbers of exchanges, queues and bindings in the text.
     counts: Mapping[str, int]
     #: The names of non-durable queues and exchanges, which the text omits.
     left_out: tuple[str, ...]
@@ -31,7 +32,9 @@ class Blueprint:
     """The queues, exchanges and bindings that an app needs on RabbitMQ."""
 
     topology: Topology
+    #: The queues, exchanges and bindings of the app.
     own: tuple[Declaration, ...]
+    #: Landing queues, marker exchanges, and copies of the app's bindings.
     surroundings: tuple[Declaration, ...]
     left_out: tuple[str, ...]
 
@@ -72,7 +75,7 @@ def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
 def export(
     settings: DelaySettings, queues: Sequence[Any], vhost: str, *, own_queues: bool = True
 ) -> Exported:
-    """Return RabbitMQ definitions (JSON) for an app with these settings and queues."""
+    """Return RabbitMQ definitions (JSON) for an app; *own_queues* includes *queues* themselves."""
     plan = blueprint(Topology(settings), queues)
     if not own_queues:
         plan = replace(plan, own=())

@@ -53,7 +53,7 @@ def id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -
 
 
 def received(message: amqp.Message) -> amqp.Message:
-    """Set the message's body to empty bytes if the body is None."""
+    """Return *message*, whose body becomes empty bytes if the body is None."""
     message.body = message.body or b""
     return message
 
@@ -184,7 +184,7 @@ class WindowChannel(OwnChannel):
             self.read()
 
     def read_down_to(self, unconfirmed: int, *, deadline: float | None = None) -> None:
-        """Wait for confirms until the number of unconfirmed messages is at most *unconfirmed*."""
+        """Wait until *unconfirmed* or fewer messages lack a confirm, at most until *deadline*."""
         while len(self._unconfirmed) > unconfirmed:
             if deadline is None:
                 _ = self._transport  # raises if the connection is lost

@@ -51,7 +51,10 @@ class Declarer:
 
     @contextmanager
     def channel_for(self, name: str, *, unreadable: type[ChannelError]) -> Iterator[OwnChannel]:
-        """Open a channel for checking that the queue or exchange *name* exists."""
+        """Open a channel for checking that the queue or exchange *name* exists.
+
+        If a long *name* makes RabbitMQ's error text unreadable, raise *unreadable*.
+        """
         if self.refusal_fits(name):
             yield self.channel
             return
@@ -70,7 +73,7 @@ class Declarer:
                 client.close()
 
     def look_for_exchange(self, name: str, *, unreadable: type[ChannelError] = NotFound) -> None:
-        """Check with a passive declaration that an exchange exists; raise NotFound otherwise."""
+        """Raise NotFound if an exchange is missing; raise *unreadable* for an unreadable answer."""
         with self.channel_for(name, unreadable=unreadable) as channel:
             channel.exchange_declare(name, "fanout", passive=True)
 
@@ -150,7 +153,7 @@ def not_declared(missing: str) -> NotDeclared:
 
 @contextmanager
 def permissions_explained(topology: Topology) -> Iterator[None]:
-    """Raise NotPermitted instead of the broker's error ACCESS_REFUSED (403)."""
+    """In a ``with`` block, turn the broker's error 403 (access refused) into NotPermitted."""
     try:
         yield
     except AccessRefused as exc:
@@ -159,7 +162,7 @@ def permissions_explained(topology: Topology) -> Iterator[None]:
 
 @contextmanager
 def refusals_explained(topology: Topology) -> Iterator[None]:
-    """Replace the broker's errors 403 and 406 by NotPermitted and TopologyMismatch."""
+    """In a ``with`` block, turn the errors 403 and 406 into NotPermitted and TopologyMismatch."""
     try:
         with permissions_explained(topology):
             yield

@@ -72,7 +72,7 @@ class Delays:
 
     @cached_property
     def records(self) -> Any:
-        """Return the storage that ``native_delay_records`` names; None if not set."""
+        """Return this virtual host's storage in ``native_delay_records``; None if not set."""
         return records_beside(self.settings, self.connection.virtual_host)
 
     @cached_property
@@ -102,7 +102,7 @@ class Delays:
         timeout_seconds: float | None = None,
         confirm_timeout_seconds: float | None = None,
     ) -> bool:
-        """Publish a delayed message, or return False for a message that is already due."""
+        """Publish a delayed message; return False, without publishing, if the message is due."""
         confirmed = self.settings.confirm_publish
         headers = publication.message.properties.get("application_headers")
         failed_headers, delivery_id = getattr(_failed, "publish", None) or (None, "")
@@ -131,7 +131,7 @@ class Delays:
     def into_levels(
         self, publication: Publication, *, due_us: int, delivery_id: str | None = None
     ) -> Publication:
-        """Redirect a message to the delay queues, or return a due message unchanged."""
+        """Return the message with a delay queue as destination; return a due message unchanged."""
         if not self.units(due_us, now_us=time_ns() // 1000):
             return publication
         message, exchange, routing_key, _ = publication
@@ -157,12 +157,14 @@ class Delays:
             self._declared_queues[routing_key] = self.mirror.version
 
     def publish_keyed(self, keyed: RecordedPublish, message: amqp.Message, like: Delayed) -> None:
-        """Publish a message of a debounced, throttled or unique task."""
+        """Publish the message of a debounced, throttled or unique task.
+
+        *like* has the destination and the expiry of the message; its due time is not used.
+        """
         message = _in_bytes(message)
         properties, body = message.properties, message.body
         headers = properties.get("application_headers") or {}
 
-        # Only the destination and the expiry of *like* are used.
         def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> IndexEntry:
             now_us = time_ns() // 1000 - clock_ahead_us
             self.units(due_us, now_us=now_us)  # or DelayTooLong
@@ -187,7 +189,11 @@ class Delays:
         recorded: bool = True,
         clock_ahead_us: int = 0,
     ) -> None:
-        """Publish a received message again, so that the message waits until the due time."""
+        """Publish a received message again, so that the message waits until the due time.
+
+        If *recorded* is True, store a copy in ``native_delay_records``, if set. This machine's
+        clock is *clock_ahead_us* microseconds ahead of the clock that set the due time.
+        """
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:
             self.mirror.queue_bound_once(routing_key if queue is None else queue)
@@ -195,7 +201,7 @@ class Delays:
         landing = (
             queue is None and exchange != "" and self.routes.needs_landing(exchange, routing_key)
         )
-        now_us = time_ns() // 1000 - clock_ahead_us  # by the clock that set the due time
+        now_us = time_ns() // 1000 - clock_ahead_us
         units = units_until(
             delayed.due_us, now_us=now_us, resolution_ms=self.topology.resolution_ms
         )

@@ -67,7 +67,7 @@ def read_celerys(
     now_us: int,
     reaches: Sequence[Reach],
 ) -> Found:
-    """Decide if ``delay migrate`` can move a message from Celery's delay queue."""
+    """Decide if ``delay migrate`` can move a message of Celery to one of the bindings *reaches*."""
     whole_key = str(info["routing_key"])
     words = whole_key.split(".", CELERYS_BITS)
     if len(words) <= CELERYS_BITS or not set(words[:CELERYS_BITS]) <= {"0", "1"}:
@@ -129,7 +129,10 @@ _SET = re.compile(
 
 
 def sets_of(names: Iterable[str], like: DelaySettings) -> list[DelaySettings]:
-    """Return the delay settings that the names of delay queues contain, such as the resolution."""
+    """Return the delay settings, such as the resolution, that the names of delay queues contain.
+
+    The other settings come from *like*.
+    """
     found: dict[str, DelaySettings] = {}
     for name in names:
         if (match := _SET.match(name)) is None or match[0] in found:
@@ -169,7 +172,7 @@ def deliveries_of(properties: Mapping[str, Any]) -> int:
 def foreign_bindings(
     bound: Iterable[tuple[str, str, str]], reaches: Iterable[Reach]
 ) -> Iterator[tuple[str, str, str]]:
-    """Find the extra bindings ``#.<key>`` that Celery's delayed delivery added."""
+    """Find the extra bindings ``#.<key>`` in *bound* that Celery's delayed delivery added."""
     there = set(bound)
     own = {(each.exchange, each.queue, each.routing_key) for each in reaches}
     for exchange, queue, routing_key in sorted(there - own):

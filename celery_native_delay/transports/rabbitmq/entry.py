@@ -20,7 +20,7 @@ from ..recorded import member_of
 
 #: kombu's dumps() makes a new encoder for each call, and takes three times as long.
 _as_json: Callable[[Any], str] = JSONEncoder(separators=(",", ":")).encode
-#: The beginnings of a body that is written in base64; "" stands for a body that is not UTF-8.
+#: A body that begins so is stored in base64. "" is an empty body, or a body that is not UTF-8.
 _IN_BASE64 = ("", "=")
 
 _plain_json: Callable[[str], Any] = JSONDecoder().decode
@@ -63,7 +63,7 @@ class Entry:
 
 
 def waiting(member: str, text: str, due_us: int) -> Waiting:
-    """Decode a stored message into a Waiting object, without decoding the body."""
+    """Decode the stored message *text* without its body; *member* ends with the delivery id."""
     known = _plain_json(text[: text.index("\n")])
     exchange, routing_key, queue, _, properties = known
     headers = properties.get("application_headers") or {}
@@ -83,7 +83,7 @@ def waiting(member: str, text: str, due_us: int) -> Waiting:
 
 
 def record(records: Index, message: amqp.Message, wrapped: amqp.Message, delayed: Delayed) -> None:
-    """Store a copy of a delayed message, before the message is published."""
+    """Store a copy of *message* in *records*; *wrapped* is this message with our header."""
     header = wrapped.properties["application_headers"][HEADER]
     headers = message.properties.get("application_headers") or {}
     member = member_of(headers, delayed.delivery_id)

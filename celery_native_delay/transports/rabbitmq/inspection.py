@@ -30,7 +30,7 @@ DEAD_LETTERED_AT_ONCE = 32
 #: Seconds until the management API has counted messages again; it counts every 5 s.
 COUNTED_ANEW_SECONDS = 6.0
 
-#: The advice for a missing declaration, by whether the app may declare.
+#: The advice for a missing queue or exchange, by ``native_delay_declare``.
 _WAYS_OUT = {
     True: "start an installed worker, or run `celery -A PROJ delay declare`",
     False: "import what `celery -A PROJ delay export` writes, or set native_delay_declare = True",
@@ -171,7 +171,10 @@ def _finding(problem: str, way_out: str) -> Finding:
 
 
 def known_faults(version: tuple[int, ...], *, replicated: bool | None) -> list[Finding]:
-    """Return known bugs of a RabbitMQ version that affect delayed messages."""
+    """Return known bugs of a RabbitMQ version that affect delayed messages.
+
+    *replicated* is True if a queue has several replicas, and None if this is unknown.
+    """
     name = f"RabbitMQ {'.'.join(map(str, version))}"
     found = []
     # For quorum queues with several members. https://github.com/rabbitmq/rabbitmq-server/pull/16203

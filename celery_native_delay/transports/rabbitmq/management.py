@@ -68,10 +68,7 @@ class ManagementAPI:
         return [item["name"] for item in self._containing(kind, containing)]
 
     def policies(self, kind: str) -> list[dict[str, Any]] | None:
-        """Return all policies of *kind*, which is "policy" or "operator policy".
-
-        Return None if the request fails.
-        """
+        """Return all policies of *kind* ("policy" or "operator policy"), or None after an error."""
         path = kind.replace("policy", "policies").replace(" ", "-")
         try:
             found: list[dict[str, Any]] = self._get(f"{path}/{quote(self.vhost, safe='')}")
@@ -161,7 +158,10 @@ def overriding_policies(api: ManagementAPI, topology: Topology) -> list[Finding]
 def applied_policy(
     policies: Sequence[Mapping[str, Any]] | None, queue: str, kinds: str
 ) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and definition of the policy that RabbitMQ applies to *queue*."""
+    """Return the name and definition of the policy of *queue*, or ("", {}) without a policy.
+
+    *kinds* is the queue's type in ``apply-to``, such as "quorum_queues".
+    """
     matching = [
         policy
         for policy in policies or []

@@ -55,7 +55,7 @@ class Mirror:
         #: Bindings still to be copied, and exchanges whose landing queues are still to be declared.
         self.pending: dict[Mirrored, None] = {}
         self.pending_landings: dict[str, None] = {}
-        #: Queues declared on this connection, and whether their x-overflow rejects messages.
+        #: For each queue declared on this connection: True if its x-overflow rejects messages.
         self.rejects: dict[str, bool] = {}
         self._landings: dict[str, None] = {}
 
@@ -124,7 +124,7 @@ class Mirror:
     # --- what is still to be declared ------------------------------------------------------
 
     def reaches(self, exchange: str, routing_key: str) -> bool:
-        """Return True if *exchange* routes *routing_key* to a queue bound on this connection."""
+        """Return True if *exchange* routes *routing_key* to a queue that this connection bound."""
         is_topic = self.types.get(exchange) == "topic"
         return any(
             topic_matches(known.routing_key, routing_key)
@@ -180,7 +180,8 @@ class Mirror:
 
         A landing queue dead-letters due messages to an exchange of the user. A marker exchange
         carries no messages. Producers look for its name to learn what exists: a landing queue, or
-        copies of the bindings of the user's exchange.
+        copies of the bindings of the user's exchange. With *consuming*, also return the markers of
+        copied bindings.
         """
         groups = [list(marked_landing(self._topology, exchange)) for exchange in landings]
         if consuming:
@@ -220,10 +221,6 @@ def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declarat
 
 
 def marked_landing(topology: Topology, exchange: str) -> Iterator[Declaration]:
-    """Yield the declarations of a landing queue and its marker exchange.
-
-    The landing queue dead-letters due messages to *exchange*. The marker exchange carries no
-    messages: producers that find it know that the landing queue exists.
-    """
+    """Yield the landing queue of *exchange*, and the marker exchange by which producers find it."""
     yield from landing_declarations(topology, exchange)
     yield Exchange(topology.landing_marker(exchange), "fanout")

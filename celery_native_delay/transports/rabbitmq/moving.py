@@ -38,11 +38,11 @@ from .entry import Entry
 from .management import ManagementAPI, management_of
 from .topology import Topology
 
-#: The largest number of returns to a quorum queue with which a message is still taken. RabbitMQ 4
-#: drops a message at its 21st return.
+#: The migration stops at a message that was returned to its quorum queue more often than this.
+#: RabbitMQ 4 drops a message at its 21st return.
 _MOST_DELIVERIES = 12
 
-#: A function of body, properties and delivery info of a message, and *now_us*.
+#: A function that reads a message: its body, properties and delivery info, and *now_us*.
 Read = Callable[..., Found]
 
 

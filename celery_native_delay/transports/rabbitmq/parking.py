@@ -36,7 +36,7 @@ ROUND = 10_000
 
 @dataclass(frozen=True)
 class Parked:
-    """A due message that matched no binding, and is in the parking queue."""
+    """A message in the parking queue, because no binding matched the message."""
 
     message: amqp.Message
     #: The message properties that the user published.
@@ -269,10 +269,7 @@ class _Arrivals:
 
 @contextmanager
 def _lock(delays: Delays) -> Iterator[None]:
-    """Hold an exclusive queue as a lock during a ``with`` block.
-
-    Raise ResourceLocked if another connection holds the lock.
-    """
+    """Hold an exclusive queue as a lock; raise ResourceLocked if another connection has it."""
     queue = delays.topology.rescue_lock_queue
     channel = OwnChannel(delays.connection)
     channel.queue_declare(queue, exclusive=True, auto_delete=True)

@@ -52,7 +52,11 @@ class Preparation:
         self.is_ready = False
 
     def prepare(self, *, redeclare: bool = False, consuming: bool = False) -> Prepared:
-        """Declare missing delay queues; bind the user's queues to the exchange for due messages."""
+        """Declare missing delay queues; bind the user's queues to the exchange for due messages.
+
+        *redeclare* also declares existing delay queues. *consuming* also declares the marker
+        exchanges that tell producers which bindings are copied.
+        """
         if self._refusal is not None:
             raise self._refusal
         started = monotonic()
@@ -159,7 +163,7 @@ class Preparation:
         self.prepare(redeclare=True)
 
     def queue_deleted(self, queue: str) -> None:
-        """If empty, delete the landing queue, which dead-lettered due messages to *queue*."""
+        """After *queue* was deleted, delete the empty landing queue that dead-letters to it."""
         may_reject = self._mirror.rejects.get(queue, not is_internal(queue))
         if self._declares and may_reject:
             landing = self._topology.queue_landing_queue(queue)

@@ -25,6 +25,7 @@ class _Place:
 
     name: str
     queues: tuple[str, ...]
+    #: The exchanges to which producers publish.
     entrances: tuple[str, ...]
     exchanges: tuple[str, ...]
     bindings: tuple[tuple[str, str, str], ...] = ()
@@ -40,7 +41,7 @@ class Pruning:
         self._places: dict[str, _Place] = {}
 
     def remnants(self, namespaces: Sequence[str], reaches: Sequence[Reach]) -> list[Remnant]:
-        """Find outdated delay queues of this package and of Celery."""
+        """Find outdated delay queues of Celery, and of this package in the former *namespaces*."""
         self._places = {
             place.name: place for place in [*self._sets(namespaces), *self._celerys(reaches)]
         }

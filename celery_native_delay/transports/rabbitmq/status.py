@@ -23,7 +23,7 @@ class LevelStatus:
     ttl_seconds: float
     #: None if the queue does not exist.
     waiting: int | None
-    #: The due messages that RabbitMQ has not dead-lettered yet; None if unknown.
+    #: The number of due messages that RabbitMQ has not dead-lettered yet; None if unknown.
     stuck: int | None
 
 
@@ -42,10 +42,10 @@ class RecordsStatus:
     where: str
     #: The error that prevented counting.
     error: str | None = None
-    #: The tasks that are not due yet.
+    #: The number of tasks that are not due yet.
     ahead: int = 0
     next_due_seconds: float | None = None
-    #: The due tasks that no worker with this package has received.
+    #: The number of due tasks that no worker with this package has received.
     overdue: int = 0
     overdue_seconds: float = 0.0
 
@@ -96,10 +96,7 @@ class Status:
 
     @property
     def stuck(self) -> int | None:
-        """Count the due messages that RabbitMQ could not dead-letter.
-
-        Return None if the management API is unreachable.
-        """
+        """The number of due messages that RabbitMQ could not dead-letter; None if unknown."""
         known = [level.stuck for level in self.levels if level.stuck is not None]
         return sum(known) + sum(landing.held for landing in self.landings) if known else None
 

@@ -177,10 +177,7 @@ def _method(channel_id: int, exchange: str, routing_key: str) -> bytes:
 
 
 def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
-    """Turn the encoded *table* into a ``%`` format.
-
-    The table contains dummy values, *marks*. A placeholder replaces each dummy value.
-    """
+    """Turn the encoded *table* into a ``%`` format: placeholders replace the values *marks*."""
     parts = []
     at = 0
     for mark in marks:

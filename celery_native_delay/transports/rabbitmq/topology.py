@@ -80,7 +80,7 @@ Change = Declaration | Unbinding
 
 @dataclass(frozen=True)
 class Hop:
-    """A delay queue: the queue's name, and the delay in milliseconds."""
+    """A delay queue: its name, and the milliseconds by which it delays a message."""
 
     queue: str
     delay_ms: int
@@ -107,7 +107,7 @@ class Level:
 
     @property
     def steps(self) -> range:
-        """Return the TTLs of the level's delay queues, in units of ``native_delay_resolution``."""
+        """Return the delays of the level's queues, in units of ``native_delay_resolution``."""
         unit = 1 << self.lowest
         return range(unit, unit << self.width, unit)
 
@@ -202,8 +202,8 @@ class Topology:
         """Return the milliseconds that a message waits in its first delay queue.
 
         *units* is the delay *remaining_us*, rounded up to units of ``native_delay_resolution``.
-        In all its delay queues together, the message waits *remaining_us* and TTL_EXTRA_MS. A due
-        message has one unit, and waits 1 ms.
+        In all its delay queues together, the message waits *remaining_us* plus 1 ms
+        (TTL_EXTRA_MS). A due message has one unit, and waits 1 ms.
         """
         # The rounding is less than a unit, so an earlier message in the queue delays a later
         # message by hardly more than a unit.

@@ -37,7 +37,11 @@ def wrap(
     limit_priority: bool,
     user: str | None = None,
 ) -> dict[str, Any]:
-    """Return a delayed message's properties, with this package's header added."""
+    """Return a delayed message's properties, with this package's header added.
+
+    *limit_priority* lowers a priority above 4. *user* is the broker user who publishes a received
+    message again. Raises CannotDelay for a header CC or BCC, or for a wrong expiration.
+    """
     headers = dict(properties.get("application_headers") or {})
     if "CC" in headers or "BCC" in headers:
         raise CannotDelay(
@@ -61,7 +65,7 @@ def wrap(
             raise CannotDelay(f"expected an expiration in milliseconds, got {expiration!r}")
         kept["expiration"] = expiration
         kept["expires"] = delayed.expires_ms or now_us // 1000 + int(expiration)
-    if user is not None:  # this broker user publishes a received message again
+    if user is not None:
         keep_user_id(wrapped, kept, user)
     priority = wrapped.get("priority")
     if limit_priority and priority and priority > HIGHEST_SAFE_PRIORITY:
@@ -85,9 +89,10 @@ def keep_user_id(properties: dict[str, Any], header: dict[str, Any], user: str) 
 def unwrap(
     properties: Mapping[str, Any], delivery_info: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any], Delayed | None] | None:
-    """Restore a received message's original properties, destination and due time.
+    """Return a message's restored properties and delivery info, and its parsed header.
 
-    Return None if the message has no header of this package.
+    Return None if the message has no header of this package. The parsed header is None if a worker
+    without this package copied the header into a retry.
     """
     headers = dict(properties.get("application_headers") or {})
     header = headers.pop(HEADER, None)
@@ -133,7 +138,7 @@ def _without_our_deaths(headers: dict[str, Any], earlier: Mapping[str, Any]) -> 
 def without_deaths(
     headers: Mapping[str, Any], ours: Callable[[str], bool] = is_delay_name
 ) -> dict[str, Any]:
-    """Return *headers* without the dead-letter headers of delay queues."""
+    """Return *headers* without the dead-letter headers of queues whose names *ours* accepts."""
     kept = {key: value for key, value in headers.items() if key not in DEATH_HEADERS}
     return kept | _users_deaths(headers, ours)
 

@@ -47,7 +47,11 @@ def member_of(message: Mapping[str, Any], destination: str) -> str:
 
 
 def member(name: str, delivery_tag: str, destination: str) -> str:
-    """Return ``<task id>:<digest>``, with a digest of the delivery tag and the destination."""
+    """Return the sorted set member of a waiting message: ``<name>:<digest>``.
+
+    *name* is the task id, or another id of a message that is no task. The digest is a hash of the
+    delivery tag and the destination.
+    """
     # Retries, and copies for several queues, have different digests.
     digest = blake2b(f"{delivery_tag}\n{destination}".encode(), digest_size=_DIGEST_BYTES).digest()
     return f"{name}:{urlsafe_b64encode(digest).decode()}"

@@ -59,7 +59,7 @@ class Census(status.Census):
 
 
 class Store:
-    """The waiting messages of one namespace in a Redis broker."""
+    """The waiting messages of one ``native_delay_namespace`` in a Redis broker."""
 
     def __init__(self, client: Any, keys: Keys) -> None:
         """*client* is a plain ``redis.Redis`` that returns bytes."""
@@ -96,34 +96,35 @@ class Store:
     # --- one message changed -------------------------------------------------------------
 
     def replace(self, member: str, old: bytes, due_us: int | None, new: bytes) -> int | None:
-        """Replace a waiting message; return the new due time in microseconds.
+        """Replace the content of a waiting message; return the new due time in microseconds.
 
-        If another process has changed the message, change nothing and return None.
+        If *due_us* is None, the message is due now. If the content is no longer *old*, change
+        nothing and return None.
         """
         keys = [self.keys.due, self.keys.messages, self.keys.wake, self.keys.parked]
         due = int(self.run(REPLACE, keys, member, old, "" if due_us is None else due_us, new))
         return None if due < 0 else due
 
     def remove(self, member: str, old: bytes) -> bool:
-        """Remove a waiting message; return False if another process changed the message first."""
+        """Remove a waiting message; return False if the message's content is no longer *old*."""
         keys = [self.keys.due, self.keys.messages, self.keys.ids, self.keys.parked]
         return bool(self.run(REMOVE, keys, member, old))
 
     # --- many out ------------------------------------------------------------------------
 
     def promote(self, *, version: tuple[int, ...]) -> HandedOver:
-        """Move up to :data:`BATCH` due messages to their queues."""
+        """Move up to :data:`BATCH` due messages to their queues; *version* is the Redis version."""
         return self._hand_over(self.keys.due, "", version)
 
     def rescue(self, *, version: tuple[int, ...], before_us: int) -> HandedOver:
-        """Try again to deliver up to :data:`BATCH` due but undeliverable messages."""
+        """Deliver up to :data:`BATCH` messages again that were undeliverable before *before_us*."""
         return self._hand_over(self.keys.parked, f"({before_us}", version)
 
     def _hand_over(self, source: str, highest: str, version: tuple[int, ...]) -> HandedOver:
         keys = [source, self.keys.messages, self.keys.parked, self.keys.ids]
         return _handed_over(self.run(_hand_over_on(version), keys, BATCH, highest))
 
-    # --- the sign of a promoter --------------------------------------------------------
+    # --- the heartbeat of a promoter --------------------------------------------------------
 
     def show_promoting(self) -> None:
         """Write the heartbeat that shows that this process moves due messages."""
@@ -179,7 +180,7 @@ class Rounds:
         words = (4, keys.due, keys.messages, keys.parked, keys.ids, BATCH, "")
         self._evalsha = connection.pack_command("EVALSHA", digest_of(script), *words)
         self._eval = connection.pack_command("EVAL", script, *words)
-        #: The times at which runs were sent that the server has not answered yet.
+        #: The monotonic times of the script calls that the server has not answered yet.
         self._asked: deque[float] = deque()
         self.last_asked_at = 0.0
         """The monotonic time at which the last answered script call was sent."""
@@ -203,7 +204,7 @@ class Rounds:
                 with refusals_explained(self._keys):
                     reply = self._connection.read_response()
             except NoScriptError:
-                # All runs are equal, so this run may come after the runs that are already sent.
+                # All calls are equal, so this call may come after the calls that are already sent.
                 self._connection.send_packed_command(self._eval, check_health=False)
                 continue
             self.last_asked_at = self._asked.popleft()
@@ -225,7 +226,7 @@ def _handed_over(reply: Any) -> HandedOver:
 
 @contextmanager
 def refusals_explained(keys: Keys) -> Iterator[None]:
-    """Turn Redis errors about permissions and memory into NotPermitted and BrokerFull."""
+    """In a ``with`` block, turn permission and memory errors into NotPermitted and BrokerFull."""
     try:
         yield
     except NoPermissionError as exc:

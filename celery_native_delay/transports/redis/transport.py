@@ -34,13 +34,11 @@ class QoS(redis.QoS):  # type: ignore[misc]
     """kombu's QoS class, whose :meth:`restore_unacked` raises no error after an outage."""
 
     def restore_unacked(self, client: Any = None) -> None:
-        """Requeue unacknowledged messages.
+        """Requeue unacknowledged messages; after an outage, only log a warning.
 
-        The only exception: after an outage, only log a warning. Another consumer then requeues the
-        messages after the visibility timeout.
+        Another consumer then requeues the messages after the visibility timeout.
         """
         # After an outage, Celery may remove the connection's parameters before the channel closes.
-        # Other consumers restore the messages after the visibility timeout.
         transport = self.channel.connection
         if transport is not None and transport.client is not None:
             super().restore_unacked(client)

@@ -26,10 +26,7 @@ class RedisWorkerPart(WorkerPart):
         )
 
     def dangers(self) -> list[Finding]:
-        """Find Redis settings that can lose messages.
-
-        Also report a difference between the clocks of Redis and this worker.
-        """
+        """Find Redis settings that can lose messages, and a wrong clock of Redis or this worker."""
         return [*self._delays.dangers(), *clocks(self._delays.clock_ahead_seconds())]
 
     def put_one_back(self, wait: Wait) -> None:

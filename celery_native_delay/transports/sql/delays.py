@@ -46,10 +46,7 @@ class Delays(delays.Delays):
 
     @property
     def store(self) -> Store:
-        """Return the database of waiting messages.
-
-        If :attr:`refusal` contains an exception, raise this exception.
-        """
+        """Return the database of waiting messages; if :attr:`refusal` is an error, raise it."""
         self.check_settings()
         return Store.of(self._url, self.settings.namespace)
 

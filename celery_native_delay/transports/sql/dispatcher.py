@@ -146,10 +146,7 @@ class Dispatcher:
         return self._store.next_due_us()
 
     def deliver_batch(self) -> tuple[int, Exception | None]:
-        """Deliver one batch of due messages.
-
-        Returns the number of due messages in the batch, and the error if the broker is unreachable.
-        """
+        """Deliver a batch; return its size, and the error if the broker is unreachable."""
         if self._hand_over is None:
             self._hand_over = self._connected()
         with self._store.taking(until_us=time_ns() // 1000) as batch:

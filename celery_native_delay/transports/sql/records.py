@@ -1,4 +1,4 @@
-"""Stores task state, such as debounce keys, in the database of waiting messages."""
+"""Store task state, such as debounce keys, in the database of waiting messages."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SHOWN = (_ROW.id, _ROW.queue, _ROW.envelope, _ROW.due_us, _ROW.reason)
 
 
 def behind(namespace: str, due_us: int, row_id: int) -> Select[Any]:
-    """Return a SELECT for the next page of waiting messages, sorted by due time and id."""
+    """Return a SELECT for the next waiting messages after the row with *due_us* and *row_id*."""
     later = or_(_ROW.due_us > due_us, and_(_ROW.due_us == due_us, _ROW.id > row_id))
     waiting = select(*SHOWN).where(_ROW.namespace == namespace, _ROW.due_us.is_not(None), later)
     return waiting.order_by(_ROW.due_us, _ROW.id).limit(_CHUNK)

@@ -45,7 +45,7 @@ _stores: PerProcess[tuple[str, str], Store] = PerProcess(_inherited.append)
 
 
 class Store(Database):
-    """The waiting messages of one namespace in a database."""
+    """The waiting messages of one ``native_delay_namespace`` in a database."""
 
     tables = METADATA
 
@@ -98,10 +98,7 @@ class Store(Database):
     # --- the tables ----------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Create missing tables at the first call.
-
-        Raise StoreUnavailable if the database cannot be used.
-        """
+        """Create missing tables at the first call; raise StoreUnavailable if this fails."""
         if not self.is_ready:
             self.do(lambda connection: None)
 
@@ -141,7 +138,7 @@ class Store(Database):
         return None if due_us is None else int(due_us)
 
     def taking(self, *, until_us: int) -> AbstractContextManager[DispatchBatch]:
-        """Lock a batch of due messages for a ``with`` block.
+        """Lock a batch of messages that are due at *until_us*, for a ``with`` block.
 
         At the end of the block, the same transaction deletes delivered messages and updates
         undelivered messages.
@@ -149,7 +146,7 @@ class Store(Database):
         return self._batch(DUE, {"mine": self.namespace, "until": until_us})
 
     def taking_parked(self, *, after_id: int) -> AbstractContextManager[DispatchBatch]:
-        """Lock a batch of due but undeliverable messages for a ``with`` block."""
+        """Lock a batch of parked (undeliverable) messages with ids above *after_id*."""
         return self._batch(PARKED, {"mine": self.namespace, "after": after_id})
 
     @contextmanager
@@ -161,7 +158,7 @@ class Store(Database):
         for one in batch.delivered:
             self.delivered_but_kept.pop(one, None)
 
-    # --- the sign of a dispatcher --------------------------------------------------------
+    # --- the heartbeat of a dispatcher --------------------------------------------------------
 
     def show_dispatching(self) -> None:
         """Write the heartbeat that shows that this process moves due messages."""

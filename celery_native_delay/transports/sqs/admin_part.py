@@ -34,8 +34,8 @@ class Status:
 
     def __init__(self, name: str, queues: list[dict[str, Any]]) -> None:
         self.name = name
-        #: For each queue: messages *here* and *on_the_way* (in the delay queue), and *overdue*
-        #: messages in the delay queue, which no worker receives.
+        #: For each queue: delayed messages in the queue (*here*) and in its delay queue
+        #: (*on_the_way*), and *overdue* messages in the delay queue, which no worker receives.
         self.queues = queues
         self.waiting = sum(each["here"] + (each["on_the_way"] or 0) for each in queues)
         self.overdue = sum(each["overdue"] for each in queues)

@@ -34,7 +34,7 @@ ASKED = [*_COUNTS, _SIZE, *_FIFO_ONLY, "DelaySeconds", "MessageRetentionPeriod",
 
 
 def asked_of(name: str) -> list[str]:
-    """Return the names of the queue attributes that this package reads from SQS."""
+    """Return the names of the attributes that this package reads of the SQS queue *name*."""
     return ASKED if name.endswith(FIFO) else [*_COUNTS, _SIZE]
 
 
@@ -49,7 +49,7 @@ def can_delay(queue: str) -> bool:
 
 
 def why_not_made(name: str) -> str:
-    """Explain to the user why SQS cannot create the delay queue *name*."""
+    """Explain to the user why this package cannot create the delay queue *name*."""
     if len(name) > LONGEST_NAME:
         return (
             f"has {len(name)} characters and SQS takes {LONGEST_NAME}: shorten the name of its "
@@ -59,7 +59,7 @@ def why_not_made(name: str) -> str:
 
 
 def attributes_of(user: Mapping[str, Any]) -> dict[str, str]:
-    """Return the attributes of a new delay queue, including kombu's ``sqs-creation-attributes``."""
+    """Return a new delay queue's attributes; *user* is kombu's ``sqs-creation-attributes``."""
     others = {name: value for name, value in user.items() if name != "RedrivePolicy"}
     return others | {
         "FifoQueue": "true",

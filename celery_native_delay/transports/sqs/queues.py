@@ -84,7 +84,7 @@ class Queues:
     def send_many(
         self, queue: str, messages: Sequence[Mapping[str, Any]], *, url: Callable[[], str]
     ) -> dict[int, Failure]:
-        """Send up to ten messages in one request.
+        """Send up to ten messages in one request; the function *url* returns the queue's URL.
 
         Returns a dict of the failures. A key is the position of the message in *messages*, from 0.
         """
@@ -150,7 +150,7 @@ def dated_ms(answer: dict[str, Any]) -> int:
 
 @contextmanager
 def explained(name: str, action: str) -> Iterator[None]:
-    """Turn permission and size errors from SQS into NotPermitted and CannotDelay."""
+    """In a ``with`` block, turn permission and size errors into NotPermitted and CannotDelay."""
     try:
         yield
     except ClientError as exc:
@@ -165,7 +165,7 @@ def explained(name: str, action: str) -> Iterator[None]:
 
 @contextmanager
 def administered(name: str, action: str) -> Iterator[None]:
-    """Turn all errors from SQS into NotPermitted, CannotDelay or UnsupportedBroker."""
+    """In a ``with`` block, turn SQS errors into NotPermitted, CannotDelay or UnsupportedBroker."""
     try:
         with explained(name, action):
             yield

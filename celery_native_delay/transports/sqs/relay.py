@@ -147,7 +147,7 @@ class Relay:
 
 
 class _NoDelayQueue(NativeDelayError):
-    """Raised if a delay queue is missing in kombu's setting ``predefined_queues``."""
+    """Raised if a delay queue does not exist, and this package cannot create the delay queue."""
 
 
 class QueueRelay:
@@ -278,7 +278,7 @@ class QueueRelay:
             )
 
     def _let_rest(self, receipts: Sequence[tuple[str, int]]) -> None:
-        """Set the visibility timeouts of received messages, in seconds."""
+        """Set visibility timeouts; *receipts* are pairs of a receipt handle and seconds."""
         if not receipts:
             return
         entries = [

@@ -18,7 +18,7 @@ from .. import moving
 from ..moving import Moving, Reach, Source, Stays, derived_id, expires_ms_of
 from .wrapping import unwrapped
 
-#: Microseconds: messages due sooner are left to the promoters (which move due messages), if any.
+#: Microseconds. If a process that moves due messages runs, messages due so soon are left to it.
 LEFT_US = 5_000_000
 LEFT = Stays("it is due within 5 s where it is", is_error=False)
 

@@ -51,7 +51,11 @@ class Delays(delays.Delays):
         delivery_id: str | None = None,
         cancelled: bool = False,
     ) -> Any:
-        """Add this package's header to *message*, and encode *message* for *queue*."""
+        """Add this package's header to *message*, and encode *message* for *queue*.
+
+        If *delivery_id* is None, the delivery id is kombu's delivery tag. *cancelled* marks the
+        task as cancelled.
+        """
         self.check_settings()
         properties = message["properties"]
         if delivery_id is None:
@@ -114,9 +118,9 @@ class Delays(delays.Delays):
         now_us: int,
         cancelled: bool = False,
     ) -> str:
-        """Send a message, and return a copy for the list of waiting tasks.
+        """Send a message; return a copy, which the caller must add to the list of waiting tasks.
 
-        The caller must add the copy to the list. Otherwise the worker drops the message.
+        A worker drops a message that is not in the list.
         """
         # With the old delivery tag SQS would drop the message as a duplicate.
         properties = {**message["properties"], "delivery_tag": delivery_id}

@@ -57,7 +57,7 @@ def delivery_id_of(header: Mapping[str, Any], properties: Mapping[str, Any]) -> 
 def unwrapped(
     headers: Mapping[str, Any] | None, properties: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Delayed | None]:
-    """Return *headers* without this package's header, and the parsed header of this package.
+    """Return *headers* without this package's header, and this header, parsed.
 
     The parsed header is None if the header is missing or invalid. It is also None if a worker
     without this package copied the header from a task into the task's retry.
