@@ -139,8 +139,7 @@ class Schedules:
         If another release of the app has a newer schedule (see ``native_delay_schedules_version``),
         this method only replaces lost messages.
         """
-        self._entries = self._read_entries()
-        ours = Release.of(self._settings.schedules_version, self._entries)
+        ours = Release.of(self._settings.schedules_version, self._read_entries())
         rule = partial(taken_over, ours=ours, is_new=ours != self._published)
         # Removed first: if this process dies, the next one finds the old names, and goes on.
         for name in self._ask(lambda records: rule(records.read(_RELEASE))).answer.removed:
@@ -183,7 +182,9 @@ class Schedules:
 
     def note_run(self, name: str) -> None:
         """Increase a schedule entry's run count in the database of django-celery-beat."""
-        entry = None if type(self._scheduler) is Scheduler else self._scheduler.schedule.get(name)
+        if name not in self._entries or type(self._scheduler) is Scheduler:
+            return
+        entry = self._scheduler.schedule.get(name)
         if entry is None:
             return
         model: Any = getattr(entry, "model", None)
@@ -225,9 +226,11 @@ class Schedules:
             kind = Scheduler if issubclass(chosen, PersistentScheduler) else _reading_all(chosen)
             self._scheduler = kind(self._app)
         elif type(self._scheduler) is Scheduler:
-            self._scheduler.setup_schedule()
+            return self._entries  # the entries of Celery's settings stay the same
         found = dict(self._scheduler.schedule)
-        return {name: _entry(name, each, self._app.timezone) for name, each in found.items()}
+        zone = self._app.timezone
+        self._entries = {name: _entry(name, each, zone) for name, each in found.items()}
+        return self._entries
 
     def _entry_of(self, name: str, state: State) -> Entry:
         entries = self._entries or self._read_entries()

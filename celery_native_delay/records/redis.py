@@ -43,7 +43,7 @@ VERSION = 1
 
 #: The kinds of stored state that :meth:`RedisRecords.latest` can list. A sorted set per kind has
 #: the names of the stored states.
-LISTED_KINDS = ("rate", "schedule")
+LISTED_KINDS = ("rate",)
 
 #: Adds a message to the list. KEYS due, messages, ids. ARGV member, due time in µs, entry.
 _NOTE = """

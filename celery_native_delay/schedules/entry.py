@@ -22,6 +22,7 @@ _CRONTAB = ("minute", "hour", "day_of_week", "day_of_month", "month_of_year")
 _TIMES = ("schedule", "zone", "starts_us", "ends_us", "one_off")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
+_SIMPLE = (str, int, float, datetime, timedelta)
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,15 @@ class Entry:
 
         Returns None if no due time is left, for example after *ends_us*.
         """
-        after_us = max(after_us - self.countdown_us, (self.starts_us or 0) - 1)
-        found = next_due(self.schedule, _EPOCH + after_us * _MICROSECOND, self.zone)
-        if found is None:
-            return None
-        at_us = (found - _EPOCH) // _MICROSECOND
+        after_us, starts_us = after_us - self.countdown_us, self.starts_us or 0
+        if after_us < starts_us and isinstance(self.schedule, schedule):
+            at_us = starts_us  # as with django-celery-beat
+        else:
+            after_us = max(after_us, starts_us - 1)
+            found = next_due(self.schedule, _EPOCH + after_us * _MICROSECOND, self.zone)
+            if found is None:
+                return None
+            at_us = (found - _EPOCH) // _MICROSECOND
         return None if self.ends_us and at_us > self.ends_us else at_us + self.countdown_us
 
     @property
@@ -65,7 +70,7 @@ class Entry:
         """The schedule entry as JSON; a value unknown to JSON is written as its class name."""
         plain = _plain(self.schedule)
         made = {each.name: getattr(self, each.name) for each in fields(self)}
-        made |= {"v": VERSION, "zone": str(self.zone), "schedule": plain or _kind(self.schedule)}
+        made |= {"v": VERSION, "zone": str(self.zone), "schedule": plain or _told(self.schedule)}
         whole = plain is not None and (self.zone is UTC or isinstance(self.zone, ZoneInfo))
         try:
             return str(dumps(made | {"whole": whole}, sort_keys=True))
@@ -103,6 +108,13 @@ class Entry:
 
 def _kind(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _told(of: Any) -> list[Any]:
+    """Return the class and the simple attributes of a schedule, to notice a changed schedule."""
+    found = getattr(of, "__dict__", {}).items()
+    simple = {name: str(each) for name, each in found if isinstance(each, _SIMPLE)}
+    return [_kind(of), {name: each for name, each in simple.items() if name[0] != "_"}]
 
 
 def _plain(of: Any) -> dict[str, Any] | None:

@@ -59,6 +59,6 @@ def taken_over(snapshot: Snapshot, *, ours: Release, is_new: bool) -> Change[InF
     is_same = ours.version == stored.version and (is_new or ours.digest == stored.digest)
     if stored.digest and not is_same and ours.version <= stored.version:
         return Change(snapshot.text, 0, InForce(stored.names, False))
-    removed = tuple(name for name in stored.names if name not in ours.names)
+    removed = tuple(sorted({*stored.names}.difference(ours.names)))
     text = json.dumps(asdict(ours))
     return Change(text, snapshot.now_us + KEPT_US, InForce(ours.names, True, removed))

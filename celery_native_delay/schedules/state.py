@@ -171,7 +171,10 @@ def _next(state: State, due_us: int | None, now_us: int, *, missed: int = 0, **n
 
 
 def _first_us(entry: Entry, state: State, now_us: int) -> int | None:
-    return None if entry.one_off and state.runs else entry.next_us(now_us)
+    if not entry.one_off or (entry.ends_us is not None and entry.ends_us < now_us):
+        return entry.next_us(now_us)
+    # The workers may read a one-off entry after its only time. Then the entry runs late.
+    return None if state.runs else entry.next_us(now_us) or entry.next_us(0)
 
 
 def _later_us(entry: Entry, due_us: int, next_us: int, now_us: int) -> int | None:

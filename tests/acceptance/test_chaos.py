@@ -12,7 +12,7 @@ import pytest
 from celery_native_delay.testing import require_redis
 from pytest_celery_native_delay import installed
 from tests.brokers import installed_rabbitmq
-from tests.chaos.entries import Verdict
+from tests.chaos.entries import FORBIDDEN, Verdict
 from tests.chaos.places import place
 from tests.chaos.report import findings_as_text, update
 from tests.chaos.run import Plan, run
@@ -49,8 +49,8 @@ def test_all_promises_hold_while_the_broker_fails(
     assert outcome.judgement.ran > 100
     assert outcome.entries is not None
     assert outcome.entries.ran > 100
-    # A busy machine explains a run that is late or missing, but neither of these.
-    never = (Verdict.EARLY, Verdict.TWO_CHAINS)
+    # On a busy machine, a worker may hold a message longer than Redis's visibility timeout.
+    never = {*FORBIDDEN} - {Verdict.DOUBLED_IN_CALM}
     assert not [each for each in outcome.entries.findings if each.verdict in never]
     assert len(outcome.struck) >= 2
     update(folders[2], broker, outcome)

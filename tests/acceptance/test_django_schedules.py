@@ -180,3 +180,22 @@ def test_an_entry_starts_at_its_time_and_a_one_off_entry_runs_once(site: Site) -
     site.wait_for("tick", len(site.ran("tick")) + 3)
     assert len(site.ran("once")) == 1
     wait_until(lambda: site.run("print(PeriodicTask.objects.get(name='once').enabled)") == "False")
+
+
+def clocked(word: str, seconds: int) -> str:
+    return (
+        f"PeriodicTask.objects.create(name='{word}', task='site.note', args='[\"{word}\"]', "
+        f"one_off=True, clocked=ClockedSchedule.objects.create("
+        f"clocked_time=now() + timedelta(seconds={seconds})))"
+    )
+
+
+def test_a_clocked_entry_runs_once_though_it_was_moved_or_read_too_late(site: Site) -> None:
+    site.run(clocked("passed", -1) + ";" + clocked("moved", 3600) + ";" + entry("tick"))
+    site.wait_for("passed", 1)
+    site.run("c = PeriodicTask.objects.get(name='moved').clocked; c.clocked_time = now(); c.save()")
+    site.wait_for("moved", 1)
+    enabled = "print(PeriodicTask.objects.filter(one_off=True, enabled=True).count())"
+    wait_until(lambda: site.run(enabled) == "0")
+    site.wait_for("tick", len(site.ran("tick")) + 3)
+    assert (len(site.ran("passed")), len(site.ran("moved"))) == (1, 1)

@@ -23,19 +23,26 @@ from celery_native_delay.testing import (
     require_redis,
     vhost_name,
 )
-from pytest_celery_native_delay import installed
+from pytest_celery_native_delay import IN_CI, installed
 from tests.acceptance.worker import EARLY_SECONDS, FEW_LEVELS, REPOSITORY, Fleet, Run, fleet_on
 from tests.brokers import in_ci, on_one_version
 from tests.postgresql import PrivatePostgreSQL, private_postgresql
 from tests.sentinel import private_sentinel
-from tests.waiting import SLOWNESS, wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
+#: A relative expiry counts from the due time, so the expiry of a run tells its due time.
+EXPIRES_SECONDS = 3600.0
 ENTRIES = {
-    f"every-{number}": {"task": "note", "schedule": float(number % 5 + 1), "args": [number]}
+    f"every-{number}": {
+        "task": "note",
+        "schedule": float(number % 5 + 1),
+        "args": [number],
+        "options": {"expires": EXPIRES_SECONDS},
+    }
     for number in range(20)
 }
 KILL_EVERY_SECONDS = 5
-KILLS = 4
+KILLS = 12 if IN_CI else 4  # CI kills for a minute
 
 
 @pytest.fixture(
@@ -46,7 +53,10 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
     match request.param.split("-"):
         case ["redis"]:
             records: PrivateRedis = request.getfixturevalue("records_redis")
-            conf["broker_transport_options"] = {"visibility_timeout": 5}
+            # Workers requeue the messages of a killed worker after 5 s.
+            restored = {f"unacked_restore_{name}": 1 for name in ("interval", "throttle")}
+            restored |= {"visibility_timeout": 5, "unacked_mutex_expire": 5}
+            conf["broker_transport_options"] = restored
             with fleet_on(records.url, tmp_path, **conf) as fleet:
                 yield fleet
         case ["store"]:
@@ -75,31 +85,44 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
 
 def test_every_occurrence_runs_although_workers_are_killed(fleet: Fleet) -> None:
     """None early, none left out, none twice but after a kill, and never two chains of an entry."""
-    can_lose = fleet.broker_url.startswith("filesystem")  # a killed worker's message is gone
-    workers = [fleet.worker(beat_schedule=ENTRIES) for _ in range(3)]
+    # kombu's filesystem transport loses the messages of a killed worker. So only workers that send
+    # due messages to their queue are killed.
+    spares = fleet.broker_url.startswith("filesystem")
+    queues = ["default", "side", "side"] if spares else [None] * 3
+    mortals = [1, 2] if spares else [0, 1, 2]
+    # Without acks_late, Celery loses the tasks that a killed worker has just started.
+    conf = {"beat_schedule": ENTRIES, "task_acks_late": True}
+    workers = [fleet.worker(queues=queue, **conf) for queue in queues]
+    killed = []
     for number in range(KILLS):
         sleep(KILL_EVERY_SECONDS)
-        if not can_lose:
-            workers[number % 3].kill()
-            workers[number % 3] = fleet.worker(beat_schedule=ENTRIES, wait=False)
-    before = len(fleet.record.runs())
-    wait_until(lambda: len(fleet.record.runs()) >= before + len(ENTRIES))
-    runs = fleet.record.runs()
-    by_entry: dict[int, list[float]] = {}
-    for run in runs:
-        assert run.due is not None
-        assert run.started >= run.due - EARLY_SECONDS, run
-        by_entry.setdefault(run.args[0], []).append(run.due)
-    assert len(by_entry) == len(ENTRIES)
-    doubled = 0
-    for number, due in by_entry.items():
+        place = mortals[number % len(mortals)]
+        workers[place].kill()
+        killed.append(workers[place].name)
+        workers[place] = fleet.worker(queues=queues[place], wait=False, **conf)
+    ended = time()
+
+    def all_ran_since() -> bool:
+        since = {run.args[0] for run in fleet.record.runs() if due_at(run) > ended}
+        return len(since) == len(ENTRIES)
+
+    # kombu may lose the message that a killed worker has just taken from Redis.
+    wait_until(all_ran_since, timeout_seconds=2 * PATIENCE_SECONDS)
+    by_entry: dict[int, dict[float, list[Run]]] = {number: {} for number in range(len(ENTRIES))}
+    for run in sorted(fleet.record.runs(), key=lambda run: run.started):
+        assert run.started >= due_at(run) - EARLY_SECONDS, run
+        by_entry[run.args[0]].setdefault(due_at(run), []).append(run)
+    for number, by_due in by_entry.items():
         every = ENTRIES[f"every-{number}"]["schedule"]
-        doubled += sum(count - 1 for count in Counter(due).values())
-        for one, other in pairwise(sorted(set(due))):
+        for runs in by_due.values():
+            assert len({run.id for run in runs}) == 1, "two messages of one due time"
+            assert all(run.worker in killed for run in runs[:-1]), "twice without a kill"
+        for one, other in pairwise(sorted(by_due)):
             steps = (other - one) / every
             assert abs(steps - round(steps)) < 0.2, "a second chain"
-            assert can_lose or steps < 1 + 10 * SLOWNESS / every
-    assert doubled <= (0 if can_lose else KILLS * 10)
+            # Catch-up "one": if a run is late, the entry goes on after the start of this run.
+            last_skipped = other - every if steps > 1.5 else one
+            assert last_skipped <= by_due[one][0].started, "skipped"
 
 
 @pytest.mark.parametrize("count", [4, in_ci(10)])
@@ -227,6 +250,17 @@ def test_a_worker_with_an_embedded_beat_sends_nothing_twice(fleet: Fleet) -> Non
 
 
 @pytest.mark.parametrize("fleet", ["redis"], indirect=True)
+def test_a_worker_of_an_older_release_publishes_the_runs_of_new_entries(fleet: Fleet) -> None:
+    far = {"task": "note", "schedule": 900.0}
+    fleet.worker(beat_schedule={"old": far}, beat_max_loop_interval=1)
+    newer = fleet.worker(beat_schedule=TICKS)
+    wait_for_all_ticks(fleet)
+    newer.stop()
+    assert_no_double(wait_for_all_ticks(fleet))
+    assert [entry.name for entry in Delay(fleet.app()).schedules()] == [*TICKS]
+
+
+@pytest.mark.parametrize("fleet", ["redis"], indirect=True)
 def test_two_plain_beats_of_the_same_entries_are_noticed(fleet: Fleet) -> None:
     schedules = Delay(fleet.app()).schedules()
     fleet.worker(beat_schedule=TICKS)
@@ -283,8 +317,6 @@ def test_entries_go_on_after_a_failover_of_redis(tmp_path: Path) -> None:
                 assert_no_double([run for run in runs if due_at(run) not in unsure])
 
 
-#: A relative expiry counts from the due time, so the expiry of a run tells its due time.
-EXPIRES_SECONDS = 3600.0
 TICKS = {
     f"tick-{number}": {
         "task": "note",

@@ -13,13 +13,13 @@ from time import sleep, time
 
 from tests.acceptance.worker import REPOSITORY, Fleet, Record, Worker
 from tests.chaos.entries import (
+    CATCH_UP,
     COUNT,
     REVIVED_SECONDS,
     EntriesJudgement,
     Occurrence,
     entries,
     judge_entries,
-    seconds_of,
 )
 from tests.chaos.oracle import (
     PRODUCER_KILLED,
@@ -92,6 +92,7 @@ class Crew:
         if not plan.plain:
             conf |= {
                 "native_delay_schedules": True,
+                "native_delay_schedules_catch_up": CATCH_UP,
                 "beat_schedule": entries(place.schedule_queues),
             }
         self.fleet = Fleet(place.url, folder, conf, shows_logs=False)
@@ -227,9 +228,10 @@ def run(
         judgement = judge(sent, starts_of(record), struck, patience_seconds=PATIENCE_SECONDS)
         of_entries = None
         if not plan.plain:
-            _wait_for_entries(struck, crew, lambda: pause(time() + 0.5, "waiting for entries"))
+            ended = time()
+            _wait_for_entries(ended, crew, lambda: pause(time() + 0.5, "waiting for entries"))
             runs = [run for all_of in occurrences_of(record).values() for run in all_of]
-            of_entries = judge_entries(runs, struck, began_at=began, ended_at=time())
+            of_entries = judge_entries(runs, struck, began_at=began, ended_at=ended)
         what = f"{place.what}, plain Celery" if plan.plain else place.what
         return Outcome(
             what, plan, began, tuple(struck), judgement, crew.ended_by_themselves, of_entries
@@ -278,16 +280,14 @@ def _wait_for_all(
         wait()
 
 
-def _wait_for_entries(struck: Sequence[Struck], crew: Crew, wait: Callable[[], None]) -> None:
-    """Wait until every entry has run again after the last fault, or will not any more."""
-    mended_at = max((fault.ended_at for fault in struck), default=time())
+def _wait_for_entries(ended_at: float, crew: Crew, wait: Callable[[], None]) -> None:
+    """Wait until every entry has run for a due time after *ended_at*, or will not any more."""
     deadline = time() + 2 * REVIVED_SECONDS + PATIENCE_SECONDS
     while time() < deadline:
         wait()
         runs = occurrences_of(crew.fleet.record)
         if all(
-            any(run.due_at > mended_at + seconds_of(number) for run in runs.get(number, []))
-            for number in range(COUNT)
+            any(run.due_at > ended_at for run in runs.get(number, [])) for number in range(COUNT)
         ):
             return
 

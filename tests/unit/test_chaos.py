@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from celery_native_delay.schedules.state import MOST_MISSED
 from tests.chaos.entries import Occurrence, judge_entries
 from tests.chaos.entries import Verdict as EntryVerdict
 from tests.chaos.load import ROUTES, Step, Wish, immediate, steps
@@ -322,8 +323,14 @@ def on_time(*due: float) -> list[tuple[float, float]]:
     [
         pytest.param(on_time(1005, 1010, 1015, 1020), (), [], id="every due time ran"),
         pytest.param(on_time(1005, 1010, 1020), (), [EntryVerdict.SKIPPED], id="one is missing"),
-        pytest.param(on_time(1005, 1010, 1020), STRIKES, [EntryVerdict.MISSED], id="in a fault"),
-        pytest.param(on_time(1005, 1010), (), [EntryVerdict.SKIPPED], id="the chain ended"),
+        pytest.param(on_time(1005, 1010, 1020), STRIKES, [EntryVerdict.SKIPPED], id="in a fault"),
+        pytest.param(
+            [*on_time(1005), (1010, 1021), *on_time(1020)],
+            STRIKES,
+            [EntryVerdict.SKIPPED],
+            id="the run before it was late",
+        ),
+        pytest.param(on_time(1005, 1010), (), [EntryVerdict.SKIPPED] * 2, id="the chain ended"),
         pytest.param(
             [*on_time(1005), (1010, 1009.9), *on_time(1015, 1020)],
             (),
@@ -352,7 +359,30 @@ def test_each_due_time_of_an_entry_is_judged(
     struck: tuple[Struck, ...],
     expected: list[EntryVerdict],
 ) -> None:
-    found = judge_entries(runs_of_entry(*runs), struck, began_at=1000, ended_at=1025)
+    found = judge_entries(runs_of_entry(*runs), struck, began_at=1000, ended_at=1022)
     assert [finding.verdict for finding in found.findings if finding.number == 4] == expected
     never_ran = [finding for finding in found.findings if finding.number != 4]
     assert {finding.verdict for finding in never_ran} >= {EntryVerdict.SKIPPED}
+
+
+def test_two_messages_of_one_due_time_are_never_excused() -> None:
+    runs = runs_of_entry(*on_time(1005, 1010, 1010, 1015, 1020))
+    runs[2] = replace(runs[2], id="another")
+    found = judge_entries(runs, STRIKES, began_at=1000, ended_at=1022)
+    verdicts = [finding.verdict for finding in found.findings if finding.number == 4]
+    assert verdicts == [EntryVerdict.TWO_MESSAGES]
+
+
+@pytest.mark.parametrize(
+    ("late_runs", "expected"),
+    [(MOST_MISSED, EntryVerdict.LEFT_OUT), (MOST_MISSED - 1, EntryVerdict.SKIPPED)],
+)
+def test_due_times_may_be_left_out_after_a_hundred_late_runs(
+    late_runs: int, expected: EntryVerdict
+) -> None:
+    now = 1000.0 + (late_runs + 3) * 5
+    late = [(1000.0 + number * 5, now) for number in range(1, late_runs + 1)]
+    runs = runs_of_entry(*late, (now + 5, now + 5))
+    found = judge_entries(runs, (), began_at=1000, ended_at=now + 7)
+    verdicts = [finding.verdict for finding in found.findings if finding.number == 4]
+    assert verdicts == [expected] * 3

@@ -89,14 +89,48 @@ def test_what_json_cannot_hold_only_a_worker_with_the_entry_can_plant(fields: An
     assert entry(**fields).text == made.text  # no address of an object
 
 
+class Once(BaseSchedule):
+    """A schedule with one due time, such as django-celery-beat's ``clocked``."""
+
+    def __init__(self, at: datetime) -> None:
+        super().__init__()
+        self.at = at
+
+    def remaining_estimate(self, last_run_at: datetime) -> timedelta:
+        return self.at - self.now()
+
+
+def test_a_single_time_that_has_passed_runs_late_but_once() -> None:
+    at = datetime(2026, 11, 23, 11, 59, tzinfo=UTC)
+    once = entry(schedule=Once(at), one_off=True)
+    state = waiting(once)
+    assert state.due_us == NOW_US - 60 * S
+    after = advanced(state, once, "task-1", NOW_US, "one")
+    assert runs(state, after)
+    assert after.due_us is None
+    assert waiting(replace(once, ends_us=NOW_US - S)).due_us is None
+    assert waiting(replace(once, one_off=False)).due_us is None
+
+
+def test_a_changed_attribute_of_a_users_class_is_a_changed_schedule() -> None:
+    one, other = (entry(schedule=Once(datetime(2027, 1, day, tzinfo=UTC))) for day in (1, 2))
+    changed = planned(waiting(one), other, NOW_US)
+    assert changed is not None
+    assert changed.due_us == other.next_us(NOW_US)
+
+
 def test_a_class_of_the_users_is_due_by_its_own_estimate() -> None:
     assert entry(schedule=Odd()).next_us(NOW_US) == NOW_US + 3 * S
 
 
 def test_an_entry_is_due_only_between_its_start_and_its_end() -> None:
+    """As with django-celery-beat, an interval begins at ``start_time``."""
     found = entry(starts_us=NOW_US + 25 * S, ends_us=NOW_US + 40 * S)
-    assert found.next_us(NOW_US) == NOW_US + 35 * S - 1
+    assert found.next_us(NOW_US) == NOW_US + 25 * S
+    assert found.next_us(NOW_US + 25 * S) == NOW_US + 35 * S
     assert found.next_us(NOW_US + 35 * S) is None
+    nightly = entry(schedule=crontab(hour=0, minute=0), starts_us=NOW_US + 12 * 3600 * S)
+    assert nightly.next_us(NOW_US) == NOW_US + 12 * 3600 * S
 
 
 def test_the_countdown_of_an_entry_counts_from_the_times_of_its_schedule() -> None:
