@@ -171,14 +171,14 @@ def test_workers_survive_a_redis_restart_while_rated_tasks_wait(
     with private_redis(server="redis") as server, fleet_on(server.url, tmp_path, **rates) as fleet:
         workers = [fleet.worker() for _ in range(3)]
         call_api = fleet.app().tasks["call_api"]
-        for _ in range(4):
+        for stops in range(1, 7):
             ran = len(fleet.record.runs())
             for number in range(20):
                 call_api.delay("tenant", number)
             fleet.record.wait_for(ran + 2)
             server.stop()
             for worker in workers:
-                worker.wait_for_log("native delay: promoting stopped")
+                worker.wait_for_log("native delay: promoting stopped", count=stops)
             server.start()
             fresh = fleet.app().tasks["note"].delay().id
             fleet.record.wait_for(task_id=fresh)

@@ -366,6 +366,7 @@ def test_during_an_outage_each_unsent_row_is_a_failure(
 
 
 def test_a_task_that_the_broker_refuses_fails_the_run(spark: Any, make_app: MakeApp) -> None:
+    """The error tells how to send the refused rows again at the due times of their rate."""
     installed_rabbitmq("3.10")
     with private_rabbitmq(management=False, config="max_message_size = 100000") as broker:
         df = spark.range(100).selectExpr(
@@ -379,8 +380,10 @@ def test_a_task_that_the_broker_refuses_fails_the_run(spark: Any, make_app: Make
             kwargs=["number", "text"],
             id_cols=["number"],
             run_id="r",
+            rate="100/s",
         )
-        with pytest.raises(FanOutFailed, match="99 confirmed, 0 rejected, 1 refused") as e:
+        told = r"99 confirmed, 0 rejected, 1 refused.*eta='due' of ledger\(\) instead of rate"
+        with pytest.raises(FanOutFailed, match=told) as e:
             fan_out.send()
         (failure,) = e.value.result.failures
         assert failure.task_id == task_id_of("r", "shop.remind", 42)
