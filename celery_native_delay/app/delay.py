@@ -35,16 +35,16 @@ from .schedules import Schedules
 
 T = TypeVar("T")
 
-#: A search counts up to this many matches beyond the listed ones: reading all could take seconds.
+#: A search counts up to this many further matches, because reading all matches could take seconds.
 _COUNTED = 1000
 
-#: A task, by its id or by an object that has it.
+#: A task, given by its id, its ``AsyncResult`` or a :class:`Waiting`.
 TaskId: TypeAlias = str | AsyncResult | Waiting
 
-#: Rate lines that are read to find the longest, and at most: the records list lines by their end.
+#: The smallest and largest number of :class:`RateLine` objects to read, to find the longest lines.
 _LEAST_LINES, _MOST_LINES = 500, 10_000
 
-#: Waiting tasks of one name that move when the limit of a key changes.
+#: The largest number of tasks with one name that get new due times when a rate limit changes.
 _MOST_MOVED = 100_000
 
 
@@ -97,7 +97,7 @@ class Delay(KeyedCalls):
         return self._with_holds(self._ask(lambda found: found.get(one)))
 
     def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
-        """Return the ids of waiting tasks that match *search*, earliest due time first."""
+        """Return up to *limit* ids (None: all) of tasks that match *search*, earliest first."""
         if limit is not None:
             _check_count("limit", limit, least=0)
         query = _query(search)
@@ -119,7 +119,7 @@ class Delay(KeyedCalls):
         return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
 
     def rates(self, *, limit: int = 50) -> list[RateLine]:
-        """Return a :class:`RateLine` for each rate-limited task and key, longest queue first.
+        """Return a :class:`RateLine` for each rate limit and key, most waiting tasks first.
 
         Args:
             limit: the largest number of ``RateLine`` objects to return.
@@ -150,14 +150,14 @@ class Delay(KeyedCalls):
     def set_rate(self, name: str, key: str | None, limit: str | None) -> int:
         """Change the limit of one key, such as ``set_rate("shop.call_api", "gold-corp", "500/m")``.
 
-        Every worker uses the new limit at once. Waiting tasks of the key keep their order. If the
-        limit is higher, their due times move.
+        Every worker uses the new limit at once. Waiting tasks of the key keep their order. With a
+        higher limit, waiting tasks get earlier due times.
 
         Args:
-            name: the name of the rate, or of the task if the rate has none. The second of several
-                rates without names is named ``shop.call_api#2``.
+            name: the *name* of the ``Rate``. By default, the name is the task's name. If a task has
+                several rates without names, the second rate is named ``shop.call_api#2``.
             key: the key, or None for a rate without a key, and for tasks without a key.
-            limit: the new limit, or None for the limit from the settings. The burst stays.
+            limit: the new limit, or None for the limit in the settings. The burst does not change.
 
         Returns:
             the number of waiting tasks that got an earlier due time.
@@ -177,7 +177,7 @@ class Delay(KeyedCalls):
         return self._change_lines([Asked(name, key, rate)], sets=limit is not None)
 
     def _change_lines(self, asked: Sequence[Asked], *, sets: bool | None = None) -> int:
-        """Change the rates of queues; return the number of tasks that got an earlier due time."""
+        """Change rate limits of keys; return the number of tasks that got an earlier due time."""
 
         def change(channel: Any, settings: DelaySettings) -> list[tuple[Line, Rate]]:
             with closing(channel.lines(settings)) as lines:
@@ -244,9 +244,8 @@ class Delay(KeyedCalls):
             task_id: an id, an ``AsyncResult``, or a :class:`Waiting` that :meth:`ls` returned.
             key: the key of the task. Give *key*, *task* and *kind* instead of *task_id*.
             task: the task, or the name of the task.
-            kind: "debounce", "unique", "throttle" or "throttle-trailing". Tasks that were sent by
-                ``throttle(edge="trailing")`` have the kind "throttle-trailing". Tasks that were
-                sent by ``throttle(edge="both")`` have the kind "throttle".
+            kind: the method that sent the task: "debounce", "unique" or "throttle". For
+                ``throttle(edge="trailing")``, give "throttle-trailing".
 
         Returns:
             the outcome. The outcome's *id* is "" if no task was sent with the key.
@@ -399,9 +398,9 @@ def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, b
 
 
 def adopt_rates(app: Celery) -> Callable[[], int] | None:
-    """Return a function that moves the tasks whose rates a deployment has changed, or None.
+    """Return a function that changes due times if a deployment has changed rate limits, or None.
 
-    Workers call adopt_rates before they ask a queue, because a question changes the queue's rate.
+    Workers call adopt_rates before they ask for a task's start, which stores the new rate limit.
     """
     delay, rates = Delay(app), _by_name(installed(app).settings())
     rows = [row for row in delay.rates(limit=_MOST_LINES) if row.waiting and row.task in rates]

@@ -17,7 +17,7 @@ from .retrying import task_from_fun, teach_tasks
 
 App = TypeVar("App", bound=Celery)
 
-#: The consumer bootstep by name: only a worker loads it.
+#: The import path of the consumer bootstep. Celery imports the path only in a worker.
 BOOTSTEP = "celery_native_delay.worker.bootsteps:NativeDelay"
 
 

@@ -37,7 +37,7 @@ PREFIX = "native_delay_"
 #: About thirty years in seconds: Celery cannot compute an ETA from a much longer countdown.
 LONGEST_CELERY_SECONDS = 1e9
 
-#: URLs that use our transports, by kombu's driver type of a transport that cannot delay.
+#: URLs to use instead, by the driver type of kombu's other transport for the same broker.
 EXPECTED_URLS = {
     "amqp": "amqp:// or amqps:// (py-amqp)",
     "redis": "redis://, rediss://, redis+socket:// or sentinel://",
@@ -52,7 +52,7 @@ class Installation:
         self.app = app
         self.keywords = keywords
         self._earlier_connection = vars(app).get("_connection")
-        #: The app's own ``send_task`` before ``install``, if it had one besides its class's.
+        #: The ``send_task`` that the app object had before ``install``; None if only its class had.
         self.earlier_send_task = vars(app).get("send_task")
         self._amqp: Any = None
         self._connected_enabled: bool | None = None
@@ -71,7 +71,7 @@ class Installation:
         return DelaySettings.from_mapping(_configured(self.app) | self.keywords)
 
     def has(self, name: str) -> bool:
-        """Return True if the setting *name* is set, even to an invalid value."""
+        """Return True if the setting *name* has a truthy value, even an invalid value."""
         return bool((_configured(self.app) | self.keywords).get(name))
 
     @property
@@ -298,11 +298,11 @@ def bounded_connection(app: Any) -> Any:
 
 
 def records_place(app: Any, settings: DelaySettings) -> Place | None:
-    """Return the URL and namespace of the server that stores task state.
+    """Return the URL and namespace of the server that stores state about waiting tasks.
 
-    The setting ``native_delay_records`` gives the URL. Without this setting, the server is the
-    Redis broker, or the database with the waiting messages. Without this setting, other brokers
-    and Redis Sentinel give None.
+    The setting ``native_delay_records`` gives the URL. If this setting is None, the server is the
+    Redis broker, or the database with the waiting messages. Other brokers, and Redis Sentinel, then
+    have no such server, and the result is None.
     """
     if settings.records is not None:
         return Place(settings.records, settings.namespace)
@@ -318,7 +318,7 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Give an ``AdminPart`` or ``WorkerPart`` the app's queues, and return this part."""
+    """Give an ``AdminPart`` or ``WorkerPart`` the names *queues* (by default the app's queues)."""
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

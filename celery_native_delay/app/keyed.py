@@ -39,7 +39,7 @@ Edge: TypeAlias = Literal["leading", "trailing", "both"]
 Until: TypeAlias = Literal["start", "end"]
 KeyKind: TypeAlias = Literal["debounce", "throttle", "throttle-trailing", "unique"]
 
-#: A rule of ``keyed/rules.py``, to be called with the record that was read and the new task's id.
+#: A function of ``keyed/rules.py`` that takes a key's stored state and the new task's id.
 _Call: TypeAlias = Callable[[Seen, str], Step]
 
 

@@ -40,7 +40,7 @@ from .installation import delaying_channel
 
 _UNKNOWN = "the records of the keys are unknown: set native_delay_records, or use --records"
 
-#: TTL, in microseconds, of the record that shows whether two places share their records.
+#: TTL, in microseconds, of the test key that shows if source and destination share stored state.
 _PROBE_US = 60_000_000
 
 
@@ -119,10 +119,10 @@ class MovingKeys:
         self._is_probed = True
 
 
-#: Schemes of a store's URL.
+#: URL schemes of databases in which messages can wait.
 _DATABASES = ("sqlite", "postgresql", "mysql", "mariadb", "oracle", "mssql")
 
-#: Most different reasons in an account; others are counted under "…".
+#: The largest number of different reasons in an :class:`Account`. Further reasons count under "…".
 _REASONS = 20
 
 # ---- the loop ----------------------------------------------------------------------------------
@@ -166,7 +166,8 @@ def move(
 ) -> None:
     """Move all messages of *source*, until *stopped* returns true.
 
-    *on_doubt* is called with the id of each task that may run twice.
+    *pace* limits the number of messages per second; None means no limit. *on_each* is called after
+    each message. *on_doubt* is called with the id of each task that may run twice.
     """
     keys = MovingKeys(source, into)
     with closing(source):

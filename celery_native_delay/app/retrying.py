@@ -1,4 +1,4 @@
-"""Retries a task that raises ``RetryAfter``, and stops other tasks of its rate until then."""
+"""Retries a task that raises ``RetryAfter``, and pauses all tasks with its rate limit and key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def task_from_fun(installation: Installation, *args: Any, **options: Any) -> Any
 
 
 def teach_tasks(installation: Installation, **_: Any) -> None:
-    """Let the app's tasks raise RetryAfter, even tasks that are older than ``install``."""
+    """Let the app's tasks raise RetryAfter, even tasks that were made before ``install``."""
     for task in list(installation.app._tasks.values()):  # app.tasks would finalize the app
         _teach(installation, task)
     for task in installation.app._pending:  # made at their first use, by Celery's own function
@@ -88,7 +88,7 @@ def _retrying(installation: Installation, task: Any, run: Callable[..., Any]) ->
 
 
 def _hold(app: Any, task: str, limit: Asked, seconds: float, headers: dict[str, Any]) -> None:
-    """Stop the starts of a rate for some *seconds*, and put the first place into *headers*."""
+    """Pause the tasks of a rate limit and key; write the retried task's place into *headers*."""
     try:
         with app.connection_or_acquire() as connection:
             channel, settings = delaying_channel(app, connection)
@@ -108,10 +108,11 @@ def limit_of_call(
     call: Callable[[], tuple[Any, Any]],
     headers: Mapping[str, Any],
 ) -> Asked:
-    """Return the rate limit of a task's call, and the call's key.
+    """Return the rate limit and the key of one call of a task.
 
-    If the key cannot be computed, return the task's rate without a key. If the override for the
-    key cannot be computed, return the task's rate with the key. Both errors are logged.
+    *call* is a function that returns the call's arguments and keyword arguments. If the key cannot
+    be computed, return the task's rate without a key. If the override for the key cannot be
+    computed, return the task's rate with the key. Both errors are logged.
     """
     key = None
     try:

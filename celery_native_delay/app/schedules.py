@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 _RELEASE = RecordName("schedules", "release")
 
-#: The task of a plain beat that a worker received last, kept for an hour.
+#: The name of the last task that a worker received from ``celery beat`` is stored for an hour.
 _BEAT = RecordName("schedules", "beat")
 _BEAT_KEPT_US = 3_600_000_000
 
@@ -166,7 +166,7 @@ class Schedules:
     def advance(self, name: str, number: int, task_id: str, *, redelivered: bool) -> str | None:
         """Publish a schedule entry's next message when a worker receives the current message.
 
-        Returns the reason why the worker must drop the received message, or None.
+        Returns the reason why the worker must drop the received message *number*, or None.
         """
         catch_up = self._settings.schedules_catch_up
 
@@ -181,7 +181,7 @@ class Schedules:
         return why_dropped(before, after, task_id, redelivered=redelivered)
 
     def note_run(self, name: str) -> None:
-        """Increase a schedule entry's run count in the database of django-celery-beat."""
+        """Increase an entry's run count in the scheduler's database, as in django-celery-beat."""
         if name not in self._entries or type(self._scheduler) is Scheduler:
             return
         entry = self._scheduler.schedule.get(name)
