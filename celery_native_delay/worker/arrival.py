@@ -16,8 +16,8 @@ from ..message import Delayed
 #: microseconds: the clocks of producer and worker differ.
 CLOCK_SKEW_US = 1_000_000
 
-#: Celery's timer does waits shorter than this, in microseconds: a message that goes back to the
-#: broker returns no sooner.
+#: Celery's timer, not the broker, does waits shorter than this, in microseconds: a message that
+#: goes back to the broker takes about as long to return.
 SHORTEST_WAIT_US = 100_000
 
 #: Microseconds that a task waits in the broker if the records that decide about it are unreachable.
@@ -90,7 +90,7 @@ class Arrival:
         )
 
     def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
-        """Decide that the task waits 5 s in the broker, because the records are unreachable."""
+        """Return the decision that the task waits 5 s, because the records are unreachable."""
         return WaitUntil(self.now_us + AWAY_US, delivery_id, AskAgain(AWAY_US / 1e6))
 
 
@@ -145,7 +145,8 @@ class WaitUntil:
 
 Ruling: TypeAlias = Announce | Drop | AskAgain | WaitUntil
 
-#: A gate decides about an arrival. None lets the next gate decide; after the last the task runs.
+#: A gate is a check of a received task. A gate returns a decision, or None to let the next gate
+#: decide. If all gates return None, the task runs.
 Gate: TypeAlias = Callable[[Arrival], Ruling | None]
 
 

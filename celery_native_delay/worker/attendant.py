@@ -32,7 +32,7 @@ from ..transports.interface import Wait, WorkerPart
 
 logger = get_logger(__name__)
 
-#: Seconds between two looks at parked messages: after a rescue, and at most.
+#: Seconds between two looks at parked (due, but unroutable) messages: after a rescue, and at most.
 SHORTEST_LOOK_SECONDS = 1.0
 LONGEST_LOOK_SECONDS = 30.0
 

@@ -32,10 +32,10 @@ EVENT = "native_delay-fenced"
 #: Number of runs that a worker remembers. Each run takes some hundred bytes per partition.
 MOST_RUNS = 256
 
-#: Seconds until the gate is asked again about a message that could not be put back.
+#: Seconds until a message is checked again that could not be put back into the broker.
 PAUSE_SECONDS = 1.0
 
-#: Seconds for which an open run, or one whose record could not be read, is not read again.
+#: Seconds until the state of a run is read again, if the run has not ended or the read failed.
 _REMEMBERED_SECONDS = 1.0
 
 #: Seconds between two warnings that the records are unreachable.
@@ -50,8 +50,8 @@ class Fence:
         self._keep_seconds = settings.longest_delay_seconds + fence.MARGIN_SECONDS
         self._worker = worker
         self._place = place
-        #: By run: its record, or None if it could not be read, and the monotonic time until which
-        #: this is used.
+        #: By run: the run's stored state, or None if it could not be read, and the monotonic time
+        #: until which the worker uses this state.
         self._known: MutableMapping[str, tuple[Record | None, float]] = LRUCache(limit=MOST_RUNS)
         self._warned: set[str] = set()
         self._next_warning = 0.0
@@ -149,7 +149,7 @@ class Fence:
 
 
 def _hold(arrival: Arrival, record: Record | None) -> Ruling | None:
-    """Let the task wait in the broker. The only exception: a broadcast task runs."""
+    """Let the task wait in the broker for the result of its Spark run; a broadcast task runs."""
     if not arrival.queue:
         logger.warning("native delay: task %s runs unfenced: it has no queue", arrival.id)
         return None

@@ -34,6 +34,7 @@ RETRY_SECONDS = 2.0
 class Held:
     """A lock on the key of a unique task, which this process renews.
 
+    - *name*: the name of the key's stored state.
     - *is_here*: returns True while this process has the task's message or runs the task.
     - *token*: a random id, new at each attempt to lock the key.
     - *runs*: True in the process that runs the task.
@@ -67,8 +68,8 @@ class Leases:
     ) -> tuple[str, Step]:
         """Try to lock the key of a unique task; return the lock's token and a :class:`.Step`.
 
-        If the key is already locked, *free_us* of the Step is the time of the next attempt. After
-        success, *free_us* is None.
+        *rule* is a function of ``keyed/rules.py`` that locks the key. If the key is already locked,
+        *free_us* of the Step is the time of the next attempt. After success, *free_us* is None.
         """
         token = token_hex(8)
         step = self._change(name, partial(rule, task_id=task_id, token=token))
@@ -83,7 +84,7 @@ class Leases:
             self._work()
 
     def settle(self, name: str, rule: Rule, *, token: str | None = None) -> None:
-        """Change a key's stored state by the function *rule*, and stop renewing the lock.
+        """Change a key's stored state by the function *rule*, and stop renewing the lock *token*.
 
         After an error the change is tried again every two seconds.
         """

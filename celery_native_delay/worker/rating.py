@@ -1,11 +1,11 @@
 """Delays rate-limited tasks in a worker until their rate permits the start.
 
-The tasks with the same name and key form a queue, called *line*, in Redis or a database. The queue
-gives each task a *place*, which determines the start time of the task.
+The waiting tasks with the same rate limit and key form a *line* in Redis or a database. The line
+gives each task a *place* (a number), which determines the start time of the task.
 
 - A task with a near start time waits in the worker, and the worker raises the prefetch count by
   one. Other tasks go back to the broker until shortly before the start time.
-- In each worker, only the first task of each queue asks Redis or the database for a start.
+- In each worker, only the first task of each line asks Redis or the database for a start.
 - A task starts only if the pool has a free process. Until then, later tasks in the worker also
   wait.
 """
@@ -35,20 +35,21 @@ from .unique import give_back, take_locks
 
 logger = get_logger(__name__)
 
-#: Seconds until the first task that waits for a free process looks again; the second waits twice as
-#: long, and so on for the first 25, as a worker may have thousands.
+#: Seconds until the first task that waits for a free process is checked again. The second task is
+#: checked after twice as long, and so on up to the 25th task, as a worker may have thousands.
 LOOK_SECONDS = 0.002
 _LOOKING = 25
 
-#: Microseconds after which a task that waits for a process and does not ask again is forgotten.
+#: A task that waits for a process is forgotten if it is not checked again for so many microseconds.
 _FORGOTTEN_US = 1_000_000
 
 
 @dataclass(eq=False)
 class _InLine:
-    """A rate-limited task in this worker, with its limits, and the *limit* for which it waits.
+    """A rate-limited task in this worker, with its rate limits.
 
-    *again* makes the worker check the task again.
+    *tag* is the message's delivery tag. *limit* is the rate limit for which the task waits. *again*
+    makes the worker check the task again.
     """
 
     tag: Any
@@ -65,9 +66,9 @@ class Rated:
         self.come_back_late_us = SHORTEST_WAIT_US
         self._rates = settings.rates_by_task
         self._signatures = signatures(self._rates, tasks)
-        #: The longest wait in the broker. After that a task goes back again, with its place.
+        #: The longest wait in the broker. Then the task returns to the broker, with the same place.
         self._longest_us = round(settings.longest_delay_seconds * 900_000)
-        #: Tasks that wait for a free process, oldest first: when they asked last, by delivery tag.
+        #: Tasks that wait for a free process, oldest first: tag, and time of the last check.
         self._for_process: dict[Any, int] = {}
         #: The tasks with a place in this worker: by delivery tag, and by line in order of places.
         self._by_tag: dict[Any, _InLine] = {}
@@ -90,7 +91,7 @@ class Rated:
         return self._ask_line(arrival, entry, wait)
 
     def begin(self, lines: Lines) -> None:
-        """Use *lines* as storage of the queues, and forget the lost connection's tasks."""
+        """Use *lines* as the storage of all lines, and forget the lost connection's tasks."""
         self.close()
         self.lines = lines
         self._for_process.clear()
@@ -124,13 +125,13 @@ class Rated:
         insort(line, entry, key=lambda other: other.limit.place or 0)
 
     def _behind_first_us(self, entry: _InLine) -> int:
-        """Microseconds to the first task of the same queue in this worker; 0 for the first task."""
+        """Microseconds from the line's first task in this worker to this task; 0 for the first."""
         first, limit = self._by_line[entry.limit.line][0], entry.limit
         places = (limit.place or 0) - (first.limit.place or 0)
         return 0 if first is entry else max(places, 1) * limit.rate.spacing_us
 
     def _ask_when_first(self, entry: _InLine) -> AskAgain:
-        """Let a task wait until it is the first of its queue in this worker.
+        """Let a task wait until it is the first task of its line in this worker.
 
         The waiting task counts toward the prefetch limit only if the first task waits for a free
         process.
@@ -141,7 +142,7 @@ class Rated:
         return AskAgain(0.0, beside_prefetch=beside, from_here=True, once=note)
 
     def _remove(self, entry: _InLine) -> None:
-        """Remove a task that starts or is requeued, and check the next task."""
+        """Remove a task that starts or is requeued from its line, and check the next task."""
         self._for_process.pop(entry.tag, None)
         if self._by_tag.pop(entry.tag, None) is None:
             return
@@ -156,7 +157,7 @@ class Rated:
     # --- waiting for a free process ----------------------------------------------------------
 
     def _wait_for_process(self, arrival: Arrival, room: int) -> AskAgain | None:
-        """Return None if fewer than *room* earlier tasks wait for a pool process."""
+        """Return None if fewer than *room* earlier tasks wait for a process; else check again."""
         waiting, tag = self._for_process, arrival.message.delivery_tag
         while waiting and next(iter(waiting.values())) < arrival.now_us - _FORGOTTEN_US:
             del waiting[next(iter(waiting))]  # its connection was lost
@@ -171,7 +172,7 @@ class Rated:
     # --- asking the line ---------------------------------------------------------------------
 
     def _ask_line(self, arrival: Arrival, entry: _InLine, wait: AskAgain | None) -> Ruling | None:
-        """Ask whether the task starts, waits in the worker, or returns to the broker."""
+        """Ask if the task may start; *wait* is a decision to wait, or None if a process is free."""
         headers = arrival.message.headers
         # A new task gets its place first, so that it has no lock while it waits for its turn.
         is_behind = entry.limit.place is None and any(

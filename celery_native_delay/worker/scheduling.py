@@ -16,7 +16,7 @@ from .arrival import Arrival, Drop, Ruling
 
 logger = get_logger(__name__)
 
-#: A worker compares the schedule entries with the records this often.
+#: Seconds between two checks of the schedule entries.
 LOOK_SECONDS = 30.0
 
 
@@ -55,7 +55,6 @@ class Scheduling:
         """Check the schedule entries now, and then at least every 30 s.
 
         Each check publishes the messages of new and changed entries, and replaces lost messages.
-
         Call this method again after each reconnect: Celery cancels the worker's timers when the
         connection is lost.
         """

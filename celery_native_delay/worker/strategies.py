@@ -74,7 +74,7 @@ def unlist_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
 
 logger = get_logger(__name__)
 
-#: Seconds until the gates are asked again about a task after a gate raised an error.
+#: Seconds until a task is checked again after a gate (a check of the task) raised an error.
 FAULT_SECONDS = 5.0
 
 _CLOCK_SKEW = timedelta(microseconds=CLOCK_SKEW_US)

@@ -30,11 +30,11 @@ from .arrival import queue_of
 
 logger = get_logger(__name__)
 
-#: The name in the message's properties under which the process that runs a task gets its queue.
-#: Celery passes only the routing key on. In the request itself it would be sent with retries.
+#: The message property that tells the name of the queue to the process that runs the task. Celery
+#: passes only the routing key to this process. A field of the request would be sent with retries.
 QUEUE = "native_delay_queue"
 
-#: The name in the properties for the result of :func:`waited`.
+#: The message property with the result of :func:`waited`.
 WAITED = "native_delay_waited"
 
 #: The request's attribute for the start of its task, in microseconds since the epoch.

@@ -29,7 +29,7 @@ from .leases import Held, Leases, leases_of
 
 logger = get_logger(__name__)
 
-#: Seconds until the gate is asked again about a message that cannot wait in the broker.
+#: Seconds until a message is checked again that cannot wait in the broker.
 PAUSE_SECONDS = 1.0
 
 
@@ -80,7 +80,7 @@ def _is_here(arrival: Arrival) -> bool:
 
 
 def take_locks(arrival: Arrival, limits: Sequence[Asked]) -> int | None:
-    """Lock the key of each limit of concurrent tasks. Returns None, or the time to try again."""
+    """Take a lock of each limit with ``concurrent``; return None, or the time to try again (µs)."""
     headers = arrival.message.headers
     headers.pop(LOCKS, None)  # of an earlier execution
     for limit in limits:
@@ -98,7 +98,7 @@ def take_locks(arrival: Arrival, limits: Sequence[Asked]) -> int | None:
 
 
 def give_back(sender: Any, headers: Any) -> None:
-    """Free the shared locks of a task that does not start, or has ended."""
+    """Free the locks of :func:`take_locks`, because a task does not start or has ended."""
     with suppress(TypeError, ValueError):  # a malformed header has no locks
         for name, token in headers.pop(LOCKS, ()):
             if is_text(name) and is_text(token):
