@@ -1,4 +1,4 @@
-"""Stores the queues of rate-limited tasks in a database."""
+"""Stores the lines (queues of tasks with the same rate limit and key) in a database."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .rate import Rate
 
 
 class RecordLines:
-    """The queues of rate-limited tasks, stored in a database."""
+    """The lines (queues of tasks with the same rate limit and key), stored in a database."""
 
     def __init__(self, records: Any) -> None:
         self._records = records

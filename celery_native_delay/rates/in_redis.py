@@ -1,8 +1,8 @@
-"""Stores the queues of rate-limited tasks in Redis.
+"""Stores the lines (queues of tasks with the same rate limit and key) in Redis.
 
 The Lua scripts repeat the arithmetic of ``line.py``, so that each decision takes one round trip.
-The state of each queue is a string with a TTL. A sorted set holds the names of the queues, scored
-by expiry time. Times are in microseconds of the Redis server's clock.
+The state of each line is a string with a TTL. A sorted set holds the names of the lines, scored by
+expiry time. Times are in microseconds of the Redis server's clock.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from .rate import Rate
 #: Seconds that the server may take to connect, and for an answer.
 PATIENCE_SECONDS = 1.0
 
-#: Seconds without a new attempt after the server failed: the first time, and at most.
+#: Seconds between attempts to reach a failed server: the first pause, and the longest pause.
 LEFT_ALONE_SECONDS = (0.5, 5.0)
 
 #: KEYS 1: the sorted set of names; then for each line: the line, the list of start times. ARGV 1:
 #: the time in µs, or '' for the server's time; 2: 0 if a task without a place may not start now;
 #: then for each line: its name; ``Rate.numbers``; the end of the line's text (1 if the rate was
 #: set, limit and burst); the task's place, or ''.
-#: Returns the number of a line if its text ends otherwise. Otherwise a text: the wait in µs, the
-#: place, and the number of the line in which the task waits. The text is empty if the task starts
-#: now: then every line permits the start.
+#: Returns the number of a line whose stored text ends otherwise. If every line permits the start,
+#: returns an empty text. Otherwise returns a text: the wait in µs, the place, and the number of the
+#: line in which the task waits.
 ASK = f"""
 local now = tonumber(ARGV[1])
 if not now then
@@ -147,10 +147,10 @@ return 1
 
 
 class RedisLines:
-    """The queues of rate-limited tasks, stored in Redis."""
+    """The lines (queues of tasks with the same rate limit and key), stored in Redis."""
 
     def __init__(self, pool: Any, space: str, where: str) -> None:
-        """Use redis-py's connection pool *pool*; error texts contain the URL *where*."""
+        """Use redis-py's *pool*. Keys begin with *space*. Error texts contain the URL *where*."""
         self._link = RedisLink(
             pool,
             f"the lines of rated tasks at {where}",

@@ -1,11 +1,12 @@
 """Computes when rate-limited tasks may start. This module does no I/O.
 
-All tasks with the same name and key form a queue, called *line*. All times are in microseconds.
+A *line* is the queue of waiting tasks with the same rate limit and key. All times are in
+microseconds.
 
-Each message of a waiting task contains a *place*, a number. The first waiting task may start at the
-time ``start_at - ahead``; *ahead* is the advance that the rate's burst gives. Each later place may
-start one *spacing* later. Therefore an outage, a ``RetryAfter`` or a changed rate moves the times
-of all waiting tasks.
+The message of each waiting task contains a *place*: the number of the task in its line. The first
+waiting task may start at the time ``start_at - ahead``; the rate's burst permits the start *ahead*
+microseconds early. The task with the next place may start one *spacing* later, and so on. Therefore
+an outage, a ``RetryAfter`` or a changed rate moves the times of all waiting tasks.
 
 Before each start two conditions are checked:
 
@@ -36,7 +37,7 @@ T = TypeVar("T")
 #: The version at the beginning of every record. A change in the record needs a new one.
 VERSION = 2
 
-#: The record of a line is kept for a minute longer than its last place and one period.
+#: The state of a line is stored for one period and a minute after the start time of its last task.
 KEPT_US = 60_000_000
 
 #: A rate that was set by ``Delay.set_rate`` is kept for a hundred years.
@@ -48,9 +49,10 @@ _SEPARATOR = "\n"
 
 @dataclass(frozen=True)
 class RateLine:
-    """The state of a rate limit for one task name and one key; times in epoch microseconds.
+    """The state of a rate limit for one key; times are in microseconds since the epoch.
 
     - *task*: the name of the rate, by default the task's name
+    - *key*: the key, or None for tasks without a key
     - *rate*: the limit as text
     - *waiting*: the number of waiting tasks, including cancelled tasks
     - *next_slot_us*: the time of the next start, or None if no task waits
@@ -88,7 +90,7 @@ def _iso(moment_us: int | None) -> str | None:
 
 @dataclass(frozen=True)
 class Turn:
-    """The decision: start now, or wait *wait_us* microseconds for the limit number *at*."""
+    """The decision: start now if *place* is None, else wait *wait_us* µs for limit number *at*."""
 
     wait_us: int = 0
     place: int | None = None
@@ -100,7 +102,7 @@ class Turn:
 
 
 class Asked(NamedTuple):
-    """One limit of a task: the *name* of the rate, the task's *key*, and its place or None."""
+    """One rate limit of a task, and the task's *place* in the line, or None if it has no place."""
 
     name: str
     key: str | None
@@ -109,14 +111,14 @@ class Asked(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The name of the queue for this limit and key."""
+        """The name of the line for this limit and key."""
         return name_of(self.name, self.key)
 
 
 class Line(NamedTuple):
-    """The stored state of a queue of rate-limited tasks, with times in microseconds.
+    """The stored state of a line of waiting tasks, with times in microseconds since the epoch.
 
-    - *front*, *end*: the position of the first waiting task, and the position after the last task
+    - *front*, *end*: the place of the first waiting task, and the place after the last task
     - *start_at*: the time at which the next start is exactly on pace
     - *held_until*: no task starts before this time
     - *starts*, *starts_before*: starts since *counted_from*, and starts in the period before
@@ -184,15 +186,15 @@ class Line(NamedTuple):
         )
 
     def hold(self, rate: Rate, now_us: int, wait_us: int) -> tuple[Self, int]:
-        """Pause this queue for *wait_us*; return the new state and the retried task's position."""
+        """Pause this line for *wait_us*; return the new state and the retried task's place."""
         held_until, place = max(self.held_until, now_us + wait_us), self.front - 1
         start_at = max(self.start_at, held_until + rate.ahead_us)
         return self._replace(front=place, start_at=start_at, held_until=held_until), place
 
     def changed(self, old: Rate, new: Rate, now_us: int) -> Self:
-        """Return the queue at a *new* rate. Waiting tasks keep their order.
+        """Return the line's state after a change of the rate. Waiting tasks keep their order.
 
-        The starts at the *old* rate still count in the window of one period.
+        Starts at the *old* rate still count toward the *new* limit of starts in one period.
         """
         from_us = max(now_us, self.held_until)
         ahead_us = max(self.start_at - from_us, 0)
@@ -221,7 +223,7 @@ class Line(NamedTuple):
         return self._replace(counted_from=now_us, starts=0, starts_before=0)
 
     def ends_us(self, rate: Rate, now_us: int) -> int:
-        """The time at which the stored state of this queue expires, in epoch microseconds."""
+        """The time at which the stored state of this line expires, in epoch microseconds."""
         last_us = max(self.slot_us(rate, self.end) + rate.ahead_us, now_us)
         last_us += SET_KEPT_US if self.is_set else 0
         return last_us + rate.window_us + rate.catch_up_us + KEPT_US
@@ -248,12 +250,12 @@ class Line(NamedTuple):
     # --- as text ---------------------------------------------------------------------------
 
     def encoded(self, rate: Rate) -> str:
-        """Encode the state of this queue as text, without the start times."""
+        """Encode the state of this line as text, without the times of its last starts (*log*)."""
         return " ".join(map(str, (VERSION, *self[:-1], rate.limit, rate.burst)))
 
     @classmethod
     def decoded(cls, text: str | None, log: str = "") -> tuple[Self, Rate | None]:
-        """Decode the stored state and its rate; return an empty state for other versions."""
+        """Decode a state and its rate; None, or text of another version, gives an empty state."""
         words = (text or "").split(" ")
         if words[0] != str(VERSION):
             return cls(), None
@@ -269,37 +271,38 @@ class Lines(Protocol):
     """
 
     def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
-        """Decide whether a task may start now: all of its limits must permit it.
+        """Decide if a task may start now: every rate limit in *asked* must permit the start.
 
-        Otherwise the task gets a position for the limit with the longest wait. If *may_start* is
-        False, a new task only gets a position.
+        Otherwise the task gets a place in the line with the longest wait. If *may_start* is False,
+        the task does not start, and only gets a place.
         """
 
     def change(self, asked: Asked, decide: Decide[T], *, sets: bool | None = None) -> T:
-        """Change one line by *decide*, and return the answer of *decide*.
+        """Change one line by the function *decide*, and return the answer of *decide*.
 
-        If *sets* is True, the line keeps the rate in *asked*, and ignores the workers' rate from
-        now on. If *sets* is False, the workers' rate applies again. If *sets* is None, neither
-        changes.
+        If *sets* is True, the line keeps the rate in *asked*, and ignores the rate in the workers'
+        settings from now on. If *sets* is False, the rate in the workers' settings applies again.
+        If *sets* is None, the choice between these rates does not change.
         """
 
     def look(self, limit: int) -> Sequence[RateLine]:
-        """Return the states of up to *limit* lines, those with the most waiting tasks first."""
+        """Return the states of up to *limit* lines, most waiting tasks first."""
 
     def close(self) -> None: ...
 
 
-#: Computes the new state of a line from its state, its rate and the time in microseconds.
+#: A function that takes a line's state, its rate and the time in microseconds. The function returns
+#: the line's new state, and an answer for the caller.
 Decide: TypeAlias = Callable[[Line, Rate, int], tuple[Line, T]]
 
 
 def ask_all(
     lines: Sequence[Line], asked: Sequence[Asked], now_us: int, *, may_start: bool = True
 ) -> tuple[list[Line], Turn]:
-    """Ask all limits of one task whether it may start.
+    """Decide if a task with several rate limits may start; return the new states and the decision.
 
-    If all limits permit the start, all lines change. Otherwise only the line in which the task
-    waits changes.
+    *lines* has the state of the line for each limit in *asked*. If all limits permit the start, all
+    lines change. Otherwise only the line in which the task waits changes.
     """
     found = [
         line.ask(each.rate, now_us, each.place, may_start=may_start)
@@ -340,7 +343,7 @@ def at_rate(
 
 
 def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[RateLine]:
-    """Return the decoded states of lines, those with the most waiting tasks first."""
+    """Decode the states of lines from pairs of name and text; most waiting tasks come first."""
     seen = []
     for name, text in records:
         line, rate = Line.decoded(*text.split("\n"))
@@ -350,7 +353,7 @@ def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[
 
 
 def name_of(name: str, key: str | None) -> str:
-    """Return the storage name of the line of a rate's name and a key."""
+    """Return the name of the line for the rate with this *name* and for this *key*."""
     return name if key is None else f"{name}{_SEPARATOR}{key}"
 
 

@@ -18,12 +18,12 @@ KeyFunction = Callable[[Sequence[Any], Mapping[str, Any], Mapping[str, Any]], ob
 #: Limits of some keys: by key, or a function that returns the limit of a key, or None.
 Overrides = Mapping[str, str] | Callable[[str], str | None]
 
-#: Slots are further apart than the rate asks for, by so many thousandths of a period: so much time
-#: may pass between the worker's decision and the start of the task.
+#: Start times are further apart than the rate requires, by this many thousandths. So the limit also
+#: holds if a task starts this many thousandths of a period after the worker's decision.
 MARGIN_PER_MILLE = 10
 
-#: Microseconds, and at most half a period: if a task starts late by up to that, the tasks behind it
-#: start on time.
+#: If a task starts late by at most this many microseconds, and at most half a period, the tasks
+#: behind it start on time.
 _CATCH_UP_US = 1_000_000
 
 #: Start times that are kept of each line. If more tasks start in a period, the time of every
@@ -34,7 +34,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _RATE = re.compile(r"([1-9]\d{0,8})/([1-9]\d{0,5})?([smhd])")
 _EXPECTED = 'such as "100/m": so many per s, m, h or d, or per several of them, as in "50/10s"'
 
-#: The highest rate: slots are in microseconds, and a worker cannot start more tasks.
+#: The highest rate: start times are whole microseconds, and a worker cannot start more tasks.
 MOST_PER_SECOND = 10_000
 MOST_BURST = 1_000_000
 #: The limit of a rate that only limits concurrent tasks.
@@ -115,7 +115,6 @@ class Rate:
             self._at(limit)
 
     def __repr__(self) -> str:
-        """Return the call that makes this rate, without default values."""
         given = [(each.name, getattr(self, each.name), each.default) for each in fields(self)]
         more = [f"{name}={value!r}" for name, value, usual in given if value != usual]
         return f"Rate({', '.join(more)})".replace("(limit=", "(")
@@ -186,7 +185,7 @@ class Rate:
 
     @cached_property
     def numbers(self) -> str:
-        """The rate's numbers (spacing, burst, period and so on) as text, for the Redis scripts."""
+        """The rate in numbers (spacing, period and so on) as text, for the Redis scripts."""
         pace = f"{self.spacing_us} {self.ahead_us} {self.period_us} {self.window_us}"
         return f"{pace} {self.catch_up_us} {self.noted_each} {self.noted}"
 
@@ -201,7 +200,8 @@ class Rate:
     def for_key(self, key: str | None) -> Rate:
         """Return the rate of one *key*: this rate, or its override for the key.
 
-        Raises any error of a callable, and SettingsError if the callable returns no limit.
+        Raises any error of a callable *overrides*, and SettingsError if its result is neither a
+        valid limit nor None.
         """
         if key is None or not self.overrides:
             return self
@@ -209,7 +209,6 @@ class Rate:
         return self if found is None else self._at(found)
 
     def _at(self, limit: str) -> Rate:
-        """Return this rate with another limit for all keys."""
         return replace(self, limit=limit, overrides=None)
 
     # --- the key ----------------------------------------------------------------------

@@ -18,13 +18,14 @@ class RetryAfter(Exception):
     Traceback (most recent call last):
     celery_native_delay.rates.retry_after.RetryAfter: 30
 
-    All tasks with the same rate and key wait until then. If the task has no rate, only this task
-    waits. In eager mode Celery retries the task at once, and counts the retry.
+    Until the retry, all tasks with the same rate limit and key wait, too. If the task has no rate
+    limit, only this task waits. The task fails if it raises RetryAfter again later than
+    ``native_delay_retry_after_limit`` after its first RetryAfter. In eager mode Celery retries the
+    task at once, and counts the retry.
 
     Args:
         when: seconds, or the text of an HTTP header ``Retry-After`` (seconds or a date).
-        counts: count this retry for the task's ``max_retries``. By default it is not counted, and
-            the task fails if it is refused longer than ``native_delay_retry_after_limit``.
+        counts: True to count this retry for ``max_retries``. By default, the retry is not counted.
 
     Raises:
         InvalidDueTime: *when* is neither seconds nor a date.
