@@ -45,10 +45,7 @@ class Entry:
     one_off: bool = False
 
     def next_us(self, after_us: int) -> int | None:
-        """Return the first due time after *after_us*, in microseconds since the epoch.
-
-        Returns None if no due time is left, for example after *ends_us*.
-        """
+        """Return the first due time after *after_us* (epoch microseconds); None if none is left."""
         after_us, starts_us = after_us - self.countdown_us, self.starts_us or 0
         if after_us < starts_us and isinstance(self.schedule, schedule):
             at_us = starts_us  # as with django-celery-beat

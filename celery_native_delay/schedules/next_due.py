@@ -23,9 +23,7 @@ _EVERY_HOUR = frozenset(range(24))
 
 
 def next_due(of: Any, after: datetime, zone: tzinfo) -> datetime | None:
-    """Return the schedule's first due time later than *after*, in UTC.
-
-    Returns None if the schedule has no later due time.
+    """Return the schedule's first due time later than *after*, in UTC; None if there is none.
 
     A crontab contains local times of *zone*. A local time that the clocks skip is due at the clock
     change. A local time that occurs twice is due the first time only. The only exception: a crontab
