@@ -86,8 +86,9 @@ def shown(lines: Sequence[RateLine], more: bool, now: datetime) -> str:
         for line in lines
     ]
     waiting = sum(line.waiting for line in lines)
+    total = f"{waiting:,} task(s) waiting in {len(lines):,} line(s)"
     others = "; there are more: raise --limit" if more else ""
-    return f"{table(_HEADINGS, rows)}\n{waiting:,} task(s) waiting in {len(lines):,} line(s){others}"
+    return f"{table(_HEADINGS, rows)}\n{total}{others}"
 
 
 def _until(moment_us: int | None, now: datetime) -> str | None:
