@@ -57,7 +57,7 @@ def set_(ctx: click.Context, name: str, limit: str | None, key: str | None, as_j
     from ..app.delay import Delay
 
     moved = Delay(ctx.obj.app).set_rate(name, key, limit)
-    text = f"set to {limit}" if limit else "the limit of the settings counts again"
+    text = f"set to {limit}" if limit else "the limit in native_delay_rates applies again"
     found = {"name": name, "key": key, "limit": limit, "moved": moved}
     say(as_json, found, f"{text}; {moved:,} waiting task(s) moved")
 
@@ -86,8 +86,9 @@ def shown(lines: Sequence[RateLine], more: bool, now: datetime) -> str:
         for line in lines
     ]
     waiting = sum(line.waiting for line in lines)
+    total = f"{waiting:,} task(s) waiting in {len(lines):,} line(s)"
     others = "; there are more: raise --limit" if more else ""
-    return f"{table(_HEADINGS, rows)}\n{waiting:,} waiting in {len(lines):,} row(s){others}"
+    return f"{table(_HEADINGS, rows)}\n{total}{others}"
 
 
 def _until(moment_us: int | None, now: datetime) -> str | None:

@@ -51,7 +51,8 @@ def schedules(
             task_id = getattr(found, action.replace("-", "_"))(name)
         except KeyError as exc:
             raise click.ClickException(str(exc.args[0])) from exc
-        say(as_json, {"name": name, "task_id": task_id}, f"{name}: {action} done")
+        done = f"sent now, as task {task_id}" if task_id else f"{action}d"
+        say(as_json, {"name": name, "task_id": task_id}, f"{name} {done}")
 
 
 def _local(moment: datetime | None) -> str | None:

@@ -226,8 +226,7 @@ def _refuse_past(countdown: float | None, eta: datetime | None) -> None:
         ago_seconds, option = (datetime.now(UTC) - eta).total_seconds(), "--eta"
     if ago_seconds > 0:
         raise click.UsageError(
-            f"{option} is {duration(ago_seconds)} ago, so the task would run at once: "
-            f"to let it, use `run-now` or --yes"
+            f"{option} is {duration(ago_seconds)} ago: to run the task now, use `run-now` or --yes"
         )
 
 

@@ -32,7 +32,7 @@ MOST_KEPT_STARTS = 256
 
 _SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _RATE = re.compile(r"([1-9]\d{0,8})/([1-9]\d{0,5})?([smhd])")
-_EXPECTED = 'such as "100/m": so many per s, m, h or d, or per several of them, as in "50/10s"'
+_EXPECTED = 'such as "100/m", tasks per s, m, h or d, or "50/10s", tasks per 10 s'
 
 #: The highest rate: start times are whole microseconds, and a worker cannot start more tasks.
 MOST_PER_SECOND = 10_000

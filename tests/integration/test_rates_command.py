@@ -49,7 +49,7 @@ def test_rates_are_listed_with_the_longest_queue_first(
         assert re.fullmatch(r"shop.call_api bob 10/h 30 \d min( \d+ s)? 10 %", bob)
         assert ada.startswith("shop.call_api ada\\x1b[31m 10/h 7 ")
         assert re.fullmatch(r"shop.mail 10/d 1 \d.* 10 % (1 h|59 min.*)", mail)
-        assert sum_ == "38 waiting in 3 row(s)"
+        assert sum_ == "38 task(s) waiting in 3 line(s)"
         told = shop.told("rates", "--limit", "2")
         assert told["more"]
         assert told["lines"] == [line.as_json() for line in Delay(app).rates(limit=2)]
@@ -67,7 +67,7 @@ def test_the_rate_of_a_key_is_set_and_unset(tmp_path: Path, empty_redis: Private
         (line,) = Delay(app).rates()
         assert (line.rate, line.waiting, line.overridden) == ("20/m", 8, True)
         (said,) = shop.lines("rates", "unset", "shop.call_api", "--key", "ada")
-        assert said.startswith("the limit of the settings counts again")
+        assert said.startswith("the limit in native_delay_rates applies again")
         (line,) = Delay(app).rates()
         assert (line.rate, line.waiting, line.overridden) == ("10/h", 8, False)
         told = shop.told("rates", "set", "shop.call_api", "30/m", "--key", "bob")

@@ -56,10 +56,10 @@ def test_entries_are_listed_paused_resumed_run_and_removed(
         assert [each["name"] for each in told] == ["nightly", "tick"]
         assert told[0]["next_due"]
 
-        assert shop.lines("schedules", "pause", "tick") == ["tick: pause done"]
+        assert shop.lines("schedules", "pause", "tick") == ["tick paused"]
         assert Delay(app).count() == 1
         assert shop.lines("schedules")[2] == "tick shop.tick every 15 min paused 0"
-        shop.lines("schedules", "resume", "tick")
+        assert shop.lines("schedules", "resume", "tick") == ["tick resumed"]
         assert Delay(app).count() == 2
         assert shop.told("schedules", "run-now", "tick")["task_id"]
         assert Delay(app).count() == 2, "the run is due now, and the next run stays"

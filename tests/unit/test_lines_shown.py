@@ -30,11 +30,11 @@ def test_the_table_shows_the_waiting_tasks_and_the_next_start_of_each_queue() ->
         "api   ada  100/m            3900  0.6 s      98 %",
         "api   bob  100/m               7  28 s       3 %          28 s",
         "mail       5/s, burst 2        0             20 %",
-        "3,907 waiting in 3 row(s)",
+        "3,907 task(s) waiting in 3 line(s)",
     ]
     later = shown(LINES[:1], True, datetime.fromtimestamp(NOW_US / 1e6 + 5, UTC)).splitlines()
     assert "  now  " in later[1]
-    assert later[2] == "3,900 waiting in 1 row(s); there are more: raise --limit"
+    assert later[2] == "3,900 task(s) waiting in 1 line(s); there are more: raise --limit"
 
 
 def test_json_has_times_in_iso_8601_or_null() -> None:
