@@ -40,7 +40,7 @@ class Kind:
     learnt: TaskTemplate
     #: The result of :meth:`.PlainPublishing.hooks` for the first message.
     hooks: tuple[Any, ...]
-    #: The batch's number of connects at the first message, which is not valid after a reconnect.
+    #: The batch's number of connects at the first message. A reconnect makes the message invalid.
     connects: int
     #: If not None, only tasks with these encoded arguments can use the message.
     body: bytes | None

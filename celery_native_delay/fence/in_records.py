@@ -15,11 +15,11 @@ class Runs:
         self._records = records
 
     def open(self, run: str, record: Record, *, job: str, kept_seconds: float) -> Record:
-        """Store that a Spark run has begun, and return the run's stored state."""
+        """Store that the Spark job *job* has begun a run; return the run's stored state."""
         return self._change(run, lambda before: opened(before, record, job), kept_seconds)
 
     def seal(self, run: str, record: Record, *, kept_seconds: float) -> Record:
-        """Store the result of a Spark run (committed or aborted), unless a result exists."""
+        """Store the result *record* of a run, unless a result exists; return the stored result."""
         return self._change(run, lambda before: sealed(before, record), kept_seconds)
 
     def load(self, runs: Sequence[str]) -> list[Record | None]:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from .record import Record, Run
 
-#: A task counts as lying in its queue for a day after its due time, even if it was lost.
+#: A task counts as waiting in its queue until a day after its due time, even if the task was lost.
 BELIEVED_US = 86_400_000_000
 
 #: The state of a unique key is stored for 30 days after the task's due time, because the user may
@@ -22,14 +22,14 @@ KEPT_US = 30 * BELIEVED_US
 LEASE_US = 60_000_000
 RENEWED_EVERY_SECONDS = 20.0
 
-#: A task that meets a running attempt of itself asks again after 2 s. Usually the task is a retry
-#: that arrived before the attempt ended.
+#: If an earlier attempt of the same task has the lock, the task tries again after 2 s. Usually the
+#: task is a retry that arrived before the attempt ended.
 _OWN_US = 2_000_000
 
 #: Bounds of the time between two tries of the tasks that wait for a shared lock.
 _SHORTEST_US = 5_000
 _LONGEST_US = 5_000_000
-#: All of these tasks try once in this time: running tasks may become short, or others be cancelled.
+#: Each of these tasks tries at least once in this time: running tasks may end early.
 _ROUND_US = 300_000_000
 
 
@@ -149,7 +149,7 @@ def share(seen: Seen, task_id: str, *, token: str, most: int) -> Step:
 
 
 def receive(seen: Seen, task_id: str, *, token: str) -> Step:
-    """Lock the key of a received unique task with ``until="start"``."""
+    """Lock the key of a received unique task (``until="start"``), if the task still has the key."""
     now_us, known = seen.now_us, seen.record
     if known is None or task_id not in (known.id, known.run and known.run.id):
         return Step(known)

@@ -22,7 +22,8 @@ BUILTIN_TYPES = {
 #: Types of exchanges whose bindings the delivery exchange (a topic exchange) can copy.
 MIRRORED_TYPES = ("direct", "topic")
 
-#: Types that choose a queue by a hash of the routing key. Messages of landing queues have two keys.
+#: Types that choose a queue by a hash of the routing key. Delayed messages cannot go to such an
+#: exchange, because a message from a landing queue has two routing keys.
 HASHING_TYPES = ("x-consistent-hash", "x-modulus-hash")
 
 #: Celery's and kombu's own queues (remote control, replies, events), whose messages never wait.

@@ -18,7 +18,7 @@ from .. import moving
 from ..moving import Moving, Reach, Source, Stays, derived_id, expires_ms_of
 from .wrapping import unwrapped
 
-#: Microseconds. If a process that moves due messages runs, messages due so soon are left to it.
+#: A message due within so many microseconds stays, if a process that moves due messages is running.
 LEFT_US = 5_000_000
 LEFT = Stays("it is due within 5 s where it is", is_error=False)
 

@@ -119,9 +119,9 @@ class Delays(delays.Delays):
         now_us: int,
         cancelled: bool = False,
     ) -> str:
-        """Send a message; return a copy, which the caller must add to the list of waiting tasks.
+        """Send a message marked as undecided; return a copy for the list of waiting tasks.
 
-        A worker drops a message that is not in the list.
+        Workers drop the message until :meth:`.Index.compare_and_set` removes the mark.
         """
         # With the old delivery tag SQS would drop the message as a duplicate.
         properties = {**message["properties"], "delivery_tag": delivery_id}
