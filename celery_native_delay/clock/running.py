@@ -54,7 +54,7 @@ class Running:
         return self._worker.pool.started - self._before
 
     def _run_ready(self, most: int) -> int | None:
-        """Run up to *most* queued tasks; return the next due time of a message or timer, or None."""
+        """Run up to *most* queued tasks; return a message's or timer's next due time, or None."""
         while self._worker.step():
             self._after_step()
             if self._worker.has_messages():
