@@ -30,7 +30,7 @@ from .schedules import Schedules
 #: Bytes that the check of the telemetry folder writes.
 _TRIED_BYTES = 65_536
 
-#: A schedule entry that is overdue by more seconds is a problem. Workers check entries every 30 s.
+#: Seconds by which a schedule entry may be overdue. Workers check the entries every 30 s.
 _OVERDUE_SECONDS = 60
 
 _WAYS_OUT: tuple[tuple[type[Exception], str], ...] = (

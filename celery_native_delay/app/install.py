@@ -24,8 +24,8 @@ BOOTSTEP = "celery_native_delay.worker.bootsteps:NativeDelay"
 def install(app: App, **settings: Any) -> App:
     """Make the delayed tasks of *app* wait in the broker instead of in the workers.
 
-    Call ``install`` once, before or after the app is configured. A second call only adds settings.
-    Other apps in the process are not changed.
+    Call ``install`` once, before or after the app is configured. A second call only adds or changes
+    settings. Other apps in the process are not changed.
 
     Args:
         app: the Celery app.

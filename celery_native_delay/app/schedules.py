@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 _RELEASE = RecordName("schedules", "release")
 
-#: The name of the last task that a worker received from ``celery beat`` is stored for an hour.
+#: Under this name, the last task that a worker received from ``celery beat`` is stored for an hour.
 _BEAT = RecordName("schedules", "beat")
 _BEAT_KEPT_US = 3_600_000_000
 
