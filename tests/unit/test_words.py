@@ -95,7 +95,12 @@ def test_a_sentence_of_the_docs_is_short() -> None:
 
 
 def test_the_glossary_has_few_words_each_once() -> None:
-    defined = re.findall(r"^(\w.*)\n    .*\n    Why a word: ", GLOSSARY.read_text(), re.MULTILINE)
-    assert len(defined) == len(re.findall(r"^\w.*\n    \w", GLOSSARY.read_text(), re.MULTILINE))
+    (block,) = re.findall(
+        r"^```\{glossary\}\n(.*?)^```", GLOSSARY.read_text(), re.MULTILINE | re.DOTALL
+    )
+    entries = block.strip().split("\n\n")
+    found = [re.fullmatch(r"(\w.*)\n    .*\n    Why a word: .*", entry) for entry in entries]
+    assert [entry for entry, match in zip(entries, found, strict=True) if match is None] == []
+    defined = [match[1] for match in found if match]
     assert 5 < len(defined) < 15
     assert sorted(defined) == sorted(set(defined))
