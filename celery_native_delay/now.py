@@ -26,6 +26,6 @@ def moment(us: int) -> datetime:
 
 
 def stop_at(us: int | None) -> None:
-    """Stop this package's clock at *us* (epoch microseconds); None restarts the clock."""
+    """Freeze this package's clock at *us* (epoch microseconds); None lets the clock run again."""
     global stopped_at_ns
     stopped_at_ns = None if us is None else us * 1000

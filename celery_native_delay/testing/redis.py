@@ -178,7 +178,9 @@ def private_redis(*, server: ServerName | None = None, **options: Any) -> Iterat
 
 @contextmanager
 def embedded_broker(folder: Path | str | None = None) -> Iterator[PrivateRedis]:
-    """Run the Valkey of the extra `embedded` until the ``with`` block ends, for development.
+    """Run a Valkey server for development until the ``with`` block ends.
+
+    The extra `embedded` installs this server.
 
     The server listens only on a Unix socket in *folder*, and keeps its messages in *folder* for the
     next start. Without a *folder* the messages are lost.

@@ -75,7 +75,11 @@ def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
 def export(
     settings: DelaySettings, queues: Sequence[Any], vhost: str, *, own_queues: bool = True
 ) -> Exported:
-    """Return RabbitMQ definitions (JSON) for an app; *own_queues* includes *queues* themselves."""
+    """Return the RabbitMQ definitions (JSON) that an app with the task *queues* needs.
+
+    If *own_queues* is False, the definitions have only this package's queues and exchanges. The
+    app's *queues* must then be declared elsewhere.
+    """
     plan = blueprint(Topology(settings), queues)
     if not own_queues:
         plan = replace(plan, own=())

@@ -164,8 +164,8 @@ class Topology:
     def landing_marker(self, exchange: str) -> str:
         """Return the name of the marker exchange for the landing queue of *exchange*.
 
-        A marker exchange carries no messages. If the marker exchange exists, producers know that
-        *exchange* has a landing queue, which dead-letters due messages to *exchange*.
+        A marker exchange carries no messages. Its existence tells producers that *exchange* has a
+        landing queue. A landing queue dead-letters due messages to the exchange.
         """
         return f"{self.name}.lands.{short_word(exchange)}"
 

@@ -30,10 +30,10 @@ class MovingPart(moving.MovingPart):
     """Moves waiting messages to and from a Redis broker or a database."""
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """Return this broker's waiting messages.
+        """Return this broker's waiting messages, for a ``delay migrate`` whose ``--from`` is a URL.
 
-        *what* is None if ``--from`` is a URL. Otherwise *what* is the value of ``--from``, and
-        this method raises UnsupportedBroker, because only RabbitMQ supports such values.
+        *what* is None for a URL. For another value of ``--from``, such as ``celery``, *what* is
+        that value. Then this method raises UnsupportedBroker: only RabbitMQ has such sources.
         """
         if what is not None:
             raise UnsupportedBroker(
