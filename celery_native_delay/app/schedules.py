@@ -166,7 +166,9 @@ class Schedules:
     def advance(self, name: str, number: int, task_id: str, *, redelivered: bool) -> str | None:
         """Publish a schedule entry's next message when a worker receives the current message.
 
-        Returns the reason why the worker must drop the received message *number*, or None.
+        *number* is the position of the received message in the entry's series of messages.
+        *redelivered* is True if the broker delivers the message again. Returns None, or the reason
+        why the worker must drop the received message.
         """
         catch_up = self._settings.schedules_catch_up
 

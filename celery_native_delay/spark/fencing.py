@@ -51,10 +51,12 @@ class Fence:
 
     @classmethod
     def of(cls, options: FanOutOptions, facts: AppFacts, job: str) -> Self | None:
-        """Return the ``Fence`` of a Spark run; None if the option *fence* is False.
+        """Return the ``Fence``, by which workers drop tasks that a Spark run sent twice.
+
+        Returns None if the option *fence* is False.
 
         Raises:
-            NoRecords: the app stores no state of tasks in Redis or a database.
+            NoRecords: the app has no records (in Redis or a database).
         """
         if not options.fence:
             return None

@@ -188,7 +188,7 @@ class GivenUp:
 
 
 class Pace:
-    """Limits the tasks sent per second, by a token bucket that holds one second's worth of tasks."""
+    """Limits the tasks sent per second, by a token bucket with the tasks of one second."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0

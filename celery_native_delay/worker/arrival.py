@@ -118,14 +118,14 @@ class AskAgain:
 
     - *beside_prefetch*: True to raise the prefetch count by one during this time.
     - *from_here*: True to skip the checks that the task has passed already.
-    - *once*: None, or a function. With None, *after_seconds* begin now. Otherwise the worker calls
-      ``once(start)``, and *after_seconds* begin when ``start()`` is called.
+    - *begin_when*: None if the waiting time begins now. Otherwise a function that decides when it
+      begins: the worker calls ``begin_when(start)``, and the function calls ``start()`` later.
     """
 
     after_seconds: float
     beside_prefetch: bool = False
     from_here: bool = False
-    once: Callable[[Callable[[], object]], object] | None = field(default=None, compare=False)
+    begin_when: Callable[[Callable[[], object]], object] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class Rated:
         self._for_process.pop(entry.tag, None)
         beside = self._by_line[entry.limit.line][0].tag not in self._for_process
         note = partial(setattr, entry, "again")
-        return AskAgain(0.0, beside_prefetch=beside, from_here=True, once=note)
+        return AskAgain(0.0, beside_prefetch=beside, from_here=True, begin_when=note)
 
     def _remove(self, entry: _InLine) -> None:
         """Remove a task that starts or is requeued from its line, and check the next task."""

@@ -151,7 +151,7 @@ class GatedStrategies(dict[str, Any]):
                 first = number if ruling.from_here else 0
                 again = partial(self._soon, self._ask_again, task, first, qos)
                 ask = partial(self._after, ruling.after_seconds, again)
-                _ = ask() if ruling.once is None else ruling.once(ask)
+                _ = ask() if ruling.begin_when is None else ruling.begin_when(ask)
             case WaitUntil():
                 wait = Wait(
                     arrival.message,

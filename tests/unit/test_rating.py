@@ -275,8 +275,8 @@ class Here:
         ruling = self.gate(arrival(tag=tag, **headers))
         if ruling is None:
             self.started.append(tag)
-        elif isinstance(ruling, AskAgain) and ruling.once is not None:
-            ruling.once(lambda: self.woken.append(tag))
+        elif isinstance(ruling, AskAgain) and ruling.begin_when is not None:
+            ruling.begin_when(lambda: self.woken.append(tag))
         return ruling
 
 

@@ -29,7 +29,7 @@ class LevelStatus:
 
 @dataclass(frozen=True)
 class LandingStatus:
-    """The number of due messages that one landing queue could not dead-letter."""
+    """The number of due messages that RabbitMQ could not dead-letter from one landing queue."""
 
     queue: str
     held: int

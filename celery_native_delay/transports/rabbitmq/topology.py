@@ -143,10 +143,11 @@ class Topology:
     # --- names ---------------------------------------------------------------------------
 
     def level_exchange(self, bit: int) -> str:
-        """Return the name of the topic exchange that routes messages to a level's delay queues.
+        """Return the name of the topic exchange through which messages enter a level.
 
         A level is a group of adjacent bits of the delay; *bit* is the group's lowest bit. The
-        exchange also routes messages to the delay queues of lower levels.
+        exchange routes each message to a delay queue of this level. If all bits of the group are 0,
+        the exchange routes the message to a lower level.
         """
         return f"{self.name}.level-{bit:02d}"
 

@@ -5,11 +5,12 @@ threads without a worker.
 
 1. The thread receives a message from the delay queue.
 2. If more than 15 minutes of the delay remain, the thread sends the message to the delay queue
-   again. Otherwise the thread sends the message to the destination queue.
+   again. Otherwise the thread sends the message to the destination queue, with the rest of the
+   delay as ``DelaySeconds``.
 3. The thread deletes the received message.
 
 If a worker dies between the send and the deletion, another worker sends the message, too. SQS drops
-this duplicate in a delay queue, but not in the destination queue.
+this duplicate in a delay queue (a FIFO queue), but not in the destination queue (a standard queue).
 """
 
 from __future__ import annotations
