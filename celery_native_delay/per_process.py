@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 class PerProcess(Generic[Key, Value]):
     """A cache of values by key, which is empty in each forked child process.
 
-    After the fork, the child process calls *abandon* with each cached value of its parent.
+    After a fork, the child process calls the function *abandon* with each value from its parent.
     """
 
     def __init__(self, abandon: Callable[[Value], object] = lambda value: None) -> None:

@@ -115,7 +115,10 @@ def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) ->
 
 
 def clocks(ahead_seconds: float, *, check: str = "clocks") -> Iterator[Finding]:
-    """Yield a problem if the Redis server's and this machine's clock differ by over a second."""
+    """Yield a problem if the Redis server's and this machine's clock differ by over a second.
+
+    *ahead_seconds* is the result of :func:`clock_ahead_seconds`. *check* is the name of the check.
+    """
     effect = "arrive early and are put back once" if ahead_seconds > 0 else "arrive that much later"
     yield from clock_finding(
         "the Redis server's clock", ahead_seconds, f"delayed tasks {effect}", check=check

@@ -339,7 +339,10 @@ def lowest_bit(bit: int, *, fused_bits: int) -> int:
 
 
 def named(task: str, rates: Any) -> tuple[Rate, ...]:
-    """Return a task's rate limits. Limits without a name are named task, task#2, task#3."""
+    """Return the rate limits of a task; each limit without a name gets a name.
+
+    For the task ``shop.pay``, the names are ``shop.pay``, ``shop.pay#2``, ``shop.pay#3``.
+    """
     given = [Rate.of(each) for each in (rates if isinstance(rates, list | tuple) else [rates])]
     names = [task, *(f"{task}#{number}" for number in range(2, len(given) + 1))]
     return tuple(replace(rate, name=rate.name or names[at]) for at, rate in enumerate(given))

@@ -5,8 +5,9 @@ microseconds.
 
 The message of each waiting task contains a *place*: the number of the task in its line. The first
 waiting task may start at the time ``start_at - ahead``; the rate's burst permits the start *ahead*
-microseconds early. The task with the next place may start one *spacing* later, and so on. Therefore
-an outage, a ``RetryAfter`` or a changed rate moves the times of all waiting tasks.
+microseconds early. The task with the next place may start one *spacing* later, and so on. All
+these times depend on ``start_at`` and *spacing*. So an outage, a ``RetryAfter`` or a changed rate
+moves the times of all waiting tasks.
 
 Before each start two conditions are checked:
 
@@ -90,7 +91,12 @@ def _iso(moment_us: int | None) -> str | None:
 
 @dataclass(frozen=True)
 class Turn:
-    """The decision: start now if *place* is None, else wait *wait_us* µs for limit number *at*."""
+    """The decision whether a task may start now, or must wait for one of its rate limits.
+
+    - *wait_us*: the microseconds until the task may start
+    - *place*: the task's place in the line of that rate limit; None if the task may start now
+    - *at*: the index of that rate limit in the task's list of limits
+    """
 
     wait_us: int = 0
     place: int | None = None
@@ -102,7 +108,7 @@ class Turn:
 
 
 class Asked(NamedTuple):
-    """One rate limit of a task, and the task's *place* in the line, or None if it has no place."""
+    """One rate limit of a task, and the task's *place* in its line; None: the task has no place."""
 
     name: str
     key: str | None
@@ -121,10 +127,11 @@ class Line(NamedTuple):
     - *front*, *end*: the place of the first waiting task, and the place after the last task
     - *start_at*: the time at which the next start is exactly on pace
     - *held_until*: no task starts before this time
-    - *starts*, *starts_before*: starts since *counted_from*, and starts in the period before
+    - *counted_from*: the time at which the current period began
+    - *starts*, *starts_before*: the number of starts in this period, and in the period before
     - *total*: the number of starts since the last change of the rate
     - *is_set*: 1 if ``Delay.set_rate`` has set the rate
-    - *log*: the times of the last starts, or of every n-th start
+    - *log*: the times of the last starts; at high rates, of every n-th start
     """
 
     front: int = 0
@@ -186,7 +193,10 @@ class Line(NamedTuple):
         )
 
     def hold(self, rate: Rate, now_us: int, wait_us: int) -> tuple[Self, int]:
-        """Pause this line for *wait_us*; return the new state and the retried task's place."""
+        """Pause this line for *wait_us*; return the new state, and a place in front of the line.
+
+        The task that raised ``RetryAfter`` gets this place.
+        """
         held_until, place = max(self.held_until, now_us + wait_us), self.front - 1
         start_at = max(self.start_at, held_until + rate.ahead_us)
         return self._replace(front=place, start_at=start_at, held_until=held_until), place
@@ -255,7 +265,11 @@ class Line(NamedTuple):
 
     @classmethod
     def decoded(cls, text: str | None, log: str = "") -> tuple[Self, Rate | None]:
-        """Decode a state and its rate; None, or text of another version, gives an empty state."""
+        """Decode the state of a line, and its rate, from *text*.
+
+        *log* has the times of the last starts, separated by spaces. If *text* is None or of another
+        version, the state is empty and the rate is None.
+        """
         words = (text or "").split(" ")
         if words[0] != str(VERSION):
             return cls(), None
@@ -327,7 +341,7 @@ def places_in(header: object) -> dict[str, int]:
 def at_rate(
     stored: Sequence[str | None], rate: Rate, now_us: int, *, sets: bool | None = None
 ) -> tuple[Line, Rate]:
-    """Parse a *stored* line, and return the line and its rate.
+    """Return a line and its rate; *stored* has the arguments of :meth:`Line.decoded`.
 
     The line's rate is *rate*, the rate of the asking worker. If ``delay rates set`` set another
     rate for the line, that rate applies instead. :meth:`Lines.change` explains *sets*.

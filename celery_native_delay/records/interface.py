@@ -143,7 +143,10 @@ def delivery_of(member: str) -> str:
 
 
 def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
-    """Call *attempt* until it returns a value, else raise CannotDelay after 100 calls."""
+    """Call *attempt* until the result is not None, and return the result.
+
+    Raises CannotDelay after 100 calls. *name* names the stored state in the error's text.
+    """
     for _ in range(TRIES):
         if (answer := attempt()) is not None:
             return answer
@@ -278,4 +281,7 @@ class Index(ABC):
 
     @abstractmethod
     def purge(self) -> None:
-        """Remove messages that are not yet due from the list; ``delay purge`` calls this method."""
+        """Remove all messages with a future due time from the list, for ``delay purge``.
+
+        Other messages may already be in the task queues.
+        """

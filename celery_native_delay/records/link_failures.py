@@ -13,7 +13,12 @@ logger = logging.getLogger(__name__)
 
 
 class LinkFailures:
-    """Refuses calls for some seconds after a connection failed. *what* names the server in logs."""
+    """Refuses calls for some seconds after a connection failed.
+
+    - *what*: a name for logs and errors, such as "the records at redis://127.0.0.1"
+    - *left_alone_seconds*: the first and the longest pause after a failure
+    - *logs*: if False, log nothing
+    """
 
     def __init__(
         self,
@@ -22,7 +27,6 @@ class LinkFailures:
         left_alone_seconds: tuple[float, float] = LEFT_ALONE_SECONDS,
         logs: bool = True,
     ) -> None:
-        """Set the first and the longest pause after a failure. If *logs* is False, log nothing."""
         self._what = what
         self._backoff = Backoff(*left_alone_seconds)
         self._retry_at = 0.0

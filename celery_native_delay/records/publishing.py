@@ -67,7 +67,8 @@ def publishing(recorded: RecordedPublish) -> Iterator[None]:
     ``recorded.decide`` computes the new state, and decides if the task is published. If the task is
     not published, the block ends without an error.
 
-    Raises CannotDelay if the block publishes to another broker, or if no queue is bound.
+    Raises CannotDelay if the block publishes to a broker other than the app's broker, or to an
+    exchange without a queue.
     """
     token = underway.set(recorded)
     try:

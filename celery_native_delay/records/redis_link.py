@@ -49,7 +49,7 @@ class RedisLink:
     """A thread-safe Redis client. Raises RecordsUnavailable if Redis does not answer.
 
     The client opens its own connections, with the connection parameters of redis-py's *pool*.
-    *what*, *left_alone_seconds* and *logs* are arguments of :class:`.LinkFailures`.
+    :class:`.LinkFailures` explains *what*, *left_alone_seconds* and *logs*.
     """
 
     def __init__(

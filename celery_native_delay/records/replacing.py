@@ -99,7 +99,11 @@ class Republishes(Protocol):
         """Convert a stored message to a waiting task, or to None if cancelled."""
 
     def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
-        """Publish a waiting message with a new due time. Returns the message's new content."""
+        """Publish a copy of a waiting message with a new due time; return the copy's content.
+
+        *entry* is the message's content, *delivery_id* the copy's delivery id. If *cancelled* is
+        True, the worker does not run the copy, and reports the task as revoked.
+        """
 
     def check_reach(self, due_us: int) -> None:
         """Raise DelayTooLong if a due time is beyond the broker's longest delay."""

@@ -38,7 +38,8 @@ _QUOTED = re.compile(r'\\(["\\])|"')
 class Word:
     """One word of a search. A task matches if the task's attribute *field* contains *value*.
 
-    If *field* is "", any attribute may contain *value*. Upper and lower case are equal.
+    If *field* is "", any attribute may contain *value*. Upper and lower case are equal. If *field*
+    is "kwargs", *value* may be ``name=value``: the keyword argument must have exactly this value.
     """
 
     field: str
@@ -55,7 +56,7 @@ class Word:
 
     @property
     def needle(self) -> str:
-        """A lower-case text that every matching task contains, compared case-insensitively."""
+        """A lower-case text that every matching task contains in lower or upper case."""
         if not self._is_pair:
             return self.value.lower()
         return max((part.strip() for part in self.value.lower().split("=", 1)), key=len)

@@ -404,7 +404,11 @@ class SqlRecords(Database, ComparedRecords):
         kept_us: int,
         is_there: bool,
     ) -> None:
-        """Insert, update or delete the row of a stored state."""
+        """Insert, update or delete (if *text* is None) the row of a stored state.
+
+        *kept_us* is the time when the state expires, in microseconds since the epoch. *is_there* is
+        True if the row exists.
+        """
         this = self._this(name)
         if text is None:
             connection.execute(delete(RECORDS).where(*this))

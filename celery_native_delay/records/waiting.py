@@ -329,7 +329,7 @@ class WaitingTasks(ABC):
         """Close the connections that this object has opened."""
 
     def cancel(self, task_id: str) -> Outcome:
-        """Cancel a task. A worker gets the message at once, only to report the task as revoked."""
+        """Cancel a task. A worker receives the message at once, and reports the task as revoked."""
         return self._change(task_id, None, cancelled=True)
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:

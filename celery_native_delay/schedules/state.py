@@ -41,8 +41,9 @@ class State:
     - *number*: the waiting message's number, higher for each new message
     - *ran*: the task id of the last run
     - *runs*, *last_us*: the number of runs, and the time of the last run
-    - *missed*: the number of late runs since the last run on time. A run is late if the next due
-      time has passed. Always 0 if ``native_delay_schedules_catch_up`` is "one" or "none".
+    - *missed*: the number of late runs since the last run on time. A late run begins after the next
+      due time. The number 100 becomes 0. Always 0 if ``native_delay_schedules_catch_up`` is "one"
+      or "none".
     """
 
     entry: str
@@ -99,8 +100,8 @@ def planned(state: State | None, entry: Entry, now_us: int) -> State | None:
 def sent_again(state: State, now_us: int) -> State | None:
     """If workers must publish the waiting message again, return the new state, else None.
 
-    An overdue message may be lost. So workers publish the message again 1, 2, 4, 8, … minutes after
-    the due time. If workers receive several copies, only the first received copy runs.
+    The broker may have lost an overdue message. So workers publish the message again 1, 2, 4, 8, …
+    minutes after the due time. If workers receive several copies, only the first copy runs.
     """
     if state.due_us is None:
         return None
@@ -110,7 +111,10 @@ def sent_again(state: State, now_us: int) -> State | None:
 
 
 def advanced(state: State, entry: Entry, task_id: str, now_us: int, catch_up: CatchUp) -> State:
-    """Return the schedule entry's state after a worker received the waiting message."""
+    """Return the schedule entry's state after a worker received the waiting message.
+
+    *task_id* is the message's task id. *catch_up* is ``native_delay_schedules_catch_up``.
+    """
     assert state.due_us is not None
     next_us, missed, runs = entry.next_us(state.due_us), 0, True
     if next_us is not None and next_us <= now_us:
@@ -127,11 +131,12 @@ def advanced(state: State, entry: Entry, task_id: str, now_us: int, catch_up: Ca
 def why_dropped(
     before: State | None, after: State | None, task_id: str, *, redelivered: bool
 ) -> str | None:
-    """Return the reason why a worker must drop a schedule entry's message, or None.
+    """Return the reason why a worker must drop a schedule entry's message; None to run its task.
 
     *before* is the entry's stored state when the message arrived. *after* is the new state, or None
-    if the entry does not wait for this message any more. In that case, a redelivered message runs
-    again, because the first worker may have died.
+    if the entry does not wait for this message any more. Then the worker drops the message. The
+    only exception: if the message is redelivered, or if *task_id* is the id of the last run, the
+    task runs again, because the first worker may have died.
     """
     if before is not None and after is not None:
         skipped = "its time was missed, and native_delay_schedules_catch_up is 'none'"

@@ -71,7 +71,8 @@ def encoded(
     """Return a DataFrame with one encoded task per row, in the columns ``SENT_COLUMNS``.
 
     First come the columns of *df* named in *keep*. If a row is rejected, the column ``error`` has
-    the reason, else null. If *spread* is given, it moves due times later, to obey a rate limit.
+    the reason, else null. A row with a delay above *longest_seconds* is rejected. If *spread* is
+    given, due times move later, to obey a rate limit.
     """
     frame, types = inputs(df, options)
     encoder = Encoder(options, types, longest_seconds=longest_seconds)

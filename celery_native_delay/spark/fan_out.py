@@ -223,9 +223,9 @@ class FanOut:
             InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
                 Nothing was sent.
             FanOutFailed: the broker has not confirmed some tasks, which the error's *result* lists.
-                With *fence*, workers then run no task of this job. Two causes exist only with
-                *fence*: the job's result could not be stored, or this *run_id* was sent before
-                with other rows.
+                With *fence*, workers then run no task of this job. FanOutFailed has three more
+                causes with *fence*: the job's result could not be stored, workers have dropped the
+                tasks after *fence_timeout*, or this *run_id* was sent before with other rows.
             RecordsUnavailable: Redis or the database, which *fence* needs, is unreachable. Nothing
                 was sent.
             NoRecords: with this broker, *fence* needs ``native_delay_records``. Nothing was sent.

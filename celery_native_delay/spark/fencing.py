@@ -20,7 +20,7 @@ from ..durations import duration
 from ..errors import FanOutFailed, NoRecords, RecordsUnavailable
 from ..fence.in_records import Runs
 from ..fence.run import ABORTED, ALL, COMMITTED, MARGIN_SECONDS, OPEN, Record, Stamp
-from ..records.opened import Place, records_at
+from ..records.opened import RecordsAddress, records_at
 
 if TYPE_CHECKING:
     from .app import AppFacts
@@ -40,7 +40,7 @@ _BY = "the driver"
 class Fence:
     """Lets workers run each row's task only once, even if Spark repeats a partition."""
 
-    records: Place = field(repr=False)
+    records: RecordsAddress = field(repr=False)
     run: str
     job: str
     """The id of the Spark job. If several jobs send the same rows, workers run only the tasks of
@@ -51,9 +51,7 @@ class Fence:
 
     @classmethod
     def of(cls, options: FanOutOptions, facts: AppFacts, job: str) -> Self | None:
-        """Return the ``Fence``, by which workers drop tasks that a Spark run sent twice.
-
-        Returns None if the option *fence* is False.
+        """Return the ``Fence`` of the Spark job with the id *job*; None without the option *fence*.
 
         Raises:
             NoRecords: the app has no records (in Redis or a database).
@@ -78,9 +76,9 @@ class Fence:
         """Store that the Spark run has begun, and return the run's stored state.
 
         If the state is COMMITTED, the run succeeded before, and the caller must send nothing.
-        Each call extends the deadline of an open run to at least *timeout_seconds* from now. If the
-        driver stores no result by then, ``native_delay_fence_policy`` decides: workers run or
-        drop all tasks.
+        Each call extends the deadline of an open run: at least *fence_timeout* seconds (an option
+        of ``FanOut``) remain. If the driver stores no result before the deadline,
+        ``native_delay_fence_policy`` decides: workers run or drop all tasks.
 
         Raises:
             RecordsUnavailable: Redis or the database is unreachable; nothing may be sent.

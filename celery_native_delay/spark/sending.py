@@ -165,7 +165,10 @@ def warn_of_late_sending(late: int, sent: int) -> None:
 
 
 class GivenUp:
-    """A file that tells later Spark tasks on this executor to send nothing, and the reason."""
+    """A file on an executor. If the file exists, later Spark tasks of the job send nothing.
+
+    The file contains the reason.
+    """
 
     def __init__(self, job_id: str) -> None:
         # Spark ends the Python process of a failed task, so memory would not keep the reason.
@@ -188,7 +191,7 @@ class GivenUp:
 
 
 class Pace:
-    """Limits the tasks sent per second, by a token bucket with the tasks of one second."""
+    """Limits the tasks sent per second; after a pause, sends up to one second's tasks at once."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0

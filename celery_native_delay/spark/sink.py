@@ -217,7 +217,10 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Log that the batch failed. With *fence*, its tasks wait until Spark repeats the batch."""
+        """Log that the batch failed. With *fence*, its tasks wait until Spark repeats the batch.
+
+        After *fence_timeout*, ``native_delay_fence_policy`` decides: workers run or drop the tasks.
+        """
         if self._fence is not None:
             logger.error("native delay: the batch failed; its tasks wait for the query's restart")
             return

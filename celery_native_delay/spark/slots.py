@@ -33,10 +33,12 @@ _ROLES: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
 
 @dataclass(frozen=True)
 class Slot:
-    """A column that ``FanOut`` reads: internal *name*, and option (*label*), such as "eta"."""
+    """A column that ``FanOut`` reads."""
 
     name: str
+    """The column's name inside ``FanOut``, such as "due_in"."""
     label: str
+    """The option that gives the column, such as "eta" or "args[0]"."""
     column: Columnar
     #: The use of the column, such as "due" or "json", which decides the allowed Spark types.
     role: str

@@ -64,7 +64,8 @@ def spread_of(
 ) -> Spread:
     """Convert a task's rate limit to a Spread; find the column that contains the key.
 
-    *run* is the task's function, or None if the app does not register the task.
+    *run* is the task's function, or None if the app does not register the task. Each call has
+    *args_count* positional arguments, and keyword arguments with the names *kwargs_names*.
 
     Raises:
         InvalidFanOut: the rate limit's key is a function, or no argument has the key's name.

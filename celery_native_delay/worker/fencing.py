@@ -19,7 +19,7 @@ from ..errors import RecordsUnavailable, described
 from ..fence import run as fence
 from ..fence.in_records import Runs
 from ..fence.run import Fate, Record, Stamp
-from ..records.opened import Place, records_of_process
+from ..records.opened import RecordsAddress, records_of_process
 from ..settings import DelaySettings
 from .arrival import Arrival, AskAgain, Drop, Ruling, WaitUntil
 
@@ -45,11 +45,13 @@ _WARN_SECONDS = 30.0
 class Fence:
     """A check before a Celery task runs: drop tasks that unsuccessful Spark attempts have sent."""
 
-    def __init__(self, settings: DelaySettings, worker: str, place: Place | None) -> None:
+    def __init__(
+        self, settings: DelaySettings, worker: str, address: RecordsAddress | None
+    ) -> None:
         self._policy = settings.fence_policy
         self._keep_seconds = settings.longest_delay_seconds + fence.MARGIN_SECONDS
         self._worker = worker
-        self._place = place
+        self._address = address
         #: By run: the run's stored state, or None if it could not be read, and the monotonic time
         #: until which the worker uses this state.
         self._known: MutableMapping[str, tuple[Record | None, float]] = LRUCache(limit=MOST_RUNS)
@@ -81,7 +83,7 @@ class Fence:
         Returns None, so that the task runs unchecked, if the header is invalid or the worker has
         no ``native_delay_records``.
         """
-        if self._place is None:
+        if self._address is None:
             self._warn_once(
                 "native delay: task %s is of a fenced run, but this worker has no "
                 "native_delay_records: it runs the tasks of all attempts, even of failed jobs",
@@ -117,8 +119,8 @@ class Fence:
         return record
 
     def _looked_up(self, run: str) -> Record:
-        assert self._place is not None
-        runs, now = Runs(records_of_process(*self._place)), time()
+        assert self._address is not None
+        runs, now = Runs(records_of_process(*self._address)), time()
         [record] = runs.load([run])
         if record is not None and not fence.is_overdue(record, now=now):
             return record

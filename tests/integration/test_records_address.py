@@ -10,21 +10,21 @@ import pytest
 from celery import Celery
 
 from celery_native_delay import install
-from celery_native_delay.app.installation import installed, records_place
+from celery_native_delay.app.installation import installed, records_address
 from celery_native_delay.fence.in_records import Runs
 from celery_native_delay.fence.run import COMMITTED, Record
-from celery_native_delay.records.opened import Place, records_at
+from celery_native_delay.records.opened import RecordsAddress, records_at
 from celery_native_delay.testing import private_redis
 
 OWN = "celery_delay"
 TLS = {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_ca_certs": "/ca.pem", "ssl_keyfile": None}
 
 
-def place_of(broker_url: str, **conf: Any) -> Place | None:
+def address_of(broker_url: str, **conf: Any) -> RecordsAddress | None:
     app = Celery("shop", broker=broker_url, set_as_current=False)
     app.conf.update(conf)
     install(app)
-    return records_place(app, installed(app).settings())
+    return records_address(app, installed(app).settings())
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_native_delay_records_comes_before_the_broker(
     broker_url: str, conf: dict[str, Any], expected: tuple[str, str] | None
 ) -> None:
     """Computed from the configuration, without a connection."""
-    assert place_of(broker_url, **conf) == expected
+    assert address_of(broker_url, **conf) == expected
 
 
 def test_records_on_the_broker_are_reached_by_the_brokers_url(server_name: Any) -> None:
@@ -71,8 +71,8 @@ def test_records_on_the_broker_are_reached_by_the_brokers_url(server_name: Any) 
             (server.socket_url, [done]),
             (f"{server.socket_url}?virtual_host=3", []),
         ):
-            place = place_of(url)
-            assert place is not None
-            with closing(records_at(*place)) as records:
+            address = address_of(url)
+            assert address is not None
+            with closing(records_at(*address)) as records:
                 assert [each for each in Runs(records).load(["r"]) if each] == found
                 Runs(records).seal("r", done, kept_seconds=100)
