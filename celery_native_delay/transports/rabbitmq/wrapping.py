@@ -39,8 +39,8 @@ def wrap(
 ) -> dict[str, Any]:
     """Return a delayed message's properties, with this package's header added.
 
-    *limit_priority* lowers a priority above 4. *user* is the broker user who publishes a received
-    message again. Raises CannotDelay for a header CC or BCC, or for a wrong expiration.
+    *limit_priority* lowers a priority above 4. If *user* is given, a ``user_id`` other than *user*
+    moves into the header. Raises CannotDelay for a header CC or BCC, or for a wrong expiration.
     """
     headers = dict(properties.get("application_headers") or {})
     if "CC" in headers or "BCC" in headers:
@@ -91,8 +91,8 @@ def unwrap(
 ) -> tuple[dict[str, Any], dict[str, Any], Delayed | None] | None:
     """Return a message's restored properties and delivery info, and its parsed header.
 
-    Return None if the message has no header of this package. The parsed header is None if a worker
-    without this package copied the header into a retry.
+    Return None if the message has no header of this package. The parsed header is None if the
+    message was not delayed: a worker without this package retried a task, and copied the header.
     """
     headers = dict(properties.get("application_headers") or {})
     header = headers.pop(HEADER, None)
