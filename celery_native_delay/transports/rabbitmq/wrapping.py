@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import CannotDelay
-from ...message import HEADER, Delayed, cancel, due_ms_of, uncover
+from ...message import HEADER, Delayed, cancel, due_ms_of, undo_cancel
 from .topology import is_delay_name
 
 #: Headers about a message's first and last dead-lettering, by the header with the queue's name.
@@ -109,7 +109,7 @@ def unwrap(
         # was not delayed.
         opened["application_headers"] = _without_our_deaths(headers, {})
         return opened, info, None
-    uncover(headers, header)
+    undo_cancel(headers, header)
     opened["application_headers"] = _without_our_deaths(headers, header.get("deaths") or {})
     opened.pop("expiration", None)
     for name in ("expiration", "priority", "user_id"):
