@@ -68,7 +68,7 @@ def run(bench: Bench) -> Result:
     rows += [row(label, seconds) for label, seconds in (few | all_of_few | many | database).items()]
     rows.append(row(FLOWER_IS_LATE, [late / 1e3 for late in asked_ms]))
     result = Result(
-        "See, cancel and move what waits",
+        "List, cancel and reschedule",
         f"Publish: apply_async() with a confirm each, with native_delay_records on a private Redis "
         f"and PostgreSQL, and without, {BLOCK} in a row, alternating, {len(off[1])} rounds. "
         f"Worker's check: {bench.count(CHECKS):,} tasks in the records. Reads: "

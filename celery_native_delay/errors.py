@@ -68,7 +68,7 @@ class PublishRefused(NativeDelayError):
 class TopologyMismatch(NativeDelayError):
     """A queue or exchange of this package exists in the broker, but with different arguments.
 
-    Also raised if the stored state of a key was written by an incompatible release.
+    Also raised if an incompatible release stored the state of a debounce, throttle or unique key.
     """
 
 
@@ -134,13 +134,13 @@ def described(error: BaseException) -> str:
 
 
 @contextmanager
-def brought_by(extra: str, *, whose: str) -> Iterator[None]:
-    """Turn a failed import into an error: *whose* (a feature's name) needs the pip *extra*."""
+def brought_by(extra: str, *, module: str) -> Iterator[None]:
+    """Turn a failed import into ExtraMissing: *module* needs the pip extra *extra*."""
     try:
         yield
     except ModuleNotFoundError as exc:
         raise ExtraMissing(
-            f"{whose} needs the Python package {exc.name}, which is not installed: "
+            f"{module} needs the Python package {exc.name}, which is not installed: "
             f"pip install 'celery_native_delay[{extra}]'",
             name=exc.name,
         ) from exc

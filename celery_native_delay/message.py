@@ -62,7 +62,7 @@ class Delayed(NamedTuple):
     cancelled: bool = False
 
     def header(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this header as a dict, plus *kept* (the original values of changed properties)."""
+        """Return this header as a dict, plus *kept*: message properties to restore later."""
         header: dict[str, Any] = {
             "v": VERSION,
             "id": self.delivery_id,
@@ -124,15 +124,15 @@ _LONG_AGO = "2000-01-01T00:00:00+00:00"
 
 
 def cancel(headers: dict[str, Any], header: dict[str, Any]) -> None:
-    """Change the headers of a cancelled task, so that no worker runs the task."""
+    """Change *headers* and *header* (this package's header), so that no worker runs the task."""
     header[CANCELLED] = True
     if "expires" in headers:
         header[EXPIRES] = headers["expires"]
     headers["expires"] = _LONG_AGO
 
 
-def uncover(headers: dict[str, Any], header: Mapping[str, Any]) -> bool:
-    """Undo :func:`cancel`. Returns False if the task was not cancelled."""
+def undo_cancel(headers: dict[str, Any], header: Mapping[str, Any]) -> bool:
+    """Undo :func:`cancel` in *headers*. Returns False if the task was not cancelled."""
     if not header.get(CANCELLED):
         return False
     if EXPIRES in header:

@@ -398,9 +398,10 @@ def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, b
 
 
 def adopt_rates(app: Celery) -> Callable[[], int] | None:
-    """Return a function that changes due times if a deployment has changed rate limits, or None.
+    """Return a function that updates waiting tasks' due times; None if no limit has changed.
 
-    Workers call adopt_rates before they ask for a task's start, which stores the new rate limit.
+    A starting worker calls adopt_rates before it receives rate-limited tasks. The first task of a
+    key stores the new limit, and adopt_rates then no longer sees the change.
     """
     delay, rates = Delay(app), _by_name(installed(app).settings())
     rows = [row for row in delay.rates(limit=_MOST_LINES) if row.waiting and row.task in rates]

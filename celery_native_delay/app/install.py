@@ -73,7 +73,7 @@ def install(app: App, **settings: Any) -> App:
 
 @dataclass(frozen=True)
 class ControlOf:
-    """Picklable factory of the app's ``Control``, whose ``revoke`` also cancels waiting tasks."""
+    """Makes the app's ``Control``, with a ``revoke`` that also cancels waiting tasks. Picklable."""
 
     original: Any
 

@@ -300,9 +300,9 @@ def bounded_connection(app: Any) -> Any:
 def records_address(app: Any, settings: DelaySettings) -> RecordsAddress | None:
     """Return the URL and namespace of the server that stores state about waiting tasks.
 
-    The setting ``native_delay_records`` gives the URL. If this setting is None, the server is the
-    Redis broker, or the database with the waiting messages. Other brokers, and Redis Sentinel, then
-    have no such server, and the result is None.
+    The setting ``native_delay_records`` gives the URL. Without this setting, a Redis broker or a
+    database with the waiting messages also stores the state. In all other cases (for example, Redis
+    Sentinel), the result is None.
     """
     if settings.records is not None:
         return RecordsAddress(settings.records, settings.namespace)
@@ -318,7 +318,10 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Give an ``AdminPart`` or ``WorkerPart`` the names *queues* (by default the app's queues)."""
+    """Tell an ``AdminPart`` or ``WorkerPart`` the app's queues, and return this object.
+
+    *queues* are the names of the queues that the object serves; by default all the app's queues.
+    """
     if isinstance(part, ExpectsQueues):
         part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):

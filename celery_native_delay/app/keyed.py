@@ -355,9 +355,9 @@ def keyed_result(
     return keyed
 
 
-def revoke_result(app: Any, task_id: str, name: str, *, reason: str) -> bool:
-    """Set a task's result to REVOKED. Returns False if the result backend fails."""
-    registered = app.tasks.get(name)
+def revoke_result(app: Any, task_id: str, task_name: str, *, reason: str) -> bool:
+    """Set a task's result to REVOKED, with *reason*. Returns False if the result backend fails."""
+    registered = app.tasks.get(task_name)
     try:
         backend = app.backend if registered is None else registered.backend
         if not isinstance(backend, DisabledBackend) and backend.get_state(task_id) in _UNREADY:

@@ -110,9 +110,10 @@ def limit_of_call(
 ) -> Asked:
     """Return the rate limit and the key of one call of a task.
 
-    *call* is a function that returns the call's arguments and keyword arguments. If the key cannot
-    be computed, return the task's rate without a key. If the override for the key cannot be
-    computed, return the task's rate with the key. Both errors are logged.
+    *call* is a function that returns the call's arguments and keyword arguments. *signature* is the
+    signature of the task's function. If the key cannot be computed, return *rate* without a key. If
+    the key's own limit (``Rate.overrides``) cannot be computed, return *rate* with the key. Both
+    errors are logged.
     """
     key = None
     try:

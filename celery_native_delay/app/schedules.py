@@ -183,7 +183,7 @@ class Schedules:
         return why_dropped(before, after, task_id, redelivered=redelivered)
 
     def note_run(self, name: str) -> None:
-        """Increase an entry's run count in the scheduler's database, as in django-celery-beat."""
+        """Count an entry's run in the beat scheduler's database, such as django-celery-beat's."""
         if name not in self._entries or type(self._scheduler) is Scheduler:
             return
         entry = self._scheduler.schedule.get(name)

@@ -48,7 +48,10 @@ class Kind:
     checked: bool = False
 
     def serves(self, made: Made, connects: int) -> bool:
-        """Return True if the task can be sent as a copy of this kind's encoded message."""
+        """Return True if the task can be sent as a copy of this kind's encoded message.
+
+        *connects* is the batch's number of connects. A reconnect makes the encoded message invalid.
+        """
         known = self.checked and (self.body is None or self.body == made.values[-1])
         return known and self.connects == connects
 
@@ -83,7 +86,10 @@ class Kinds:
         self._logged: set[str] = set()
 
     def hooks(self, key: Any, known: Task | None) -> tuple[Any, ...]:
-        """Return the functions that publish the task; () if encoded messages cannot be reused."""
+        """Return the functions that publish tasks of the kind *key*; () if no copies may be sent.
+
+        *known* is the task, or None if the app has not registered the task.
+        """
         return () if key in self._without_template else self._plain.hooks(known)
 
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:

@@ -1,6 +1,7 @@
 """The command group ``delay``, and functions that several of its commands use.
 
-Every celery command imports this module, so the rest of the package is imported in functions.
+Every celery command imports this module. To keep other commands fast, only functions import the
+rest of the package.
 """
 
 from __future__ import annotations

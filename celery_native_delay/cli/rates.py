@@ -72,7 +72,10 @@ def unset(ctx: click.Context, name: str, **options: Any) -> None:
 
 
 def shown(lines: Sequence[RateLine], more: bool, now: datetime) -> str:
-    """Return a text table of *lines*. A line is the waiting tasks with the same rate and key."""
+    """Return a text table of *lines*. A line is the waiting tasks with the same rate and key.
+
+    If *more* is True, the text says that ``--limit`` hides further lines.
+    """
     rows = [
         (
             line.task,

@@ -91,7 +91,7 @@ def ls(
     """List waiting tasks, earliest due time first.
 
     --json prints an object with `tasks`, `offset` and `total`. `total` is the number of all
-    matching tasks, or null if a search has too many matches to count.
+    matching tasks, or null if a search has 1,000 or more matches beyond the printed tasks.
     """
     from ..app.delay import listed
     from ..records.waiting import ALL

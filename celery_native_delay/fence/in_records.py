@@ -14,12 +14,18 @@ class Runs:
     def __init__(self, records: Records) -> None:
         self._records = records
 
-    def open(self, run: str, record: Record, *, job: str, kept_seconds: float) -> Record:
-        """Store that the Spark job *job* has begun a run; return the run's stored state."""
-        return self._change(run, lambda before: opened(before, record, job), kept_seconds)
+    def open(self, run: str, new: Record, *, job: str, kept_seconds: float) -> Record:
+        """Store that the Spark job *job* has begun a run; return the run's stored state.
+
+        *new* is the state of a new run: see :func:`opened`. The state expires in *kept_seconds*.
+        """
+        return self._change(run, lambda before: opened(before, new, job), kept_seconds)
 
     def seal(self, run: str, record: Record, *, kept_seconds: float) -> Record:
-        """Store the result *record* of a run, unless a result exists; return the stored result."""
+        """Store the result *record* of a run, unless a result exists; return the stored result.
+
+        The stored result expires in *kept_seconds*.
+        """
         return self._change(run, lambda before: sealed(before, record), kept_seconds)
 
     def load(self, runs: Sequence[str]) -> list[Record | None]:

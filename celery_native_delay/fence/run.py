@@ -155,7 +155,8 @@ def given_up(policy: str, *, now: float, by: str) -> Record:
     """Return the new stored state of a Spark run whose driver missed the deadline.
 
     The state says if workers run the tasks of the Spark run: all tasks if *policy* (the setting
-    ``native_delay_fence_policy``) is "run", no task if *policy* is "drop".
+    ``native_delay_fence_policy``) is "run", no task if *policy* is "drop". *by* is the name of the
+    worker that stores the state.
     """
     return Record(ALL if policy == "run" else ABORTED, now, by=by)
 

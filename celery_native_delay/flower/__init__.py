@@ -14,7 +14,7 @@ import click
 
 from ..errors import brought_by
 
-with brought_by("flower", whose=__name__):
+with brought_by("flower", module=__name__):
     import flower.command
 
     from .app import DelayFlower

@@ -93,7 +93,7 @@ class ListDelays(ApiHandler):
     async def get(self) -> None:
         """Respond with the waiting tasks that match the request's search text and due times.
 
-        ``total`` is null if the search matches too many tasks to count.
+        ``total`` is null if the search has 1,000 or more matches beyond the sent tasks.
         """
         limit, offset = self.limit(), self.get_argument("offset", 0, type=int)
         query = self.query(self.get_argument("search", "", escape=False))

@@ -124,10 +124,10 @@ class Summary(Shared):
     kept_as = "delays_summary"
 
     async def answer(self) -> dict[str, Any]:
-        """Return the counts of waiting tasks.
+        """Return the counts of waiting tasks, and the histogram of their due times.
 
-        If the stored state of tasks is unreachable, the counts come from the broker, and ``error``
-        has the reason.
+        If the stored state of tasks is missing or unreachable, the counts come from the broker, the
+        histogram is empty, and ``error`` has the reason.
         """
         status = await self.asking.admin(lambda part: part.status().as_json())
         found: dict[str, Any] = {

@@ -35,8 +35,8 @@ class Run:
     """An execution of a task, which holds a lock of the task's key.
 
     *token* is a random id of the execution. *lease_us* is the expiry of the lock in microseconds
-    since the epoch, by the clock of the Redis or database. *since_us* is the start of a shared
-    lock, else 0.
+    since the epoch, by the clock of the Redis or database. *since_us* is the time when the
+    execution got the lock of a concurrent key; 0 for other keys.
     """
 
     id: str

@@ -24,8 +24,8 @@ class KeyRecords:
     def change(self, name: str, rule: Rule, publish: Publish | None = None) -> tuple[Seen, Step]:
         """Change the state of a debounce, throttle or unique key.
 
-        The pure function *rule* computes the new state, and decides whether a message is
-        published in the same step.
+        The pure function *rule* computes the new state, and decides whether *publish* publishes a
+        message in the same step. Returns the old state, and the result of *rule*.
         """
         return self._records.change(_name_of(name), partial(_decided, rule), publish)
 

@@ -38,8 +38,8 @@ class Seen:
     """The stored state of a debounce, throttle or unique key, read at the time *now_us*.
 
     - *record*: the stored state, or None.
-    - *waiting*: the name and the due time of each waiting message of the key's task. The due time 0
-      means that the task is due but its queue does not exist.
+    - *waiting*: the internal id and the due time of each waiting message of the key's task. The due
+      time 0 means that the task is due but its queue does not exist.
     """
 
     now_us: int
@@ -149,7 +149,10 @@ def share(seen: Seen, task_id: str, *, token: str, most: int) -> Step:
 
 
 def receive(seen: Seen, task_id: str, *, token: str) -> Step:
-    """Lock the key of a received unique task (``until="start"``), if the task still has the key."""
+    """Lock the key of a received task with ``until="start"``; the start of the task unlocks it.
+
+    If the task no longer has the key, the state does not change.
+    """
     now_us, known = seen.now_us, seen.record
     if known is None or task_id not in (known.id, known.run and known.run.id):
         return Step(known)
@@ -182,7 +185,7 @@ def end(seen: Seen, *, token: str, retry: tuple[str, int] | None = None) -> Step
 
 
 def release(seen: Seen, task_id: str, *, token: str | None = None) -> Step:
-    """Free the key of a task that will never run, and unlock its execution *token*, if any."""
+    """Free the key of a task that will never run, and the lock of its execution *token*, if any."""
     known = seen.record
     if known is None:
         return Step(None)
@@ -195,7 +198,7 @@ def runs(seen: Seen) -> bool:
 
 
 def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
-    """Store the key of a task that moves to this broker; *known* is its state at the old broker."""
+    """Store the key of a task that moves here; *known* is the key's state at the old broker."""
     here = seen.record or Record()
     runs_here = here.run is not None and here.run.id == task_id
     if here.id == task_id or runs_here:

@@ -6,7 +6,7 @@ program's own Prometheus registry. Both need ``prometheus_client`` (the extra ``
 
 from ..errors import brought_by
 
-with brought_by("metrics", whose=__name__):
+with brought_by("metrics", module=__name__):
     from .collector import Exposed, expose
 
 __all__ = ("Exposed", "expose")

@@ -6,7 +6,7 @@ Python of driver and executors needs the extra ``celery_native_delay[spark]``.
 
 from ..errors import FanOutFailed, InvalidFanOut, brought_by
 
-with brought_by("spark", whose=__name__):
+with brought_by("spark", module=__name__):
     from .fan_out import FanOut, FanOutResult
     from .ids import task_id_of
     from .plan import Plan

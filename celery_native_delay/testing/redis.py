@@ -64,7 +64,7 @@ def find_redis(
 
 
 def require_redis(server: ServerName | None = None, *, embedded: bool = False) -> RedisInstallation:
-    """Return an installed Redis or Valkey.
+    """Return an installed Redis or Valkey; :func:`find_redis` explains the arguments.
 
     Raises:
         BrokerMissing: the server or redis-py is not installed.
@@ -169,7 +169,7 @@ def private_redis(*, server: ServerName | None = None, **options: Any) -> Iterat
 
     Raises:
         BrokerMissing: the server or redis-py is not installed.
-        BrokerFailed: the server does not start, or another server runs in *folder*.
+        BrokerFailed: the server does not start, or another server runs in the given folder.
     """
     with closing(PrivateRedis(require_redis(server), **options)) as redis:
         redis.start()

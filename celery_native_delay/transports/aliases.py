@@ -148,7 +148,10 @@ _URLS = ("records", "store")
 
 
 def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
-    """Convert settings, or their error, to a JSON value for the option ``native_delay``."""
+    """Convert settings to a JSON value for the option ``native_delay``.
+
+    Default settings become True. An error becomes ``{"misconfigured": <text of the error>}``.
+    """
     if isinstance(settings, SettingsError):
         return {"misconfigured": str(settings)}
     defaults = DelaySettings()

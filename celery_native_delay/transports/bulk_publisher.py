@@ -57,13 +57,14 @@ class BulkPublisher:
         self.outbox = outbox
         self._template = template
         self._ids = RandomIds()
-        #: The message of the last :meth:`publish`; None if no queue or several queues get it.
+        #: The message of the last :meth:`publish`; None if it gave no or several messages.
         self._last: Any = None
 
     def publish(self, publish: Callable[[Any], object]) -> None:
-        """Call the function *publish* with a kombu producer; send the messages in the next batch.
+        """Put the messages that the function *publish* publishes into the next batch.
 
-        If this method raises an error, the broker gets none of the messages of this call.
+        *publish* is called with a kombu producer that only collects messages. If this method
+        raises an error, the broker gets none of the messages of this call.
         """
 
         def collect(channel: Any) -> Any:
@@ -81,14 +82,14 @@ class BulkPublisher:
 
     @property
     def last_headers(self) -> Mapping[str, Any] | None:
-        """The headers of the last published task; None if no queue or several queues get it."""
+        """The last message's task headers; None if :meth:`publish` gave no or several messages."""
         return None if self._last is None else self._template.headers_of(self._last)
 
     def learn(self) -> TaskTemplate | None:
         """Build a template from the task that :meth:`publish` published last.
 
-        Returns None if no queue or several queues get the task, or if no template can reproduce
-        the task's message.
+        Returns None if :meth:`publish` gave no or several messages, or if no template can
+        reproduce the task's message.
         """
         return None if self._last is None else self._template.of(self._last, self.outbox.channel)
 
@@ -99,8 +100,9 @@ class BulkPublisher:
     def send(self, template: TaskTemplate, due_us: int, values: TaskValues) -> bool:
         """Publish a task's message: *template* with the task's *values* (id, ETA, arguments).
 
-        Returns False if the caller must call :meth:`publish` instead. If this method raises an
-        error, the broker does not get the task.
+        Returns False if the task is due, *template* is too old, or the connection is lost. Then
+        the caller must call :meth:`publish`. If this method raises an error, the broker does not
+        get the task.
         """
         now_us = time_ns() // 1000
         if due_us <= now_us or now_us > template.valid_until_us:

@@ -1,7 +1,8 @@
 """The broker operations that workers, ``celery delay`` commands and ``bulk(app)`` call.
 
 A channel that can delay messages has the methods ``worker_part(settings)`` and
-``admin_part(settings)``. The channel's transport has the method ``bulk_publisher(window=…)``.
+``admin_part(settings)``. The channel's transport has the method ``bulk_publisher(window=…)``;
+*window* is the largest number of unconfirmed messages.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Wait:
 
     - *queue*: the only queue that gets the message at the due time
     - *due_us*: the due time, in microseconds since the epoch
-    - *delivery_id*: the message's own id, or None for a new random id
+    - *delivery_id*: the id that the message keeps; None if the message gets a new id
     - *headers*: additional headers for the message
     """
 
@@ -47,7 +48,7 @@ class Wait:
 
     @cached_property
     def new_id(self) -> str:
-        """The message's random id, which stays the same if the publish is retried."""
+        """A random id for a message without *delivery_id*; the same if the publish is retried."""
         return token_hex(16)
 
 
@@ -93,7 +94,7 @@ class WorkerPart(ABC):
 
     @property
     def terms(self) -> str:
-        """Return a text with the longest delay and ``native_delay_adopt``, for the worker's log."""
+        """Return a text for the worker's log: the longest delay, and if adopting is on or off."""
         longest = duration(self.settings.longest_delay_seconds)
         return f"longest delay {longest}; adopting {'on' if self.settings.adopt else 'off'}"
 
@@ -190,7 +191,7 @@ class Receipts(Protocol):
     """Looks up received messages in the list of waiting tasks, to recognise cancelled tasks."""
 
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
-        """Decide whether a worker may run the message with these *headers*."""
+        """Decide if a worker may run a message with these headers; *delayed* is our own header."""
 
     def close(self) -> None: ...
 
@@ -241,7 +242,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Level:
+class LevelQueue:
     """One delay queue of RabbitMQ (a queue with a TTL): name, TTL and number of messages."""
 
     name: str
@@ -262,7 +263,7 @@ class Backlog:
 
     waiting: int
     parked: int
-    levels: tuple[Level, ...] = ()
+    levels: tuple[LevelQueue, ...] = ()
     records_answer: bool | None = None
     until_first_us: int | None = None
     in_records: int | None = None

@@ -140,7 +140,8 @@ class MovingPart(ABC):
     def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
         """Publish a moved message on this broker; return False if the broker may have two copies.
 
-        *keyed* also stores the state of the task's debounce, throttle or unique key.
+        If *keyed* is given, this method also stores the state of the task's debounce, throttle or
+        unique key.
 
         Raises:
             NativeDelayError: the message cannot wait on this broker, and was not sent.

@@ -159,8 +159,9 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
     def settle(self, *, timeout_seconds: float | None) -> None:
         """Wait until the broker has confirmed or refused every message.
 
-        Raises TimeoutError after *timeout_seconds*. After a lost connection, raises TimeoutError at
-        once if :attr:`has_given_up` is True, or if a retry cannot help.
+        Raises TimeoutError after *timeout_seconds*. After a lost connection, this method tries to
+        connect again. But if a retry cannot help, or if an earlier call has given up
+        (:attr:`has_given_up`), this method raises TimeoutError at once.
         """
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         with self.lock:

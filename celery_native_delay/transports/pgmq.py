@@ -40,7 +40,7 @@ class Delays(recorded.Delays):
 
 
 class Channel(recorded.Channel, pgmq.Channel):  # type: ignore[misc]
-    """A channel of kombu's pgmq transport whose delayed messages stay invisible until due.
+    """A channel of kombu's pgmq transport; delayed messages stay invisible in pgmq until due.
 
     Tasks that are sent to topic or fanout exchanges are not added to the list of waiting tasks.
     """

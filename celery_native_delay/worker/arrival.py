@@ -90,7 +90,10 @@ class Arrival:
         )
 
     def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
-        """Return the decision that the task waits 5 s, because the records are unreachable."""
+        """Return the decision that the task waits 5 s, because the records are unreachable.
+
+        *delivery_id* is as in :class:`WaitUntil`.
+        """
         return WaitUntil(self.now_us + AWAY_US, delivery_id, AskAgain(AWAY_US / 1e6))
 
 
@@ -118,8 +121,8 @@ class AskAgain:
 
     - *beside_prefetch*: True to raise the prefetch count by one during this time.
     - *from_here*: True to skip the checks that the task has passed already.
-    - *begin_when*: None if the waiting time begins now. Otherwise a function that decides when it
-      begins: the worker calls ``begin_when(start)``, and the function calls ``start()`` later.
+    - *begin_when*: None if *after_seconds* begin now. Otherwise the worker calls
+      ``begin_when(start)``, and *after_seconds* begin when ``start()`` is called.
     """
 
     after_seconds: float

@@ -1,7 +1,7 @@
 """A worker's thread that returns early tasks to the broker until the due time.
 
-The thread also publishes unroutable messages again. The thread has its own connection: on the
-worker's connection, py-amqp would also receive tasks while the thread waits for a confirm.
+The thread also publishes unroutable messages again. The thread has its own connection. On the
+worker's connection, this thread would receive new tasks while it waits for a confirm.
 """
 
 from __future__ import annotations

@@ -26,9 +26,10 @@ def gates(
 class Moved:
     """A check before a task runs: drop the message if the task was cancelled or rescheduled.
 
-    Some brokers cannot change a waiting message. There, the old message of a rescheduled task stays
-    in the broker, and this check asks the records. While the records are unreachable, the setting
-    ``native_delay_records_away`` decides if the task runs.
+    RabbitMQ, SQS and pgmq cannot change a waiting message, so the old message of a rescheduled task
+    stays in the broker. This check looks for the message in ``native_delay_records`` (Redis or a
+    database). If the records are unreachable, ``native_delay_records_away`` decides if the task
+    runs.
     """
 
     def __init__(self, settings: DelaySettings) -> None:

@@ -1,7 +1,7 @@
-"""Leases (locks with an expiry) on the keys of unique tasks, for one process.
+"""Leases (locks with an expiry) of unique tasks and ``concurrent`` limits, for one process.
 
 A worker's main process renews the leases of all tasks that the worker has received. The process
-that runs a task renews the task's lease, too, in case the main process dies.
+that runs a task renews the task's leases, too, in case the main process dies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RETRY_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Held:
-    """A lock on the key of a unique task, which this process renews.
+    """A task's lock on a unique key or a ``concurrent`` limit, which this process renews.
 
     - *name*: the name of the key's stored state.
     - *is_here*: returns True while this process has the task's message or runs the task.
@@ -48,7 +48,7 @@ class Held:
 
 
 class Leases:
-    """The locks on unique keys that this process renews for one app. Thread-safe."""
+    """The locks of tasks that this process renews for one app. Thread-safe."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -66,10 +66,10 @@ class Leases:
     def begin(
         self, name: str, task_id: str, is_here: Callable[[], bool], rule: Callable[..., Step]
     ) -> tuple[str, Step]:
-        """Try to lock the key of a unique task; return the lock's token and a :class:`.Step`.
+        """Try to lock the key *name* for a task; return the lock's token and a :class:`.Step`.
 
-        *rule* is a function of ``keyed/rules.py`` that locks the key. If the key is already locked,
-        *free_us* of the Step is the time of the next attempt. After success, *free_us* is None.
+        *rule* is a function of ``keyed/rules.py`` that locks the key. If no lock is free, *free_us*
+        of the Step is the time of the next attempt. After success, *free_us* is None.
         """
         token = token_hex(8)
         step = self._change(name, partial(rule, task_id=task_id, token=token))
@@ -78,15 +78,15 @@ class Leases:
         return token, step
 
     def hold(self, held: Held) -> None:
-        """Renew the lock on a unique key until its task has left this process."""
+        """Renew a task's lock until the task has left this process."""
         with self._changed:
             self._held.append(held)
             self._work()
 
     def settle(self, name: str, rule: Rule, *, token: str | None = None) -> None:
-        """Change a key's stored state by the function *rule*, and stop renewing the lock *token*.
+        """Change a key's stored state by the function *rule*; stop renewing the lock *token*.
 
-        After an error the change is tried again every two seconds.
+        If *token* is None, no renewal stops. A failed change is tried again every two seconds.
         """
         with self._changed:
             self._held = [held for held in self._held if token is None or held.token != token]
@@ -103,10 +103,9 @@ class Leases:
                 self._work()
 
     def lost(self, task_id: str, *, retry_us: int | None = None) -> None:
-        """Unlock the key of a unique task whose process was killed, or whose message was rejected.
+        """Free the locks of a task whose process was killed, or whose message was rejected.
 
-        The only exception: if *retry_us* (microseconds until the retry) is given, the task keeps
-        the key.
+        If *retry_us* (microseconds until the retry) is given, a unique task keeps its key.
         """
         with self._changed:
             gone = [held for held in self._held if held.task_id == task_id]

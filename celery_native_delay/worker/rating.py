@@ -1,11 +1,11 @@
 """Delays rate-limited tasks in a worker until their rate permits the start.
 
 The waiting tasks with the same rate limit and key form a *line* in Redis or a database. The line
-gives each task a *place* (a number), which determines the start time of the task.
+gives each task a *place* (a number). The planned start time of the task depends on its place.
 
 - A task with a near start time waits in the worker, and the worker raises the prefetch count by
   one. Other tasks go back to the broker until shortly before the start time.
-- In each worker, only the first task of each line asks Redis or the database for a start.
+- In each worker, only the first task of each line asks Redis or the database if it may start now.
 - A task starts only if the pool has a free process. Until then, later tasks in the worker also
   wait.
 """

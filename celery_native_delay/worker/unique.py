@@ -80,7 +80,10 @@ def _is_here(arrival: Arrival) -> bool:
 
 
 def take_locks(arrival: Arrival, limits: Sequence[Asked]) -> int | None:
-    """Take a lock of each limit with ``concurrent``; return None, or the time to try again (µs)."""
+    """Take a lock of each limit with ``concurrent``; return None after success.
+
+    Otherwise free the taken locks, and return the time to try again (µs since the epoch).
+    """
     headers = arrival.message.headers
     headers.pop(LOCKS, None)  # of an earlier execution
     for limit in limits:
@@ -118,7 +121,7 @@ def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
 
 @signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
 def start(sender: Any = None, **_: Any) -> None:
-    """Free the key of a starting unique task if ``until="start"``; otherwise renew the locks."""
+    """Free the key of a starting task with ``until="start"``; renew the task's other locks."""
     for name, token in vars(sender.request).get(LOCKS, ()):
         leases_of(sender.app).hold(Held(name, sender.request.id, lambda: True, token, runs=True))
     found = _marked(sender, sender.request)
@@ -182,7 +185,7 @@ def discarded(sender: Any = None, message: Any = None, **_: Any) -> None:
 
 @signals.task_failure.connect(weak=False)  # type: ignore[untyped-decorator]
 def lost(sender: Any = None, task_id: Any = None, exception: Any = None, **_: Any) -> None:
-    """Free the key of a unique task whose process was killed."""
+    """Free the locks of a task whose process was killed."""
     if _is_from_outside(exception) and installation_of(sender.app) is not None:
         leases_of(sender.app).lost(task_id)
 

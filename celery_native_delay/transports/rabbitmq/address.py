@@ -64,7 +64,7 @@ def short_word(name: str) -> str:
 
 
 def refusal_fits(*names: str) -> bool:
-    """Return True if RabbitMQ can report an error about *names* without breaking the connection."""
+    """Return True if all *names* are ASCII, or if RabbitMQ's error texts have room for them."""
     # RabbitMQ cuts an error text at 255 bytes. If the text is not ASCII, RabbitMQ 4.3 closes the
     # connection (541), and RabbitMQ 3.10 may send half a character, which py-amqp cannot decode.
     text = "".join(names)

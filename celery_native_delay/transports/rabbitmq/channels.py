@@ -53,7 +53,7 @@ def id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -
 
 
 def received(message: amqp.Message) -> amqp.Message:
-    """Return *message*, whose body becomes empty bytes if the body is None."""
+    """If the body is None, replace None by empty bytes; return the same message."""
     message.body = message.body or b""
     return message
 

@@ -51,7 +51,7 @@ class Declarer:
 
     @contextmanager
     def channel_for(self, name: str, *, unreadable: type[ChannelError]) -> Iterator[OwnChannel]:
-        """Open a channel for checking that the queue or exchange *name* exists.
+        """Yield a channel for checking that the queue or exchange *name* exists.
 
         If a long *name* makes RabbitMQ's error text unreadable, raise *unreadable*.
         """
@@ -73,7 +73,10 @@ class Declarer:
                 client.close()
 
     def look_for_exchange(self, name: str, *, unreadable: type[ChannelError] = NotFound) -> None:
-        """Raise NotFound if an exchange is missing; raise *unreadable* for an unreadable answer."""
+        """Raise NotFound if the exchange *name* is missing.
+
+        If a long *name* makes RabbitMQ's error text unreadable, raise *unreadable*.
+        """
         with self.channel_for(name, unreadable=unreadable) as channel:
             channel.exchange_declare(name, "fanout", passive=True)
 

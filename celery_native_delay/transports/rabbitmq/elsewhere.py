@@ -67,7 +67,11 @@ def read_celerys(
     now_us: int,
     reaches: Sequence[Reach],
 ) -> Found:
-    """Decide if ``delay migrate`` can move a message of Celery to one of the bindings *reaches*."""
+    """Convert a message from Celery's delay queue to Moving, or to Stays with the reason.
+
+    *info* is the message's delivery info. A message stays if its headers have no ETA, or if
+    *reaches* (the app's bindings) do not lead to exactly one exchange.
+    """
     whole_key = str(info["routing_key"])
     words = whole_key.split(".", CELERYS_BITS)
     if len(words) <= CELERYS_BITS or not set(words[:CELERYS_BITS]) <= {"0", "1"}:
@@ -153,7 +157,10 @@ def sets_of(names: Iterable[str], like: DelaySettings) -> list[DelaySettings]:
 
 
 def read_ours(body: bytes, properties: Mapping[str, Any], info: Mapping[str, Any]) -> Found:
-    """Decide if ``delay migrate`` can move a message from this package's delay queue."""
+    """Convert a message from this package's delay queue to Moving, or to Stays with the reason.
+
+    *info* is the message's delivery info.
+    """
     own, _, delayed = unwrap(properties, info) or (properties, info, None)
     if delayed is None:
         return Stays("it has no header of this package")
@@ -172,7 +179,11 @@ def deliveries_of(properties: Mapping[str, Any]) -> int:
 def foreign_bindings(
     bound: Iterable[tuple[str, str, str]], reaches: Iterable[Reach]
 ) -> Iterator[tuple[str, str, str]]:
-    """Find the extra bindings ``#.<key>`` in *bound* that Celery's delayed delivery added."""
+    """Yield the bindings ``#.<key>`` that Celery's delayed delivery added beside ``<key>``.
+
+    A binding is a tuple of exchange, queue and routing key. *bound* are all bindings; *reaches* are
+    the app's own bindings, which are never yielded.
+    """
     there = set(bound)
     own = {(each.exchange, each.queue, each.routing_key) for each in reaches}
     for exchange, queue, routing_key in sorted(there - own):

@@ -63,7 +63,10 @@ class Entry:
 
 
 def waiting(member: str, text: str, due_us: int) -> Waiting:
-    """Decode the stored message *text* without its body; *member* ends with the delivery id."""
+    """Decode the properties in a stored message; *member* ends with the delivery id.
+
+    *text* is the stored message. Its body is not decoded.
+    """
     known = _plain_json(text[: text.index("\n")])
     exchange, routing_key, queue, _, properties = known
     headers = properties.get("application_headers") or {}
@@ -118,7 +121,10 @@ class Republisher:
         return waiting(member, entry, due_us)
 
     def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
-        """Publish a stored message with a new due time; return the new message as text."""
+        """Publish a stored message with a new due time; return the new message as text.
+
+        If *cancelled* is True, the worker that receives the new message revokes the task.
+        """
         before = Entry.decoded(entry)
         headers = {**before.headers, "eta": eta_of(due_us)}
         again = replace(before, properties={**before.properties, "application_headers": headers})

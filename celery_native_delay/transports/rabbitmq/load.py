@@ -44,7 +44,10 @@ class QueueLoad:
 
 
 def queue_loads(topology: Topology, per_second: float, delays: Sequence[Delays]) -> list[QueueLoad]:
-    """Return the estimated loads of all delay queues, with the highest message rate first."""
+    """Return the estimated load of each used delay queue, highest message rate first.
+
+    *per_second* is the rate of all delayed messages; each item of *delays* has an equal share.
+    """
     found = []
     for level in topology.levels:
         for units in level.steps:

@@ -90,10 +90,14 @@ class Mirror:
     def queue_declared(
         self, queue: str, arguments: dict[str, Any] | None, *, short_lived: bool
     ) -> None:
-        """Remember a queue that the user declared."""
+        """Remember a queue that the user declared.
+
+        *short_lived* is True for an exclusive or auto-delete queue. The queue's binding to the
+        default exchange is then not remembered.
+        """
         overflow = str((arguments or {}).get("x-overflow", ""))
         self.rejects[queue] = overflow.startswith("reject-publish")
-        if not short_lived:  # an exclusive or auto-delete queue
+        if not short_lived:
             self.queue_bound(queue, "", queue)
 
     def queue_bound(self, queue: str, exchange: str, routing_key: str) -> None:
@@ -177,12 +181,12 @@ class Mirror:
     def marker_declarations(
         self, bindings: list[Mirrored], landings: list[str], *, consuming: bool
     ) -> list[list[Declaration]]:
-        """Return the declarations of landing queues and marker exchanges.
+        """Return the declarations of landing queues and marker exchanges, a list per exchange.
 
-        A landing queue dead-letters due messages to an exchange of the user. A marker exchange
-        carries no messages. Producers look for its name to learn what exists: a landing queue, or
-        copies of the bindings of the user's exchange. With *consuming*, also return the markers of
-        copied bindings.
+        *landings* are exchanges of the user that need a landing queue, which dead-letters due
+        messages to the exchange. A marker exchange carries no messages. Its name tells producers
+        that the user's exchange has a landing queue, or that its bindings are copied. The markers
+        of copied *bindings* are returned only with *consuming*.
         """
         groups = [list(marked_landing(self._topology, exchange)) for exchange in landings]
         if consuming:

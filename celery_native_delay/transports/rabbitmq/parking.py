@@ -47,9 +47,10 @@ class Parked:
 
     @property
     def expires_ms(self) -> int | None:
-        """The time of the message's ``expiration``, or None.
+        """The time at which the message expires, or None.
 
-        Also None for a task with a key: a worker drops the expired task, and frees the key.
+        None for a task with a debounce, throttle or unique key. Such a message is delivered even if
+        expired, because the worker frees the key.
         """
         if self.delayed is None or KEY in self.properties["application_headers"]:
             return None

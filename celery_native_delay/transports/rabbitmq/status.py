@@ -9,7 +9,7 @@ from typing import Any
 from ...durations import duration
 from ...errors import ManagementUnavailable
 from ...records.waiting import Query, WaitingTasks
-from ..interface import Level
+from ..interface import LevelQueue
 from .delays import Delays
 from .management import ManagementAPI
 from .parking import count
@@ -51,7 +51,7 @@ class RecordsStatus:
 
     @classmethod
     def of(cls, tasks: WaitingTasks, where: str, *, now_us: int) -> RecordsStatus:
-        """Count the overdue tasks and the tasks that are not due yet."""
+        """Count the overdue and the future *tasks*; *where* is the URL of their storage."""
         ahead = Query(from_us=now_us)
         page, count = tasks.page(ahead, limit=1), tasks.count(ahead)
         next_due_seconds = (page.tasks[0].due_us - now_us) / 1e6 if page.tasks else None
@@ -215,11 +215,11 @@ def status(delays: Delays, api: ManagementAPI) -> Status:
     return Status(topology.name, levels, landings, count(delays), within)
 
 
-def levels(delays: Delays) -> Iterator[Level]:
+def levels(delays: Delays) -> Iterator[LevelQueue]:
     """Count the messages of each delay queue over AMQP."""
     topology = delays.topology
     for hop in topology.level_queues:
         waiting = delays.declarer.depth(hop.queue)
         if waiting is not None:
             name = hop.queue.removeprefix(f"{topology.name}.")
-            yield Level(name, hop.delay_ms / 1000, waiting)
+            yield LevelQueue(name, hop.delay_ms / 1000, waiting)

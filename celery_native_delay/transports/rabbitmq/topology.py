@@ -204,7 +204,7 @@ class Topology:
 
         *units* is the delay *remaining_us*, rounded up to units of ``native_delay_resolution``.
         In all its delay queues together, the message waits *remaining_us* plus 1 ms
-        (TTL_EXTRA_MS). A due message has one unit, and waits 1 ms.
+        (TTL_EXTRA_MS). For a message that is already due, *units* is 1, and the result is 1 ms.
         """
         # The rounding is less than a unit, so an earlier message in the queue delays a later
         # message by hardly more than a unit.

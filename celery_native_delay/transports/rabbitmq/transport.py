@@ -168,7 +168,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         return result
 
     def queue_delete(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Delete a queue, and this package's extra queue for due messages."""
+        """Delete a queue, and the landing queue that dead-letters due messages to the queue."""
         result = super().queue_delete(queue, *args, **kwargs)
         self.delays.preparation.queue_deleted(queue)
         return result

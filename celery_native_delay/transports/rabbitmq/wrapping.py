@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import CannotDelay
-from ...message import HEADER, Delayed, cancel, due_ms_of, uncover
+from ...message import HEADER, Delayed, cancel, due_ms_of, undo_cancel
 from .topology import is_delay_name
 
 #: Headers about a message's first and last dead-lettering, by the header with the queue's name.
@@ -39,8 +39,8 @@ def wrap(
 ) -> dict[str, Any]:
     """Return a delayed message's properties, with this package's header added.
 
-    *limit_priority* lowers a priority above 4. *user* is the broker user who publishes a received
-    message again. Raises CannotDelay for a header CC or BCC, or for a wrong expiration.
+    *limit_priority* lowers a priority above 4. If *user* is given, a ``user_id`` other than *user*
+    moves into the header. Raises CannotDelay for a header CC or BCC, or for a wrong expiration.
     """
     headers = dict(properties.get("application_headers") or {})
     if "CC" in headers or "BCC" in headers:
@@ -91,8 +91,8 @@ def unwrap(
 ) -> tuple[dict[str, Any], dict[str, Any], Delayed | None] | None:
     """Return a message's restored properties and delivery info, and its parsed header.
 
-    Return None if the message has no header of this package. The parsed header is None if a worker
-    without this package copied the header into a retry.
+    Return None if the message has no header of this package. The parsed header is None if the
+    message was not delayed: a worker without this package retried a task, and copied the header.
     """
     headers = dict(properties.get("application_headers") or {})
     header = headers.pop(HEADER, None)
@@ -109,7 +109,7 @@ def unwrap(
         # was not delayed.
         opened["application_headers"] = _without_our_deaths(headers, {})
         return opened, info, None
-    uncover(headers, header)
+    undo_cancel(headers, header)
     opened["application_headers"] = _without_our_deaths(headers, header.get("deaths") or {})
     opened.pop("expiration", None)
     for name in ("expiration", "priority", "user_id"):

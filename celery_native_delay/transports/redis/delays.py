@@ -107,7 +107,7 @@ class Delays(delays.Delays):
 
     def put_back(self, message: dict[str, Any], destination: Destination, *, due_us: int) -> None:
         """Store a message again, because a worker received the message before the due time."""
-        # The name has the old delivery tag, so a second attempt changes nothing.
+        # The name has the old delivery tag, so a second attempt replaces the first message.
         member = member_of(message, destination.keys[0])
         # The worker acknowledges the old tag. The delay counts from the server's clock.
         properties = {**message["properties"], "delivery_tag": str(uuid4())}

@@ -37,7 +37,7 @@ class Keys(IndexKeys):
         self.moving = f"{self.space}.moving"
 
     def taken(self, outbox: str) -> str:
-        """Return the key of the set in which a bulk publisher stores its batch numbers."""
+        """Return the key of the batch numbers stored by the bulk publisher with the id *outbox*."""
         return f"{self.space}.taken.{outbox}"
 
 
@@ -49,8 +49,8 @@ def member_of(message: Mapping[str, Any], destination: str) -> str:
 def member(name: str, delivery_tag: str, destination: str) -> str:
     """Return the sorted set member of a waiting message: ``<name>:<digest>``.
 
-    *name* is the task id, or another id of a message that is no task. The digest is a hash of the
-    delivery tag and the destination.
+    *name* is the task id; without a task id, the correlation id or delivery tag. The digest is a
+    hash of the delivery tag and the destination.
     """
     # Retries, and copies for several queues, have different digests.
     digest = blake2b(f"{delivery_tag}\n{destination}".encode(), digest_size=_DIGEST_BYTES).digest()

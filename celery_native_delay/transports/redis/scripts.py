@@ -1,11 +1,12 @@
 """Lua scripts that store and move delayed messages in Redis.
 
-Times are in microseconds, by the clock of the Redis server. Redis stores each message as the text
-``push|publish <ttl ms> <length of each key>\\n<keys><envelope>``. The lengths are in bytes. The
-envelope is kombu's JSON.
+Times are in microseconds, by the clock of the Redis server. Each message is stored as the text
+``push|publish <ttl ms> <length of each key>\\n<keys><envelope>``. A due message is pushed to a list
+(a queue), or published to pub/sub channels (a fanout exchange). The TTL is for the keys; 0 means no
+TTL. The lengths are in bytes. The envelope is kombu's JSON.
 
-The scripts read the destination's keys from this text, not from ``KEYS``. So a cluster does not
-know these keys before the call, and all keys must be in one slot.
+The scripts read the destination's keys from this text, not from ``KEYS``. Redis Cluster routes a
+script by ``KEYS``, so there all keys must be in one slot.
 """
 
 from __future__ import annotations

@@ -59,7 +59,10 @@ class Census(status.Census):
 
 
 class Store:
-    """The waiting messages of one ``native_delay_namespace`` in a Redis broker."""
+    """The waiting messages of one ``native_delay_namespace`` in a Redis broker.
+
+    Each message has a name (*member* of the sorted sets), and a content (*entry* of the hash).
+    """
 
     def __init__(self, client: Any, keys: Keys) -> None:
         """*client* is a plain ``redis.Redis`` that returns bytes."""
@@ -81,7 +84,7 @@ class Store:
     # --- one message in ------------------------------------------------------------------
 
     def add(self, member: str, due_us: int, entry: bytes) -> None:
-        """Store a delayed message; a repeated call with the same message changes nothing."""
+        """Store a delayed message; replace a waiting message with the same *member*."""
         self.run(ADD, self._add_keys, member, due_us, entry)
 
     def add_command(self, member: str, due_us: int, entry: bytes) -> tuple[str, list[Any]]:
@@ -117,7 +120,7 @@ class Store:
         return self._hand_over(self.keys.due, "", version)
 
     def rescue(self, *, version: tuple[int, ...], before_us: int) -> HandedOver:
-        """Deliver up to :data:`BATCH` messages again that were undeliverable before *before_us*."""
+        """Retry up to :data:`BATCH` undeliverable messages that last failed before *before_us*."""
         return self._hand_over(self.keys.parked, f"({before_us}", version)
 
     def _hand_over(self, source: str, highest: str, version: tuple[int, ...]) -> HandedOver:

@@ -42,7 +42,7 @@ class RedisWorkerPart(WorkerPart):
 
 
 def rescue(delays: Any) -> Rescue:
-    """Try again to deliver due but undeliverable messages."""
+    """Try again to deliver due but undeliverable messages; return the counts."""
     store, version = delays.store, delays.version
     outcome = Rescue()
     before_us = store.now_us()

@@ -1,8 +1,8 @@
 """Move due messages from the database to the broker's queues.
 
 Every worker and ``delay promote`` runs this loop; there is no leader. The loop reads the next due
-time every 0.05 s (SQLite) or 0.25 s (database server). So a message with a shorter delay can be
-late. A message that the same process stores wakes the loop at once.
+time every 0.05 s (SQLite) or 0.25 s (database server). A message that the same process stores wakes
+the loop at once. Another process's message can be late if its delay is shorter than this interval.
 """
 
 from __future__ import annotations

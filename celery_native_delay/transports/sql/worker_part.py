@@ -20,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 class StoreWorkerPart(WorkerPart):
     def prepare(self, where: str) -> str:
-        """Create missing tables; log only a warning if the database is unavailable."""
+        """Create missing tables; return a sentence for the worker's log.
+
+        If the database is unavailable, only log a warning. *where* is the broker's URL.
+        """
         store: Store = self._delays.store
         try:
             store.prepare()
@@ -64,7 +67,7 @@ class StoreWorkerPart(WorkerPart):
 
 
 def rescue(channel: Any, store: Store) -> Rescue:
-    """Publish parked (due, but so far undeliverable) messages again."""
+    """Publish parked (due, but so far undeliverable) messages again; return the counts."""
     outcome = Rescue()
     if not store.count_parked():
         return outcome

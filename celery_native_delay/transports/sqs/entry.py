@@ -43,14 +43,14 @@ class Payload:
 
     @classmethod
     def of(cls, message: Mapping[str, Any], *, base64: bool) -> Self:
-        """Encode kombu's *message* as an SQS message."""
+        """Encode kombu's *message* as an SQS message, with a Base64 body if *base64* is True."""
         properties = dict(message["properties"])
         attributes = properties.pop(_ATTRIBUTES, None) or {}
         text = encoded({**message, "properties": properties})
         return cls("", attributes, properties.get("MessageGroupId")).holding(text, base64=base64)
 
     def holding(self, text: str, *, base64: bool) -> Self:
-        """Return a copy of this SQS message with the body *text*."""
+        """Return a copy of this SQS message with the body *text*, in Base64 if *base64* is True."""
         return replace(self, body=b64encode(text.encode()).decode() if base64 else text)
 
     @property

@@ -38,7 +38,10 @@ def remainders(delay_ms: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Reception:
-    """The times when SQS stored and delivered one message of a delay queue."""
+    """The times when SQS stored and delivered one message of a delay queue.
+
+    In the methods, *delay_ms* is the delay that remained when SQS stored the message.
+    """
 
     sent_ms: int
     first_received_ms: int

@@ -103,7 +103,11 @@ class Relay:
                 self._stopping.wait(backoff.failed())
 
     def count(self, *, promoted: int = 0, relayed: int = 0, failed: int = 0) -> None:
-        """Add the given numbers to this relay's counters. Thread-safe."""
+        """Add the given numbers to this relay's counters. Thread-safe.
+
+        *promoted*: messages sent to the destination queue. *relayed*: messages sent to the delay
+        queue again. *failed*: messages that SQS refused.
+        """
         with self._counting:
             self.promoted += promoted
             self.relayed += relayed

@@ -30,10 +30,10 @@ class MovingPart(moving.MovingPart):
     """Moves waiting messages to and from a Redis broker or a database."""
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
-        """Return this broker's waiting messages, for a ``delay migrate`` whose ``--from`` is a URL.
+        """Return this broker's waiting messages, if ``delay migrate --from`` is the broker's URL.
 
-        *what* is None for a URL. For another value of ``--from``, such as ``celery``, *what* is
-        that value. Then this method raises UnsupportedBroker: only RabbitMQ has such sources.
+        Then *what* is None. If ``--from`` is a name, such as ``celery``, *what* is the name. For
+        a name, this method raises UnsupportedBroker: only RabbitMQ has such sources.
         """
         if what is not None:
             raise UnsupportedBroker(

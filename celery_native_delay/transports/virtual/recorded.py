@@ -86,7 +86,10 @@ class Delays(delays.Delays):
         delivery_id: str | None = None,
         recorded: bool = True,
     ) -> None:
-        """Publish a delayed message for *queue*; store a copy if *recorded* is True."""
+        """Publish a delayed message for *queue*; store a copy if *recorded* is True.
+
+        *delivery_id* is as in :meth:`put_of`. Without ``native_delay_records``, no copy is stored.
+        """
         put = self.put_of(queue, message, due_us=due_us, delivery_id=delivery_id)
         if recorded:
             self.note(put)
@@ -121,7 +124,8 @@ class Delays(delays.Delays):
     ) -> str:
         """Send a message marked as undecided; return a copy for the list of waiting tasks.
 
-        Workers drop the message until :meth:`.Index.compare_and_set` removes the mark.
+        The mark is in the records: :meth:`.Index.look` sets the mark, and then
+        :meth:`.Index.compare_and_set` removes it. A worker drops a message that still has the mark.
         """
         # With the old delivery tag SQS would drop the message as a duplicate.
         properties = {**message["properties"], "delivery_tag": delivery_id}

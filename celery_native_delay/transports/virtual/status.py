@@ -95,7 +95,7 @@ class Status:
 
 
 def parked_finding(number: int, why: str) -> Finding:
-    """Report the number of due but undeliverable messages."""
+    """Report the number of due but undeliverable messages, and *why* they are undeliverable."""
     return Finding(
         "parked",
         WRONG,

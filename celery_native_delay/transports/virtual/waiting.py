@@ -17,7 +17,10 @@ from .wrapping import delivery_id_of, encoded, unwrapped, wrapped
 
 
 def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Waiting | None:
-    """Decode a waiting task from kombu's JSON *envelope*; return None for cancelled tasks."""
+    """Decode a waiting task from kombu's JSON *envelope*; return None for cancelled tasks.
+
+    If *due_us* is None or 0, the due time is read from this package's header.
+    """
     message = json.loads(envelope)
     headers, properties = message.get("headers") or {}, message["properties"]
     header = headers.get(HEADER) or {}

@@ -52,7 +52,8 @@ _next_looks: dict[str, float] = {}
 def warn_if_nothing_promotes(place: str, look: Callable[[], Status]) -> None:
     """Log a warning if messages are overdue and no process moves due messages.
 
-    Every delayed publish calls this function, but the function checks only once a minute.
+    Every delayed publish calls this function. For each *place* (a Redis or database), the function
+    calls *look* at most once a minute, and never again after a warning.
     """
     now = monotonic()
     if now < _next_looks.get(place, 0.0):

@@ -8,7 +8,7 @@ from typing import Any
 from kombu.utils.json import dumps
 
 from ...due_time import eta_of
-from ...message import HEADER, VERSION, Delayed, cancel, due_ms_of, is_own, uncover
+from ...message import HEADER, VERSION, Delayed, cancel, due_ms_of, is_own, undo_cancel
 
 
 def wrapped(
@@ -76,6 +76,6 @@ def unwrapped(
         due_us=header["due"] * 1000,
         exchange=info.get("exchange") or "",
         routing_key=info.get("routing_key") or "",
-        cancelled=uncover(opened, header),
+        cancelled=undo_cancel(opened, header),
     )
     return opened, delayed
