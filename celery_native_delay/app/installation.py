@@ -16,7 +16,7 @@ from kombu.exceptions import OperationalError
 
 from ..due_time import check_countdown
 from ..errors import SettingsError, UnsupportedBroker
-from ..records.opened import RecordsAddress
+from ..records.opened import RecordsLocation
 from ..settings import DelaySettings
 from ..transports.aliases import OPTION, option_of, transport_of, url_errors_explained
 from ..transports.interface import AdminPart, ExpectsQueues, ServesQueues
@@ -297,7 +297,7 @@ def bounded_connection(app: Any) -> Any:
     )
 
 
-def records_address(app: Any, settings: DelaySettings) -> RecordsAddress | None:
+def records_location(app: Any, settings: DelaySettings) -> RecordsLocation | None:
     """Return the URL and namespace of the server that stores state about waiting tasks.
 
     The setting ``native_delay_records`` gives the URL. Without this setting, a Redis broker or a
@@ -305,7 +305,7 @@ def records_address(app: Any, settings: DelaySettings) -> RecordsAddress | None:
     Sentinel), the result is None.
     """
     if settings.records is not None:
-        return RecordsAddress(settings.records, settings.namespace)
+        return RecordsLocation(settings.records, settings.namespace)
     own_records = getattr(app.connection_for_write().transport, "own_records", None)
     return own_records and own_records(settings)
 

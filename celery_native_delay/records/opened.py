@@ -10,7 +10,7 @@ from ..per_process import PerProcess
 from ..urls import is_redis_url
 
 
-class RecordsAddress(NamedTuple):
+class RecordsLocation(NamedTuple):
     """The URL of a Redis or database, and the app's namespace there (*owner*)."""
 
     url: str

@@ -11,11 +11,11 @@ from celery.app.routes import MapRoute
 from celery.local import Proxy
 from kombu.utils.imports import symbol_by_name
 
-from ..app.installation import installation_of, records_address
+from ..app.installation import installation_of, records_location
 from ..bulk.batch import check_broker
 from ..errors import InvalidFanOut, UnsupportedBroker
 from ..rates.rate import Rate
-from ..records.opened import RecordsAddress
+from ..records.opened import RecordsLocation
 from ..settings import DelaySettings
 from .options import FanOutOptions
 from .spreading import Spread, spread_of
@@ -51,7 +51,7 @@ class AppFacts:
     """The queue for rows without a queue name; "" if the app routes the task to an exchange."""
     spread: Spread | None = None
     """The rate limit that spreads the due times; None without a rate limit."""
-    records: RecordsAddress | None = field(default=None, repr=False)  # its URL may hold a password
+    records: RecordsLocation | None = field(default=None, repr=False)  # its URL may hold a password
     """URL and namespace of the stored state of tasks (``native_delay_records``), or None."""
 
 
@@ -112,7 +112,7 @@ def describe(call: Call) -> AppFacts:
     route = getattr(queue, "name", queue) or ""
     chosen: DelaySettings = installation_of(app).settings()  # type: ignore[union-attr]
     names = tuple(sorted({*queues, route} - {""}))
-    spread, records = _spread(call, task, chosen), records_address(app, chosen)
+    spread, records = _spread(call, task, chosen), records_location(app, chosen)
     return AppFacts(chosen.longest_delay_seconds, names, route, spread, records)
 
 

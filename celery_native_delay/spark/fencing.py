@@ -20,7 +20,7 @@ from ..durations import duration
 from ..errors import FanOutFailed, NoRecords, RecordsUnavailable
 from ..fence.in_records import Runs
 from ..fence.run import ABORTED, ALL, COMMITTED, MARGIN_SECONDS, OPEN, Record, Stamp
-from ..records.opened import RecordsAddress, records_at
+from ..records.opened import RecordsLocation, records_at
 
 if TYPE_CHECKING:
     from .app import AppFacts
@@ -40,7 +40,7 @@ _BY = "the driver"
 class Fence:
     """Lets workers run each row's task only once, even if Spark repeats a partition."""
 
-    records: RecordsAddress = field(repr=False)
+    records: RecordsLocation = field(repr=False)
     run: str
     job: str
     """The id of the Spark job. If several jobs send the same rows, workers run only the tasks of

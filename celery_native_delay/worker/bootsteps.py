@@ -13,7 +13,7 @@ from celery import bootsteps, signals
 from celery.worker.consumer.tasks import Tasks
 
 from ..app.delay import adopt_rates
-from ..app.installation import installation_of, keep_celerys_own_off, records_address
+from ..app.installation import installation_of, keep_celerys_own_off, records_location
 from ..app.retrying import teach_tasks
 from ..app.schedules import schedule_records
 from ..errors import NativeDelayError, SettingsError
@@ -76,7 +76,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._rated = Rated(settings, c.app.tasks) if settings.rates else None
         self._scheduling = self.scheduling_class(c.app, c.timer) if settings.schedules else None
         # Unique comes last: this gate takes the key's lease, after which the task must not wait.
-        fence = Fence(settings, str(c.hostname), records_address(c.app, settings))
+        fence = Fence(settings, str(c.hostname), records_location(c.app, settings))
         passed = gates(settings, self._moved, self._scheduling, fence, self._rated, Unique(c.app))
         c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)
         if settings.telemetry is not None:

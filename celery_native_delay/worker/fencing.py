@@ -19,7 +19,7 @@ from ..errors import RecordsUnavailable, described
 from ..fence import run as fence
 from ..fence.in_records import Runs
 from ..fence.run import Fate, Record, Stamp
-from ..records.opened import RecordsAddress, records_of_process
+from ..records.opened import RecordsLocation, records_of_process
 from ..settings import DelaySettings
 from .arrival import Arrival, AskAgain, Drop, Ruling, WaitUntil
 
@@ -46,12 +46,12 @@ class Fence:
     """A check before a Celery task runs: drop tasks that unsuccessful Spark attempts have sent."""
 
     def __init__(
-        self, settings: DelaySettings, worker: str, address: RecordsAddress | None
+        self, settings: DelaySettings, worker: str, location: RecordsLocation | None
     ) -> None:
         self._policy = settings.fence_policy
         self._keep_seconds = settings.longest_delay_seconds + fence.MARGIN_SECONDS
         self._worker = worker
-        self._address = address
+        self._address = location
         #: By run: the run's stored state, or None if it could not be read, and the monotonic time
         #: until which the worker uses this state.
         self._known: MutableMapping[str, tuple[Record | None, float]] = LRUCache(limit=MOST_RUNS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay.app.installation import installed, records_address
+from celery_native_delay.app.installation import installed, records_location
 from celery_native_delay.bulk import bulk
 from celery_native_delay.fence.in_records import Runs
 from celery_native_delay.fence.run import ABORTED, ALL, COMMITTED, HEADER, OPEN, Record, Stamp
@@ -51,7 +51,7 @@ def test_tasks_of_a_fenced_run_on_redis(empty_redis: PrivateRedis, tmp_path: Pat
 @contextmanager
 def runs_of(fleet: Fleet) -> Iterator[Runs]:
     app = fleet.app()
-    place = records_address(app, installed(app).settings())
+    place = records_location(app, installed(app).settings())
     assert place is not None
     records = records_at(*place)
     yield Runs(records)

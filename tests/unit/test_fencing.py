@@ -10,7 +10,7 @@ import pytest
 
 from celery_native_delay import DelaySettings, RecordsUnavailable
 from celery_native_delay.fence.run import ABORTED, COMMITTED, HEADER, OPEN, Record
-from celery_native_delay.records.opened import RecordsAddress
+from celery_native_delay.records.opened import RecordsLocation
 from celery_native_delay.worker import fencing
 from celery_native_delay.worker.arrival import Arrival, AskAgain, Drop, WaitUntil
 from celery_native_delay.worker.fencing import EVENT, Fence
@@ -47,7 +47,9 @@ def fence(monkeypatch: pytest.MonkeyPatch) -> Fence:
     monkeypatch.setattr(fencing, "Runs", Runs)
     monkeypatch.setattr(Runs, "record", None)
     monkeypatch.setattr(Runs, "asked", 0)
-    return Fence(DelaySettings(), "worker-1", RecordsAddress("redis://127.0.0.1:1", "celery_delay"))
+    return Fence(
+        DelaySettings(), "worker-1", RecordsLocation("redis://127.0.0.1:1", "celery_delay")
+    )
 
 
 def test_a_worker_without_records_runs_fenced_tasks_and_warns_once(

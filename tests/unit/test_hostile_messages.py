@@ -22,7 +22,7 @@ from celery_native_delay.keyed.record import LOCKS
 from celery_native_delay.keyed.rules import Step
 from celery_native_delay.message import HEADER, Delayed
 from celery_native_delay.rates.in_records import RecordLines
-from celery_native_delay.records.opened import RecordsAddress, records_at
+from celery_native_delay.records.opened import RecordsLocation, records_at
 from celery_native_delay.schedules.state import HEADER as OCCURRENCE
 from celery_native_delay.transports.interface import Answer
 from celery_native_delay.transports.rabbitmq.wrapping import unwrap
@@ -232,7 +232,7 @@ def test_no_gate_raises_or_keeps_a_task_for_ever(
     rated.lines = lines
     moved = Moved(delay)
     moved.receipts = WaitingTasks()
-    fence = Fence(delay, "worker", RecordsAddress("redis://nowhere", "celery_delay"))
+    fence = Fence(delay, "worker", RecordsLocation("redis://nowhere", "celery_delay"))
     monkeypatch.setattr(fence, "_looked_up", looked_up)
     consumer = SimpleNamespace(app=None, pool=SimpleNamespace(num_processes=2))
     asks_for_ever = WaitUntil(NOW_US + AWAY_US, otherwise=AskAgain(AWAY_US / 1e6))

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from ...errors import SettingsError, UnsupportedBroker
 from ...rates.line import Lines
 from ...records.interface import Records
-from ...records.opened import RecordsAddress
+from ...records.opened import RecordsLocation
 from ...records.publishing import RecordedPublish
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings
@@ -158,7 +158,7 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         return Keys(prefix, settings.namespace).due
 
-    def own_records(self, settings: DelaySettings) -> RecordsAddress | None:
+    def own_records(self, settings: DelaySettings) -> RecordsLocation | None:
         """Return the address of this Redis, which also stores task state, such as debounce keys."""
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         url = self.client.as_uri(include_password=True)
@@ -171,7 +171,7 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
                 if value is not None
             }
             url = f"rediss://{url.partition('://')[2]}?{urlencode(options)}"
-        return RecordsAddress(url, f"{prefix}{settings.namespace}")
+        return RecordsLocation(url, f"{prefix}{settings.namespace}")
 
     def bulk_publisher(self, *, window: int) -> Any:
         from ..virtual.template import publisher

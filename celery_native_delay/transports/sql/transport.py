@@ -22,7 +22,7 @@ from kombu.utils.json import dumps
 from ...errors import NativeDelayError, UnsupportedBroker
 from ...rates.line import Lines
 from ...records.interface import Records
-from ...records.opened import RecordsAddress
+from ...records.opened import RecordsLocation
 from ...records.publishing import RecordedPublish, underway
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings, is_store_url
@@ -154,10 +154,10 @@ class StoreDelayingTransport(DelayingTransport):
     def waits_in(self: Any, settings: DelaySettings) -> str:
         return f"{settings.namespace} of {without_password(self.store_url(settings))}"
 
-    def own_records(self: Any, settings: DelaySettings) -> RecordsAddress | None:
+    def own_records(self: Any, settings: DelaySettings) -> RecordsLocation | None:
         """Return the address of the database that stores task state, such as debounce keys."""
         url = self.store_url(settings)
-        return RecordsAddress(url, settings.namespace) if is_store_url(url) else None
+        return RecordsLocation(url, settings.namespace) if is_store_url(url) else None
 
     def bulk_publisher(self: Any, *, window: int) -> Any:
         _require_sqlalchemy()

@@ -10,21 +10,21 @@ import pytest
 from celery import Celery
 
 from celery_native_delay import install
-from celery_native_delay.app.installation import installed, records_address
+from celery_native_delay.app.installation import installed, records_location
 from celery_native_delay.fence.in_records import Runs
 from celery_native_delay.fence.run import COMMITTED, Record
-from celery_native_delay.records.opened import RecordsAddress, records_at
+from celery_native_delay.records.opened import RecordsLocation, records_at
 from celery_native_delay.testing import private_redis
 
 OWN = "celery_delay"
 TLS = {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_ca_certs": "/ca.pem", "ssl_keyfile": None}
 
 
-def address_of(broker_url: str, **conf: Any) -> RecordsAddress | None:
+def address_of(broker_url: str, **conf: Any) -> RecordsLocation | None:
     app = Celery("shop", broker=broker_url, set_as_current=False)
     app.conf.update(conf)
     install(app)
-    return records_address(app, installed(app).settings())
+    return records_location(app, installed(app).settings())
 
 
 @pytest.mark.parametrize(
