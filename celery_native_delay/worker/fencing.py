@@ -51,7 +51,7 @@ class Fence:
         self._policy = settings.fence_policy
         self._keep_seconds = settings.longest_delay_seconds + fence.MARGIN_SECONDS
         self._worker = worker
-        self._address = location
+        self._location = location
         #: By run: the run's stored state, or None if it could not be read, and the monotonic time
         #: until which the worker uses this state.
         self._known: MutableMapping[str, tuple[Record | None, float]] = LRUCache(limit=MOST_RUNS)
@@ -83,7 +83,7 @@ class Fence:
         Returns None, so that the task runs unchecked, if the header is invalid or the worker has
         no ``native_delay_records``.
         """
-        if self._address is None:
+        if self._location is None:
             self._warn_once(
                 "native delay: task %s is of a fenced run, but this worker has no "
                 "native_delay_records: it runs the tasks of all attempts, even of failed jobs",
@@ -119,8 +119,8 @@ class Fence:
         return record
 
     def _looked_up(self, run: str) -> Record:
-        assert self._address is not None
-        runs, now = Runs(records_of_process(*self._address)), time()
+        assert self._location is not None
+        runs, now = Runs(records_of_process(*self._location)), time()
         [record] = runs.load([run])
         if record is not None and not fence.is_overdue(record, now=now):
             return record
