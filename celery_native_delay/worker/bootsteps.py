@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
+from functools import partial
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 import celery.worker.consumer.delayed_delivery
 from celery import bootsteps, signals
@@ -16,7 +16,7 @@ from ..app.delay import adopt_rates
 from ..app.installation import installation_of, keep_celerys_own_off, records_location
 from ..app.retrying import teach_tasks
 from ..app.schedules import schedule_records
-from ..errors import NativeDelayError, SettingsError
+from ..errors import NativeDelayError, SettingsError, described
 from ..now import utc_now
 from ..records.opened import flush
 from ..settings import DelaySettings
@@ -39,9 +39,29 @@ from .unique import Unique
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # Workers decide here about Celery's own delayed delivery. ``worker.consumer.tasks`` calls the same
 # function to choose the QoS mode, and must go on doing so.
 keep_celerys_own_off(celery.worker.consumer.delayed_delivery)
+
+
+def _move_tasks_of_raised_rates(app: Any) -> None:
+    """Let waiting tasks run earlier, in a thread, if a deployment has raised their rate limit."""
+    if (change := _tried(partial(adopt_rates, app))) is not None:
+        move = partial(_tried, change)
+        Thread(target=move, name="native-delay-rates", daemon=True).start()
+
+
+def _tried(step: Callable[[], T]) -> T | None:
+    try:
+        return step()
+    except Exception as exc:  # of the records, or of a callable in ``overrides``
+        logger.warning(
+            "native delay: waiting tasks of a raised rate keep their old due times: %s",
+            described(exc),
+        )
+        return None
 
 
 class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
@@ -128,9 +148,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._attendant = self.attendant_class(c.app, settings)
             self._attendant.start()
             if self._rated is not None:
-                with suppress(Exception):  # the gate logs errors of records and callables
-                    if (move := adopt_rates(c.app)) is not None:
-                        Thread(target=move, name="native-delay-rates", daemon=True).start()
+                _move_tasks_of_raised_rates(c.app)
         self._attendant.look_for_parked()
         if self._scheduling is not None:
             self._scheduling.start()
