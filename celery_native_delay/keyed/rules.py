@@ -161,7 +161,7 @@ def receive(seen: Seen, task_id: str, *, token: str) -> Step:
 
 
 def renew(seen: Seen, *, token: str) -> Step:
-    """Extend the lock of a key, if the execution *token* has a lock."""
+    """Extend the lock of a key, if the execution with the id *token* holds this lock."""
     known = seen.record
     if known is None or not (mine := known.run_of(token)):
         return Step(known)

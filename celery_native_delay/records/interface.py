@@ -118,15 +118,15 @@ class IndexEntry(NamedTuple):
 class CompareAndSet:
     """A compare-and-set of a stored state and of waiting messages.
 
-    If the stored state with this *name* has the text *before*, and no message in *gone* was
-    delivered, all these changes are made in one step:
+    The condition: the stored state called *name* has the text *before*, and none of the messages
+    in *gone* was delivered. If the condition holds, one step makes all these changes:
 
     - The state becomes *after*, and expires *kept_ms* milliseconds later.
     - Workers drop the messages *gone*.
     - The list of waiting messages gets the message *new*, and workers may run this message.
 
-    Otherwise nothing changes. The only exception: if the message *new* was already published,
-    workers drop the message.
+    If the condition does not hold, nothing changes. If the message *new* was already published
+    then, workers drop this message.
     """
 
     name: RecordName | None = None

@@ -133,7 +133,7 @@ class RedisLink:
     # --- posting -------------------------------------------------------------------------
 
     def post(self, script: str, keys: tuple[str, ...], *arguments: Any) -> bool:
-        """Send a Lua script without waiting for the answer. Returns False after an error."""
+        """Send a Lua script without waiting for the answer; False if it could not be sent."""
         with self._post_lock:
             try:
                 if self._post_connection is None:

@@ -192,7 +192,7 @@ def lost(sender: Any = None, task_id: Any = None, exception: Any = None, **_: An
 
 @signals.task_retry.connect(weak=False)  # type: ignore[untyped-decorator]
 def retried(sender: Any = None, request: Any = None, reason: Any = None, **_: Any) -> None:
-    """Keep the key reserved until the retry, after a unique task's process was killed."""
+    """If the process of a unique task was killed, reserve the task's key until the retry."""
     if _is_from_outside(reason.exc) and installation_of(sender.app) is not None:
         leases_of(sender.app).lost(request.id, retry_us=_wait_us(reason.when))
 

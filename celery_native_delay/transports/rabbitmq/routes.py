@@ -53,10 +53,9 @@ class Routes:
         self._version = mirror.version
 
     def needs_landing(self, exchange: str, routing_key: str) -> bool:
-        """Return True if due messages reach *exchange* through a landing queue.
+        """Return True if due messages reach *exchange* through a landing queue; declare the queue.
 
-        A landing queue dead-letters due messages to *exchange*. If a landing queue is needed but
-        missing, this method declares the landing queue.
+        A landing queue dead-letters due messages to *exchange*.
         """
         if self._version != self._mirror.version:
             self.forget()

@@ -165,7 +165,10 @@ def explained(name: str, action: str) -> Iterator[None]:
 
 @contextmanager
 def administered(name: str, action: str) -> Iterator[None]:
-    """In a ``with`` block, turn SQS errors into NotPermitted, CannotDelay or UnsupportedBroker."""
+    """In a ``with`` block, turn SQS errors into NotPermitted, CannotDelay or UnsupportedBroker.
+
+    The error says which *action* on the queue *name* failed.
+    """
     try:
         with explained(name, action):
             yield

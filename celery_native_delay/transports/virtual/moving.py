@@ -27,7 +27,7 @@ _KOMBUS = ("body_encoding", "delivery_info", "delivery_tag")
 
 
 class MovingPart(moving.MovingPart):
-    """Moves waiting messages to and from a Redis broker or a database."""
+    """Migrates waiting messages (``delay migrate``) into or out of a Redis broker or a database."""
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
         """Return this broker's waiting messages, if ``delay migrate --from`` is the broker's URL.
