@@ -80,7 +80,7 @@ def wrap(
 
 
 def keep_user_id(properties: dict[str, Any], header: dict[str, Any], user: str) -> None:
-    """Move ``user_id`` from *properties* into *header* if it differs from the connection's *user*."""
+    """Move ``user_id`` from *properties* to *header* if it is not the connection's *user*."""
     # RabbitMQ would close the channel. https://www.rabbitmq.com/docs/validated-user-id
     if properties.get("user_id", user) != user:
         header["user_id"] = properties.pop("user_id")
