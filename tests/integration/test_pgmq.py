@@ -92,6 +92,7 @@ def test_bulk_sends_each_task_once(database: str, connection: Any) -> None:
 
 def test_without_records_commands_count_and_purge_but_list_no_tasks(connection: Any) -> None:
     app = install(Celery("shop", broker="pgmq://", set_as_current=False))
+    Queue("jobs")(connection.default_channel).declare()
     publish(connection, "late", "jobs", delay=60)
     channel, settings = delaying_channel(app, connection)
     part = channel.admin_part(settings)

@@ -202,13 +202,13 @@ def test_tasks_of_every_queue_run(app: Celery, clock: Clock, ran: list[Any]) -> 
 def test_a_thousand_tasks_of_three_months_run_within_seconds(
     app: Celery, clock: Clock, ran: list[Any]
 ) -> None:
-    """It takes 1.2 s on a quiet machine; the limit is for a busy one."""
+    """It takes 1.2 s on a quiet machine; the limit is for a slow and busy one."""
     before = time.process_time()
     for number in range(1000):
         send(app, "note", number, countdown=number * 90 * DAY / 1000)
     clock.advance(days=90)
     assert ran == list(range(1000))
-    assert time.process_time() - before < 4 * SLOWNESS
+    assert time.process_time() - before < 12 * SLOWNESS
 
 
 # ---- run_all and limits --------------------------------------------------------------------------
