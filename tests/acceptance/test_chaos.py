@@ -17,7 +17,8 @@ from tests.chaos.places import place
 from tests.chaos.report import findings_as_text, update
 from tests.chaos.run import Plan, run
 
-SEED, MINUTES, RATE = 14, 0.5, 20
+#: In less than a minute, a killed node may be the only fault on a slow machine.
+SEED, MINUTES, RATE = 14, 1, 20
 
 # Without kills of workers and masters: kombu may then lose the message just taken from Redis.
 REDIS_FAULTS = ("replica-killed", "master-paused", "producer-killed")
@@ -52,7 +53,7 @@ def test_all_promises_hold_while_the_broker_fails(
     # On a busy machine, a worker may hold a message longer than Redis's visibility timeout.
     never = {*FORBIDDEN} - {Verdict.DOUBLED_IN_CALM}
     assert not [each for each in outcome.entries.findings if each.verdict in never]
-    assert outcome.struck  # on a slow machine, one node may need the whole run to come back
+    assert len(outcome.struck) >= 2
     update(folders[2], broker, outcome)
     told = (folders[2] / "chaos.md").read_text()
     assert all(f"`{fault.kind}`" in told for fault in outcome.struck)

@@ -18,7 +18,6 @@ from kombu.transport import memory
 
 from celery_native_delay import Delay, Rate, RetryAfter, SettingsError, Verdict, install, now
 from celery_native_delay.clock import Clock, StillWaiting, running
-from tests.waiting import SLOWNESS
 
 pytest_plugins = ["pytester"]
 
@@ -199,16 +198,27 @@ def test_tasks_of_every_queue_run(app: Celery, clock: Clock, ran: list[Any]) -> 
     assert ran == ["priority", "mail"]
 
 
+def cpu_seconds_of_plain_sends() -> float:
+    """The CPU time of sending a thousand tasks without this package: 0.2 s on a quiet machine."""
+    plain = Celery("plain", broker="memory://", set_as_current=False)
+    before = time.process_time()
+    for number in range(1000):
+        plain.send_task("note", (number,), queue="of no worker")
+    return time.process_time() - before
+
+
 def test_a_thousand_tasks_of_three_months_run_within_seconds(
     app: Celery, clock: Clock, ran: list[Any]
 ) -> None:
-    """It takes 1.2 s on a quiet machine; the limit is for a slow and busy one."""
+    """It takes 1.2 s on a quiet machine, and 5 to 9 times as long as plain Celery's sends."""
+    plain_seconds = cpu_seconds_of_plain_sends()
     before = time.process_time()
     for number in range(1000):
         send(app, "note", number, countdown=number * 90 * DAY / 1000)
     clock.advance(days=90)
+    spent_seconds = time.process_time() - before
     assert ran == list(range(1000))
-    assert time.process_time() - before < 12 * SLOWNESS
+    assert spent_seconds < 15 * max(plain_seconds, cpu_seconds_of_plain_sends())
 
 
 # ---- run_all and limits --------------------------------------------------------------------------
