@@ -133,6 +133,11 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def why(error: Exception) -> str:
+    """Return an error's text for users: with the type, except for errors of this package."""
+    return str(error) if isinstance(error, NativeDelayError) else described(error)
+
+
 @contextmanager
 def brought_by(extra: str, *, module: str) -> Iterator[None]:
     """Turn a failed import into ExtraMissing: *module* needs the pip extra *extra*."""

@@ -19,6 +19,7 @@ from ..errors import (
     NotPermitted,
     SettingsError,
     UnsupportedBroker,
+    described,
 )
 from ..finding import UNCHECKED, WRONG, Finding
 from ..records.opened import records_at
@@ -165,6 +166,9 @@ def _of_schedules(app: Any, settings: DelaySettings) -> Iterator[Finding]:
             problem = f"no worker has published the schedule entry {name}"
             yield Finding("schedules", WRONG, problem, "start a worker with native_delay_schedules")
         for entry in schedules:
+            if entry.problem:
+                problem = f"the schedule entry {entry.name} does not run: {entry.problem}"
+                yield Finding("schedules", WRONG, problem, "correct it, and deploy all workers")
             if entry.late_seconds > _OVERDUE_SECONDS:
                 problem = f"{entry.name} is overdue by {duration(entry.late_seconds)}"
                 yield Finding("schedules", WRONG, problem, "start workers that consume its queue")
@@ -174,6 +178,9 @@ def _of_schedules(app: Any, settings: DelaySettings) -> Iterator[Finding]:
     except (NativeDelayError, OperationalError) as exc:
         problem = f"cannot read the schedule entries: {exc}"
         yield Finding("schedules", UNCHECKED, problem, "mend the problem above, and check again")
+    except Exception as exc:  # the user's modules, scheduler and database may raise anything
+        problem = f"cannot read the schedule entries: {described(exc)}"
+        yield Finding("schedules", WRONG, problem, "correct it: no worker can read them either")
 
 
 def _of_telemetry(settings: DelaySettings) -> Iterator[Finding]:

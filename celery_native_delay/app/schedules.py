@@ -14,11 +14,11 @@ from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
 from kombu.exceptions import OperationalError
 
-from ..errors import CannotDelay, NoRecords, RecordsUnavailable, UnsupportedBroker, described
+from ..errors import CannotDelay, NoRecords, RecordsUnavailable, UnsupportedBroker, described, why
 from ..now import moment, time_ns
 from ..records.interface import Change, RecordName, Records, Snapshot, tried_again
 from ..records.publishing import RecordedPublish, publishing
-from ..schedules.entry import Entry
+from ..schedules.entry import Entry, Unreadable
 from ..schedules.release import Release, taken_over
 from ..schedules.state import (
     HEADER,
@@ -27,6 +27,7 @@ from ..schedules.state import (
     advanced,
     paused,
     planned,
+    refused,
     resumed,
     sent_again,
     swapped,
@@ -67,7 +68,8 @@ class Scheduled(NamedTuple):
 
     *schedule* is a text such as ``every 10 s``. *task_id* is the id of the waiting task. *next_due*
     and *task_id* are None if the schedule entry is paused or has ended. *late_seconds* is the time
-    since *next_due*; 0 if *next_due* is None or in the future.
+    since *next_due*; 0 if *next_due* is None or in the future. *problem* is the reason why the
+    entry cannot be read or published, or None.
     """
 
     name: str
@@ -79,6 +81,7 @@ class Scheduled(NamedTuple):
     is_paused: bool
     late_seconds: float
     task_id: str | None
+    problem: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as a dict for JSON, with times in ISO 8601."""
@@ -153,14 +156,14 @@ class Schedules:
                 found = entry and planned(state, entry, time_ns() // 1000)
                 return found or (state and sent_again(state, time_ns() // 1000))
 
-            if wanted(known) is not None:
-                try:
+            try:
+                if wanted(known) is not None:
                     self._change(name, wanted)
-                except (RecordsUnavailable, OperationalError):
-                    raise  # the next look tries again
-                except Exception as exc:  # a wrong entry leaves the others alone
-                    text = "native delay: schedule entry %s is not published: %s"
-                    logger.error(text, name, described(exc))
+            except (RecordsUnavailable, OperationalError):
+                raise  # the next look tries again
+            except Exception as exc:  # a wrong entry leaves the others alone
+                logger.error("native delay: schedule entry %s is not published: %s", name, why(exc))
+                self._note_problem(name, why(exc))
         self._published = ours
 
     def advance(self, name: str, number: int, task_id: str, *, redelivered: bool) -> str | None:
@@ -184,7 +187,7 @@ class Schedules:
 
     def note_run(self, name: str) -> None:
         """Count an entry's run in the beat scheduler's database, such as django-celery-beat's."""
-        if name not in self._entries or type(self._scheduler) is Scheduler:
+        if name not in self._entries or type(self._scheduler) is _Settings:
             return
         entry = self._scheduler.schedule.get(name)
         if entry is None:
@@ -225,21 +228,25 @@ class Schedules:
         if self._scheduler is None:
             chosen = symbol_by_name(self._app.conf.beat_scheduler)
             # The scheduler of plain Celery also writes a file, which only beat needs.
-            kind = Scheduler if issubclass(chosen, PersistentScheduler) else _reading_all(chosen)
+            kind = _Settings if issubclass(chosen, PersistentScheduler) else _reading_all(chosen)
             self._scheduler = kind(self._app)
-        elif type(self._scheduler) is Scheduler:
+        elif type(self._scheduler) is _Settings:
             return self._entries  # the entries of Celery's settings stay the same
         found = dict(self._scheduler.schedule)
         zone = self._app.timezone
-        self._entries = {name: _entry(name, each, zone) for name, each in found.items()}
+        self._entries = {name: _entry_or_why(name, each, zone) for name, each in found.items()}
         return self._entries
 
     def _entry_of(self, name: str, state: State) -> Entry:
         entries = self._entries or self._read_entries()
         ours = entries.get(name)
-        if ours is not None and ours.text == state.entry:
+        if ours is not None and state.entry in ("", ours.text):
             return ours
-        if (found := Entry.from_text(state.entry)) is not None:
+        try:
+            found = Entry.from_text(state.entry)
+        except Exception as exc:  # of another release, or of a machine with other time zones
+            raise CannotDelay(f"cannot read the schedule entry {name!r}: {described(exc)}") from exc
+        if found is not None:
             return found
         raise CannotDelay(
             f"expected the schedule entry {name!r} in this process too: JSON cannot hold its "
@@ -247,11 +254,12 @@ class Schedules:
         )
 
     def _shown(self, name: str, state: State) -> Scheduled:
+        problem = state.problem
         try:
-            entry = Entry.from_text(state.entry) or self._entry_of(name, state)
+            entry = self._entry_of(name, state)
             task, words = entry.task, entry.words
-        except CannotDelay:
-            task = words = "?"
+        except Exception as exc:  # the other entries can be shown
+            task, words, problem = "?", "?", problem or why(exc)
         due_us, last_us = state.due_us, state.last_us
         return Scheduled(
             name,
@@ -263,6 +271,7 @@ class Schedules:
             state.paused,
             0.0 if due_us is None else max(time_ns() // 1000 - due_us, 0) / 1_000_000,
             state.id,
+            problem,
         )
 
     # --- records and messages ------------------------------------------------------------
@@ -281,6 +290,10 @@ class Schedules:
 
     def _remove(self, name: RecordName) -> None:
         self._ask(lambda records: records.change(name, _removed))
+
+    def _note_problem(self, name: str, problem: str) -> None:
+        rule = partial(refused, problem=problem)
+        self._ask(lambda records: records.change(_name(name), rule))
 
     def _known(self, name: str) -> State:
         ((_, state),) = self._states((name,))
@@ -362,6 +375,30 @@ def _reading_all(kind: Any) -> Any:
     return type(
         kind.__name__, (kind,), {"enabled_models_qs": lambda self: self.Model.objects.enabled()}
     )
+
+
+class _Settings(Scheduler):  # type: ignore[misc]
+    """Reads the entries of Celery's settings; an entry that Celery refuses leaves the others."""
+
+    def merge_inplace(self, b: Any) -> None:
+        for name, fields in b.items():
+            try:
+                self.schedule[name] = self._maybe_entry(name, fields)
+            except Exception as exc:
+                self.schedule[name] = exc
+
+
+def _entry_or_why(name: str, found: Any, zone: Any) -> Entry:
+    """Return an entry of a scheduler; if it cannot be read, an entry that says why."""
+    try:
+        if isinstance(found, Exception):
+            raise found
+        entry = _entry(name, found, zone)
+        _ = entry.text
+    except Exception as exc:
+        task = str(getattr(found, "task", "?"))
+        return Entry(name, task, Unreadable(why(exc)), zone)
+    return entry
 
 
 def _entry(name: str, found: Any, zone: Any) -> Entry:

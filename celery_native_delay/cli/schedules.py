@@ -36,7 +36,7 @@ def schedules(
                 entry.task,
                 entry.schedule,
                 _local(entry.last_run),
-                "paused" if entry.is_paused else _local(entry.next_due),
+                entry.problem or ("paused" if entry.is_paused else _local(entry.next_due)),
                 entry.runs,
             )
             for entry in entries

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta, tzinfo
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -14,6 +14,7 @@ from celery.schedules import crontab, schedule, solar
 from kombu.utils.json import dumps, loads
 
 from ..durations import duration
+from ..errors import CannotDelay
 from .next_due import next_due
 
 VERSION = 1
@@ -93,14 +94,26 @@ class Entry:
         """The schedule as text for users: ``every 10 s`` or ``30 2 * * * Europe/Berlin``."""
         match self.schedule:
             case crontab() as cron:
-                times = (cron._orig_minute, cron._orig_hour, cron._orig_day_of_month)
-                days = (cron._orig_month_of_year, cron._orig_day_of_week)
-                return " ".join(map(str, (*times, *days, self.zone)))
+                minute, hour, weekday, day, month = map(partial(_cron_field, cron), _CRONTAB)
+                return " ".join((minute, hour, day, month, weekday, str(self.zone)))
             case schedule(run_every=every):
                 return f"every {duration(every.total_seconds(), exact=True)}"
             case solar() as sun:
                 return f"{sun.event} at {sun.lat}, {sun.lon}"
         return str(self.schedule)
+
+
+class Unreadable:
+    """The schedule of an entry that cannot be read: it has a reason, and no due time."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return "?"
+
+    def remaining_estimate(self, last_run_at: datetime) -> timedelta:
+        raise CannotDelay(self.reason)
 
 
 def _kind(value: Any) -> str:
@@ -116,7 +129,7 @@ def _told(of: Any) -> list[Any]:
 
 def _plain(of: Any) -> dict[str, Any] | None:
     if isinstance(of, crontab) and type(of).remaining_delta is crontab.remaining_delta:
-        return {"cron": [str(getattr(of, f"_orig_{name}")) for name in _CRONTAB]}
+        return {"cron": [_cron_field(of, name) for name in _CRONTAB]}
     if type(of) is schedule:
         return {"every": of.run_every.total_seconds(), "relative": bool(of.relative)}
     if type(of) is solar:
@@ -124,9 +137,22 @@ def _plain(of: Any) -> dict[str, Any] | None:
     return None
 
 
+def _cron_field(of: crontab, name: str) -> str:
+    """Return a field of a crontab as cron writes it: Celery also takes numbers, lists and sets."""
+    given = getattr(of, f"_orig_{name}")
+    if isinstance(given, str):
+        return given
+    if not (numbers := sorted(getattr(of, name))):
+        raise CannotDelay(f"expected at least one {name} in a crontab, got {given!r}")
+    return ",".join(map(str, numbers))
+
+
 def _schedule(
-    cron: Sequence[str] = (), every: float = 0, relative: bool = False, sun: Sequence[Any] = ()
+    cron: Sequence[str] = (),
+    every: float | None = None,
+    relative: bool = False,
+    sun: Sequence[Any] = (),
 ) -> Any:
-    if every:
+    if every is not None:
         return schedule(timedelta(seconds=every), relative=relative)
     return crontab(*cron) if cron else solar(*sun)

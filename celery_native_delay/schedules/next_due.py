@@ -14,6 +14,8 @@ from typing import Any
 from celery.schedules import crontab, schedule
 from celery.utils.time import delta_resolution
 
+from ..errors import CannotDelay
+
 #: A crontab such as February 29 on a Monday is due again after at most this many years.
 _LONGEST_YEARS = 40
 
@@ -27,11 +29,15 @@ def next_due(of: Any, after: datetime, zone: tzinfo) -> datetime | None:
 
     A crontab contains local times of *zone*. A local time that the clocks skip is due at the clock
     change. A local time that occurs twice is due the first time only. The only exception: a crontab
-    for every hour is due both times.
+    for every hour is due both times. Raises CannotDelay for an interval of 0 s or less.
     """
     if isinstance(of, crontab):
         return next((each for each in _instants(of, after, zone) if each > after), None)
     if isinstance(of, schedule):
+        if of.run_every <= timedelta(0):
+            raise CannotDelay(
+                f"expected an interval above 0 s, got {of.run_every.total_seconds():g} s"
+            )
         local: datetime = (after + of.run_every).astimezone(zone)
         if of.relative and of.run_every >= _DAY:
             local = after.astimezone(zone) + of.run_every

@@ -44,6 +44,7 @@ class State:
     - *missed*: the number of late runs since the last run on time. A late run begins after the next
       due time. The number 100 becomes 0. Always 0 if ``native_delay_schedules_catch_up`` is "one"
       or "none".
+    - *problem*: the reason why workers could not publish the entry's message; None if they could
     """
 
     entry: str
@@ -56,6 +57,7 @@ class State:
     last_us: int = 0
     missed: int = 0
     paused: bool = False
+    problem: str | None = None
 
     def encoded(self) -> str:
         made = {name: value for name, value in asdict(self).items() if value is not None}
@@ -170,9 +172,18 @@ def swapped(snapshot: Snapshot, *, before: State | None, after: State) -> Change
     return Change(after.encoded(), kept_us, True, due_us, replaces=bool(snapshot.messages))
 
 
+def refused(snapshot: Snapshot, *, problem: str) -> Change[None]:
+    """Return the :class:`Change` that stores why an entry's next message is not published."""
+    state = State.from_text(snapshot.text) or State("")
+    if state.problem == problem:
+        return Change(snapshot.text, 0, None)
+    return Change(replace(state, problem=problem).encoded(), snapshot.now_us + KEPT_US, None)
+
+
 def _next(state: State, due_us: int | None, now_us: int, *, missed: int = 0, **new: Any) -> State:
     number = state.number + 1
-    return replace(state, number=number, due_us=due_us, sent_us=now_us, missed=missed, **new)
+    new = {"missed": missed, "problem": None, **new}
+    return replace(state, number=number, due_us=due_us, sent_us=now_us, **new)
 
 
 def _first_us(entry: Entry, state: State, now_us: int) -> int | None:

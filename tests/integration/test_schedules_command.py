@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from celery.contrib.testing.worker import start_worker
+from celery.schedules import BaseSchedule, crontab
 
 from celery_native_delay import Delay, NoRecords, install
 from celery_native_delay.app.doctor import examine
@@ -107,20 +108,92 @@ def test_the_doctor_finds_entries_that_are_missing_overdue_or_sent_by_a_beat(
         assert found(app) == ["a celery beat without native_delay_schedules also sends nightly"]
 
 
+class Never(BaseSchedule):
+    def remaining_estimate(self, last_run_at: Any) -> Any:
+        raise ZeroDivisionError("no such day")
+
+
+#: Entries that cannot run, and the reason that is shown.
+WRONG_ENTRIES: dict[str, tuple[dict[str, Any], str]] = {
+    "far": ({"task": "shop.far", "schedule": 86_400 * 3650.0}, "a delay of "),
+    "keys": ({"task": "shop.keys", "schedule": 9.0, "kwargs": {1: 2, "a": 3}}, "TypeError: "),
+    "misspelt": ({"task": "shop.misspelt", "schedule": 9.0, "arg": [1]}, "TypeError: "),
+    "never": ({"task": "shop.never", "schedule": Never()}, "ZeroDivisionError: no such day"),
+    "none": ({"task": "shop.none", "schedule": crontab(minute=[])}, "expected at least one minute"),
+    "odd": ({"task": "shop.odd", "schedule": 900.0, "args": [object()]}, "EncodeError: "),
+    "text": ({"task": "shop.text", "schedule": "daily"}, "AttributeError: "),
+    "zero": (
+        {"task": "shop.zero", "schedule": 0.0},
+        "expected an interval above 0 s, got 0 s",
+    ),
+}
+
+
 @on_redis
-def test_an_entry_that_cannot_be_sent_leaves_the_others(
-    empty_redis: PrivateRedis, caplog: pytest.LogCaptureFixture
+def test_an_entry_that_cannot_run_is_a_row_with_a_reason_and_leaves_the_others(
+    tmp_path: Path, empty_redis: PrivateRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wrong = {
-        "far": {"task": "shop.far", "schedule": 86_400 * 3650.0},
-        "odd": {"task": "shop.odd", "schedule": 900.0, "args": [object()]},
-    }
-    with app_on(empty_redis.url, beat_schedule={**wrong, **ENTRIES}) as app:
+    wrong = {name: fields for name, (fields, _) in WRONG_ENTRIES.items()}
+    listed = {"listed": {"task": "shop.listed", "schedule": crontab(minute=[0, 30])}}
+    with app_on(empty_redis.url, beat_schedule={**wrong, **listed, **ENTRIES}) as app:
         Schedules(app).publish()
-        assert [entry.name for entry in Delay(app).schedules()] == ["nightly", "tick"]
-        assert Delay(app).count() == 2
-    assert "schedule entry far is not published: " in caplog.text
-    assert "schedule entry odd is not published: " in caplog.text
+        Schedules(app).publish()
+        assert Delay(app).count() == 3
+        entries = {entry.name: entry for entry in Delay(app).schedules()}
+        assert sorted(entries) == sorted({*wrong, *listed, *ENTRIES})
+        found = {each.problem for each in examine(app) if each.check == "schedules"}
+    assert entries["listed"].schedule == "0,30 * * * * UTC"
+    for name, (_, reason) in WRONG_ENTRIES.items():
+        problem = entries[name].problem
+        assert problem is not None
+        assert problem.startswith(reason)
+        assert f"the schedule entry {name} does not run: {problem}" in found
+        assert f"schedule entry {name} is not published: {reason}" in caplog.text
+    assert len(found) == len(wrong)
+
+    shop = Project(tmp_path).write(APP, empty_redis.url, schedules=True)
+    rows = {line.split()[0]: line for line in shop.lines("schedules")}
+    assert rows["zero"].endswith("expected an interval above 0 s, got 0 s 0")
+    assert "shop.report every 1 d 20" in rows["nightly"]
+
+
+@on_redis
+def test_an_entry_that_is_mended_has_no_problem_any_more(empty_redis: PrivateRedis) -> None:
+    with app_on(empty_redis.url, beat_schedule={"tick": {"task": "t", "schedule": 0}}) as app:
+        Schedules(app).publish()
+    with app_on(empty_redis.url, beat_schedule={"tick": {"task": "t", "schedule": 60}}) as app:
+        Schedules(app).publish()
+        (tick,) = Delay(app).schedules()
+        assert (tick.problem, tick.schedule) == (None, "every 1 min")
+        assert Delay(app).count() == 1
+
+
+@on_redis
+def test_an_entry_of_a_machine_with_other_time_zones_is_a_row_with_a_reason(
+    empty_redis: PrivateRedis,
+) -> None:
+    with app_on(empty_redis.url) as app:
+        schedules = Schedules(app)
+        schedules.publish()
+        state = schedules._known("tick")
+        text = state.entry.replace('"zone": "UTC"', '"zone": "Mars/Olympus"')
+        change = Change(replace(state, entry=text).encoded(), time_ns() // 1000 + KEPT_US, None)
+        schedules._ask(lambda records: records.change(_name("tick"), lambda _: change))
+        nightly, tick = Delay(app).schedules()
+        assert nightly.problem is None
+        assert tick.problem is not None
+        assert "No time zone found with key Mars/Olympus" in tick.problem
+
+
+@on_redis
+def test_celerys_own_entry_that_cleans_the_result_backend_is_published(
+    tmp_path: Path, empty_redis: PrivateRedis
+) -> None:
+    backend = {"result_backend": f"db+sqlite:///{tmp_path}/results.db", "result_expires": 60}
+    with app_on(empty_redis.url, **backend) as app:
+        Schedules(app).publish()
+        names = [entry.name for entry in Delay(app).schedules()]
+    assert names == ["celery.backend_cleanup", *sorted(ENTRIES)]
 
 
 def test_rabbitmq_without_records_refuses_schedules(vhost_url: str) -> None:

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 from celery.beat import BeatLazyFunc
 from celery.schedules import BaseSchedule, crontab, schedule, solar
+from hypothesis import given
+from hypothesis import strategies as st
 
+from celery_native_delay.errors import CannotDelay
 from celery_native_delay.records.interface import Change, Snapshot
 from celery_native_delay.schedules.entry import Entry
 from celery_native_delay.schedules.release import InForce, Release, taken_over
@@ -73,6 +76,67 @@ def test_another_worker_can_plant_an_entry_from_its_text(of: Any) -> None:
     assert found.text == made.text
     assert (found.args, found.kwargs, found.ends_us) == (made.args, made.kwargs, 7)
     assert found.words == made.words
+
+
+def fields_of(low: int, high: int) -> st.SearchStrategy[Any]:
+    """A field of a crontab in each form that Celery takes."""
+    numbers = st.integers(low, high)
+    some = st.sets(numbers, min_size=1, max_size=4)
+    return st.one_of(
+        st.sampled_from(["*", "*/2", f"{low}-{low + 3}"]),
+        numbers,
+        numbers.map(str),
+        some,
+        some.map(list),
+        some.map(tuple),
+        some.map(frozenset),
+        numbers.map(lambda first: range(first, high + 1, 3)),
+        some.map(lambda found: ",".join(map(str, found))),
+    )
+
+
+seconds = st.floats(1e-6, 1e9).map(lambda found: timedelta(seconds=found))
+schedules = st.one_of(
+    st.builds(
+        crontab,
+        minute=fields_of(0, 59),
+        hour=fields_of(0, 23),
+        day_of_week=st.one_of(fields_of(0, 6), st.sampled_from(["mon-fri", "sun"])),
+        day_of_month=fields_of(1, 28),
+        month_of_year=fields_of(1, 12),
+    ),
+    st.builds(schedule, seconds.filter(bool), relative=st.booleans()),
+    st.builds(
+        solar, st.sampled_from(["sunset", "dawn_civil"]), st.floats(-60, 60), st.floats(-180, 180)
+    ),
+)
+
+
+@given(schedules)
+def test_each_schedule_of_celery_is_read_by_another_process_as_it_was(of: Any) -> None:
+    made = entry(schedule=of)
+    found = Entry.from_text(made.text)
+    assert found is not None
+    assert found.schedule == of
+    assert (found.text, found.words) == (made.text, made.words)
+    assert found.next_us(NOW_US) == made.next_us(NOW_US)
+
+
+def test_the_same_times_in_another_form_are_no_changed_schedule() -> None:
+    forms: list[Any] = ["0,30", [0, 30], [30, 0], {0, 30}, (0, 30), range(0, 60, 30)]
+    texts = {entry(schedule=crontab(minute=each)).text for each in forms}
+    assert len(texts) == 1
+    assert entry(schedule=crontab(minute=[0, 30])).words == "0,30 * * * * UTC"
+
+
+@pytest.mark.parametrize("every", [0, -5])
+def test_an_interval_that_never_ends_is_refused_by_each_process(every: float) -> None:
+    made = entry(every)
+    found = Entry.from_text(made.text)
+    for each in (made, found):
+        assert each is not None
+        with pytest.raises(CannotDelay, match=f"expected an interval above 0 s, got {every} s"):
+            each.next_us(NOW_US)
 
 
 class Odd(BaseSchedule):

@@ -45,6 +45,9 @@
     }
 
     function nextDue(us, entry) {
+        if (entry.problem) {
+            return isolated(entry.problem);
+        }
         return us === null ? "<span>" + (entry.is_paused ? "paused" : "ended") + "</span>" : shared.timeUntil(us);
     }
 
