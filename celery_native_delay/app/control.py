@@ -25,22 +25,17 @@ class RevokesWaiting:
 
     app: Any
 
-    def broadcast(
-        self,
-        command: str,
-        arguments: dict[str, Any] | None = None,
-        destination: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def broadcast(self, command: str, *args: Any, **kwargs: Any) -> Any:
         """Cancel each revoked task that is waiting, then broadcast the command to the workers.
 
         The only exception: a ``revoke`` with *destination* or *pattern* cancels no waiting task.
         """
-        everywhere = destination is None and kwargs.get("pattern") is None
+        # The arguments are handed on as they came: the user's class may take less by position.
+        given = dict(zip(("arguments", "destination"), args, strict=False)) | kwargs
+        everywhere = given.get("destination") is None and given.get("pattern") is None
         if command in ("revoke", "terminate") and everywhere:
-            self._cancel_waiting((arguments or {}).get("task_id"))
-        return super().broadcast(command, arguments, destination, *args, **kwargs)  # type: ignore[misc]
+            self._cancel_waiting((given.get("arguments") or {}).get("task_id"))
+        return super().broadcast(command, *args, **kwargs)  # type: ignore[misc]
 
     def _cancel_waiting(self, task_ids: Any) -> None:
         ids = [str(each) for each in maybe_list(task_ids) or () if each]

@@ -54,6 +54,7 @@ class Installation:
         self._earlier_connection = vars(app).get("_connection")
         #: The ``send_task`` that the app object had before ``install``; None if only its class had.
         self.earlier_send_task = vars(app).get("send_task")
+        self._earlier_task_from_fun = vars(app).get("_task_from_fun")
         self._amqp: Any = None
         self._connected_enabled: bool | None = None
         self._warned_of: set[str] = set()
@@ -87,6 +88,8 @@ class Installation:
 
     # --- what replaces the app's own ----------------------------------------------------
 
+    # They hand on exactly what their caller passed: a subclass may take less than Celery does.
+
     def connection(self, *args: Any, **kwargs: Any) -> Connection:
         """Make a broker connection that can delay messages. Replaces ``app._connection``."""
         # The method is looked up each time: other code, such as an APM, may replace it later.
@@ -106,16 +109,9 @@ class Installation:
                 connection.transport_options = options
         return connection
 
-    def send_task(
-        self,
-        name: str,
-        args: Any = None,
-        kwargs: Any = None,
-        countdown: Any = None,
-        *more: Any,
-        **options: Any,
-    ) -> Any:
-        """Check *countdown*, then call the ``send_task`` that this method replaces."""
+    def send_task(self, *args: Any, **options: Any) -> Any:
+        """Check the countdown, then call the ``send_task`` that this method replaces."""
+        countdown = args[3] if len(args) > 3 else options.get("countdown")
         # The channel checks all other countdowns when it publishes. NaN is caught here, too.
         if isinstance(countdown, int | float) and not countdown < LONGEST_CELERY_SECONDS:
             settings = self._settings_or_error()
@@ -127,11 +123,16 @@ class Installation:
                 _give_eta_header(self._amqp)
         send_task = self.earlier_send_task or partial(type(self.app).send_task, self.app)
         try:
-            return send_task(name, args, kwargs, countdown, *more, **options)
+            return send_task(*args, **options)
         except OperationalError as exc:
             if options.get("connection") is None and options.get("producer") is None:
                 name_broker(exc, self.app)
             raise
+
+    def task_from_fun(self, *args: Any, **options: Any) -> Any:
+        """Make a task by the ``_task_from_fun`` that ``install`` replaces."""
+        make = self._earlier_task_from_fun or partial(type(self.app)._task_from_fun, self.app)
+        return make(*args, **options)
 
     def _settings_or_error(self) -> DelaySettings | SettingsError:
         try:

@@ -27,7 +27,7 @@ SINCE = "native_delay_retry_after"
 
 def task_from_fun(installation: Installation, *args: Any, **options: Any) -> Any:
     """Make a task that may raise RetryAfter. Replaces ``app._task_from_fun``."""
-    task = type(installation.app)._task_from_fun(installation.app, *args, **options)
+    task = installation.task_from_fun(*args, **options)
     _teach(installation, task)
     return task
 

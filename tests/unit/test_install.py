@@ -242,6 +242,92 @@ def test_an_impossible_countdown_is_refused_before_celery_computes_an_eta(
         task.s().apply_async(countdown=countdown)
 
 
+# ---- methods that the user's classes override ----------------------------------------------
+
+
+class Narrow(Celery):  # type: ignore[misc]
+    """An app whose methods take what Celery's own callers pass, and nothing more by position."""
+
+    sent: tuple[Any, ...] = ()
+
+    def send_task(self, name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
+        self.sent = (name, args, kwargs, options)
+        return super().send_task(name, args, kwargs, **options)
+
+    def _connection(self, url: Any, **options: Any) -> Any:
+        return super()._connection(url, **options)
+
+    def _task_from_fun(self, fun: Any, **options: Any) -> Any:
+        return super()._task_from_fun(fun, **options)
+
+
+class NarrowControl(Control):  # type: ignore[misc]
+    heard: tuple[Any, ...] = ()
+
+    def __init__(self, app: Any) -> None:
+        super().__init__(app)
+
+    def broadcast(self, command: str, **options: Any) -> None:
+        self.heard = (command, options)
+
+
+def narrow_app() -> Narrow:
+    return install(
+        Narrow("proj", broker="memory://", set_as_current=False, control=NarrowControl), levels=12
+    )
+
+
+def test_an_apps_own_methods_get_the_arguments_of_their_callers() -> None:
+    """An app class may narrow the signatures of Celery's methods: install() adds no argument."""
+    app = narrow_app()
+
+    @app.task(name="t", shared=False)
+    def task() -> None: ...
+
+    task.delay()
+    assert app.sent[0] == "t"
+    task.apply_async(countdown=60, queue="narrow")
+    assert app.sent[3]["countdown"] == 60
+    app.send_task("t", kwargs={"a": 1})
+    assert app.sent == ("t", None, {"a": 1}, {})
+    with pytest.raises(DelayTooLong):
+        app.send_task("t", countdown=10**10)
+
+
+def test_a_countdown_by_position_is_checked_and_passed_on() -> None:
+    app = install(memory_app("unit-position"))
+    with pytest.raises(DelayTooLong):
+        app.send_task("t", None, None, 10**10)
+    app.send_task("t", None, None, 60)
+    with app.connection_for_read() as connection, connection.SimpleQueue("unit-position") as queue:
+        assert queue.get_nowait().headers["eta"]
+
+
+def test_a_control_classs_own_broadcast_gets_the_arguments_of_its_caller() -> None:
+    app = narrow_app()
+    app.control.revoke("task-1")
+    assert app.control.heard[0] == "revoke"
+    assert app.control.heard[1]["arguments"]["task_id"] == "task-1"
+    app.control.broadcast("own")
+    assert app.control.heard == ("own", {})
+
+
+def test_a_function_set_on_the_app_before_install_still_makes_its_tasks() -> None:
+    app, made = plain_app(), []
+    make = app._task_from_fun
+
+    def noting(fun: Any, **options: Any) -> Any:
+        made.append(options["name"])
+        return make(fun, **options)
+
+    app._task_from_fun = noting
+
+    def task() -> None: ...
+
+    install(app).task(name="t", shared=False, lazy=False)(task)
+    assert made == ["t"]
+
+
 # ---- pickled apps --------------------------------------------------------------------------
 
 
