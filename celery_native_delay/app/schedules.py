@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from celery import uuid
+from celery.backends.base import DisabledBackend
 from celery.beat import PersistentScheduler, Scheduler, _evaluate_entry_args, _evaluate_entry_kwargs
 from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
@@ -379,6 +380,10 @@ def _reading_all(kind: Any) -> Any:
 
 class _Settings(Scheduler):  # type: ignore[misc]
     """Reads the entries of Celery's settings; an entry that Celery refuses leaves the others."""
+
+    def install_default_entries(self, data: Any) -> None:
+        if not isinstance(self.app.backend, DisabledBackend):  # it has no results to clean up
+            super().install_default_entries(data)
 
     def merge_inplace(self, b: Any) -> None:
         for name, fields in b.items():

@@ -33,7 +33,7 @@ ENTRIES: dict[str, Any] = {
 
 def app_on(url: str, **conf: Any) -> Celery:
     app = Celery("shop", broker=url, set_as_current=False)
-    app.conf.update({"beat_schedule": ENTRIES, "result_expires": None} | conf)
+    app.conf.update({"beat_schedule": ENTRIES} | conf)
     return install(app, schedules=True)
 
 
@@ -194,6 +194,13 @@ def test_celerys_own_entry_that_cleans_the_result_backend_is_published(
         Schedules(app).publish()
         names = [entry.name for entry in Delay(app).schedules()]
     assert names == ["celery.backend_cleanup", *sorted(ENTRIES)]
+
+
+@on_redis
+def test_without_a_result_backend_no_entry_cleans_it(empty_redis: PrivateRedis) -> None:
+    with app_on(empty_redis.url, result_expires=60) as app:
+        Schedules(app).publish()
+        assert [entry.name for entry in Delay(app).schedules()] == sorted(ENTRIES)
 
 
 def test_rabbitmq_without_records_refuses_schedules(vhost_url: str) -> None:
