@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import celery.app.base
-from celery import Celery
+from celery import Celery, signals
 from celery.utils.imports import symbol_by_name
 
 from ..settings import check_settings
@@ -24,8 +24,9 @@ BOOTSTEP = "celery_native_delay.worker.bootsteps:NativeDelay"
 def install(app: App, **settings: Any) -> App:
     """Make the delayed tasks of *app* wait in the broker instead of in the workers.
 
-    Call ``install`` once, before or after the app is configured. A second call only adds or changes
-    settings. Other apps in the process are not changed.
+    Call ``install`` before or after the app is configured. A second call adds or changes settings.
+    It also puts back what a second ``Celery.__init__`` of the same app object removes, such as the
+    worker's bootstep. Each worker does so, too, when it starts. Other apps are not changed.
 
     Args:
         app: the Celery app.
@@ -44,31 +45,47 @@ def install(app: App, **settings: Any) -> App:
     check_settings(settings)
     register_transports()
     keep_celerys_own_off(celery.app.base)
-    if settings:
-        real.conf.update({PREFIX + name: value for name, value in settings.items()})
-    present = installation_of(real)
-    if present is not None:
-        present.keywords |= settings
-        return app
-    installation = Installation(real, dict(settings))
-    if real.configured:
-        installation.settings()  # checks rules that involve several settings
-    real._native_delay = installation
-    real._connection = installation.connection
-    real.send_task = installation.send_task
-    real._task_from_fun = partial(task_from_fun, installation)
-    teach_tasks(installation)
-    if real.on_after_finalize is not None:  # None while an app is unpickled
-        real.on_after_finalize.connect(partial(teach_tasks, installation), weak=False)
-    if not isinstance(real.control_cls, ControlOf):
-        real.control_cls = ControlOf(real.control_cls)
-        vars(real).pop("control", None)
-    from . import idle_beat  # noqa: F401  connects its signal
-
-    real.steps["consumer"].add(BOOTSTEP)
-    real.fixups = {*real.fixups, f"{__name__}:reinstall"}
-    drop_pools(real)
+    installation = installation_of(real)
+    if installation is None:
+        installation = Installation(real, dict(settings))
+        if real.configured:
+            installation.settings()  # checks rules that involve several settings
+        real._native_delay = installation
+        real._connection = installation.connection
+        real.send_task = installation.send_task
+        real._task_from_fun = partial(task_from_fun, installation)
+        drop_pools(real)
+        from . import idle_beat  # noqa: F401  connects its signal
+    installation.keywords |= settings
+    _hook(installation)
     return app
+
+
+def _hook(installation: Installation) -> None:
+    """Add what is missing in the app's configuration, tasks, control, fixups and worker."""
+    app: Any = installation.app
+    if installation.keywords:
+        app.conf.update({PREFIX + name: value for name, value in installation.keywords.items()})
+    teach_tasks(installation)
+    if app.on_after_finalize is not None:  # None while an app is unpickled
+        teach = partial(teach_tasks, installation)
+        app.on_after_finalize.connect(teach, weak=False, dispatch_uid=__name__)
+    if not isinstance(app.control_cls, ControlOf):
+        app.control_cls = ControlOf(app.control_cls)
+        vars(app).pop("control", None)
+    app.steps["consumer"].add(BOOTSTEP)
+    app.fixups = {*app.fixups, f"{__name__}:reinstall"}
+
+
+@signals.worker_init.connect(weak=False)  # type: ignore[untyped-decorator]
+def hook_again(sender: Any = None, **_: Any) -> None:
+    """Complete the app of a starting worker, if ``Celery.__init__`` was called after ``install``.
+
+    Flask's pattern ``init_app`` does so. Without the bootstep no due task would reach its queue.
+    """
+    installation = installation_of(sender.app)
+    if installation is not None:
+        _hook(installation)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.contrib.testing.worker import start_worker
 from kombu import Connection
 
 from celery_native_delay import (
@@ -20,7 +21,7 @@ from celery_native_delay import (
     TopologyMismatch,
     install,
 )
-from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_rabbitmq
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Worker, fleet_on
 from tests.waiting import wait_until
 
@@ -395,3 +396,28 @@ def test_a_beat_entry_with_a_countdown(fleet: Fleet) -> None:
         assert run.due is not None
         run.assert_on_time(run.due)
         assert inspect.scheduled() == {worker.name: []}
+
+
+# ---- Flask's pattern ------------------------------------------------------------------------
+
+
+class Late(Celery):  # type: ignore[misc]
+    def init_app(self, broker_url: str) -> None:
+        super().__init__("late", broker=broker_url, set_as_current=False)
+
+
+def test_a_worker_of_an_app_that_was_initialised_after_install_runs_delayed_tasks(
+    empty_redis: PrivateRedis,
+) -> None:
+    """Flask's ``init_app`` calls ``Celery.__init__`` again, which removes all bootsteps."""
+    app = install(Late(set_as_current=False))
+    app.init_app(empty_redis.url)
+    ran: list[bool] = []
+
+    @app.task(name="note", shared=False)
+    def note() -> None:
+        ran.append(True)
+
+    with start_worker(app, pool="solo", perform_ping_check=False):
+        note.apply_async(countdown=1)
+        wait_until(lambda: ran == [True])

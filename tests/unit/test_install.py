@@ -8,10 +8,11 @@ import math
 import pickle
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import celery.app.base
 import pytest
-from celery import Celery, current_app
+from celery import Celery, current_app, signals
 from celery.app.control import Control
 from celery.local import Proxy
 from kombu import Queue
@@ -326,6 +327,47 @@ def test_a_function_set_on_the_app_before_install_still_makes_its_tasks() -> Non
 
     install(app).task(name="t", shared=False, lazy=False)(task)
     assert made == ["t"]
+
+
+# ---- Flask's pattern -----------------------------------------------------------------------
+
+
+class Late(Celery):  # type: ignore[misc]
+    """An app that Flask's ``init_app`` initialises again, after ``install``."""
+
+    def init_app(self, **options: Any) -> None:
+        super().__init__("late", broker="memory://", set_as_current=False, **options)
+
+
+def by_install(app: Celery) -> None:
+    install(app)
+
+
+def by_worker(app: Celery) -> None:
+    signals.worker_init.send(sender=Mock(app=app))
+
+
+@pytest.mark.parametrize("again", [by_install, by_worker])
+def test_an_app_that_was_initialised_again_is_completed(again: Any) -> None:
+    """A worker completes it by itself: else no due task would reach its queue."""
+    app = install(Late(set_as_current=False), levels=20)
+    app.init_app(control=OwnControl)
+    again(app)
+    again(app)
+    assert list(app.steps["consumer"]).count(BOOTSTEP) == 1
+    assert isinstance(app.control, RevokesWaiting)
+    assert isinstance(app.control, OwnControl)
+    assert installation_of(app).settings() == DelaySettings(levels=20)  # type: ignore[union-attr]
+    assert len(app.on_after_finalize.receivers) == 1
+    pickled = installation_of(pickle.loads(pickle.dumps(app)))
+    assert pickled is not None
+    assert pickled.settings() == DelaySettings(levels=20)
+
+
+def test_a_worker_of_an_app_without_install_gets_no_bootstep() -> None:
+    app = plain_app()
+    by_worker(app)
+    assert BOOTSTEP not in app.steps["consumer"]
 
 
 # ---- pickled apps --------------------------------------------------------------------------
