@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from copy import copy
 from datetime import UTC, date, datetime, timedelta, tzinfo
+from heapq import merge
 from itertools import product
 from typing import Any
 
@@ -51,20 +52,29 @@ def next_due(of: Any, after: datetime, zone: tzinfo) -> datetime | None:
 
 
 def _instants(of: crontab, after: datetime, zone: tzinfo) -> Iterator[datetime]:
-    """Yield a crontab's due times in UTC, beginning with the minute that contains *after*."""
-    wall = after.astimezone(zone)
-    is_hourly = of.hour == _EVERY_HOUR
-    folds = (0, 1) if is_hourly else (0,)
-    for day in _days(of, wall.date()):
-        start = (wall.hour, wall.fold, wall.minute) if day == wall.date() else (0, 0, 0)
-        hours = [hour for hour in sorted(of.hour) if hour >= start[0]]
-        for hour, fold, minute in product(hours, folds, sorted(of.minute)):
-            if (hour, fold, minute) >= start:
+    """Yield a crontab's due times in UTC in order, beginning at or before *after*."""
+    wall, tomorrow = (each.astimezone(zone) for each in (after, after + _DAY))
+    first = wall.replace(tzinfo=None)
+    if of.hour != _EVERY_HOUR:
+        yield from _moments(of, first, zone, fold=0)
+        return
+    # The clocks may go back within a day, and then show times before *first* again.
+    again = min(first, tomorrow.replace(tzinfo=None) - _DAY)
+    yield from merge(_moments(of, first, zone, fold=0), _moments(of, again, zone, fold=1))
+
+
+def _moments(of: crontab, first: datetime, zone: tzinfo, *, fold: int) -> Iterator[datetime]:
+    """Yield the due times of one *fold*, which are in order, from the local time *first* on."""
+    skips = of.hour == _EVERY_HOUR
+    for day in _days(of, first.date()):
+        start = (first.hour, first.minute) if day == first.date() else (0, 0)
+        for hour, minute in product(sorted(of.hour), sorted(of.minute)):
+            if (hour, minute) >= start:
                 time = datetime(day.year, day.month, day.day, hour, minute, tzinfo=zone, fold=fold)
                 moment = time.astimezone(UTC)
                 if moment.astimezone(zone).replace(tzinfo=None) == time.replace(tzinfo=None):
                     yield moment
-                elif not is_hourly:
+                elif not skips:
                     yield _jump(time)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from zoneinfo import ZoneInfo
+from zoneinfo import ZoneInfo, available_timezones
 
 import pytest
 from celery.schedules import crontab, schedule
@@ -161,6 +161,40 @@ def test_it_finds_what_a_scan_of_every_minute_finds(
     while (later := next_due(of, moment, zone)) is not None and later <= after + 3 * 1440 * MINUTE:
         found.append(moment := later)
     assert found == due
+
+
+def changes_of_clocks() -> list[tuple[str, datetime]]:
+    """Each way in which the clocks of a zone have changed since 2000, once, with a time before."""
+    found = {}
+    step = timedelta(days=10)
+    for name in sorted(available_timezones()):
+        zone, moment = ZoneInfo(name), at("2000-01-10T00:00+00:00")
+        while moment.year < 2038:
+            low, moment = moment, moment + step
+            if low.astimezone(zone).utcoffset() == moment.astimezone(zone).utcoffset():
+                continue
+            high = moment
+            while high - low > MINUTE:
+                middle = low + (high - low) // 2
+                changed = middle.astimezone(zone).utcoffset() != low.astimezone(zone).utcoffset()
+                low, high = (low, middle) if changed else (middle, high)
+            before, after = low.astimezone(zone), high.astimezone(zone)
+            found[before.hour, before.minute, after.hour, after.minute] = (name, low)
+    return list(found.values())
+
+
+def test_each_change_of_clocks_in_the_world_skips_and_repeats_no_run() -> None:
+    changes = changes_of_clocks()
+    assert len(changes) > 30
+    for of in (crontab(minute="*/20"), crontab(minute="10,50", hour="0-22")):
+        for name, moment in changes:
+            zone = ZoneInfo(name)
+            after = moment - timedelta(hours=4, minutes=7)
+            due = scanned(of, after, zone, 1)
+            found = [next_due(of, after, zone)]
+            while len(found) < len(due):
+                found.append(next_due(of, found[-1], zone))
+            assert found == due, (name, moment)
 
 
 @pytest.mark.parametrize(
