@@ -330,6 +330,24 @@ def test_an_unbound_queue_gets_no_delayed_messages(
     assert parked_count(connection) == 0
 
 
+def test_an_auto_delete_queue_gets_its_messages_after_its_consumer_restarted(
+    connection: Any, vhost_url: str
+) -> None:
+    """Nothing is parked, although the producer declared the queue and its consumer deleted it."""
+
+    def consume(consumer: Any) -> Inbox:
+        consumer.default_channel.queue_declare("brief", durable=True, auto_delete=True)
+        return Inbox(consumer).consume(["brief"])
+
+    with delaying(vhost_url) as first:
+        consume(first)
+        publish(connection, "hello", "brief", delay=2)
+    with delaying(vhost_url) as second:
+        (came,) = consume(second).wait_for(1)
+        assert came.body == "hello"
+    assert parked_count(connection) == 0
+
+
 @pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "through us"])
 def test_messages_of_a_deleted_queue_are_parked_until_it_exists_again(
     connection: Any, vhost_url: str, by_hand: bool

@@ -103,7 +103,7 @@ def test_an_exchange_with_a_too_long_topic_pattern_gets_a_landing_queue(
 def test_a_queue_that_may_reject_gets_a_landing_queue_in_front(
     mirror: Mirror, overflow: str
 ) -> None:
-    mirror.queue_declared("full", {"x-overflow": overflow}, short_lived=False)
+    mirror.queue_declared("full", {"x-overflow": overflow}, for_replies=False)
     declared = mirrored(mirror, "full", "", "full")
     landing = TOPOLOGY.queue_landing("full")
     assert [d for d in declared if isinstance(d, Queue)] == [landing]
@@ -119,7 +119,7 @@ def test_a_queue_that_may_reject_gets_a_landing_queue_in_front(
 
 
 def test_a_queue_that_drops_its_oldest_message_needs_no_landing_queue(mirror: Mirror) -> None:
-    mirror.queue_declared("ring", {"x-overflow": "drop-head"}, short_lived=False)
+    mirror.queue_declared("ring", {"x-overflow": "drop-head"}, for_replies=False)
     assert mirrored(mirror, "ring", "", "ring") == [Binding(DELIVERY, "ring", "*.*.%.ring")]
 
 
@@ -127,12 +127,12 @@ def test_a_queue_that_drops_its_oldest_message_needs_no_landing_queue(mirror: Mi
 
 
 def test_a_declared_queue_is_reached_by_its_name(mirror: Mirror) -> None:
-    mirror.queue_declared("celery", None, short_lived=False)
+    mirror.queue_declared("celery", None, for_replies=False)
     assert pending(mirror) == [Mirrored("celery", "", "celery")]
 
 
 def test_reply_queues_are_not_mirrored(mirror: Mirror) -> None:
-    mirror.queue_declared("amq.gen-reply", None, short_lived=True)
+    mirror.queue_declared("amq.gen-reply", None, for_replies=True)
     assert not mirror.is_pending
 
 
@@ -154,7 +154,7 @@ def test_a_bound_temporary_queue_is_mirrored(mirror: Mirror) -> None:
 )
 def test_celerys_internal_queues_are_not_mirrored(mirror: Mirror, name: str) -> None:
     assert is_internal(name)
-    mirror.queue_declared(name, None, short_lived=False)
+    mirror.queue_declared(name, None, for_replies=False)
     mirror.queue_bound(name, "jobs", "key")
     mirror.queue_bound("jobs", name, "key")
     mirror.exchange_bound(name)
@@ -183,6 +183,29 @@ def test_a_queue_is_bound_by_its_name_only_once(mirror: Mirror) -> None:
     assert not mirror.is_pending
 
 
+def test_a_connection_forgets_the_oldest_of_ever_new_names(
+    mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forgotten binding that was not yet copied is copied when its queue is used again."""
+    monkeypatch.setattr("celery_native_delay.transports.rabbitmq.mirror.REMEMBERED", 3)
+    mirror.queue_bound_once("first")
+    for number in range(10):
+        mirror.queue_declared(f"q{number}", None, for_replies=False)
+        mirror.exchange_declared(f"x{number}", "direct", None)
+        mirror.exchange_bound(f"x{number}")
+    assert list(mirror.rejects) == ["q7", "q8", "q9"]
+    assert [mirrored.queue for mirrored in mirror.known] == ["q7", "q8", "q9"]
+    assert list(mirror.types.maps[0]) == ["x7", "x8", "x9"]
+    assert mirror.types[""] == "direct"
+    bindings, landings = mirror.take_pending()
+    assert ([binding.queue for binding in bindings], landings) == (
+        ["q7", "q8", "q9"],
+        ["x7", "x8", "x9"],
+    )
+    mirror.queue_bound_once("first")
+    assert pending(mirror) == [Mirrored("first", "", "first")]
+
+
 def test_an_unbound_binding_is_forgotten(mirror: Mirror) -> None:
     mirror.queue_bound("q", "jobs", "a")
     mirror.queue_bound("q", "jobs", "b")
@@ -194,12 +217,12 @@ def test_an_unbound_binding_is_forgotten(mirror: Mirror) -> None:
 
 
 def test_the_bindings_of_a_deleted_queue_are_forgotten(mirror: Mirror) -> None:
-    mirror.queue_declared("q", {"x-overflow": "reject-publish"}, short_lived=False)
+    mirror.queue_declared("q", {"x-overflow": "reject-publish"}, for_replies=False)
     mirror.queue_bound("q", "jobs", "a")
     mirror.queue_bound("other", "jobs", "a")
     mirror.queue_deleted("q")
     assert pending(mirror) == [Mirrored("other", "jobs", "a")]
-    mirror.queue_declared("q", None, short_lived=False)
+    mirror.queue_declared("q", None, for_replies=False)
     assert mirrored(mirror, "q", "", "q") == [Binding(DELIVERY, "q", "*.*.%.q")]
 
 

@@ -21,6 +21,7 @@ from celery_native_delay.transports.rabbitmq.wrapping import (
 
 NOW_US = 1_795_176_000_000_000
 DUE_US = NOW_US + 60_000_000
+ETA = "2026-11-20T12:01:00+00:00"
 
 LEVEL = "celery_delay.v1.31x125ms.f15.quorum.level-07"
 DELIVERY = "celery_delay.v1.31x125ms.f15.quorum.delivery"
@@ -220,15 +221,59 @@ def test_death_headers_of_other_queues_are_kept() -> None:
 
 
 def test_a_death_header_added_after_the_delivery_is_kept() -> None:
-    """The user's queue dead-lettered the task into the user's dead-letter queue."""
-    waited = after_the_levels(wrapped({"application_headers": {"task": "t"}}))
+    """The user's queue dead-lettered the task into the user's dead-letter queue.
+
+    RabbitMQ wrote ``x-first-death-*`` when the message left its first delay level. Without a delay
+    it would have named the user's queue.
+    """
+    waited = after_the_levels(wrapped({"application_headers": {"eta": ETA}}))
     headers = waited["application_headers"]
-    headers["x-death"] = [death("jobs", "rejected"), *headers["x-death"]]
-    headers["x-last-death-queue"] = "jobs"
+    rejected = death("jobs", "rejected") | {"exchange": "dlx"}
+    headers["x-death"] = [rejected, *headers["x-death"]]
+    headers |= {f"x-last-death-{part}": rejected[part] for part in ("queue", "exchange", "reason")}
     came_out, _, _ = opened(waited, {"exchange": "dlx", "routing_key": "a.b"})
-    assert came_out["application_headers"]["x-death"] == [death("jobs", "rejected")]
-    assert came_out["application_headers"]["x-last-death-queue"] == "jobs"
-    assert "x-first-death-queue" not in came_out["application_headers"]
+    assert came_out["application_headers"] == {
+        "eta": ETA,
+        "x-death": [rejected],
+        "x-first-death-queue": "jobs",
+        "x-first-death-exchange": "dlx",
+        "x-first-death-reason": "rejected",
+        "x-last-death-queue": "jobs",
+        "x-last-death-exchange": "dlx",
+        "x-last-death-reason": "rejected",
+    }
+
+
+def test_the_first_of_several_later_deaths_is_found_by_its_time() -> None:
+    """RabbitMQ moves an entry to the front of ``x-death`` when its queue dead-letters again."""
+    waited = after_the_levels(wrapped({"application_headers": {"eta": ETA}}))
+    again = death("jobs", "rejected", 2) | {"time": datetime(2026, 1, 1)}
+    between = death("others", "rejected") | {"time": datetime(2026, 1, 2)}
+    waited["application_headers"]["x-death"][:0] = [again, between]
+    came_out, _, _ = opened(waited, {"exchange": "dlx", "routing_key": "a.b"})
+    assert came_out["application_headers"]["x-first-death-queue"] == "jobs"
+
+
+def test_of_deaths_before_and_after_the_delay_the_last_is_the_later_one() -> None:
+    """The first one is the one before the delay."""
+    before = {
+        "eta": ETA,
+        "x-death": [death("before")],
+        "x-first-death-queue": "before",
+        "x-last-death-queue": "before",
+        "x-last-death-exchange": "old",
+        "x-last-death-reason": "expired",
+    }
+    waited = after_the_levels(wrapped({"application_headers": before}))
+    headers = waited["application_headers"]
+    headers["x-death"] = [death("after"), *headers["x-death"]]
+    headers |= {"x-last-death-queue": "after", "x-last-death-exchange": "new"}
+    came_out, _, _ = opened(waited, {"exchange": "dlx", "routing_key": "a.b"})
+    assert came_out["application_headers"] == before | {
+        "x-death": [death("after"), death("before")],
+        "x-last-death-queue": "after",
+        "x-last-death-exchange": "new",
+    }
 
 
 # ---- refused messages, and headers that must not be copied ---------------------------------

@@ -56,7 +56,7 @@ def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
             case Exchange(name, kind, arguments):
                 mirror.exchange_declared(name, kind, arguments)
             case Queue(name, arguments):
-                mirror.queue_declared(name, arguments, short_lived=False)
+                mirror.queue_declared(name, arguments, for_replies=False)
             case Binding(source, destination, routing_key):
                 mirror.queue_bound(destination, source, routing_key)
     bindings, landings = mirror.take_pending()

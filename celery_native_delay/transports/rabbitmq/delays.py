@@ -31,7 +31,7 @@ from .address import landing_address
 from .channels import OwnChannel, Publication, WindowChannel
 from .declaring import Declarer, broker_version, not_declared, not_permitted
 from .entry import Entry, forget, record
-from .mirror import Mirror
+from .mirror import Mirror, remember
 from .preparation import Preparation, Prepared
 from .routes import Routes
 from .topology import Topology
@@ -154,7 +154,7 @@ class Delays:
         if not self.preparation.is_ready or self.mirror.is_pending:
             self.preparation.prepare()
         if not exchange and not self.mirror.is_pending:
-            self._declared_queues[routing_key] = self.mirror.version
+            remember(self._declared_queues, routing_key, self.mirror.version)
 
     def publish_keyed(self, keyed: RecordedPublish, message: amqp.Message, like: Delayed) -> None:
         """Publish the message of a debounced, throttled or unique task.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections import ChainMap
+from collections.abc import Iterator, MutableMapping
+from typing import Any, NamedTuple, TypeVar
 
 from .address import landing_address, queue_address, topic_binding_address, topic_matches
 from .topology import Binding, Change, Declaration, Exchange, Topology, Unbinding
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 #: The types of the exchanges that every virtual host of RabbitMQ has.
 BUILTIN_TYPES = {
@@ -25,6 +29,10 @@ MIRRORED_TYPES = ("direct", "topic")
 #: Types that choose a queue by a hash of the routing key. Delayed messages cannot go to such an
 #: exchange, because a message from a landing queue has two routing keys.
 HASHING_TYPES = ("x-consistent-hash", "x-modulus-hash")
+
+#: How many bindings, queues or exchanges a connection remembers. A connection that publishes to
+#: ever-new queues then needs a few megabytes. For a forgotten name, the broker is asked again.
+REMEMBERED = 10_000
 
 #: Celery's and kombu's own queues (remote control, replies, events), whose messages never wait.
 _INTERNAL = re.compile(r"(^|\.)(pidbox|celeryev)($|\.)")
@@ -48,10 +56,10 @@ class Mirror:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self.types: dict[str, str] = dict(BUILTIN_TYPES)
+        self.types: ChainMap[str, str] = ChainMap({}, BUILTIN_TYPES)
         #: A counter that each declaration, binding and deletion by the user increases.
         self.version = 0
-        #: All bindings that the user made on this connection.
+        #: The last bindings that the user made on this connection.
         self.known: dict[Mirrored, None] = {}
         #: Bindings still to be copied, and exchanges whose landing queues are still to be declared.
         self.pending: dict[Mirrored, None] = {}
@@ -60,10 +68,15 @@ class Mirror:
         self.rejects: dict[str, bool] = {}
         self._landings: dict[str, None] = {}
 
+    def remember_type(self, exchange: str, kind: str) -> None:
+        """Remember the type of an exchange, which is then the last to be forgotten."""
+        if exchange not in BUILTIN_TYPES:
+            remember(self.types.maps[0], exchange, kind)
+
     # --- what the user does --------------------------------------------------------------
 
     def exchange_declared(self, exchange: str, kind: str, arguments: dict[str, Any] | None) -> None:
-        self.types[exchange] = kind
+        self.remember_type(exchange, kind)
         self.version += 1
         if arguments and "alternate-exchange" in arguments:
             self._note_landing(exchange)
@@ -88,16 +101,16 @@ class Mirror:
         return gone
 
     def queue_declared(
-        self, queue: str, arguments: dict[str, Any] | None, *, short_lived: bool
+        self, queue: str, arguments: dict[str, Any] | None, *, for_replies: bool
     ) -> None:
         """Remember a queue that the user declared.
 
-        *short_lived* is True for an exclusive or auto-delete queue. The queue's binding to the
+        *for_replies* is True for a queue that gets replies, not tasks. The queue's binding to the
         default exchange is then not remembered.
         """
         overflow = str((arguments or {}).get("x-overflow", ""))
-        self.rejects[queue] = overflow.startswith("reject-publish")
-        if not short_lived:
+        remember(self.rejects, queue, overflow.startswith("reject-publish"))
+        if not for_replies:
             self.queue_bound(queue, "", queue)
 
     def queue_bound(self, queue: str, exchange: str, routing_key: str) -> None:
@@ -105,13 +118,17 @@ class Mirror:
         if not queue or is_internal(exchange) or is_internal(queue):
             return
         mirrored = Mirrored(queue, exchange, routing_key)
-        self.known[mirrored] = self.pending[mirrored] = None
+        self._remember_binding(mirrored)
+        self.pending[mirrored] = None
         self.version += 1
 
     def queue_bound_once(self, queue: str) -> None:
         """Remember the queue's binding to the default exchange, if not yet remembered."""
-        if Mirrored(queue, "", queue) not in self.known:
-            self.queue_bound(queue, "", queue)
+        mirrored = Mirrored(queue, "", queue)
+        if mirrored in self.known:
+            self._remember_binding(mirrored)
+        else:
+            self.queue_bound(*mirrored)
 
     def queue_unbound(self, queue: str, exchange: str, routing_key: str) -> Mirrored:
         """Forget and return a queue binding that the user removed."""
@@ -214,7 +231,24 @@ class Mirror:
         return Binding(topology.delivery_exchange, destination, topology.delivery_pattern(address))
 
     def _note_landing(self, exchange: str) -> None:
-        self._landings[exchange] = self.pending_landings[exchange] = None
+        self.pending_landings[exchange] = None
+        if (forgotten := remember(self._landings, exchange, None)) is not None:
+            self.pending_landings.pop(forgotten, None)
+
+    def _remember_binding(self, mirrored: Mirrored) -> None:
+        if (forgotten := remember(self.known, mirrored, None)) is not None:
+            self.pending.pop(forgotten, None)
+
+
+def remember(cache: MutableMapping[K, V], key: K, value: V) -> K | None:
+    """Put *key* at the end of *cache*; forget and return the first key of a full cache."""
+    cache.pop(key, None)
+    cache[key] = value
+    if len(cache) <= REMEMBERED:
+        return None
+    first = next(iter(cache))
+    del cache[first]
+    return first
 
 
 def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declaration]:

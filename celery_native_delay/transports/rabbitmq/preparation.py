@@ -12,7 +12,7 @@ from amqp.exceptions import AccessRefused, ChannelError, NotFound
 
 from ...errors import NativeDelayError, NotPermitted
 from .declaring import Declarer, check_broker, not_declared, refusals_explained
-from .mirror import Mirror, Mirrored, is_internal
+from .mirror import Mirror, Mirrored, is_internal, remember
 from .routes import Routes
 from .topology import Unbinding
 
@@ -112,10 +112,13 @@ class Preparation:
             for binding in bindings
             if self._routes.exists(binding.exchange) and self._can_bind(binding.queue)
         ]
-        for queue in {binding.queue for binding in mirrored} - self._mirror.rejects.keys():
-            # A process that knows the queue's arguments may have declared its landing queue.
-            landing = self._topology.queue_landing_queue(queue)
-            self._mirror.rejects[queue] = self._declarer.has_queue(landing, if_refused=False)
+        for queue in {binding.queue for binding in mirrored}:
+            rejects = self._mirror.rejects.get(queue)
+            if rejects is None:
+                # A process that knows the queue's arguments may have declared its landing queue.
+                landing = self._topology.queue_landing_queue(queue)
+                rejects = self._declarer.has_queue(landing, if_refused=False)
+            remember(self._mirror.rejects, queue, rejects)
         groups = self._mirror.marker_declarations(mirrored, landings, consuming=consuming)
         bound = [declaration for b in mirrored for declaration in self._mirror.declarations(b)]
         try:

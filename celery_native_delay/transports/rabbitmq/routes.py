@@ -16,7 +16,14 @@ from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
 from ...errors import CannotDelay
 from .address import message_address
 from .declaring import Declarer, not_declared, refusals_explained
-from .mirror import BUILTIN_TYPES, HASHING_TYPES, MIRRORED_TYPES, Mirror, landing_declarations
+from .mirror import (
+    BUILTIN_TYPES,
+    HASHING_TYPES,
+    MIRRORED_TYPES,
+    Mirror,
+    landing_declarations,
+    remember,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +55,7 @@ class Routes:
         self._mirror = mirror
         self._declarer = declarer
         self._known: dict[str, _KnownExchange] = {}
-        self._reached: set[tuple[str, str]] = set()
+        self._reached: dict[tuple[str, str], None] = {}
         self._landings: dict[str, bool] = {}
         self._version = mirror.version
 
@@ -63,14 +70,15 @@ class Routes:
         if known is None or known.until < monotonic():
             if known is not None:
                 self._look_again(exchange)
-            known = self._known[exchange] = self._ask_about(exchange)
+            known = self._ask_about(exchange)
+            remember(self._known, exchange, known)
         if (exchange, routing_key) in self._reached:
             return False
         if known.needs_landing or self._is_too_long(exchange, routing_key):
             self._require_landing(exchange)
             return True
         if self._mirror.reaches(exchange, routing_key):
-            self._reached.add((exchange, routing_key))
+            remember(self._reached, (exchange, routing_key), None)
             return False
         return not known.mirrored and self._has_landing(exchange)
 
@@ -92,14 +100,16 @@ class Routes:
         """Return the type of *exchange*, from the cache or the broker."""
         kind = self._mirror.types.get(exchange)
         if kind is None:
-            kind = self._mirror.types[exchange] = self._ask_type(exchange)
+            kind = self._ask_type(exchange)
+        self._mirror.remember_type(exchange, kind)
         return kind
 
     def _look_again(self, exchange: str) -> None:
         kind = self.type_of(exchange)
         if kind in ASKED_TYPES and exchange not in BUILTIN_TYPES:
-            self._mirror.types[exchange] = self._ask_type(exchange, likely=kind)
-        self._reached = {reached for reached in self._reached if reached[0] != exchange}
+            self._mirror.remember_type(exchange, self._ask_type(exchange, likely=kind))
+        for reached in [reached for reached in self._reached if reached[0] == exchange]:
+            del self._reached[reached]
 
     def _ask_about(self, exchange: str) -> _KnownExchange:
         until = monotonic() + ROUTE_SECONDS
@@ -152,16 +162,14 @@ class Routes:
                         "its delayed messages park where workers have not copied its bindings",
                         exchange,
                     )
-        self._landings[exchange] = there
+        remember(self._landings, exchange, there)
         return there
 
     def _ask_type(self, exchange: str, *, likely: str = "") -> str:
         if not self._declarer.refusal_fits(exchange):
             return likely or ("" if self._has_landing(exchange) else "direct")
+        asked = sorted(ASKED_TYPES, key=lambda kind: kind != likely)
         try:
-            # The first declaration is passive, so that a missing exchange is not declared.
-            self._declarer.channel.exchange_declare(exchange, "direct", passive=True)
-            asked = sorted(ASKED_TYPES, key=lambda kind: kind != likely)
             return next(filter(partial(self._is_of_type, exchange), asked), "")
         except AccessRefused:
             # RabbitMQ tells the type only by refusing another type, which needs the permission to
@@ -170,10 +178,17 @@ class Routes:
             return likely or "direct"
 
     def _is_of_type(self, exchange: str, kind: str) -> bool:
+        """Return True if *exchange* has the type *kind*; raise NotFound if it does not exist."""
+        # RabbitMQ compares the type only in a declaration that is not passive. This one has a wrong
+        # argument, so that RabbitMQ refuses it always, and never declares the exchange.
+        wrong = {"alternate-exchange": 0}
         try:
-            self._declarer.channel.exchange_declare(exchange, kind, durable=True, auto_delete=False)
+            self._declarer.channel.exchange_declare(exchange, kind, arguments=wrong)
         except PreconditionFailed as exc:
             # The text names the first argument that differs, and the type is compared first. The
             # end of the text, with the present type, may be cut off.
-            return "arg 'type'" not in (exc.reply_text or "")[:255]
+            text = (exc.reply_text or "")[:255]
+            if "inequivalent" not in text:
+                raise NotFound(f"no exchange {exchange!r}") from exc
+            return "arg 'type'" not in text
         return True

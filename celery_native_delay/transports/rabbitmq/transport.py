@@ -145,10 +145,14 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         """Declare a queue; delayed messages will arrive in the queue at their due time."""
         result = super().queue_declare(queue, passive, *args, **kwargs)
         if not passive:
-            # py-amqp deletes a queue with its last consumer unless told otherwise.
-            short_lived = kwargs.get("exclusive") or kwargs.get("auto_delete", True)
+            arguments = kwargs.get("arguments") or {}
+            # py-amqp deletes a queue with its last consumer unless told otherwise. Such a queue
+            # with a lifetime is Celery's queue for results (rpc://).
+            brief = kwargs.get("auto_delete", True) and "x-expires" in arguments
             self.delays.mirror.queue_declared(
-                result.queue if result else queue, kwargs.get("arguments"), short_lived=short_lived
+                result.queue if result else queue,
+                arguments,
+                for_replies=bool(not queue or kwargs.get("exclusive") or brief),
             )
         return result
 

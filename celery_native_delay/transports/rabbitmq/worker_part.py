@@ -18,6 +18,11 @@ from .parking import rescue
 
 
 class RabbitMQWorkerPart(RecordedWorkerPart):
+    def serve(self, queues: Sequence[str]) -> None:
+        """Bind the queues by their names, also those that look like queues for replies."""
+        for queue in queues:
+            self._delays.mirror.queue_bound_once(queue)
+
     def prepare(self, where: str) -> str:
         prepared = self._delays.prepare(consuming=True)
         settings = self.settings

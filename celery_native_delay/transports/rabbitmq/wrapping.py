@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import datetime
+from operator import itemgetter
 from typing import Any
 
 from ...errors import CannotDelay
@@ -16,6 +18,8 @@ _FIRST_AND_LAST = {
     ]
     for order in ("first", "last")
 }
+
+_FIRST, _LAST = (frozenset(names) for names in _FIRST_AND_LAST.values())
 
 #: Headers that RabbitMQ adds when it dead-letters. If they are published again, RabbitMQ before
 #: 4.0 sees a cycle and drops the message (rabbit_dead_letter.erl v3.10; celery#9867).
@@ -129,6 +133,10 @@ def _without_our_deaths(headers: dict[str, Any], earlier: Mapping[str, Any]) -> 
         return headers
     kept = without_deaths(headers)
     later = kept.get("x-death", [])
+    if not _FIRST.isdisjoint(earlier):
+        kept = {name: kept[name] for name in kept.keys() - _FIRST}
+    if not _LAST.isdisjoint(kept):
+        earlier = {name: earlier[name] for name in earlier.keys() - _LAST}
     kept |= earlier
     if deaths := later + earlier.get("x-death", []):
         kept["x-death"] = deaths
@@ -156,7 +164,25 @@ def _users_deaths(
         ]
         if theirs:
             kept["x-death"] = theirs
+            if ours(str(headers.get("x-first-death-queue", ""))):
+                kept |= _first_death(theirs)
     for queue, names in _FIRST_AND_LAST.items():
         if not ours(str(headers.get(queue, ""))):
             kept |= {name: headers[name] for name in names if name in headers}
     return kept
+
+
+def _first_death(deaths: list[Any]) -> dict[str, Any]:
+    """Return the headers ``x-first-death-*`` for a message's *deaths*, which are newest first."""
+    oldest_first = [death for death in reversed(deaths) if isinstance(death, dict)]
+    # An entry moves to the front with each death, and keeps the time of its first death.
+    times = [death.get("time") for death in oldest_first]
+    if all(isinstance(time, datetime) for time in times):
+        oldest_first.sort(key=itemgetter("time"))
+    parts = ("exchange", "queue", "reason")
+    return {
+        f"x-first-death-{part}": death[part]
+        for death in oldest_first[:1]
+        for part in parts
+        if part in death
+    }
