@@ -26,11 +26,12 @@ from celery_native_delay.testing.rabbitmq import (
     vhost_name,
 )
 from tests.networks import PrivateNetwork
+from tests.waiting import SLOWNESS
 
-_PATIENCE_SECONDS = 90
+_PATIENCE_SECONDS = 90 * SLOWNESS
 """Time for the nodes to join: 1-10 s, several times longer on a busy machine."""
 
-_RECOVERY_SECONDS = 30
+_RECOVERY_SECONDS = 30 * SLOWNESS
 """A node of RabbitMQ 3.10 that paused itself resumes within 3-6 s, and sometimes never."""
 
 # By default the user guest may connect from 127.0.0.1 only.

@@ -28,8 +28,9 @@ from celery_native_delay.testing.redis import (
     private_redis,
     require_redis,
 )
+from tests.waiting import SLOWNESS
 
-_PATIENCE_SECONDS = 100
+_PATIENCE_SECONDS = 100 * SLOWNESS
 """Time for a failover: 2-4 s, many times longer on a busy machine or after a failed election."""
 
 # Milliseconds after which a silent master is down, and that an attempt to promote another may

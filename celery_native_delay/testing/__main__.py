@@ -24,7 +24,8 @@ def main() -> None:
         help="folder that keeps its messages for the next time; without one they are lost",
     )
     chosen = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a script's `&` lets Python ignore SIGINT
+        signal.signal(number, signal.default_int_handler)
     with suppress(KeyboardInterrupt), embedded_broker(chosen.folder) as broker:
         with suppress(KeyboardInterrupt):  # so that the broker is stopped normally
             print(broker.url, flush=True)  # noqa: T201  a command prints
