@@ -68,7 +68,7 @@ test-spark: venv ## run the promises of Spark, on a local one
 
 test-fast: venv ## run the unit tests, and the conformance suite on a folder: no broker, under a minute
 	$(PYTHON) -m pytest --numprocesses=$(TEST_PROCESSES) \
-		-m 'not (ci or redis or rabbitmq310 or rabbitmq43)' tests/unit tests/conformance
+		-m 'not (ci or redis or rabbitmq or rabbitmq43)' tests/unit tests/conformance
 
 check: venv ## lint, format, types, the direction of imports, and plain words
 	$(PYTHON) -m ruff check .

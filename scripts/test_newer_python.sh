@@ -32,5 +32,5 @@ python3 -m venv /tmp/venv
 /tmp/venv/bin/pip install --quiet --constraint constraints.txt --editable .[dev]
 /tmp/venv/bin/pip install --quiet \"django>=6\" django-tasks-celery
 exec /tmp/venv/bin/python -m pytest --numprocesses=${TEST_PROCESSES:-5} \
-    -m \"not (ci or redis or rabbitmq310 or rabbitmq43)\" ${TESTS:-tests/unit tests/conformance tests/acceptance/test_django.py}
+    -m \"not (ci or redis or rabbitmq or rabbitmq43)\" ${TESTS:-tests/unit tests/conformance tests/acceptance/test_django.py}
 "' "$root" "$here"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
-from celery_native_delay.testing import require_rabbitmq
+from celery_native_delay.testing import find_rabbitmq, require_rabbitmq
 from pytest_celery_native_delay import IN_CI, installed
 
 RETRY_MS = 3000
@@ -29,9 +29,27 @@ MORTAL = {
 }
 """The configuration of mortal_rabbitmq."""
 
-on_one_version = pytest.mark.parametrize(
-    "rabbitmq_version", [pytest.param("3.10", marks=pytest.mark.rabbitmq310)], indirect=True
+
+def _system_rabbitmq() -> str:
+    found = find_rabbitmq()
+    return ".".join(found.version.split(".")[:2]) if found else "system"
+
+
+SYSTEM_RABBITMQ = _system_rabbitmq()
+"""The version of the system's RabbitMQ, such as "3.10" on Debian 12; "system" if it has none."""
+
+ON_SYSTEM = pytest.param(
+    SYSTEM_RABBITMQ, marks=pytest.mark.rabbitmq, id=f"rabbitmq-{SYSTEM_RABBITMQ}"
 )
+"""The test parameter for the system's RabbitMQ."""
+
+ON_RABBITMQS = [ON_SYSTEM]
+"""The test parameters for the RabbitMQ versions on which all tests of RabbitMQ run."""
+
+if SYSTEM_RABBITMQ != "4.3":
+    ON_RABBITMQS.append(pytest.param("4.3", marks=pytest.mark.rabbitmq43, id="rabbitmq-4.3"))
+
+on_one_version = pytest.mark.parametrize("rabbitmq_version", [ON_SYSTEM], indirect=True)
 """Run a test on one RabbitMQ version only: for code that behaves the same on all versions."""
 
 
@@ -47,14 +65,13 @@ def in_ci(*values: object) -> Any:
 TEST_43 = IN_CI or os.environ.get("NATIVE_DELAY_TEST_43") == "1"
 
 
-def installed_rabbitmq(name: Literal["3.10", "4.3"]) -> str:
-    """The RabbitMQ version of a test's parameter; skips if it is not installed or not selected.
-
-    "3.10" stands for the system's RabbitMQ, which is 3.10 on Debian 12.
-    """
-    if name == "4.3" and not TEST_43:
+def installed_rabbitmq(name: str = SYSTEM_RABBITMQ) -> str:
+    """The RabbitMQ version of a test's parameter; skips if it is not installed or not selected."""
+    if name == SYSTEM_RABBITMQ:
+        return installed(require_rabbitmq).version
+    if not TEST_43:
         pytest.skip("RabbitMQ 4.3 is tested on request: set NATIVE_DELAY_TEST_43=1")
-    return installed(require_rabbitmq, None if name == "3.10" else name).version
+    return installed(require_rabbitmq, name).version
 
 
 def self_signed_certificate(folder: Path) -> tuple[Path, Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import warnings
 from collections.abc import Callable, Generator, Iterator
@@ -26,11 +27,15 @@ from celery_native_delay.testing import (
 from celery_native_delay.testing.redis import ServerName
 from pytest_celery_native_delay import installed
 from tests import sockets
-from tests.brokers import MORTAL, in_ci, installed_rabbitmq
+from tests.brokers import MORTAL, ON_RABBITMQS, in_ci, installed_rabbitmq
 from tests.scheduling import broker_of, rank_of, scope_of
 from tests.waiting import SLOWNESS
 
 sockets.watch_sockets()
+
+# A script's `&` starts pytest with SIGINT ignored, and so would be the programs of the tests.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes is the machine's business.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -129,13 +134,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: rank_of(item.nodeid))
 
 
-@pytest.fixture(
-    scope="session",
-    params=[
-        pytest.param("3.10", marks=pytest.mark.rabbitmq310),
-        pytest.param("4.3", marks=pytest.mark.rabbitmq43),
-    ],
-)
+@pytest.fixture(scope="session", params=ON_RABBITMQS)
 def rabbitmq_version(request: pytest.FixtureRequest) -> str:
     """A RabbitMQ version that private_rabbitmq() can start, for tests that start a broker."""
     return installed_rabbitmq(request.param)

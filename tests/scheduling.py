@@ -11,19 +11,17 @@ _CONFORMING = re.compile(
     r"/test_(\w*conformance)\.py.*[\[-](redis|valkey|filesystem(?:-postgresql)?|sqla|sqs)[\]-]"
 )
 
-#: Beginnings of the names of groups and tests, longest first; unit tests fill the gaps.
+#: What the names of groups and tests begin with, longest first; unit tests fill the gaps.
 _ORDER = [
-    "RabbitMQ 4.3: mortal",
-    "RabbitMQ 3.10: mortal",
+    r"RabbitMQ \S+: mortal",
     "Spark",
-    "RabbitMQ 4.3: test_configuration",
-    "RabbitMQ 3.10: test_configuration",
+    r"RabbitMQ \S+: test_configuration",
     "RabbitMQ",
     "tests/acceptance/test_versions",
     "SQS",
     "tasks on Redis",
     "tests/acceptance",
-    "",
+    "(?!tests/unit)",
     "tests/unit",
 ]
 
@@ -36,7 +34,7 @@ def scope_of(nodeid: str) -> str:
     """
     if nodeid.startswith("tests/spark/"):
         return "Spark"
-    if version := re.search(r"[\[-](3\.10|4\.3)[\]-]", nodeid):
+    if version := re.search(r"[\[-]rabbitmq-(\d+\.\d+|system)[\]-]", nodeid):
         file = nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
         return f"RabbitMQ {version[1]}: {'mortal' if _MORTAL.search(nodeid) else file}"
     if broker := _CONFORMING.search(nodeid):
@@ -56,5 +54,4 @@ def broker_of(scope: str) -> str | None:
 def rank_of(nodeid: str) -> int:
     """The sort key of a test's group: lower groups start first; equal groups keep their order."""
     scope = scope_of(nodeid)
-    beginnings = (beginning for beginning in _ORDER if scope.startswith(beginning))
-    return _ORDER.index(max(beginnings, key=len))
+    return next(rank for rank, pattern in enumerate(_ORDER) if re.match(pattern, scope))

@@ -19,9 +19,9 @@ from celery_native_delay import Delay
 from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
 from tests.acceptance.worker import Fleet, fleet_on
-from tests.brokers import installed_rabbitmq
+from tests.brokers import ON_RABBITMQS, ON_SYSTEM, installed_rabbitmq
 from tests.traffic import beside
-from tests.waiting import wait_until
+from tests.waiting import SLOWNESS, wait_until
 
 #: Warnings about Celery's Redis backend: a deprecated call, and connections left open.
 pytestmark = [
@@ -31,13 +31,12 @@ pytestmark = [
 ]
 
 #: Until the tasks of a test are due: longer than a worker takes to boot.
-WAIT_SECONDS = 6.0
+WAIT_SECONDS = 6.0 * SLOWNESS
 
 
 @pytest.fixture(
     params=[
-        pytest.param("3.10", marks=pytest.mark.rabbitmq310),
-        pytest.param("4.3", marks=pytest.mark.rabbitmq43),
+        *ON_RABBITMQS,
         pytest.param("redis", marks=pytest.mark.ci),
     ]
 )
@@ -154,7 +153,7 @@ def test_a_cancelled_task_never_runs_and_its_result_and_events_say_so(fleet: Fle
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("fleet", ["3.10", "redis"], indirect=True)
+@pytest.mark.parametrize("fleet", [ON_SYSTEM, "redis"], indirect=True)
 def test_exactly_the_thousand_cancelled_of_ten_thousand_tasks_do_not_run(
     fleet: Fleet,
 ) -> None:

@@ -543,8 +543,8 @@ def test_the_clock_does_as_a_worker_does(
         records_redis.client.flushall()
         url, settings = records_redis.url, {}
         if broker == "rabbitmq":
-            installed_rabbitmq("3.10")
-            url = request.getfixturevalue("running_rabbitmq")("3.10").new_vhost()
+            running = request.getfixturevalue("running_rabbitmq")
+            url = running(installed_rabbitmq()).new_vhost()
             settings = {"records": records_redis.url, "levels": FEW_LEVELS}
         real = in_a_worker(differing, url, **settings)
         differing = {

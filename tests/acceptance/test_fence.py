@@ -18,6 +18,7 @@ from celery_native_delay.fence.run import ABORTED, ALL, COMMITTED, HEADER, OPEN,
 from celery_native_delay.records.opened import records_at
 from celery_native_delay.testing import PrivateRedis, private_redis
 from tests.acceptance.worker import Fleet, fleet_on
+from tests.brokers import on_one_version
 from tests.traffic import beside
 from tests.waiting import wait_until
 
@@ -34,7 +35,7 @@ TASKS = 20
 
 @pytest.mark.ci
 @pytest.mark.parametrize("kept_in", ["redis", "sqlite"])
-@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
+@on_one_version
 def test_tasks_of_a_fenced_run_on_rabbitmq(
     vhost_url: str, native_delay_redis_url: str, tmp_path: Path, kept_in: str
 ) -> None:

@@ -278,7 +278,7 @@ def test_an_unreachable_broker_is_reported() -> None:
     asking.stop()
 
 
-@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
+@on_one_version
 def test_on_rabbitmq_the_page_shows_levels_and_recorded_tasks(
     vhost_url: str, records_redis: PrivateRedis, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_r
 from tests.acceptance.exporter import Exporter, exporter_of
 from tests.acceptance.prometheus import program, prometheus_of
 from tests.acceptance.worker import Fleet, fleet_on
+from tests.brokers import on_one_version
 from tests.lines import fill
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -146,7 +147,7 @@ def shop(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) ->
     rabbitmq.delete_vhost(vhost_name(url))
 
 
-@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
+@on_one_version
 def test_metrics_of_tasks_on_rabbitmq(shop: Shop) -> None:
     exporter = shop.exporter
     exporter.wait_for("messages", 3, level="level-12", ttl_seconds="512")
@@ -170,7 +171,7 @@ def test_metrics_of_tasks_on_rabbitmq(shop: Shop) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
+@on_one_version
 def test_without_records_there_are_no_metrics_of_due_times(shop: Shop) -> None:
     with exporter_of(shop.fleet, native_delay_records=None) as exporter:
         exporter.wait_for("pending", 5)
@@ -184,7 +185,7 @@ def test_without_records_there_are_no_metrics_of_due_times(shop: Shop) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
+@on_one_version
 def test_every_expression_of_dashboard_and_alerts_has_data(shop: Shop, tmp_path: Path) -> None:
     """Prometheus returns data for every expression; the reference names every served metric."""
     dashboard = json.loads((MONITORING / "dashboard.json").read_text())

@@ -17,9 +17,11 @@ from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
 def test_a_node_starts_and_knows_its_version(
-    rabbitmq: PrivateRabbitMQ, rabbitmq_version: str
+    rabbitmq: PrivateRabbitMQ, rabbitmq_version: str, request: pytest.FixtureRequest
 ) -> None:
+    """The names of tests have this version, too."""
     assert rabbitmq.version == rabbitmq_version
+    assert rabbitmq.version.startswith(request.node.callspec.id.removeprefix("rabbitmq-"))
     assert rabbitmq.data_dir.is_dir()
     assert rabbitmq.api("GET", "/overview")["rabbitmq_version"] == rabbitmq.version
     with Connection(rabbitmq.url) as connection:

@@ -25,7 +25,7 @@ from celery_native_delay.testing import (
 )
 from pytest_celery_native_delay import IN_CI, installed
 from tests.acceptance.worker import EARLY_SECONDS, FEW_LEVELS, REPOSITORY, Fleet, Run, fleet_on
-from tests.brokers import in_ci, on_one_version
+from tests.brokers import ON_SYSTEM, in_ci, installed_rabbitmq, on_one_version
 from tests.postgresql import PrivatePostgreSQL, private_postgresql
 from tests.sentinel import private_sentinel
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -46,7 +46,11 @@ KILLS = 12 if IN_CI else 4  # CI kills for a minute
 
 
 @pytest.fixture(
-    params=["redis", "rabbitmq-3.10-redis", *map(in_ci, ("store", "rabbitmq-4.3-postgresql"))]
+    params=[
+        "redis",
+        f"{ON_SYSTEM.id}-redis",
+        *map(in_ci, ("store", "rabbitmq-4.3-postgresql")),
+    ]
 )
 def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
     conf: dict[str, Any] = {"native_delay_schedules": True}
@@ -68,7 +72,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
                 yield fleet
         case ["rabbitmq", version, kind]:
             running = request.getfixturevalue("running_rabbitmq")
-            server: PrivateRabbitMQ = running(version)
+            server: PrivateRabbitMQ = running(installed_rabbitmq(version))
             url = server.new_vhost()
             conf |= {"native_delay_levels": FEW_LEVELS}
             if kind == "redis":
@@ -207,7 +211,7 @@ def test_a_beat_that_is_started_by_mistake_sends_nothing(fleet: Fleet) -> None:
         wait_until(lambda: "this beat sends nothing" in log.read_text())
     finally:
         beat.terminate()
-        beat.wait(30)
+        beat.wait(PATIENCE_SECONDS)
     assert "Sending due task" not in log.read_text()
 
 
@@ -375,4 +379,4 @@ def plain_beat(fleet: Fleet, name: str) -> Iterator[None]:
         yield
     finally:
         beat.terminate()
-        beat.wait(30)
+        beat.wait(PATIENCE_SECONDS)

@@ -19,7 +19,7 @@ from celery.result import AsyncResult, GroupResult
 from celery_native_delay.testing import private_redis, require_redis, vhost_name
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import Fleet, Run, Worker, fleet_on
-from tests.brokers import installed_rabbitmq
+from tests.brokers import ON_RABBITMQS, installed_rabbitmq
 from tests.waiting import wait_until
 
 RETRIES = 10
@@ -173,8 +173,7 @@ def assert_each_waited(runs: list[Run]) -> None:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param("3.10", marks=pytest.mark.rabbitmq310),
-        pytest.param("4.3", marks=pytest.mark.rabbitmq43),
+        *ON_RABBITMQS,
         pytest.param("redis", marks=pytest.mark.redis),
     ],
 )

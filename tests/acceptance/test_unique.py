@@ -22,7 +22,7 @@ from celery_native_delay import Delay
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, require_redis, vhost_name
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Worker, fleet_on
-from tests.brokers import in_ci
+from tests.brokers import in_ci, installed_rabbitmq
 from tests.conformance.brokers import options_of, running_broker, settings_of
 from tests.sentinel import PrivateSentinel, private_sentinel
 from tests.traffic import beside
@@ -48,7 +48,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
                 yield fleet
         case "rabbitmq":
             running = request.getfixturevalue("running_rabbitmq")
-            server: PrivateRabbitMQ = running("3.10")
+            server: PrivateRabbitMQ = running(installed_rabbitmq())
             url = server.new_vhost()
             conf |= {"native_delay_levels": FEW_LEVELS, "native_delay_records": records.url}
             with fleet_on(url, tmp_path, **conf) as fleet:

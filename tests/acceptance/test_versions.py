@@ -20,7 +20,7 @@ RELEASES = [("5.5.3", "5.5.4"), ("5.6.3", "5.6.2")]
 SHOW = "import celery, kombu; print(celery.__version__, kombu.__version__)"
 
 
-@pytest.mark.rabbitmq310
+@pytest.mark.rabbitmq
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("celery", "kombu"), RELEASES)
 def test_unit_and_task_tests_pass_on_celery(celery: str, kombu: str, tmp_path: Path) -> None:

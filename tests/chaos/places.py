@@ -20,9 +20,10 @@ from celery_native_delay.testing import (
     PrivateRabbitMQ,
     PrivateRedis,
     private_redis,
+    require_rabbitmq,
     vhost_name,
 )
-from tests.brokers import MORTAL
+from tests.brokers import MORTAL, ON_RABBITMQS, SYSTEM_RABBITMQ
 from tests.chaos.schedule import FaultKind
 from tests.cluster import PrivateRabbitMQCluster, private_rabbitmq_cluster
 from tests.postgresql import PrivatePostgreSQL, private_postgresql
@@ -58,10 +59,8 @@ class Place:
 
 
 BROKERS = (
-    "rabbitmq-3.10",
-    "rabbitmq-4.3",
-    "rabbitmq-3.10-postgresql",
-    "rabbitmq-4.3-postgresql",
+    *(str(each.id) for each in ON_RABBITMQS),
+    *(f"{each.id}-postgresql" for each in ON_RABBITMQS),
     "redis",
     "postgresql",
 )
@@ -83,7 +82,8 @@ def place(broker: str, folder: Path) -> Iterator[Place]:
                 else:
                     records = stack.enter_context(private_redis())
                     records_url = records.url
-                cluster, can_be_cut = _cluster(stack, version)
+                installed = require_rabbitmq(None if version == SYSTEM_RABBITMQ else version)
+                cluster, can_be_cut = _cluster(stack, installed.version)
                 yield _on_rabbitmq(cluster, records, records_url, can_be_cut=can_be_cut)
             case ["redis"]:
                 yield _on_redis(stack.enter_context(private_sentinel(replicas=2)))

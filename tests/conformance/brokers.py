@@ -28,13 +28,12 @@ from celery_native_delay.testing import (
 from celery_native_delay.testing.redis import ServerName
 from example_project.private_sqs import PrivateSqs, private_sqs, require_sqs
 from pytest_celery_native_delay import installed
-from tests.brokers import CI, MORTAL, in_ci, installed_rabbitmq
+from tests.brokers import CI, MORTAL, ON_RABBITMQS, in_ci, installed_rabbitmq
 from tests.postgresql import PrivatePostgreSQL, find_postgresql, private_postgresql
 
 #: The brokers on which tasks can have keys.
 KEEPING_KEYS = [
-    pytest.param("rabbitmq-3.10", marks=pytest.mark.rabbitmq310),
-    pytest.param("rabbitmq-4.3", marks=pytest.mark.rabbitmq43),
+    *(pytest.param(each.id, marks=each.marks) for each in ON_RABBITMQS),
     pytest.param("redis", marks=pytest.mark.redis),
     in_ci("valkey"),
     "filesystem",
@@ -79,7 +78,7 @@ class Broker(Protocol):
 def running_broker(name: str, running_rabbitmq: Callable[..., PrivateRabbitMQ]) -> Iterator[Broker]:
     """The broker of that name, until the block ends; skips or fails the test if not installed."""
     match name.split("-"):
-        case ["rabbitmq", "3.10" | "4.3" as version]:
+        case ["rabbitmq", version]:
             yield RabbitMQ(running_rabbitmq(installed_rabbitmq(version), **MORTAL))
         case ["redis" | "valkey" as server]:
             with private_redis(server=redis_server(server), config=Redis.CONFIG) as redis:
@@ -123,8 +122,8 @@ def keeps_no_records(url: str) -> bool:
 
 
 def has_database_beside(broker: Broker) -> bool:
-    """True for RabbitMQ 3.10; the records of RabbitMQ 4.3 and SQS are in a Redis."""
-    return isinstance(broker, RabbitMQ) and broker.server.installation.version.startswith("3.")
+    """True for the system's RabbitMQ; the records of RabbitMQ 4.3 and SQS are in a Redis."""
+    return isinstance(broker, RabbitMQ) and broker.server.installation.root is None
 
 
 def whole_seconds(url: str) -> bool:

@@ -25,13 +25,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from celery_native_delay import install
 from celery_native_delay.bulk import bulk
+from tests.brokers import ON_SYSTEM
 from tests.conformance.brokers import Broker, at_home_on, options_of, settings_of
 from tests.conformance.test_bulk_conformance import PLAIN, inbox, ready_app
 from tests.conformance.traffic import SETTINGS
 from tests.integration.traffic import Arrival
 
 #: At home one broker is enough: the wrapped functions are Celery's.
-BROKERS = at_home_on("rabbitmq-3.10")
+BROKERS = at_home_on(str(ON_SYSTEM.id))
 
 TRACE = "trace"
 SAID = "sending by apply_async, not by template: "

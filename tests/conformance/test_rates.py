@@ -26,13 +26,13 @@ from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.worker.rating import PLACE
 from tests.acceptance.test_unique import children_of, phases, spans
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Run, fleet_on
-from tests.brokers import in_ci
+from tests.brokers import ON_SYSTEM, in_ci
 from tests.conformance.brokers import has_database_beside, keeps_no_records, options_of, settings_of
 from tests.lines import LOOKED_AT, most_in_a_window
 from tests.waiting import SLOWNESS, wait_until
 
 BROKERS = [
-    pytest.param("rabbitmq-3.10", marks=pytest.mark.rabbitmq310),
+    pytest.param(ON_SYSTEM.id, marks=pytest.mark.rabbitmq),
     in_ci("rabbitmq-4.3"),
     pytest.param("redis", marks=pytest.mark.redis),
     "filesystem",

@@ -23,14 +23,12 @@ from celery_native_delay.records import database
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis
 from celery_native_delay.transports.redis.keys import Keys
 from example_project.private_sqs import PrivateSqs
-from tests.brokers import in_ci
+from tests.brokers import in_ci, on_one_version
 from tests.conformance.brokers import options_of, running_broker, settings_of
 from tests.integration.project import APP, Project
 from tests.integration.sqs_traffic import SHORT_HOPS
 from tests.integration.traffic import SETTINGS, TOPOLOGY
-from tests.waiting import wait_until
-
-PATIENCE_SECONDS = 60.0
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 redis_only = pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 
@@ -99,7 +97,7 @@ def test_redis_overdue_tasks_without_a_promoter_are_found(
     assert "run `celery -A PROJ delay promote`" in project.delay("status").stdout
 
     with promoting(project):
-        wait_until(lambda: not examine(app), timeout_seconds=PATIENCE_SECONDS)
+        wait_until(lambda: not examine(app))
         assert project.lines("doctor") == ["healthy"]
         assert "promote" not in project.delay("status").stdout
 
@@ -228,11 +226,11 @@ def test_a_promoter_shows_that_it_runs_on_a_full_redis(
     project.write(APP, own_redis.url)
     app = app_on(own_redis.url)
     with promoting(project):
-        wait_until(lambda: not examine(app), timeout_seconds=PATIENCE_SECONDS)
+        wait_until(lambda: not examine(app))
         key = Keys("", "celery_delay").promoting
         own_redis.client.config_set("maxmemory", "1mb")
         own_redis.client.expire(key, 12)
-        wait_until(lambda: own_redis.client.ttl(key) > 12, timeout_seconds=PATIENCE_SECONDS)
+        wait_until(lambda: own_redis.client.ttl(key) > 12)
 
 
 # ---- RabbitMQ ----------------------------------------------------------------------------------
@@ -264,7 +262,7 @@ def test_rabbitmq_missing_levels_policies_and_parked_messages_are_found(
     def parked() -> list[Finding] | None:
         return of_level(app, WRONG) or None
 
-    (found,) = wait_until(parked, timeout_seconds=PATIENCE_SECONDS)
+    (found,) = wait_until(parked)
     assert found.problem.startswith("1 message(s) are parked")
     assert "delay parked list" in found.remedy
 
@@ -288,7 +286,7 @@ def test_sqs_a_missing_relay_is_found(project: Project, shared_sqs: PrivateSqs) 
     assert "but 1 check(s) could not be made" in project.delay("doctor").stdout
 
     app.send_task("shop.remind", countdown=60)
-    (found,) = wait_until(lambda: of_level(app, WRONG) or None, timeout_seconds=PATIENCE_SECONDS)
+    (found,) = wait_until(lambda: of_level(app, WRONG) or None)
     assert found.check == "relaying"
     assert "about 1 message(s) have done their wait" in found.problem
     assert "delay relay" in found.remedy
@@ -354,7 +352,7 @@ def test_a_store_without_a_dispatcher_is_found(kind: str, project: Project) -> N
         assert [each.check for each in examine(app)] == ["promoting"]
         assert produce(project) == ""  # nothing is overdue
         with promoting(project):
-            wait_until(lambda: not examine(app), timeout_seconds=PATIENCE_SECONDS)
+            wait_until(lambda: not examine(app))
 
 
 def test_a_producer_warns_that_no_dispatcher_runs(folder_url: str, project: Project) -> None:
@@ -499,8 +497,7 @@ def test_a_rate_for_an_unknown_task_or_argument_is_found(
 
 
 @pytest.mark.ci
-@pytest.mark.rabbitmq310
-@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
+@on_one_version
 def test_rates_without_reachable_records_are_found(vhost_url: str) -> None:
     def on(**records: str) -> Celery:
         return rated(app_on(vhost_url, rates={"shop.call_api": "10/s"}, **records, **SETTINGS))

@@ -198,7 +198,7 @@ def test_restarts_and_a_memory_alarm_of_the_broker_lose_no_task(
     spark: Any, make_app: MakeApp
 ) -> None:
     """Python workers survive a restart between jobs; during an outage the job waits."""
-    installed_rabbitmq("3.10")
+    installed_rabbitmq()
     with private_rabbitmq(management=False) as broker:
         app = make_app(broker.url, levels=16)
         df = spark.range(4_000).selectExpr("id as number")
@@ -367,7 +367,7 @@ def test_during_an_outage_each_unsent_row_is_a_failure(
 
 def test_a_task_that_the_broker_refuses_fails_the_run(spark: Any, make_app: MakeApp) -> None:
     """The error tells how to send the refused rows again at the due times of their rate."""
-    installed_rabbitmq("3.10")
+    installed_rabbitmq()
     with private_rabbitmq(management=False, config="max_message_size = 100000") as broker:
         df = spark.range(100).selectExpr(
             "id as number", "repeat('x', if(id = 42, 120000, 1)) as text"
