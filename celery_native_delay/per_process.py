@@ -1,6 +1,7 @@
-"""Caches values per process, such as connections to a server.
+"""Caches values per process, such as connections to a server, and acts in forked children.
 
-A forked child must not use or close the sockets of its parent.
+A forked child must not use the sockets of its parent. It may close its copy of a socket, but must
+not shut the socket down: that would end the parent's connection.
 """
 
 from __future__ import annotations
@@ -14,6 +15,15 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
+def in_forked_children(act: Callable[[], object]) -> None:
+    """Call *act* in each child process that ``os.fork`` makes, before any other code runs there.
+
+    ``multiprocessing``, gunicorn, uWSGI and Celery's prefork pool make their children so.
+    """
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=act)
+
+
 class PerProcess(Generic[Key, Value]):
     """A cache of values by key, which is empty in each forked child process.
 
@@ -24,8 +34,7 @@ class PerProcess(Generic[Key, Value]):
         self._abandon = abandon
         self._values: dict[Key, Value] = {}
         self._making = RLock()
-        if hasattr(os, "register_at_fork"):  # not on Windows
-            os.register_at_fork(after_in_child=self._leave_to_parent)
+        in_forked_children(self._leave_to_parent)
 
     def get(self, key: Key, make: Callable[[], Value]) -> Value:
         """Return the cached value of *key*, or make and cache a new value."""

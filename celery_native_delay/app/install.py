@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import celery.app.base
 from celery import Celery, signals
 from celery.utils.imports import symbol_by_name
+from kombu import pools
 
+from ..per_process import in_forked_children
 from ..settings import check_settings
-from ..transports.aliases import register_transports
+from ..transports.aliases import OPTION, register_transports
 from .installation import PREFIX, Installation, checked_app, installation_of, keep_celerys_own_off
 from .retrying import task_from_fun, teach_tasks
 
@@ -51,6 +54,7 @@ def install(app: App, **settings: Any) -> App:
         if real.configured:
             installation.settings()  # checks rules that involve several settings
         real._native_delay = installation
+        _apps.add(real)
         real._connection = installation.connection
         real.send_task = installation.send_task
         real._task_from_fun = partial(task_from_fun, installation)
@@ -107,7 +111,30 @@ def reinstall(app: Celery) -> None:
 
 
 def drop_pools(app: Celery) -> None:
-    """Drop the app's pools: connections from before ``install`` cannot delay messages."""
+    """Drop the app's pools: the app makes new ones for its next message."""
     app._pool = None
     if "amqp" in vars(app):
         app.amqp._producer_pool = None
+    if "control" in vars(app):
+        vars(app.control.mailbox).pop("producer_pool", None)
+
+
+#: The apps with ``install(app)`` of this process.
+_apps: WeakSet[Celery] = WeakSet()
+
+#: Pools of the parent process. The child keeps them, because freeing a connection may close it.
+_inherited: list[Any] = []
+
+
+def _leave_pools_to_parent() -> None:
+    """Let a forked child make its own pools for the brokers where messages can wait."""
+    for group in (pools.producers, pools.connections):
+        for key, pool in list(group.items()):
+            connection = getattr(pool, "connections", pool).connection
+            if OPTION in (connection.transport_options or {}):
+                _inherited.append(dict.pop(group, key))
+    for app in list(_apps):
+        drop_pools(app)
+
+
+in_forked_children(_leave_pools_to_parent)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from kombu.transport import pyamqp
 
 from ...errors import SettingsError
 from ...message import Delayed, due_of
+from ...per_process import in_forked_children
 from ...records.publishing import publish_of, underway
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
@@ -240,10 +243,38 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
             # Immediate messages are published as ever; each delayed message raises the error.
             self.delays = Delays(self, DelaySettings(), refusal=exc)
 
+        _open_here.add(self)
+
+    def leave_to_parent(self) -> None:
+        """Forget the parent's socket in a forked child, so that this connection counts as lost.
+
+        kombu then connects again. Parent and child would read each other's confirms.
+        """
+        transport: Any = vars(self).get("_transport")
+        self._transport = None
+        if transport is not None and transport.sock is not None:
+            with suppress(OSError):
+                transport.sock.close()  # no shutdown: the parent's connection stays open
+            transport.sock, transport.connected = None, False
+        self.collect()
+
     def bulk_channel(self) -> BulkChannel:
         channel = BulkChannel(self)
         channel.open()
         return channel
+
+
+#: The connections of this process.
+_open_here: WeakSet[Connection] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for connection in list(_open_here):
+        connection.leave_to_parent()
+    _open_here.clear()
+
+
+in_forked_children(_leave_to_parent)
 
 
 class Transport(pyamqp.Transport):  # type: ignore[misc]
