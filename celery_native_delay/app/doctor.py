@@ -175,6 +175,8 @@ def _of_schedules(app: Any, settings: DelaySettings) -> Iterator[Finding]:
         if (sent := schedules.beat()) is not None:
             problem = f"a celery beat without native_delay_schedules also sends {sent}"
             yield Finding("schedules", WRONG, problem, "stop that beat, or each run happens twice")
+    except SettingsError as exc:
+        yield Finding("schedules", WRONG, str(exc), "correct it: no worker can start")
     except (NativeDelayError, OperationalError) as exc:
         problem = f"cannot read the schedule entries: {exc}"
         yield Finding("schedules", UNCHECKED, problem, "mend the problem above, and check again")

@@ -11,11 +11,20 @@ from typing import Any, NamedTuple, TypeVar
 from celery import uuid
 from celery.backends.base import DisabledBackend
 from celery.beat import PersistentScheduler, Scheduler, _evaluate_entry_args, _evaluate_entry_kwargs
-from celery.utils.imports import symbol_by_name
+from celery.utils.imports import load_extension_class_names, symbol_by_name
 from celery.utils.log import get_logger
+from celery.utils.time import maybe_make_aware
 from kombu.exceptions import OperationalError
 
-from ..errors import CannotDelay, NoRecords, RecordsUnavailable, UnsupportedBroker, described, why
+from ..errors import (
+    CannotDelay,
+    NoRecords,
+    RecordsUnavailable,
+    SettingsError,
+    UnsupportedBroker,
+    described,
+    why,
+)
 from ..now import moment, time_ns
 from ..records.interface import Change, RecordName, Records, Snapshot, tried_again
 from ..records.publishing import RecordedPublish, publishing
@@ -62,6 +71,37 @@ def schedule_records(channel: Any, settings: DelaySettings) -> Records:
             "brokers, in workers and producers"
         ) from exc
     return found
+
+
+def scheduler_class(app: Any) -> Any:
+    """Return a class that reads all entries of the scheduler in the setting ``beat_scheduler``.
+
+    Raises SettingsError if the class cannot be imported, or if its entries cannot all be read.
+    """
+    named = app.conf.beat_scheduler
+    try:
+        chosen = symbol_by_name(named, aliases=dict(load_extension_class_names(_SCHEDULERS)))
+    except Exception as exc:  # of the user's modules, too
+        raise SettingsError(
+            f"expected beat_scheduler to name the class of a scheduler, got {named!r}: "
+            f"{described(exc)}"
+        ) from exc
+    for each in chosen.__mro__:
+        if each.__module__.partition(".")[0] in _UNREADABLE:
+            raise SettingsError(
+                f"expected a beat_scheduler whose entries can be read at any time, got {named!r}: "
+                f"{each.__qualname__} lists only due entries, or none. Move these entries to "
+                f"beat_schedule, or run its beat and remove native_delay_schedules"
+            )
+    # The scheduler of plain Celery also writes a file, which only beat needs.
+    return _Settings if issubclass(chosen, PersistentScheduler) else _reading_all(chosen)
+
+
+#: The entry points by which Celery finds the short names of schedulers, such as ``django``.
+_SCHEDULERS = "celery.beat_schedulers"
+
+#: Packages whose scheduler keeps its entries in Redis, and not in the attribute ``schedule``.
+_UNREADABLE = ("redbeat", "redisbeat")
 
 
 class Scheduled(NamedTuple):
@@ -227,10 +267,12 @@ class Schedules:
 
     def _read_entries(self) -> dict[str, Entry]:
         if self._scheduler is None:
-            chosen = symbol_by_name(self._app.conf.beat_scheduler)
-            # The scheduler of plain Celery also writes a file, which only beat needs.
-            kind = _Settings if issubclass(chosen, PersistentScheduler) else _reading_all(chosen)
-            self._scheduler = kind(self._app)
+            self._scheduler = scheduler_class(self._app)(  # as Celery's beat makes it
+                app=self._app,
+                schedule_filename=self._app.conf.beat_schedule_filename,
+                max_interval=self._app.conf.beat_max_loop_interval,
+                lazy=False,
+            )
         elif type(self._scheduler) is _Settings:
             return self._entries  # the entries of Celery's settings stay the same
         found = dict(self._scheduler.schedule)
@@ -417,7 +459,7 @@ def _entry(name: str, found: Any, zone: Any) -> Entry:
         list(found.args or ()),
         dict(found.kwargs or {}),
         dict(found.options or {}),
-        starts and round(starts.timestamp() * 1_000_000),
-        ends and round(ends.timestamp() * 1_000_000),
+        starts and round(maybe_make_aware(starts).timestamp() * 1_000_000),
+        ends and round(maybe_make_aware(ends).timestamp() * 1_000_000),
         bool(getattr(model, "one_off", False)),
     )

@@ -15,7 +15,7 @@ from celery.worker.consumer.tasks import Tasks
 from ..app.delay import adopt_rates
 from ..app.installation import installation_of, keep_celerys_own_off, records_location
 from ..app.retrying import teach_tasks
-from ..app.schedules import schedule_records
+from ..app.schedules import schedule_records, scheduler_class
 from ..errors import NativeDelayError, SettingsError, described
 from ..now import utc_now
 from ..records.opened import flush
@@ -192,7 +192,12 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 def _check_records(app: Any, settings: DelaySettings) -> None:
-    """Raise NoRecords if rate limits or schedules need ``native_delay_records`` on this broker."""
+    """Raise NoRecords if rate limits or schedules need ``native_delay_records`` on this broker.
+
+    Raises SettingsError if schedules cannot read the entries of ``beat_scheduler``.
+    """
+    if settings.schedules:
+        scheduler_class(app)
     # If a worker failed later, Celery's start_worker would hang.
     with app.connection_for_read() as connection:
         try:

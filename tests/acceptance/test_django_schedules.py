@@ -29,7 +29,7 @@ django.setup()
 from celery_native_delay import install
 app = Celery("site", broker=os.environ["BROKER"])
 app.conf.timezone = "Europe/Berlin"
-app.conf.beat_scheduler = "django_celery_beat.schedulers:DatabaseScheduler"
+app.conf.beat_scheduler = "django"
 app.conf.beat_max_loop_interval = 1
 app.conf.result_expires = None
 install(app, schedules=True)

@@ -11,7 +11,7 @@ from celery import Celery
 from celery.contrib.testing.worker import start_worker
 from celery.schedules import BaseSchedule, crontab
 
-from celery_native_delay import Delay, NoRecords, install
+from celery_native_delay import Delay, NoRecords, SettingsError, install
 from celery_native_delay.app.doctor import examine
 from celery_native_delay.app.schedules import Schedules, _name
 from celery_native_delay.now import time_ns
@@ -201,6 +201,19 @@ def test_without_a_result_backend_no_entry_cleans_it(empty_redis: PrivateRedis) 
     with app_on(empty_redis.url, result_expires=60) as app:
         Schedules(app).publish()
         assert [entry.name for entry in Delay(app).schedules()] == sorted(ENTRIES)
+
+
+@on_redis
+def test_a_scheduler_that_cannot_be_read_is_a_problem_and_stops_the_worker(
+    empty_redis: PrivateRedis,
+) -> None:
+    with app_on(empty_redis.url, beat_scheduler="djnago") as app:
+        found = [each.problem for each in examine(app) if each.check == "schedules"]
+        assert len(found) == 1
+        assert found[0].startswith("expected beat_scheduler to name the class of a scheduler")
+        with pytest.raises(SettingsError, match="got 'djnago'"):
+            with start_worker(app, perform_ping_check=False):
+                pass
 
 
 def test_rabbitmq_without_records_refuses_schedules(vhost_url: str) -> None:
