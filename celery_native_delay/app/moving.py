@@ -264,11 +264,12 @@ def _other_part(url: str, settings: DelaySettings, own: Any) -> Iterator[MovingP
         url = f"sqla+{url}"
     shown = without_password(url)
     with url_errors_explained():
-        other = Connection(url, transport_options={OPTION: option_of(settings)})
-        if other.get_transport_cls().driver_type == "redis":
-            # The URL of a Redis does not tell under which prefix its messages wait.
-            prefix = own.transport_options.get("global_keyprefix", "")
-            other.transport_options["global_keyprefix"] = prefix
+        other = Connection(url)
+    # The URL of a Redis does not tell how the names of its lists are built (``global_keyprefix``,
+    # ``sep``, ``priority_steps``). SQLAlchemy refuses the options of other brokers.
+    if other.transport.driver_type in ("redis", own.transport.driver_type):
+        other.transport_options = dict(own.transport_options)
+    other.transport_options[OPTION] = option_of(settings)
     with other as connection:
         if (connection.hostname, connection.port) != (own.hostname, own.port):
             settings = replace(settings, management_url=None)

@@ -12,14 +12,15 @@ from time import time_ns
 from typing import Any
 
 import redis
+from kombu.utils.imports import symbol_by_name
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from ..errors import RecordsUnavailable
+from ..errors import RecordsUnavailable, SettingsError
 from ..finding import Finding
 from ..redis_server import findings
-from ..urls import redis_py_url, without_password
+from ..urls import redis_py_url, without_credential_provider, without_password
 from .interface import (
     ANSWER_SECONDS,
     MARK_GRACE_MS,
@@ -298,9 +299,26 @@ class RedisTasks(RecordedTasks, RedisListing):
 
 def redis_client(url: str) -> Any:
     """Make a redis-py client with a timeout of 5 s and no retries."""
+    url, provider = without_credential_provider(url)
     return redis.Redis.from_url(
         redis_py_url(url),
+        credential_provider=None if provider is None else _credential_provider(provider),
         socket_timeout=ANSWER_SECONDS,
         socket_connect_timeout=ANSWER_SECONDS,
         retry=Retry(NoBackoff(), 0),
     )
+
+
+def _credential_provider(name: str) -> redis.CredentialProvider:
+    """Make the object that gives a user and a password for each connection, as kombu does."""
+    try:
+        found = symbol_by_name(name)()
+    except (ImportError, AttributeError, TypeError, ValueError) as exc:
+        found = exc
+    if not isinstance(found, redis.CredentialProvider):
+        raise SettingsError(
+            f"expected the dotted name of a subclass of redis.CredentialProvider that can be "
+            f"called without arguments, got {name!r} ({found!r}): change credential_provider in "
+            f"the URL"
+        )
+    return found

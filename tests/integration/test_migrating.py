@@ -417,6 +417,29 @@ def test_an_old_redis_is_read_under_the_global_keyprefix_of_the_app(
     assert {message.headers["id"] for message in in_levels(app)} == {"order-1", "order-2"}
 
 
+def test_an_old_redis_is_read_with_all_transport_options_of_the_app(
+    records_redis: PrivateRedis,
+) -> None:
+    """Celery's own example of priorities sets ``sep``, which is part of the names of lists."""
+    server = records_redis.url.removesuffix("/0")
+    options = {"sep": ":", "priority_steps": [0, 2, 7], "queue_order_strategy": "priority"}
+    with (
+        closing(install(plain_app(f"{server}/1"))) as old,
+        closing(install(plain_app(f"{server}/2"))) as new,
+    ):
+        for app in (old, new):
+            app.conf.broker_transport_options = options
+        for number, priority in enumerate((0, 3, 9)):
+            send(old, number, 500, priority=priority, queue="orders")
+        assert migrated(new, str(old.conf.broker_url))["moved"] == 3
+        assert [task.queue for task in Delay(new).ls()] == ["orders"] * 3
+        Delay(new).run_all_now([f"order-{number}" for number in range(3)])
+        with new.connection_for_read() as connection:
+            client = connection.default_channel.client
+            lists = ("orders", "orders:2", "orders:7")
+            wait_until(lambda: all(client.llen(name) == 1 for name in lists))
+
+
 @on_one_version
 def test_wrong_sources_are_refused_with_the_reason(
     app: Celery, vhost_url: str, records_redis: PrivateRedis

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ssl
 from contextlib import closing
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from celery import Celery
+from redis import CredentialProvider
 
-from celery_native_delay import install
+from celery_native_delay import SettingsError, install
 from celery_native_delay.app.installation import installed, records_location
 from celery_native_delay.fence.in_records import Runs
 from celery_native_delay.fence.run import COMMITTED, Record
@@ -17,6 +19,7 @@ from celery_native_delay.records.opened import RecordsLocation, records_at
 from celery_native_delay.testing import private_redis
 
 OWN = "celery_delay"
+PASSWORD = "s3 cret"
 TLS = {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_ca_certs": "/ca.pem", "ssl_keyfile": None}
 
 
@@ -31,6 +34,11 @@ def address_of(broker_url: str, **conf: Any) -> RecordsLocation | None:
     ("broker_url", "conf", "expected"),
     [
         ("redis://u:p%2F@h/3", {}, ("redis://u:p%2F@h:6379/3", OWN)),
+        (
+            "redis://h?credential_provider=p.P",
+            {},
+            ("redis://h:6379//?credential_provider=p.P", OWN),
+        ),
         (
             "redis://h",
             {"broker_transport_options": {"global_keyprefix": "{q}:"}},
@@ -62,10 +70,47 @@ def test_native_delay_records_comes_before_the_broker(
     assert address_of(broker_url, **conf) == expected
 
 
+class Credentials(CredentialProvider):  # type: ignore[misc]
+    """Gives the password that kombu would not find in the URL, as one of AWS or Azure does."""
+
+    def get_credentials(self) -> tuple[str]:
+        return (PASSWORD,)
+
+
+def test_records_use_the_credential_provider_of_a_url(server_name: Any) -> None:
+    """As the broker does, which ignores a user and password beside it."""
+    option = f"?credential_provider={__name__}.{Credentials.__name__}"
+    done = Record(COMMITTED, 1.0)
+    with private_redis(server=server_name, password=PASSWORD) as server:
+        port = server.port
+        for number, url in enumerate(
+            (
+                f"redis://127.0.0.1:{port}{option}",
+                f"redis://ada:wrong@127.0.0.1:{port}{option}",
+                f"{server.socket_url.replace(quote(PASSWORD), 'wrong')}{option}",
+            )
+        ):
+            address = address_of(url)
+            assert address is not None
+            for each in (url, address.url):
+                with closing(records_at(each, address.owner)) as records:
+                    Runs(records).seal(f"r{number}", done, kept_seconds=100)
+
+
+@pytest.mark.parametrize(
+    ("provider", "got"), [("nowhere.Provider", "nowhere"), ("builtins.dict", "builtins.dict")]
+)
+def test_a_credential_provider_that_is_none_is_refused_with_the_remedy(
+    provider: str, got: str
+) -> None:
+    with pytest.raises(SettingsError, match=f"expected .*CredentialProvider.*got .*{got}"):
+        records_at(f"redis://h?credential_provider={provider}", OWN)
+
+
 def test_records_on_the_broker_are_reached_by_the_brokers_url(server_name: Any) -> None:
     """By a socket, with a password, and in a numbered database."""
     done = Record(COMMITTED, 1.0)
-    with private_redis(server=server_name, password="s3 cret") as server:
+    with private_redis(server=server_name, password=PASSWORD) as server:
         for url, found in (
             (server.url, []),
             (server.socket_url, [done]),

@@ -59,6 +59,17 @@ def test_a_message_that_is_no_task_is_listed_and_does_not_stop_run_all_now(
     assert delay.cancel(note)
 
 
+def test_a_queue_is_listed_with_its_whole_name(app: Celery, delay: Delay) -> None:
+    """Without the priority that kombu appends, and also if the name contains kombu's ``sep``."""
+    app.conf.broker_transport_options = {"global_keyprefix": PREFIX, "sep": ":"}
+    names = ["tenant:3", "tenant:7", "tenant"]
+    for queue in names:
+        for priority in (0, 3, 9):
+            send_task(app, 1, countdown=1000, queue=queue, priority=priority)
+    assert sorted(task.queue for task in delay.ls()) == sorted(names * 3)
+    assert delay.count(Query(queue="tenant:7")) == 3
+
+
 def test_a_search_of_thousands_of_tasks_in_several_scripts(app: Celery, delay: Delay) -> None:
     """Each match is found once, the earliest first, with and without a limit."""
     with bulk(app) as batch:

@@ -95,6 +95,7 @@ def test_the_entry_of_version_1_is_frozen() -> None:
             "redis+socket://:secret@/run/r.sock?virtual_host=3",
             {"path": "/run/r.sock", "db": 3, "password": "secret"},
         ),
+        ("rediss://host?ssl_cert_reqs=CERT_REQUIRED", {"ssl_cert_reqs": "required"}),
         ("redis://:secret@host:6380/2", {"host": "host", "port": 6380, "db": 2}),
     ],
 )

@@ -16,7 +16,6 @@ from ..virtual import moving
 from .entry import opened_entry
 from .keys import member_of
 from .store import Store
-from .waiting import RedisWaitingTasks
 
 #: How many messages are read at a time.
 _CHUNK = 100
@@ -61,7 +60,7 @@ class RedisSource(Source):
         channel.delays.prepare()
         self._store: Store = channel.delays.store
         self._records = KeyRecords(channel.delays.records)
-        self._queue_of = RedisWaitingTasks(channel).queue_of
+        self._queue_of = channel.queue_of
         self.name = self._store.keys.space
         self._last: tuple[str, bytes] | None = None
 
@@ -94,7 +93,7 @@ class RedisSource(Source):
                     continue
                 self._last = member.decode(), entry
                 destination, envelope = opened_entry(entry)
-                queue = self._queue_of(destination)
+                queue = self._queue_of(destination, envelope)
                 found = moving.moving_of(envelope, queue=queue, due_us=int(due_us))
                 yield replace(found, again=member == interrupted)
                 stay += self._last is not None
@@ -134,7 +133,7 @@ def held_by_queues(channel: Any, reaches: Sequence[Reach]) -> Iterator[PlainSour
     # A queue of task_routes or `worker -Q` need not be in the app's task_queues.
     for bindings in client.scan_iter(f"{prefix}{channel.keyprefix_queue % '*'}", count=1000):
         bound = client.smembers(bindings)
-        queues |= {each.decode().rpartition(channel.sep)[2] for each in bound}
+        queues |= {_bound_queue(each.decode(), channel.sep) for each in bound}
     for queue in sorted(queues):
         steps = (channel._q_for_pri(queue, step) for step in channel.priority_steps)
         envelopes = (each for step in steps for each in _listed(client, f"{prefix}{step}"))
@@ -146,6 +145,13 @@ def held_by_queues(channel: Any, reaches: Sequence[Reach]) -> Iterator[PlainSour
     if count := _with_eta_ahead(held):
         why = f"it has an ETA and a plain worker holds it: stop that worker, then {way_out}"
         yield PlainSource(channel.unacked_key, count, why)
+
+
+def _bound_queue(binding: str, sep: str) -> str:
+    """Return the queue of kombu's *binding*: routing key, pattern and queue, joined by *sep*."""
+    # Only a topic exchange has a pattern. The name of the queue may contain *sep*, too.
+    _, empty_pattern, queue = binding.partition(sep * 2)
+    return queue if empty_pattern else binding.rpartition(sep)[2]
 
 
 def _listed(client: Any, key: str) -> Iterator[bytes]:

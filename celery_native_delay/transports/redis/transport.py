@@ -5,6 +5,7 @@ Without the transport option ``native_delay``, each transport behaves exactly li
 
 from __future__ import annotations
 
+import json
 import logging
 from ssl import VerifyMode
 from typing import Any
@@ -124,6 +125,20 @@ class RedisDelayingChannel(DelayingChannel):
         every = [f"{prefix}{self._q_for_pri(queue, step)}" for step in self.priority_steps]
         return Destination((key, *(other for other in every if other != key)), ttl_ms)
 
+    def queue_of(self: Any, destination: Destination, envelope: str | bytes) -> str:
+        """Return the queue name of *destination*, or "" for a fanout exchange.
+
+        *envelope* is the waiting message, as kombu's JSON.
+        """
+        if destination.broadcast:
+            return ""
+        key = destination.keys[0].removeprefix(self.delays.keys.prefix)
+        if self.sep not in key:
+            return key
+        # The name of the queue may contain ``sep``, too.
+        step = self.priority(self._get_message_priority(json.loads(envelope), reverse=False))
+        return key.removesuffix(f"{self.sep}{step}") if step else key
+
     def broadcast(self: Any, exchange: str, routing_key: str) -> Destination:
         """Return the Redis pub/sub channels of a fanout exchange."""
         if hasattr(self, "_get_publish_topics"):
@@ -162,6 +177,7 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         """Return the address of this Redis, which also stores task state, such as debounce keys."""
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         url = self.client.as_uri(include_password=True)
+        options = {}
         if isinstance(self.client.ssl, dict):
             options = {
                 name: value.name.removeprefix("CERT_").lower()
@@ -170,7 +186,11 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
                 for name, value in self.client.ssl.items()
                 if value is not None
             }
-            url = f"rediss://{url.partition('://')[2]}?{urlencode(options)}"
+            url = f"rediss://{url.partition('://')[2]}"
+        if isinstance(self.client.credential_provider, str):
+            options["credential_provider"] = self.client.credential_provider
+        if options:
+            url = f"{url}?{urlencode(options)}"
         return RecordsLocation(url, f"{prefix}{settings.namespace}")
 
     def bulk_publisher(self, *, window: int) -> Any:

@@ -16,7 +16,7 @@ from ...errors import RecordsUnavailable
 from ...records.redis_listing import RedisListing
 from ...records.waiting import Outcome, Waiting
 from ..virtual.waiting import changed, waiting_of
-from .entry import Destination, entry_of, opened_entry
+from .entry import entry_of, opened_entry
 from .store import Store
 
 
@@ -26,11 +26,9 @@ class RedisWaitingTasks(RedisListing):
     def __init__(self, channel: Any) -> None:
         self._delays = channel.delays
         self._delays.prepare()
-        #: kombu's separator between the name of a queue and its priority.
-        self._separator: str = channel.sep
+        self._queue_of = channel.queue_of
         keys = self._delays.keys
         client = self._delays.store.client
-        self._prefix: str = keys.prefix
         super().__init__(client, keys)
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
@@ -63,14 +61,7 @@ class RedisWaitingTasks(RedisListing):
 
     def _decoded(self, member: str, entry: bytes, due_us: int) -> Waiting | None:
         destination, envelope = opened_entry(entry)
-        return waiting_of(envelope, queue=self.queue_of(destination), due_us=due_us)
-
-    def queue_of(self, destination: Destination) -> str:
-        """Return the queue name of *destination*, or "" for a fanout exchange."""
-        if destination.broadcast:
-            return ""
-        key = destination.keys[0].removeprefix(self._prefix)
-        return key.partition(self._separator)[0]
+        return waiting_of(envelope, queue=self._queue_of(destination, envelope), due_us=due_us)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
