@@ -59,5 +59,5 @@ def test_redbeat_is_refused_by_name_with_the_way_out(kind: Any) -> None:
 
 
 def test_an_unknown_scheduler_is_an_error_of_the_setting() -> None:
-    with pytest.raises(SettingsError, match="expected beat_scheduler to name .*got 'djnago'"):
+    with pytest.raises(SettingsError, match=r"expected beat_scheduler to name .*got 'djnago'"):
         Schedules(app_with("djnago"))._read_entries()
