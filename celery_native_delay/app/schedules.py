@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
+from inspect import getattr_static
 from typing import Any, NamedTuple, TypeVar
 
-from celery import uuid
+from celery import Task, uuid
 from celery.backends.base import DisabledBackend
 from celery.beat import PersistentScheduler, Scheduler, _evaluate_entry_args, _evaluate_entry_kwargs
 from celery.utils.imports import load_extension_class_names, symbol_by_name
@@ -166,7 +167,7 @@ class Schedules:
         The next due time does not change. Raises KeyError for an unknown name.
         """
         entry = self._entry_of(name, self._known(name))
-        return self._send(entry, uuid(), time_ns() // 1000, {})
+        return self._send(entry, self._sender(entry.task), uuid(), time_ns() // 1000, {})
 
     def remove_all(self) -> int:
         """Remove all schedule entries with their waiting messages; return the number of entries."""
@@ -213,6 +214,9 @@ class Schedules:
         *number* is the position of the received message in the entry's series of messages.
         *redelivered* is True if the broker delivers the message again. Returns None, or the reason
         why the worker must drop the received message.
+
+        If the next message cannot be published, the received one runs all the same. The entry then
+        shows the problem, and :meth:`publish` tries again.
         """
         catch_up = self._settings.schedules_catch_up
 
@@ -223,8 +227,34 @@ class Schedules:
                 state, self._entry_of(name, state), task_id, time_ns() // 1000, catch_up
             )
 
-        before, after = self._change(name, rule)
+        try:
+            before, after = self._change(name, rule)
+        except (RecordsUnavailable, OperationalError):
+            raise
+        except Exception as exc:  # of the next run, which must not hold up this one
+            logger.error("native delay: schedule entry %s is not published: %s", name, why(exc))
+            before, after = self._change(name, rule, problem=why(exc))
         return why_dropped(before, after, task_id, redelivered=redelivered)
+
+    def send_anew(self, name: str, task: str, task_id: str) -> str | None:
+        """Send a due run by the ``apply_async`` of its task's class, as beat does.
+
+        Such an ``apply_async`` may take a lock, or choose options for this moment. Returns the
+        reason why the worker must drop the message that was due; None if the task has Celery's own
+        ``apply_async``, so that the message itself is the run.
+        """
+        if _has_celerys_apply_async(self._app.tasks.get(task)):
+            return None
+        entry = self._entry_of(name, self._known(name))
+        from_us = time_ns() // 1000 - entry.countdown_us
+        try:
+            self._send(entry, self._sender(task), task_id, from_us, {})
+        except (RecordsUnavailable, OperationalError):
+            raise
+        except Exception as exc:  # such as "already queued"; beat goes on, too
+            logger.error("native delay: a run of schedule entry %s is not sent: %s", name, why(exc))
+            return f"apply_async of its class raised {described(exc)}"
+        return "apply_async of its class sends it"
 
     def note_run(self, name: str) -> None:
         """Count an entry's run in the beat scheduler's database, such as django-celery-beat's."""
@@ -346,12 +376,16 @@ class Schedules:
         return state
 
     def _change(
-        self, name: str, rule: Callable[[State | None], State | None]
+        self,
+        name: str,
+        rule: Callable[[State | None], State | None],
+        *,
+        problem: str | None = None,
     ) -> tuple[State | None, State | None]:
         """Call the function *rule* with a schedule entry's state, and store the result.
 
-        If *rule* returns None, the stored state does not change. Returns the state before the
-        call and the result of *rule*.
+        If *rule* returns None, the stored state does not change. If *problem* is set, it is stored,
+        and no message is published. Returns the state before the call and the result of *rule*.
         """
 
         def attempt() -> tuple[State | None, State | None] | None:
@@ -360,6 +394,7 @@ class Schedules:
             after = rule(before)
             if after is None:
                 return None if stored else (before, after)
+            after = after if problem is None else replace(after, problem=problem)
             return (before, after) if self._put(name, before, after) else None
 
         return tried_again(name, attempt)
@@ -367,9 +402,11 @@ class Schedules:
     def _put(self, name: str, before: State | None, after: State) -> bool:
         """Replace the stored state *before* by *after*, and publish the next message, if any.
 
-        Returns False, and changes nothing, if another process has replaced *before*.
+        A state with a problem has no message. Returns False, and changes nothing, if another
+        process has replaced *before*.
         """
-        after = replace(after, id=None if after.due_us is None else uuid())
+        has_message = after.due_us is not None and after.problem is None
+        after = replace(after, id=uuid() if has_message else None)
         rule = partial(swapped, before=before, after=after)
         if after.id is None or after.due_us is None:
             return self._ask(lambda records: records.change(_name(name), rule))
@@ -378,26 +415,50 @@ class Schedules:
         publish = RecordedPublish(after.id, _name(name), rule)
         with publishing(publish):
             entry = self._entry_of(name, after)
-            self._send(entry, after.id, after.due_us - entry.countdown_us, headers)
+            send = self._sender(entry.task, own=False)
+            self._send(entry, send, after.id, after.due_us - entry.countdown_us, headers)
         if publish.answer:
             self._stored[name] = after
         return bool(publish.answer)
 
-    def _send(self, entry: Entry, task_id: str, from_us: int, headers: dict[str, Any]) -> str:
+    def _sender(self, task: str, *, own: bool = True) -> Callable[..., Any]:
+        """Return ``apply_async`` of a task: its class's *own*, or Celery's."""
+        found = self._app.tasks.get(task)
+        if found is None:
+            return partial(self._app.send_task, task)
+        return found.apply_async if own else partial(Task.apply_async, found)
+
+    def _send(
+        self,
+        entry: Entry,
+        send: Callable[..., Any],
+        task_id: str,
+        from_us: int,
+        headers: dict[str, Any],
+    ) -> str:
         """Send the task of *entry*; a relative ``expires`` counts from epoch time *from_us*."""
         options = {key: value for key, value in entry.options.items() if key not in _OURS}
         beats = {"periodic_task_name": entry.name, **headers}
         options["headers"] = {**(options.get("headers") or {}), **beats}
-        if isinstance(options.get("expires"), int | float):
-            options["expires"] = moment(from_us) + timedelta(seconds=options["expires"])
-        task = self._app.tasks.get(entry.task)
-        send = task.apply_async if task else partial(self._app.send_task, entry.task)
+        # Celery would count the expiry of the decorator or of task_annotations from the publish.
+        of_task = getattr(self._app.tasks.get(entry.task), "expires", None)
+        expires = options.get("expires", of_task)
+        if isinstance(expires, int | float):
+            options["expires"] = moment(from_us) + timedelta(seconds=expires)
         args, kwargs = _evaluate_entry_args(entry.args), _evaluate_entry_kwargs(entry.kwargs)
         send(args, kwargs, task_id=task_id, **options)
         return task_id
 
 
 _OURS = ("countdown", "eta", "task_id")
+
+
+def _has_celerys_apply_async(task: Any) -> bool:
+    """Return True if calling *task* runs no ``apply_async`` but Celery's; also if it is unknown."""
+    return task is None or (
+        "apply_async" not in vars(task)
+        and getattr_static(type(task), "apply_async") is getattr_static(Task, "apply_async")
+    )
 
 
 def _name(entry: str) -> RecordName:

@@ -104,9 +104,12 @@ def sent_again(state: State, now_us: int) -> State | None:
 
     The broker may have lost an overdue message. So workers publish the message again 1, 2, 4, 8, …
     minutes after the due time. If workers receive several copies, only the first copy runs.
+    A message that could not be published is published at once.
     """
     if state.due_us is None:
         return None
+    if state.id is None and state.problem is not None:
+        return replace(state, sent_us=now_us, problem=None)
     wait_us = max(OVERDUE_US, state.sent_us - state.due_us)
     is_late = now_us - max(state.due_us, state.sent_us) > wait_us
     return replace(state, sent_us=now_us) if is_late else None
@@ -167,7 +170,8 @@ def swapped(snapshot: Snapshot, *, before: State | None, after: State) -> Change
     stored = State.from_text(snapshot.text)
     if stored != before:
         return Change(snapshot.text, 0, stored == after)  # an earlier attempt may have been ours
-    due_us = None if after.due_us is None else max(after.due_us, snapshot.now_us)
+    has_message = after.due_us is not None and after.problem is None
+    due_us = max(after.due_us or 0, snapshot.now_us) if has_message else None
     kept_us = snapshot.now_us + KEPT_US
     return Change(after.encoded(), kept_us, True, due_us, replaces=bool(snapshot.messages))
 

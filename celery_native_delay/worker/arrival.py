@@ -80,14 +80,20 @@ class Arrival:
         handles them at once.
         """
         eta_us = due_us_or_none(self.fields.get("eta"))
-        if eta_us is None or self.is_cancelled:
+        if eta_us is None or self.why_discarded is not None:
             return False
+        allowed_us = SHORTEST_WAIT_US if self.delayed is None else CLOCK_SKEW_US
+        return eta_us - self.now_us > allowed_us
+
+    @cached_property
+    def why_discarded(self) -> str | None:
+        """The reason why the task does not run ("cancelled", "revoked", "expired"), or None."""
+        if self.is_cancelled:
+            return "cancelled"
+        if self.id in state.revoked:
+            return "revoked"
         expires_us = due_us_or_none(self.fields.get("expires"))
-        return bool(
-            eta_us - self.now_us > (SHORTEST_WAIT_US if self.delayed is None else CLOCK_SKEW_US)
-            and self.id not in state.revoked
-            and (expires_us is None or expires_us >= self.now_us)
-        )
+        return "expired" if expires_us is not None and expires_us < self.now_us else None
 
     def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
         """Return the decision that the task waits 5 s, because the records are unreachable.

@@ -41,13 +41,16 @@ class Scheduling:
         redelivered = bool((arrival.message.delivery_info or {}).get("redelivered"))
         try:
             why = self._schedules.advance(*occurrence, arrival.id, redelivered=redelivered)
+            runs = why is None and arrival.why_discarded is None
+            if runs:
+                why = self._schedules.send_anew(occurrence[0], arrival.name, arrival.id)
         except Exception as exc:  # then the occurrence waits, so that no run is lost
             text = "native delay: schedule entry %s waits: %s"
             logger.warning(text, occurrence[0], described(exc))
             return arrival.until_records_answer()
         # Another gate may let the message wait again, longer than until the next occurrence.
         arrival.message.headers.pop(HEADER)
-        if why is None and not arrival.is_cancelled:
+        if runs:
             self.in_thread(lambda: self._schedules.note_run(occurrence[0]))
         return None if why is None else Drop(why)
 

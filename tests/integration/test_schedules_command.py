@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, Task, signals
 from celery.contrib.testing.worker import start_worker
 from celery.schedules import BaseSchedule, crontab
 
@@ -183,6 +186,105 @@ def test_an_entry_of_a_machine_with_other_time_zones_is_a_row_with_a_reason(
         assert nightly.problem is None
         assert tick.problem is not None
         assert "No time zone found with key Mars/Olympus" in tick.problem
+
+
+@contextmanager
+def published() -> Iterator[list[dict[str, Any]]]:
+    """The headers of all tasks that are published in the block."""
+    found: list[dict[str, Any]] = []
+
+    def note(headers: dict[str, Any], **_: Any) -> None:
+        found.append(headers)
+
+    signals.before_task_publish.connect(note)
+    try:
+        yield found
+    finally:
+        signals.before_task_publish.disconnect(note)
+
+
+@on_redis
+@pytest.mark.parametrize("place", ["decorator", "annotations"])
+@pytest.mark.parametrize("countdown", [0, 900])
+def test_an_expiry_of_the_task_counts_from_the_time_of_the_schedule(
+    empty_redis: PrivateRedis, place: str, countdown: int
+) -> None:
+    options = {"options": {"countdown": countdown}} if countdown else {}
+    entry = {"task": "shop.report", "schedule": 86_400.0, **options}
+    with app_on(empty_redis.url, beat_schedule={"nightly": entry}) as app:
+        if place == "decorator":
+            app.task(no_work, name="shop.report", expires=600)
+        else:
+            app.conf.task_annotations = {"shop.report": {"expires": 600}}
+            app.task(no_work, name="shop.report")
+        with published() as sent:
+            Schedules(app).publish()
+        (nightly,) = Delay(app).schedules()
+    assert nightly.next_due is not None
+    (headers,) = sent
+    expires = datetime.fromisoformat(headers["expires"])
+    assert (expires - nightly.next_due).total_seconds() == pytest.approx(600 - countdown, abs=0.1)
+
+
+def no_work() -> None:
+    """A task that does nothing."""
+
+
+class Refusing(Task):  # type: ignore[misc]
+    """A task class that sends nothing while a run waits or runs, as celery-once does."""
+
+    def apply_async(self, *args: Any, **options: Any) -> Any:
+        raise RuntimeError("already queued")
+
+
+@on_redis
+def test_a_run_is_published_without_the_apply_async_of_its_class_until_it_is_due(
+    empty_redis: PrivateRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    with app_on(empty_redis.url) as app:
+        app.task(no_work, name="shop.tick", base=Refusing)
+        app.task(no_work, name="shop.report")
+        schedules = Schedules(app)
+        schedules.publish()
+        first = schedules._known("tick")
+        assert first.problem is None
+        assert schedules.advance("tick", first.number, "run-1", redelivered=False) is None
+        second = schedules._known("tick")
+        assert (second.runs, second.number, Delay(app).count()) == (1, 2, 2)
+        told = schedules.send_anew("tick", "shop.tick", "run-1")
+        assert told == "apply_async of its class raised RuntimeError: already queued"
+        assert schedules.send_anew("nightly", "shop.report", "run-1") is None
+        assert schedules.send_anew("nightly", "shop.unknown", "run-1") is None
+        with pytest.raises(RuntimeError, match="already queued"):
+            schedules.run_now("tick")
+    assert "a run of schedule entry tick is not sent: RuntimeError: already queued" in caplog.text
+
+
+@on_redis
+def test_a_next_run_that_is_refused_does_not_hold_up_the_present_one(
+    empty_redis: PrivateRedis,
+) -> None:
+    refusing: list[bool] = []
+
+    def route(*_: Any, **__: Any) -> None:
+        if refusing:
+            raise RuntimeError("no such tenant")
+
+    with app_on(empty_redis.url, task_routes=[route]) as app:
+        schedules = Schedules(app)
+        schedules.publish()
+        first = schedules._known("tick")
+        refusing.append(True)
+        assert schedules.advance("tick", first.number, "run-1", redelivered=False) is None
+        schedules.publish()
+        _, tick = schedules
+        assert (tick.runs, tick.problem) == (1, "RuntimeError: no such tenant")
+        assert Delay(app).count() == 1
+        refusing.clear()
+        schedules.publish()
+        _, after = schedules
+        assert after.next_due == tick.next_due
+        assert (after.problem, Delay(app).count()) == (None, 2)
 
 
 @on_redis
