@@ -219,13 +219,14 @@ class Schedules:
         shows the problem, and :meth:`publish` tries again.
         """
         catch_up = self._settings.schedules_catch_up
+        deadline_seconds = self._app.conf.beat_cron_starting_deadline
+        deadline_us = None if deadline_seconds is None else round(deadline_seconds * 1_000_000)
 
         def rule(state: State | None) -> State | None:
             if state is None or not state.waits_for(number):
                 return None
-            return advanced(
-                state, self._entry_of(name, state), task_id, time_ns() // 1000, catch_up
-            )
+            entry, now_us = self._entry_of(name, state), time_ns() // 1000
+            return advanced(state, entry, task_id, now_us, catch_up, deadline_us=deadline_us)
 
         try:
             before, after = self._change(name, rule)
@@ -265,16 +266,20 @@ class Schedules:
             return
         model: Any = getattr(entry, "model", None)
         if not hasattr(model, "refresh_from_db"):
-            self._scheduler.reserve(entry)
+            later = self._scheduler.reserve(entry)
             self._scheduler.sync()
+            if getattr(model, "one_off", False):
+                later.is_due()  # sqlalchemy-celery-beat then disables the entry
             return
         model.refresh_from_db()
         # ModelEntry.save() writes all columns, and could undo a change made in the meantime.
+        noted = ["last_run_at", "total_run_count"]
         model.last_run_at, model.total_run_count = entry._default_now(), model.total_run_count + 1
-        model.no_changes = True
-        model.save(update_fields=["last_run_at", "total_run_count"])
-        if model.one_off:
-            entry.is_due()  # django-celery-beat then disables the entry
+        model.no_changes = not model.one_off
+        if model.one_off:  # in one step, so that an enabled entry is one that a user enabled again
+            model.enabled, model.total_run_count = False, 0
+            noted += ["enabled", "date_changed"]
+        model.save(update_fields=noted)
 
     def note_beat(self, name: str) -> None:
         """Store the name of a schedule entry or task that ``celery beat`` has sent."""
@@ -523,4 +528,12 @@ def _entry(name: str, found: Any, zone: Any) -> Entry:
         starts and round(maybe_make_aware(starts).timestamp() * 1_000_000),
         ends and round(maybe_make_aware(ends).timestamp() * 1_000_000),
         bool(getattr(model, "one_off", False)),
+        _armed(model),
     )
+
+
+def _armed(model: Any) -> str | None:
+    """Return a text that changes if a user of django-celery-beat enables a one-off entry again."""
+    if not getattr(model, "one_off", False) or not hasattr(model, "refresh_from_db"):
+        return None
+    return None if model.total_run_count else f"{model.pk} {model.last_run_at}"

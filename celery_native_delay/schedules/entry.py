@@ -31,7 +31,8 @@ class Entry:
     """A schedule entry of Celery, such as an item of ``beat_schedule``.
 
     The task runs only between *starts_us* and *ends_us* (epoch microseconds). If *one_off* is True,
-    the task runs once.
+    the task runs once for each value of *armed*, which changes when a user enables the entry again.
+    *armed* is None if this is not known.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Entry:
     starts_us: int | None = None
     ends_us: int | None = None
     one_off: bool = False
+    armed: str | None = None
 
     def next_us(self, after_us: int) -> int | None:
         """Return the first due time after *after_us* (epoch microseconds); None if none is left."""
@@ -88,6 +90,10 @@ class Entry:
         """Return True if the entry in *text* (JSON) has the same due times as this entry."""
         mine, other = loads(self.text), loads(text)
         return all(mine[name] == other.get(name) for name in _TIMES)
+
+    def is_armed_since(self, text: str) -> bool:
+        """Return True if a user enabled this one-off entry after a worker read it as *text*."""
+        return self.armed is not None and self.armed != loads(text or "{}").get("armed")
 
     @property
     def words(self) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+from celery.schedules import crontab
+
 from ..records.interface import Change, Snapshot
 from ..texts import is_text
 from .entry import Entry
@@ -115,10 +117,19 @@ def sent_again(state: State, now_us: int) -> State | None:
     return replace(state, sent_us=now_us) if is_late else None
 
 
-def advanced(state: State, entry: Entry, task_id: str, now_us: int, catch_up: CatchUp) -> State:
+def advanced(
+    state: State,
+    entry: Entry,
+    task_id: str,
+    now_us: int,
+    catch_up: CatchUp,
+    *,
+    deadline_us: int | None = None,
+) -> State:
     """Return the schedule entry's state after a worker received the waiting message.
 
-    *task_id* is the message's task id. *catch_up* is ``native_delay_schedules_catch_up``.
+    *task_id* is the message's task id. *catch_up* is ``native_delay_schedules_catch_up``. A crontab
+    that is later than *deadline_us* (microseconds) does not run; None is no deadline.
     """
     assert state.due_us is not None
     next_us, missed, runs = entry.next_us(state.due_us), 0, True
@@ -126,6 +137,12 @@ def advanced(state: State, entry: Entry, task_id: str, now_us: int, catch_up: Ca
         runs, missed = catch_up != "none", state.missed + 1
         if catch_up != "all" or missed >= MOST_MISSED:
             next_us, missed = _later_us(entry, state.due_us, next_us, now_us), 0
+    if deadline_us is not None and isinstance(entry.schedule, crontab):
+        since_us = now_us - deadline_us - 1
+        # Unless each missed run happens, this run stands for the newest of them.
+        newest_us = None if catch_up == "all" else entry.next_us(since_us)
+        is_timely = state.due_us > since_us or (newest_us is not None and newest_us <= now_us)
+        runs = runs and is_timely
     if not runs:
         return _next(state, next_us, now_us)
     next_us = None if entry.one_off else next_us
@@ -144,7 +161,9 @@ def why_dropped(
     task runs again, because the first worker may have died.
     """
     if before is not None and after is not None:
-        skipped = "its time was missed, and native_delay_schedules_catch_up is 'none'"
+        skipped = (
+            "its time was missed (native_delay_schedules_catch_up, beat_cron_starting_deadline)"
+        )
         return None if after.runs > before.runs else skipped
     if before is not None and (redelivered or task_id == before.ran):
         return None
@@ -194,7 +213,9 @@ def _first_us(entry: Entry, state: State, now_us: int) -> int | None:
     if not entry.one_off or (entry.ends_us is not None and entry.ends_us < now_us):
         return entry.next_us(now_us)
     # The workers may read a one-off entry after its only time. Then the entry runs late.
-    return None if state.runs else entry.next_us(now_us) or entry.next_us(0)
+    if state.runs and not entry.is_armed_since(state.entry):
+        return None
+    return entry.next_us(now_us) or entry.next_us(0)
 
 
 def _later_us(entry: Entry, due_us: int, next_us: int, now_us: int) -> int | None:

@@ -146,6 +146,43 @@ def test_an_entry_that_is_switched_off_or_has_ended_runs_no_more(site: Site) -> 
     assert len(site.ran("off")) == off
 
 
+ARMED_AGAIN = {
+    "enabled": "p.enabled = True; p.save()",
+    "reset": (
+        "PeriodicTask.objects.update(enabled=True, last_run_at=None, total_run_count=0); "
+        "PeriodicTasks.update_changed()"
+    ),
+    "made anew": f"p.delete(); {entry('once', one_off='True')}",
+}
+
+
+def test_a_one_off_entry_that_is_armed_again_runs_again_however_soon(
+    tmp_path: Path, records_redis: PrivateRedis
+) -> None:
+    """The workers have not yet looked at the table since the entry ran."""
+    pytest.importorskip("django_celery_beat")
+    site = Site(tmp_path, records_redis.url)
+    began = (
+        "from celery_native_delay.app.schedules import Schedules\n"
+        "schedules = Schedules(app)\n"
+        "def run():\n"
+        "    state = schedules._known('once')\n"
+        "    assert schedules.advance('once', state.number, state.id, redelivered=False) is None\n"
+        "    schedules.publish()\n"
+        "    assert schedules._known('once').due_us is None, 'twice, as its run is not noted'\n"
+        "    schedules.note_run('once')\n"
+        "    assert not PeriodicTask.objects.get(name='once').enabled\n"
+        f"{entry('once', one_off='True')}\n"
+        "schedules.publish()\n"
+        "run()\n"
+    )
+    again = "".join(
+        f"p = PeriodicTask.objects.get(name='once')\n{each}\nschedules.publish()\nrun()\n"
+        for each in ARMED_AGAIN.values()
+    )
+    assert site.run(f"{began}{again}print(schedules._known('once').runs)") == "4"
+
+
 def test_the_note_of_a_run_writes_no_column_that_an_admin_may_change(site: Site) -> None:
     """``ModelEntry.save`` of django-celery-beat would write ``enabled`` as read before."""
     site.run(entry("tick"))

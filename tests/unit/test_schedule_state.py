@@ -285,6 +285,26 @@ def test_at_most_a_hundred_missed_times_run() -> None:
     assert state.runs == MOST_MISSED
 
 
+@pytest.mark.parametrize("catch_up", ["one", "all"])
+@pytest.mark.parametrize(
+    ("late_seconds", "runs"), [(0, 1), (20, 1), (21, 0), (59, 0), (60, 1), (80, 1), (81, 0)]
+)
+def test_a_crontab_that_missed_its_starting_deadline_does_not_run(
+    catch_up: Any, late_seconds: int, runs: int
+) -> None:
+    """As with ``beat_cron_starting_deadline`` in beat: the newest missed time is what counts."""
+    each_minute = entry(schedule=crontab())
+    due_us = NOW_US - NOW_US % (60 * S)
+    state = replace(waiting(each_minute), due_us=due_us)
+    now_us = due_us + late_seconds * S
+    after = advanced(state, each_minute, "task-1", now_us, catch_up, deadline_us=20 * S)
+    assert after.runs == (runs if catch_up == "one" else late_seconds <= 20)
+    assert after.due_us is not None
+    assert catch_up == "all" or after.due_us > now_us
+    interval = replace(waiting(entry(60)), due_us=due_us)
+    assert advanced(interval, entry(60), "task-1", now_us, catch_up, deadline_us=20 * S).runs == 1
+
+
 def test_a_one_off_entry_runs_once() -> None:
     once = entry(one_off=True)
     state = advanced(waiting(once), once, "task-1", NOW_US + 10 * S, "one")
