@@ -73,7 +73,9 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 @command(name="status")
 @as_json_option
 def status(ctx: click.Context, as_json: bool) -> None:
-    """Count waiting, overdue, parked and stuck messages.
+    """Count waiting, overdue, parked and stuck messages, and print a remedy for each problem.
+
+    `delay doctor` finds the same problems, and more.
 
     Overdue messages are due, but still listed as waiting. Parked messages are due, but their
     exchange or queue does not exist. Stuck messages stay in a delay queue, because RabbitMQ cannot
@@ -84,8 +86,13 @@ def status(ctx: click.Context, as_json: bool) -> None:
     their old due times.
     """
     with broker(ctx) as part:
-        found = part.status()
-    show(found, as_json)
+        counted = part.status()
+        found = counted.findings()
+    if as_json:
+        print_json(counted.as_json() | {"findings": [asdict(each) for each in found]})
+        return
+    show(counted, as_json)
+    _print_findings(found)
 
 
 @command(name="purge")
@@ -120,9 +127,7 @@ def _show_findings(
     if as_json:
         print_json({"healthy": not numbers[WRONG], "findings": [asdict(each) for each in ordered]})
     else:
-        for each in ordered:
-            click.echo(printable(f"{each.level}: {each.check}: {each.problem}"))
-            click.echo(printable(f"    {each.remedy}"))
+        _print_findings(ordered)
         if numbers[WRONG]:
             last = f"{numbers[WRONG]} problem(s) found"
         elif numbers[UNCHECKED]:
@@ -131,6 +136,12 @@ def _show_findings(
             last = well
         click.echo(last)
     ctx.exit(1 if numbers[WRONG] else 0)
+
+
+def _print_findings(found: Sequence[Finding]) -> None:
+    for each in found:
+        click.echo(printable(f"{each.level}: {each.check}: {each.problem}"))
+        click.echo(printable(f"    {each.remedy}"))
 
 
 # ---- parked ------------------------------------------------------------------------------------

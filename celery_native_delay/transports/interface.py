@@ -227,18 +227,29 @@ class Report(Protocol):
         """Return the report as lines of text. The function *table* formats headings and rows."""
 
 
+class StatusReport(Report, Protocol):
+    """The report of ``delay status``."""
+
+    def findings(self) -> list[Finding]:
+        """Return the problems that the counted messages show, such as overdue messages."""
+
+
 @dataclass(frozen=True)
 class Told:
     """A report with data (*facts*) for ``--json`` and text (*sentences*) for the terminal."""
 
     facts: Mapping[str, Any]
     sentences: Sequence[str]
+    found: Sequence[Finding] = ()
 
     def as_json(self) -> dict[str, Any]:
         return dict(self.facts)
 
     def lines(self, table: Callable[..., str]) -> list[str]:
         return list(self.sentences)
+
+    def findings(self) -> list[Finding]:
+        return list(self.found)
 
 
 @dataclass(frozen=True)
@@ -284,9 +295,9 @@ class AdminPart(Protocol):
         """Report wrong or missing queues, queue attributes and policies on the broker."""
 
     def examine(self) -> list[Finding]:
-        """Report problems in operation, such as overdue messages and wrong clocks."""
+        """Report problems in operation: all findings of :meth:`status`, and wrong clocks."""
 
-    def status(self) -> Report:
+    def status(self) -> StatusReport:
         """Return a report with the numbers of waiting and parked (undeliverable) messages."""
 
     def backlog(self) -> Backlog:

@@ -19,7 +19,7 @@ from .bulk_publisher import BulkPublisher
 from .interface import Backlog, Told, Wait
 from .lasting import is_lasting_sql
 from .outbox import OutboxBatch
-from .recorded import NothingParked, RecordedWorkerPart, with_records
+from .recorded import NothingParked, RecordedWorkerPart, RecordsStatus, with_records
 from .virtual import recorded
 from .virtual.channel import DelayingTransport
 from .virtual.collecting import Collecting, PlainMessage
@@ -129,11 +129,13 @@ class PgmqAdminPart(NothingParked):
 
     def examine(self) -> list[Finding]:
         records = self._channel.delays.records
-        return [] if records is None else list(records.findings())
+        return [*self.status().findings(), *([] if records is None else records.findings())]
 
     def status(self) -> Told:
         waiting = self._of_waiting("SELECT")
-        return Told({"waiting": waiting, "parked": 0}, [f"waiting   {waiting}"])
+        listed = RecordsStatus.read(self._channel, self._channel.delays.settings)
+        found = [] if listed is None else listed.findings(parked=0)
+        return Told({"waiting": waiting, "parked": 0}, [f"waiting   {waiting}"], found)
 
     def backlog(self) -> Backlog:
         backlog = Backlog(self._of_waiting("SELECT"), 0)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from time import time_ns
 from typing import Any, ClassVar
 
-from ..errors import NoRecords, RecordsUnavailable
+from ..durations import duration
+from ..errors import NativeDelayError, NoRecords, RecordsUnavailable
+from ..finding import WRONG, Finding
 from ..message import Delayed
 from ..rates.line import Lines
 from ..records.interface import Records
 from ..records.opened import records_of_process
-from ..records.waiting import WaitingTasks
+from ..records.waiting import Query, WaitingTasks
 from ..settings import DelaySettings
 from ..texts import is_text
 from ..urls import is_redis_url
@@ -26,6 +28,11 @@ from .interface import (
     WorkerPart,
     without_records,
 )
+
+#: A task that no worker has received so many seconds after its due time is a problem.
+PATIENCE_SECONDS = 60.0
+
+_START_WORKERS = "start workers with install(app) that consume from their queues, or more of them"
 
 
 def records_beside(settings: DelaySettings, place: str) -> Any:
@@ -62,6 +69,54 @@ def with_records(backlog: Backlog, channel: Any, settings: DelaySettings) -> Bac
         return replace(backlog, records_answer=False)
     first_us = None if span is None else span[0] - time_ns() // 1000
     return replace(backlog, records_answer=True, until_first_us=first_us, in_records=known)
+
+
+@dataclass(frozen=True)
+class RecordsStatus:
+    """Counts from the list of waiting tasks: overdue tasks, and tasks not yet due."""
+
+    where: str
+    #: The error that prevented counting.
+    error: str | None = None
+    #: The number of tasks that are not due yet.
+    ahead: int = 0
+    next_due_seconds: float | None = None
+    #: The number of due tasks that no worker with this package has received.
+    overdue: int = 0
+    overdue_seconds: float = 0.0
+
+    @classmethod
+    def read(cls, channel: Any, settings: DelaySettings) -> RecordsStatus | None:
+        """Count the tasks of the list; None if ``native_delay_records`` is not set."""
+        if channel.delays.records is None:
+            return None
+        where = channel.delays.records.where
+        try:
+            with closing(channel.waiting_tasks(settings)) as tasks:
+                return cls.of(tasks, where, now_us=time_ns() // 1000)
+        except NativeDelayError as exc:
+            return cls(where, error=str(exc))
+
+    @classmethod
+    def of(cls, tasks: WaitingTasks, where: str, *, now_us: int) -> RecordsStatus:
+        """Count the overdue and the future *tasks*; *where* is the URL of their storage."""
+        ahead = Query(from_us=now_us)
+        page, count = tasks.page(ahead, limit=1), tasks.count(ahead)
+        next_due_seconds = (page.tasks[0].due_us - now_us) / 1e6 if page.tasks else None
+        span = tasks.span()
+        first_us = now_us if span is None else min(span[0], now_us)
+        overdue = tasks.count(Query(until_us=now_us))
+        return cls(where, None, count, next_due_seconds, overdue, (now_us - first_us) / 1e6)
+
+    def findings(self, *, parked: int) -> list[Finding]:
+        """Report overdue tasks, unless all of them are *parked* messages."""
+        if self.overdue <= parked or self.overdue_seconds <= PATIENCE_SECONDS:
+            return []
+        problem = (
+            f"{self.overdue} task(s) overdue, the first for {duration(self.overdue_seconds)}; "
+            f"no installed worker has received them"
+        )
+        return [Finding("overdue", WRONG, problem, _START_WORKERS)]
 
 
 class RecordedChannel:

@@ -267,6 +267,37 @@ def test_rabbitmq_missing_levels_policies_and_parked_messages_are_found(
     assert "delay parked list" in found.remedy
 
 
+@on_one_version
+def test_tasks_that_no_worker_receives_are_found(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, records_redis: PrivateRedis, project: Project
+) -> None:
+    """``delay status`` names the same problems, with the same remedies."""
+    settings = {**SETTINGS, "management_url": rabbitmq.management_url, "records": records_redis.url}
+    project.write(APP, vhost_url, **settings)
+    app = app_on(vhost_url, **settings)
+    app.conf.task_default_queue = "orders"
+    project.delay("declare")
+    assert of_level(app, WRONG) == []
+    app.send_task("shop.remind", countdown=1)
+
+    (found,) = wait_until(lambda: of_level(app, WRONG) or None, timeout_seconds=PATIENCE_SECONDS)
+    assert found.problem == "no worker consumes from orders: 1 message(s) lie there"
+    (due,) = records_redis.client.keys("*.due")
+    for member, due_us in records_redis.client.zrange(due, 0, -1, withscores=True):
+        records_redis.client.zadd(due, {member: due_us - 180_000_000})
+    overdue = the_wrong(app, "overdue")
+    assert re.match(r"1 task\(s\) overdue, the first for 3 min ", overdue.problem)
+    assert "start workers" in overdue.remedy
+
+    told = project.told("doctor", status=1)
+    checks = {"overdue", "workers"}
+    assert {each["check"] for each in told["findings"] if each["level"] == WRONG} == checks
+    said = project.delay("status").stdout
+    assert "wrong: overdue: 1 task(s) overdue, the first for 3 min " in said
+    assert f"    {found.remedy}" in said
+    assert {each["check"] for each in project.told("status")["findings"]} == checks
+
+
 # ---- SQS ---------------------------------------------------------------------------------------
 
 

@@ -99,19 +99,19 @@ def test_verify_reports_what_it_could_not_check(
 
 
 def test_status_counts(shop: Project, connection: Any, empty_redis: PrivateRedis) -> None:
-    assert shop.delay("status").stdout.splitlines() == [
-        "waiting   0",
-        "next due  -",
-        "overdue   0",
-        "parked    0",
-    ]
+    waiting, due, overdue, parked, wrong, remedy = shop.delay("status").stdout.splitlines()
+    assert (waiting, due) == ("waiting   0", "next due  -")
+    assert (overdue, parked) == ("overdue   0", "parked    0")
+    assert "nothing promotes" in wrong
+    assert "run `celery -A PROJ delay promote`" in remedy
     park(connection, empty_redis)
     for seconds in (90, 200):
         publish(connection, "later", "jobs", delay=seconds)
     found = shop.told("status")
     lines = shop.lines("status")
     assert re.fullmatch(r"next due in (1 min( \d+ s)?|\d+ s)", lines[1])
-    assert lines[2:] == ["overdue 0", "parked 1"]
+    assert lines[2:4] == ["overdue 0", "parked 1"]
+    assert [each["check"] for each in found.pop("findings")] == ["promoting", "parked"]
     within = found.pop("next_due_within_seconds")
     assert 30 < within <= 90
     assert found == {

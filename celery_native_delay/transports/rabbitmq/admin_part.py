@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import asdict, replace
-from time import time_ns
 from typing import Any
 
 from amqp.exceptions import NotFound, ResourceLocked
 
-from ...errors import NativeDelayError
 from ...finding import Finding
 from ...settings import DelaySettings
 from ..interface import Backlog, ParkedTask, Rescue, Told
-from ..recorded import with_records
+from ..recorded import RecordsStatus, with_records
 from .declaring import not_declared, permissions_explained
 from .inspection import examine, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, purge, rescue
 from .pruning import Pruning
-from .status import RecordsStatus, Status, levels, status
+from .status import Status, levels, status
 
 
 class RabbitMQAdminPart:
@@ -55,12 +52,13 @@ class RabbitMQAdminPart:
 
     def examine(self) -> list[Finding]:
         with permissions_explained(self._topology):
-            return examine(self._delays, self._api())
+            found = self.status()
+            return [*found.findings(), *examine(self._delays, self._api(), found)]
 
     def status(self) -> Status:
         with permissions_explained(self._topology):
-            found = status(self._delays, self._api())
-        return replace(found, records=self._records_status()) if self._records else found
+            found = status(self._delays, self._api(), self._queues)
+        return replace(found, records=RecordsStatus.read(self._channel, self._settings))
 
     def backlog(self) -> Backlog:
         """Count waiting messages over AMQP, without the management API."""
@@ -94,14 +92,6 @@ class RabbitMQAdminPart:
 
     def pruning(self) -> Pruning:
         return Pruning(self._delays, self._api(), self._settings)
-
-    def _records_status(self) -> RecordsStatus:
-        where = self._records.where
-        try:
-            with closing(self._channel.waiting_tasks(self._settings)) as tasks:
-                return RecordsStatus.of(tasks, where, now_us=time_ns() // 1000)
-        except NativeDelayError as exc:
-            return RecordsStatus(where, error=str(exc))
 
     def _purged(self, queue: str) -> int:
         try:

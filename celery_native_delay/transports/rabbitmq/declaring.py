@@ -101,9 +101,17 @@ class Declarer:
             return if_refused
 
     def depth(self, queue: str) -> int | None:
+        found = self.look_at(queue)
+        return None if found is None else int(found.message_count)
+
+    def look_at(self, queue: str) -> Any:
+        """Return RabbitMQ's answer with ``message_count`` and ``consumer_count``.
+
+        If the queue does not exist, return None.
+        """
         try:
             with self.channel_for(queue, unreadable=NotFound) as channel:
-                return int(channel.queue_declare(queue, passive=True).message_count)
+                return channel.queue_declare(queue, passive=True)
         except NotFound:
             return None
 

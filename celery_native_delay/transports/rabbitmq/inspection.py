@@ -15,7 +15,6 @@ from ...finding import (
     WRONG,
     Finding,
 )
-from ..virtual.status import parked_finding
 from .blueprint import blueprint
 from .declaring import broker_version
 from .delays import Delays
@@ -60,12 +59,9 @@ def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> li
         return found + known_faults(broker_version(delays.connection), replicated=None)
 
 
-def examine(delays: Delays, api: ManagementAPI) -> list[Finding]:
-    """Find due messages that RabbitMQ cannot deliver to a queue."""
-    found = status(delays, api)
+def examine(delays: Delays, api: ManagementAPI, found: Status) -> list[Finding]:
+    """Find due messages of the counts *found* that stay in dead-lettering."""
     findings = []
-    if found.parked:
-        findings.append(parked_finding(found.parked, "no queue was bound for them"))
     if suspected := _held_up(found):
         # Messages that were only passing through are gone at the next count.
         sleep(COUNTED_ANEW_SECONDS)

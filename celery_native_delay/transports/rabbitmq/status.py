@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from amqp.exceptions import AccessRefused
+
 from ...durations import duration
 from ...errors import ManagementUnavailable
-from ...records.waiting import Query, WaitingTasks
+from ...finding import WRONG, Finding
 from ..interface import LevelQueue
+from ..recorded import RecordsStatus
+from ..virtual.status import parked_finding
 from .delays import Delays
 from .management import ManagementAPI
 from .parking import count
@@ -36,29 +41,11 @@ class LandingStatus:
 
 
 @dataclass(frozen=True)
-class RecordsStatus:
-    """Counts from the list of waiting tasks: overdue tasks, and tasks not yet due."""
+class UnconsumedQueue:
+    """One of the app's queues: due tasks lie there, and no worker consumes from it."""
 
-    where: str
-    #: The error that prevented counting.
-    error: str | None = None
-    #: The number of tasks that are not due yet.
-    ahead: int = 0
-    next_due_seconds: float | None = None
-    #: The number of due tasks that no worker with this package has received.
-    overdue: int = 0
-    overdue_seconds: float = 0.0
-
-    @classmethod
-    def of(cls, tasks: WaitingTasks, where: str, *, now_us: int) -> RecordsStatus:
-        """Count the overdue and the future *tasks*; *where* is the URL of their storage."""
-        ahead = Query(from_us=now_us)
-        page, count = tasks.page(ahead, limit=1), tasks.count(ahead)
-        next_due_seconds = (page.tasks[0].due_us - now_us) / 1e6 if page.tasks else None
-        span = tasks.span()
-        first_us = now_us if span is None else min(span[0], now_us)
-        overdue = tasks.count(Query(until_us=now_us))
-        return cls(where, None, count, next_due_seconds, overdue, (now_us - first_us) / 1e6)
+    queue: str
+    messages: int
 
 
 @dataclass(frozen=True)
@@ -70,6 +57,8 @@ class Status:
     landings: list[LandingStatus]
     parked: int
     next_due_within_seconds: float | None
+    #: The app's queues with messages and without a consumer.
+    unconsumed: list[UnconsumedQueue]
     records: RecordsStatus | None = None
 
     @property
@@ -114,6 +103,22 @@ class Status:
         if known is not None:
             told["next_due_within_seconds"] = 0 if known.overdue else known.next_due_seconds
         return told
+
+    def findings(self) -> list[Finding]:
+        """Report parked and overdue messages, and queues without a worker."""
+        found = [] if self._known is None else self._known.findings(parked=self.parked)
+        found += [
+            Finding(
+                "workers",
+                WRONG,
+                f"no worker consumes from {each.queue}: {each.messages} message(s) lie there",
+                f"start workers that consume from {each.queue}",
+            )
+            for each in self.unconsumed
+        ]
+        if self.parked:
+            found.append(parked_finding(self.parked, "no queue was bound for them"))
+        return found
 
     def lines(self, table: Callable[[tuple[str, ...], list[tuple[Any, ...]]], str]) -> list[str]:
         lines = []
@@ -188,8 +193,11 @@ class Status:
         return ""
 
 
-def status(delays: Delays, api: ManagementAPI) -> Status:
-    """Count waiting messages, and due messages that RabbitMQ could not deliver."""
+def status(delays: Delays, api: ManagementAPI, consumed: Iterable[Any] = ()) -> Status:
+    """Count waiting messages, and due messages that RabbitMQ could not deliver.
+
+    Workers should consume from the queues *consumed*, which are kombu's objects.
+    """
     topology = delays.topology
     try:
         queues = {queue["name"]: queue for queue in api.named("queues", f"{topology.name}.")}
@@ -212,7 +220,16 @@ def status(delays: Delays, api: ManagementAPI) -> Status:
     # A message waits for this level and at most all shorter ones: less than twice this TTL.
     nearest = next((level for level in levels if level.waiting), None)
     within = None if nearest is None else 2 * nearest.ttl_seconds
-    return Status(topology.name, levels, landings, count(delays), within)
+    unconsumed = list(_unconsumed(delays, [queue.name for queue in consumed]))
+    return Status(topology.name, levels, landings, count(delays), within, unconsumed)
+
+
+def _unconsumed(delays: Delays, names: Iterable[str]) -> Iterator[UnconsumedQueue]:
+    for name in names:
+        with suppress(AccessRefused):
+            found = delays.declarer.look_at(name)
+            if found is not None and found.message_count and not found.consumer_count:
+                yield UnconsumedQueue(name, int(found.message_count))
 
 
 def levels(delays: Delays) -> Iterator[LevelQueue]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...finding import UNCHECKED, WRONG, Finding
 from ..interface import Backlog, Told
-from ..recorded import NothingParked, with_records
+from ..recorded import NothingParked, RecordsStatus, with_records
 from .delay_queue import (
     LONGEST_NAME,
     advice,
@@ -32,34 +32,44 @@ _DELAYED = "ApproximateNumberOfMessagesDelayed"
 class Status:
     """Approximate counts of waiting messages in SQS, for ``delay status``."""
 
-    def __init__(self, name: str, queues: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, name: str, queues: list[dict[str, Any]], listed: RecordsStatus | None = None
+    ) -> None:
         self.name = name
         #: For each queue: delayed messages in the queue (*here*) and in its delay queue
         #: (*on_the_way*), and *overdue* messages in the delay queue, which no worker receives.
         self.queues = queues
         self.waiting = sum(each["here"] + (each["on_the_way"] or 0) for each in queues)
         self.overdue = sum(each["overdue"] for each in queues)
+        self._listed = listed
 
     def as_json(self) -> dict[str, Any]:
-        return {"parked": 0, **vars(self)}
+        names = ("name", "queues", "waiting", "overdue")
+        return {"parked": 0, **{name: getattr(self, name) for name in names}}
+
+    def findings(self) -> list[Finding]:
+        """Report messages that no relay receives from a delay queue, and overdue tasks."""
+        found = [] if self._listed is None else self._listed.findings(parked=0)
+        for each in self.queues:
+            if each["overdue"]:
+                problem = (
+                    f"{each['delay_queue']}: about {each['overdue']} message(s) have done their "
+                    f"wait and nothing takes them: no installed worker of {each['queue']!r} and no "
+                    f"`celery -A PROJ delay relay` is running"
+                )
+                found.append(Finding("relaying", WRONG, problem, _RELAY))
+        return found
 
     def lines(self, table: Callable[..., str]) -> list[str]:
         rows = [
             (each["queue"], each["here"], "-" if each["on_the_way"] is None else each["on_the_way"])
             for each in self.queues
         ]
-        overdue = [
-            f"{each['queue']}: about {each['overdue']} message(s) have done their wait and no "
-            f"relay receives them from its delay queue: {_RELAY}"
-            for each in self.queues
-            if each["overdue"]
-        ]
         return [
             table(("queue", "waiting here", "in its delay queue"), rows),
             f"waiting   about {self.waiting}",
             "next due  unknown (SQS does not tell)",
             f"overdue   {f'about {self.overdue}' if self.overdue else 0}",
-            *overdue,
         ]
 
 
@@ -98,19 +108,13 @@ class SqsAdminPart(NothingParked):
         return found
 
     def examine(self) -> list[Finding]:
-        found, silent = [], []
-        for queue, name in self._named():
-            attributes = self._attributes(queue)
-            overdue = overdue_in(attributes or {})
-            if overdue:
-                problem = (
-                    f"{name}: about {overdue} message(s) have done their wait and nothing takes "
-                    f"them: no installed worker of {queue!r} and no `celery -A PROJ delay relay` "
-                    f"is running"
-                )
-                found.append(Finding("relaying", WRONG, problem, _RELAY))
-            elif attributes is not None:
-                silent.append(name)
+        counted = self.status()
+        found = counted.findings()
+        silent = [
+            each["delay_queue"]
+            for each in counted.queues
+            if each["on_the_way"] is not None and not each["overdue"]
+        ]
         if silent:
             problem = (
                 f"whether anything relays from {', '.join(silent)}: SQS tells it only of messages "
@@ -121,10 +125,11 @@ class SqsAdminPart(NothingParked):
         return [*found, *(() if records is None else records.findings())]
 
     def status(self) -> Status:
-        return Status(self.name, [self._status(queue) for queue in self._queues])
+        listed = RecordsStatus.read(self._channel, self._delays.settings)
+        return Status(self.name, self._counted(), listed)
 
     def backlog(self) -> Backlog:
-        backlog = Backlog(self.status().waiting, 0)
+        backlog = Backlog(Status(self.name, self._counted()).waiting, 0)
         return with_records(backlog, self._channel, self._delays.settings)
 
     def purge(self) -> int:
@@ -162,12 +167,21 @@ class SqsAdminPart(NothingParked):
     def _attributes(self, queue: str) -> dict[str, str] | None:
         return self._asked(delay_queue_of(queue))
 
-    def _status(self, queue: str) -> dict[str, Any]:
+    def _counted(self) -> list[dict[str, Any]]:
+        return [self._status(queue, delay_queue) for queue, delay_queue in self._named()]
+
+    def _status(self, queue: str, delay_queue: str) -> dict[str, Any]:
         attributes = self._attributes(queue)
         on_the_way = None if attributes is None else waiting_in(attributes)
         here = int((self._asked(queue) or {}).get(_DELAYED) or 0)
         overdue = overdue_in(attributes or {})
-        return {"queue": queue, "here": here, "on_the_way": on_the_way, "overdue": overdue}
+        return {
+            "queue": queue,
+            "delay_queue": delay_queue,
+            "here": here,
+            "on_the_way": on_the_way,
+            "overdue": overdue,
+        }
 
     def _asked(self, queue: str) -> dict[str, str] | None:
         url = self._delays.queues.find(queue)

@@ -71,7 +71,6 @@ class Status:
             f"next due  {until}",
             f"overdue   {self.overdue}{late}",
             f"parked    {self.parked}",
-            *([f"{NOTHING_PROMOTES}: {_WAY_OUT}"] if self.overdue and not self.promoting else []),
         ]
 
     def findings(self) -> list[Finding]:
