@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
+
 
 @dataclass(frozen=True)
 class RefusedMessage:
@@ -136,6 +138,17 @@ def described(error: BaseException) -> str:
 def why(error: Exception) -> str:
     """Return an error's text for users: with the type, except for errors of this package."""
     return str(error) if isinstance(error, NativeDelayError) else described(error)
+
+
+@contextmanager
+def errors_ignored() -> Iterator[None]:
+    """Ignore all errors in a ``with`` block, except a soft time limit of the running task."""
+    try:
+        yield
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception:
+        return
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Task, states, uuid
 from celery.backends.base import DisabledBackend
 from celery.canvas import Signature
@@ -362,6 +363,8 @@ def revoke_result(app: Any, task_id: str, task_name: str, *, reason: str) -> boo
         backend = app.backend if registered is None else registered.backend
         if not isinstance(backend, DisabledBackend) and backend.get_state(task_id) in _UNREADY:
             backend.mark_as_revoked(task_id, reason=reason, store_result=True)
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as exc:  # the task itself is cancelled
         text = "native delay: %s is cancelled (%s), but its result is not REVOKED yet: %s"
         logger.warning(text, task_id, reason, described(exc))

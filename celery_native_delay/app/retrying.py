@@ -9,6 +9,7 @@ from functools import partial, wraps
 from inspect import Signature
 from typing import Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery.utils.log import get_logger
 
 from ..errors import described
@@ -95,6 +96,8 @@ def _hold(app: Any, task: str, limit: Asked, seconds: float, headers: dict[str, 
             with closing(channel.lines(settings)) as lines:
                 place = lines.change(limit, partial(Line.hold, wait_us=round(seconds * 1_000_000)))
         headers[PLACE] = json.dumps(places_in(headers.get(PLACE)) | {limit.line: place})
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as problem:  # the task is retried all the same
         told = "native delay: RetryAfter pauses only this task, not others of %s: %s"
         logger.error(told, task, described(problem))
@@ -120,6 +123,8 @@ def limit_of_call(
         if rate.key is not None:
             key = rate.key_of(*call(), headers, signature)
         return Asked(str(rate.name), key, rate.for_key(key))
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as exc:  # the user's callables or a malformed message may raise anything
         logger.error(
             "native delay: cannot compute the rate key of %s[%s], or the limit of its key: %s",

@@ -9,6 +9,7 @@ from functools import partial
 from inspect import getattr_static
 from typing import Any, NamedTuple, TypeVar
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Task, uuid
 from celery.backends.base import DisabledBackend
 from celery.beat import PersistentScheduler, Scheduler, _evaluate_entry_args, _evaluate_entry_kwargs
@@ -82,6 +83,8 @@ def scheduler_class(app: Any) -> Any:
     named = app.conf.beat_scheduler
     try:
         chosen = symbol_by_name(named, aliases=dict(load_extension_class_names(_SCHEDULERS)))
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as exc:  # of the user's modules, too
         raise SettingsError(
             f"expected beat_scheduler to name the class of a scheduler, got {named!r}: "
@@ -201,7 +204,7 @@ class Schedules:
             try:
                 if wanted(known) is not None:
                     self._change(name, wanted)
-            except (RecordsUnavailable, OperationalError):
+            except (RecordsUnavailable, OperationalError, SoftTimeLimitExceeded):
                 raise  # the next look tries again
             except Exception as exc:  # a wrong entry leaves the others alone
                 logger.error("native delay: schedule entry %s is not published: %s", name, why(exc))
@@ -230,7 +233,7 @@ class Schedules:
 
         try:
             before, after = self._change(name, rule)
-        except (RecordsUnavailable, OperationalError):
+        except (RecordsUnavailable, OperationalError, SoftTimeLimitExceeded):
             raise
         except Exception as exc:  # of the next run, which must not hold up this one
             logger.error("native delay: schedule entry %s is not published: %s", name, why(exc))
@@ -250,7 +253,7 @@ class Schedules:
         from_us = time_ns() // 1000 - entry.countdown_us
         try:
             self._send(entry, self._sender(task), task_id, from_us, {})
-        except (RecordsUnavailable, OperationalError):
+        except (RecordsUnavailable, OperationalError, SoftTimeLimitExceeded):
             raise
         except Exception as exc:  # such as "already queued"; beat goes on, too
             logger.error("native delay: a run of schedule entry %s is not sent: %s", name, why(exc))
@@ -322,6 +325,8 @@ class Schedules:
             return ours
         try:
             found = Entry.from_text(state.entry)
+        except SoftTimeLimitExceeded:
+            raise
         except Exception as exc:  # of another release, or of a machine with other time zones
             raise CannotDelay(f"cannot read the schedule entry {name!r}: {described(exc)}") from exc
         if found is not None:
@@ -336,6 +341,8 @@ class Schedules:
         try:
             entry = self._entry_of(name, state)
             task, words = entry.task, entry.words
+        except SoftTimeLimitExceeded:
+            raise
         except Exception as exc:  # the other entries can be shown
             task, words, problem = "?", "?", problem or why(exc)
         due_us, last_us = state.due_us, state.last_us
@@ -497,6 +504,8 @@ class _Settings(Scheduler):  # type: ignore[misc]
         for name, fields in b.items():
             try:
                 self.schedule[name] = self._maybe_entry(name, fields)
+            except SoftTimeLimitExceeded:
+                raise
             except Exception as exc:
                 self.schedule[name] = exc
 
@@ -508,6 +517,8 @@ def _entry_or_why(name: str, found: Any, zone: Any) -> Entry:
             raise found
         entry = _entry(name, found, zone)
         _ = entry.text
+    except SoftTimeLimitExceeded:
+        raise
     except Exception as exc:
         task = str(getattr(found, "task", "?"))
         return Entry(name, task, Unreadable(why(exc)), zone)

@@ -11,11 +11,12 @@ from threading import Lock
 from time import monotonic
 from typing import Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
 from redis.retry import Retry
 
-from ..errors import RecordsUnavailable
+from ..errors import RecordsUnavailable, errors_ignored
 from .interface import LEFT_ALONE_SECONDS, PATIENCE_SECONDS
 from .link_failures import LinkFailures
 
@@ -126,6 +127,8 @@ class RedisLink:
             for timeout in ("socket_timeout", "socket_connect_timeout"):
                 setattr(connection, timeout, self._timeout_seconds)
             connection.connect()
+        except SoftTimeLimitExceeded:
+            raise
         except Exception as exc:  # errors of redis-py, of the resolver or of TLS
             raise self._failures.failed(exc) from exc
         return connection
@@ -150,6 +153,8 @@ class RedisLink:
                         raise TimeoutError(f"no answer within {PATIENCE_SECONDS} s")
             except Exception as exc:  # an error here must not stop the publish
                 self._close_post_connection()
+                if isinstance(exc, SoftTimeLimitExceeded):
+                    raise
                 if not isinstance(exc, RecordsUnavailable):
                     self._failures.failed(exc)
                 return False
@@ -157,7 +162,7 @@ class RedisLink:
 
     def flush(self, timeout_seconds: float | None = None) -> None:
         """Read the answers to all scripts sent by :meth:`post`, within a time limit."""
-        with self._post_lock, suppress(Exception):
+        with self._post_lock, errors_ignored():
             self._read_ready(min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS))
 
     def _read_ready(self, timeout_seconds: float = 0) -> None:
@@ -170,7 +175,7 @@ class RedisLink:
         connection, self._post_connection = self._post_connection, None
         self._sent_at.clear()
         if connection is not None:
-            with suppress(Exception):
+            with errors_ignored():
                 connection.disconnect()
 
     # --- the connections -----------------------------------------------------------------

@@ -12,9 +12,10 @@ from threading import Lock, Thread
 from time import monotonic
 from typing import Any, TypeVar
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy import Connection, Engine, exc, text
 
-from ..errors import RecordsUnavailable
+from ..errors import RecordsUnavailable, errors_ignored
 from .interface import PATIENCE_SECONDS
 from .link_failures import LinkFailures
 
@@ -74,6 +75,8 @@ class SqlThread:
             return None
         try:
             return future.result(timeout_seconds)
+        except SoftTimeLimitExceeded:
+            raise
         except Exception:  # the thread has logged it
             self.missed += 1
             return None
@@ -183,6 +186,6 @@ class SqlThread:
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            with suppress(Exception):
+            with errors_ignored():
                 connection.invalidate()
                 connection.close()

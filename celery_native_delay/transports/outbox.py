@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from amqp.exceptions import RecoverableConnectionError
 from kombu.exceptions import OperationalError
 
-from ..errors import NativeDelayError, RefusedMessage
+from ..errors import NativeDelayError, RefusedMessage, errors_ignored
 from .lasting import is_lasting_tls, with_causes
 
 logger = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
             client.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
             self.channel = self._opened(client)
         except BaseException:
-            with suppress(Exception):
+            with errors_ignored():
                 client.close()
             raise
         self._client = client
@@ -279,7 +279,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         client, self._client = self._client, None
         self._written = 0
         if client is not None:
-            with suppress(Exception):  # the connection is lost already
+            with errors_ignored():  # the connection is lost already
                 client.close()
 
     # --- the second thread ---------------------------------------------------------------

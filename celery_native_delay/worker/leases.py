@@ -7,7 +7,6 @@ that runs a task renews the task's leases, too, in case the main process dies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
@@ -15,10 +14,11 @@ from threading import Condition, RLock, Thread
 from time import monotonic
 from typing import Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery.utils.log import get_logger
 
 from ..app.keyed import key_records
-from ..errors import described
+from ..errors import described, errors_ignored
 from ..keyed import rules
 from ..keyed.records import KeyRecords
 from ..keyed.rules import RENEWED_EVERY_SECONDS, Rule, Step
@@ -101,6 +101,8 @@ class Leases:
             with self._changed:
                 self._unwritten.append((name, rule))
                 self._work()
+            if isinstance(exc, SoftTimeLimitExceeded):
+                raise
 
     def lost(self, task_id: str, *, retry_us: int | None = None) -> None:
         """Free the locks of a task whose process was killed, or whose message was rejected.
@@ -183,9 +185,9 @@ class Leases:
             is_new = self._records is None
             try:
                 return self._connected().change(name, rule)[1]
-            except Exception:
+            except Exception as exc:
                 self._disconnect()
-                if is_new:
+                if is_new or isinstance(exc, SoftTimeLimitExceeded):
                     raise
             return self._change(name, rule)
 
@@ -202,7 +204,7 @@ class Leases:
         with self._records_lock:
             connection, self._connection, self._records = self._connection, None, None
             if connection is not None:
-                with suppress(Exception):  # it may be broken
+                with errors_ignored():  # it may be broken
                     connection.close()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,63 @@ def test_the_architecture_names_every_subpackage() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert [room for room in sorted(rooms) if f"`{room}/`" not in text] == []
+
+
+# ---- soft time limits ----------------------------------------------------------------------
+
+#: Modules whose broad handlers run in a thread of this package, in the main process of a worker,
+#: in a command, in Spark or in a test: no task runs there.
+NEVER_IN_A_TASK = (
+    "app/doctor.py",
+    "cli/",
+    "clock/",
+    "flower/",
+    "metrics/",
+    "spark/",
+    "testing/",
+    "transports/redis/promoter.py",
+    "transports/sql/dispatcher.py",
+    "transports/sql/handover.py",
+    "transports/sqs/relay.py",
+    "worker/attendant.py",
+    "worker/bootsteps.py",
+    "worker/fencing.py",
+    "worker/rating.py",
+    "worker/scheduling.py",
+    "worker/strategies.py",
+    "worker/unique.py",
+)
+
+#: Functions of other modules that run in a thread of this package.
+IN_A_THREAD = ("_run_job", "_send_in_time", "_renew_all")
+
+
+def in_tasks(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes of a module, without the functions that no task runs."""
+    yield tree
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.FunctionDef) and node.name in IN_A_THREAD):
+            yield from in_tasks(node)
+
+
+def swallowing() -> Iterator[str]:
+    """Places that handle every Exception, and do not let SoftTimeLimitExceeded through."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if name.startswith(NEVER_IN_A_TASK):
+            continue
+        for node in in_tasks(ast.parse(path.read_text())):
+            if isinstance(node, ast.Try):
+                let_through = "SoftTimeLimitExceeded" in "".join(map(ast.unparse, node.handlers))
+                for handler in node.handlers:
+                    broad = handler.type is None or ast.unparse(handler.type) == "Exception"
+                    raises = isinstance(handler.body[-1], ast.Raise) and not handler.body[-1].exc
+                    if broad and not let_through and not raises:
+                        yield f"{name}:{handler.lineno}"
+            elif isinstance(node, ast.Call) and ast.unparse(node) == "suppress(Exception)":
+                yield f"{name}:{node.lineno}"
+
+
+def test_no_handler_of_all_errors_takes_the_soft_time_limit_of_a_task() -> None:
+    """Put ``except SoftTimeLimitExceeded: raise`` before it, or use ``errors_ignored()``."""
+    assert list(swallowing()) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 from amqp.exceptions import AccessRefused, ChannelError, ConnectionError, NotAllowed, NotFound
 from kombu.exceptions import OperationalError
 
-from ...errors import RefusedMessage
+from ...errors import RefusedMessage, errors_ignored
 from .. import outbox
 from ..outbox import BATCH, OutboxBatch
 from .channels import WindowChannel
@@ -218,6 +217,6 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
     def _lose(self) -> None:
         self._take_back_unconfirmed()
         if self._client is not None:
-            with suppress(Exception):  # the connection may be lost
+            with errors_ignored():  # the connection may be lost
                 self._connection.collect()
         super()._lose()

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from redis import exceptions
 
-from ...errors import NativeDelayError
+from ...errors import NativeDelayError, errors_ignored
 from ...records.redis_link import digest_of
 from .. import outbox
 from ..virtual import outbox as virtual
@@ -186,6 +186,6 @@ class Outbox(virtual.Outbox[RedisMessage, ScriptBatch]):
     def _lose(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            with suppress(Exception):  # the connection is given up anyway
+            with errors_ignored():  # the connection is given up anyway
                 connection.disconnect()
         super()._lose()

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
+from billiard.exceptions import SoftTimeLimitExceeded
+
 from ...errors import NativeDelayError, RefusedMessage
 from .. import outbox
 from ..outbox import OutboxBatch
@@ -72,7 +74,7 @@ class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
     def _put_plainly(self, put: PlainMessage) -> None:
         try:
             self.channel.put_plainly(put)
-        except self.lost:
+        except (*self.lost, SoftTimeLimitExceeded):
             raise
         except Exception as error:  # whatever a transport raises
             raise NotTaken(f"{type(error).__name__}: {error}") from error

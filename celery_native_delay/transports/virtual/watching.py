@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from time import monotonic
 
+from ...errors import errors_ignored
 from .status import PATIENCE_SECONDS, Status
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def warn_if_nothing_promotes(place: str, look: Callable[[], Status]) -> None:
     if now < _next_looks.get(place, 0.0):
         return
     _next_looks[place] = now + LOOK_SECONDS
-    with suppress(Exception):  # the message is already published
+    with errors_ignored():  # the message is already published
         status = look()
         if not status.promoting and status.overdue_seconds > PATIENCE_SECONDS:
             _next_looks[place] = float("inf")
