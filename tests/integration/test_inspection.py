@@ -508,6 +508,12 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
     assert shop.delay("verify").returncode == 0
 
 
+REMEDY_OF_PARKED = (
+    "see `celery -A PROJ delay parked list` and repair their destinations; then workers deliver "
+    "them"
+)
+
+
 @on_one_version
 def test_status_prints_levels_waiting_parked_and_stuck_messages(
     shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str
@@ -539,8 +545,7 @@ def test_status_prints_levels_waiting_parked_and_stuck_messages(
         "parked 1",
         "stuck 0",
         "wrong: parked: 1 message(s) are parked: they were due, and no queue was bound for them",
-        "see `celery -A PROJ delay parked list` and repair their destinations; then workers "
-        "deliver them",
+        REMEDY_OF_PARKED,
     ]
     told = shop.told("status")
     assert told["name"] == SLOW_TOPOLOGY.name
