@@ -83,13 +83,16 @@ def _found_on(connection: Any, app: Any, settings: DelaySettings) -> Iterator[Fi
     try:
         connection.ensure_connection(max_retries=1, interval_start=0)
         part = admin_part(app, connection)
-        has_store = True
+        has_store, is_explained = True, False
         for look in (part.verify, part.examine):
             try:
                 found = look()
+            except NotPermitted as exc:
+                found = [] if is_explained else [_failed("broker", exc)]
             except NativeDelayError as exc:
                 found = [_failed("broker", exc)]
             has_store &= ("store", WRONG) not in [(each.check, each.level) for each in found]
+            is_explained |= any(each.check == "permissions" for each in found)
             yield from found
         if has_store:
             yield from _of_lines(connection, settings)

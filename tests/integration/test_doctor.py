@@ -286,16 +286,48 @@ def test_tasks_that_no_worker_receives_are_found(
     for member, due_us in records_redis.client.zrange(due, 0, -1, withscores=True):
         records_redis.client.zadd(due, {member: due_us - 180_000_000})
     overdue = the_wrong(app, "overdue")
-    assert re.match(r"1 task\(s\) overdue, the first for 3 min ", overdue.problem)
+    assert re.match(r"1 task\(s\) overdue, the first for 3 min", overdue.problem)
     assert "start workers" in overdue.remedy
 
     told = project.told("doctor", status=1)
     checks = {"overdue", "workers"}
     assert {each["check"] for each in told["findings"] if each["level"] == WRONG} == checks
     said = project.delay("status").stdout
-    assert "wrong: overdue: 1 task(s) overdue, the first for 3 min " in said
+    assert "wrong: overdue: 1 task(s) overdue, the first for 3 min" in said
     assert f"    {found.remedy}" in said
     assert {each["check"] for each in project.told("status")["findings"]} == checks
+
+
+@pytest.mark.parametrize(
+    ("rights", "named"),
+    [
+        ({"configure": "orders"}, ["configure"]),
+        ({"configure": "", "write": "", "read": ""}, ["configure", "write", "read"]),
+    ],
+)
+def test_rabbitmq_a_missing_right_is_one_finding(
+    rabbitmq: PrivateRabbitMQ, vhost: str, rights: dict[str, str], named: list[str]
+) -> None:
+    """Also without the management API, and not one finding for each queue that is missing."""
+    url = rabbitmq.add_user(f"clerk-{vhost}", "secret-word", vhost=vhost, **rights)
+    with_credentials = rabbitmq.management_url.replace("://", "://guest:guest@")
+    for management_url in (with_credentials, "http://127.0.0.1:9"):
+        app = app_on(url, management_url=management_url, **SETTINGS)
+        (found,) = of_level(app, WRONG)
+        assert found.check == "permissions"
+        assert f"may not {' or '.join(named)} ^tests\\." in found.problem
+        assert f"grant {' and '.join(named)} on ^tests\\." in found.remedy
+
+
+def test_rabbitmq_who_declared_nothing_needs_no_right_to_configure(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
+) -> None:
+    """Another user has declared everything."""
+    with app_on(vhost_url, **SETTINGS).connection_for_write() as connection:
+        connection.default_channel.delays.prepare()
+    url = rabbitmq.add_user(f"clerk-{vhost}", "secret-word", vhost=vhost, configure="")
+    with_credentials = rabbitmq.management_url.replace("://", "://guest:guest@")
+    assert of_level(app_on(url, management_url=with_credentials, **SETTINGS), WRONG) == []
 
 
 # ---- SQS ---------------------------------------------------------------------------------------

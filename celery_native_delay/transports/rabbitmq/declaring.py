@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -25,6 +25,25 @@ from .topology import Binding, Change, Exchange, Queue, Topology, Unbinding
 
 #: At-least-once dead-lettering came with RabbitMQ 3.10. https://www.rabbitmq.com/docs/quorum-queues
 OLDEST_RABBITMQ = (3, 10)
+
+
+#: An argument for which RabbitMQ refuses every declaration of an exchange.
+WRONG_ARGUMENT = {"alternate-exchange": 0}
+
+
+def _publish_nothing(channel: OwnChannel, exchange: str) -> None:
+    channel.send(Publication(amqp.Message(), exchange, ""))
+    channel.basic_qos(0, 0, False)
+
+
+#: For each right, a call that needs it, and that changes nothing.
+_RIGHTS: dict[str, Callable[[OwnChannel, str], object]] = {
+    "configure": lambda channel, name: channel.exchange_declare(
+        name, "fanout", arguments=WRONG_ARGUMENT
+    ),
+    "write": _publish_nothing,
+    "read": lambda channel, name: channel.basic_get(name),
+}
 
 
 class Declarer:
@@ -93,6 +112,22 @@ class Declarer:
             return if_refused
         return True
 
+    def refused_rights(self) -> list[str]:
+        """Return which of the rights configure, write and read the user lacks on our names."""
+        # RabbitMQ checks the right before it refuses these calls: the argument is wrong, and the
+        # exchange and the queue do not exist.
+        name = f"{self.topology.space}.rights"
+        return [right for right, call in _RIGHTS.items() if self._is_refused(call, name)]
+
+    def _is_refused(self, call: Callable[[OwnChannel, str], object], name: str) -> bool:
+        try:
+            call(self.channel, name)
+        except AccessRefused:
+            return True
+        except ChannelError:
+            pass
+        return False
+
     def has_queue(self, name: str, *, if_refused: bool) -> bool:
         """Return True if the queue exists; without the permission to ask, return *if_refused*."""
         try:
@@ -119,8 +154,7 @@ class Declarer:
         """Check that an exchange exists by publishing a test message to the exchange."""
         with self.channel_for(exchange, unreadable=NotFound) as channel:
             # No queue is bound to the exchange, so the broker returns the message.
-            channel.send(Publication(amqp.Message(), exchange, ""))
-            channel.basic_qos(0, 0, False)
+            _publish_nothing(channel, exchange)
             channel.take_returned()
 
 

@@ -50,13 +50,44 @@ def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> li
         plan = list(blueprint(topology, queues).delays())
     try:
         found = [*_compare(topology, plan, api), *overriding_policies(api, topology)]
+        found = _by_rights(delays, found)
         queues = api.named("queues", f"{topology.space}.")
         replicated = any(len(queue.get("members") or ()) > 1 for queue in queues)
         return found + known_faults(broker_version(delays.connection), replicated=replicated)
     except ManagementUnavailable as exc:
         unchecked = Finding.of_sentence("delay levels", UNCHECKED, f"levels and policies: {exc}")
-        found = [unchecked, *_missing(delays, plan)]
+        found = [unchecked, *_by_rights(delays, list(_missing(delays, plan)))]
         return found + known_faults(broker_version(delays.connection), replicated=None)
+
+
+def _by_rights(delays: Delays, found: list[Finding]) -> list[Finding]:
+    """Replace the findings that a missing right of the user explains by one that names the right.
+
+    Without ``native_delay_declare``, the user needs fewer rights, and lacks none of them here.
+    """
+    topology, connection = delays.topology, delays.connection
+    if not topology.settings.declare:
+        return found
+    refused = delays.declarer.refused_rights()
+    missing = [each for each in found if each.remedy == _WAYS_OUT[True]]
+    # RabbitMQ 4.3 needs this right even for the question whether a queue exists.
+    is_declared = delays.declarer.has_exchange(topology.ready_exchange, if_refused=False)
+    if is_declared and not missing and "configure" in refused:
+        refused.remove("configure")  # another user has declared everything
+    if not refused:
+        return found
+    names = f"^{topology.settings.namespace}\\."
+    problem = (
+        f"user {delays.user!r} may not {' or '.join(refused)} {names} on the virtual host "
+        f"{connection.virtual_host!r}"
+    )
+    if "configure" in refused and missing:
+        problem += f", and {len(missing)} of its queues, exchanges and bindings do not exist"
+        found = [each for each in found if each not in missing]
+    way_out = f"grant {' and '.join(refused)} on {names} (rabbitmqctl set_permissions)"
+    if refused == ["configure"]:
+        way_out += ", or let a user who has it run `celery -A PROJ delay declare`"
+    return [Finding("permissions", WRONG, problem, way_out), *found]
 
 
 def examine(delays: Delays, api: ManagementAPI, found: Status) -> list[Finding]:

@@ -15,7 +15,7 @@ from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
 
 from ...errors import CannotDelay
 from .address import message_address
-from .declaring import Declarer, not_declared, refusals_explained
+from .declaring import WRONG_ARGUMENT, Declarer, not_declared, refusals_explained
 from .mirror import (
     BUILTIN_TYPES,
     HASHING_TYPES,
@@ -181,9 +181,8 @@ class Routes:
         """Return True if *exchange* has the type *kind*; raise NotFound if it does not exist."""
         # RabbitMQ compares the type only in a declaration that is not passive. This one has a wrong
         # argument, so that RabbitMQ refuses it always, and never declares the exchange.
-        wrong = {"alternate-exchange": 0}
         try:
-            self._declarer.channel.exchange_declare(exchange, kind, arguments=wrong)
+            self._declarer.channel.exchange_declare(exchange, kind, arguments=WRONG_ARGUMENT)
         except PreconditionFailed as exc:
             # The text names the first argument that differs, and the type is compared first. The
             # end of the text, with the present type, may be cut off.
