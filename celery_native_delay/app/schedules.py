@@ -144,25 +144,25 @@ class Schedules:
         self._scheduler: Any = None
         self._entries: dict[str, Entry] = {}
         self._published: Release | None = None
-        self._stored: dict[str, State] = {}
 
     # --- for users -----------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Scheduled]:
         """Yield the schedule entries, sorted by name."""
-        for name, state in self._states(self._names()):
+        release = self._release()
+        for name, state in self._states(Release.from_text(release.text).names):
             if state is not None:
-                yield self._shown(name, state)
+                yield self._shown(name, state, release.now_us)
 
     def pause(self, name: str) -> None:
         """Pause a schedule entry until :meth:`resume`. Raises KeyError for an unknown name."""
         self._known(name)
-        self._change(name, lambda state: state and paused(state))
+        self._change(name, lambda state, _: state and paused(state))
 
     def resume(self, name: str) -> None:
         """Resume a paused schedule entry. Raises KeyError for an unknown name."""
         entry = self._entry_of(name, self._known(name))
-        self._change(name, lambda state: state and resumed(state, entry, time_ns() // 1000))
+        self._change(name, lambda state, now_us: state and resumed(state, entry, now_us))
 
     def run_now(self, name: str) -> str:
         """Run the task of a schedule entry once more now, and return the task's id.
@@ -189,20 +189,23 @@ class Schedules:
         """
         ours = Release.of(self._settings.schedules_version, self._read_entries())
         rule = partial(taken_over, ours=ours, is_new=ours != self._published)
+        before = self._release()
         # Removed first: if this process dies, the next one finds the old names, and goes on.
-        for name in self._ask(lambda records: rule(records.read(_RELEASE))).answer.removed:
+        for name in rule(before).answer.removed:
             self._remove(_name(name))
             logger.info("native delay: schedule entry %s is removed", name)
         in_force = self._ask(lambda records: records.change(_RELEASE, rule))
         for name, known in self._states(in_force.names):
             entry = self._entries.get(name) if in_force.is_ours else None
 
-            def wanted(state: State | None, entry: Entry | None = entry) -> State | None:
-                found = entry and planned(state, entry, time_ns() // 1000)
-                return found or (state and sent_again(state, time_ns() // 1000))
+            def wanted(
+                state: State | None, now_us: int, entry: Entry | None = entry
+            ) -> State | None:
+                found = entry and planned(state, entry, now_us)
+                return found or (state and sent_again(state, now_us))
 
             try:
-                if wanted(known) is not None:
+                if wanted(known, before.now_us) is not None:
                     self._change(name, wanted)
             except (RecordsUnavailable, OperationalError, SoftTimeLimitExceeded):
                 raise  # the next look tries again
@@ -225,10 +228,10 @@ class Schedules:
         deadline_seconds = self._app.conf.beat_cron_starting_deadline
         deadline_us = None if deadline_seconds is None else round(deadline_seconds * 1_000_000)
 
-        def rule(state: State | None) -> State | None:
+        def rule(state: State | None, now_us: int) -> State | None:
             if state is None or not state.waits_for(number):
                 return None
-            entry, now_us = self._entry_of(name, state), time_ns() // 1000
+            entry = self._entry_of(name, state)
             return advanced(state, entry, task_id, now_us, catch_up, deadline_us=deadline_us)
 
         try:
@@ -336,7 +339,7 @@ class Schedules:
             f"schedule or its arguments"
         )
 
-    def _shown(self, name: str, state: State) -> Scheduled:
+    def _shown(self, name: str, state: State, now_us: int) -> Scheduled:
         problem = state.problem
         try:
             entry = self._entry_of(name, state)
@@ -354,7 +357,7 @@ class Schedules:
             None if due_us is None else moment(due_us),
             state.runs,
             state.paused,
-            0.0 if due_us is None else max(time_ns() // 1000 - due_us, 0) / 1_000_000,
+            0.0 if due_us is None else max(now_us - due_us, 0) / 1_000_000,
             state.id,
             problem,
         )
@@ -366,8 +369,11 @@ class Schedules:
             return question(schedule_records(*delaying_channel(self._app, self._connection)))
         return ask_broker(self._app, lambda *channel: question(schedule_records(*channel)))
 
+    def _release(self) -> Snapshot:
+        return self._ask(lambda records: records.read(_RELEASE))
+
     def _names(self) -> tuple[str, ...]:
-        return Release.from_text(self._ask(lambda records: records.load([_RELEASE]))[0]).names
+        return Release.from_text(self._release().text).names
 
     def _states(self, names: tuple[str, ...]) -> Iterator[tuple[str, State | None]]:
         found = self._ask(lambda records: records.load([_name(name) for name in names]))
@@ -390,22 +396,24 @@ class Schedules:
     def _change(
         self,
         name: str,
-        rule: Callable[[State | None], State | None],
+        rule: Callable[[State | None, int], State | None],
         *,
         problem: str | None = None,
     ) -> tuple[State | None, State | None]:
         """Call the function *rule* with a schedule entry's state, and store the result.
 
-        If *rule* returns None, the stored state does not change. If *problem* is set, it is stored,
-        and no message is published. Returns the state before the call and the result of *rule*.
+        *rule* also gets the time in microseconds since the epoch, by the clock of the records: the
+        clocks of workers differ. If *rule* returns None, the stored state does not change. If
+        *problem* is set, it is stored, and no message is published. Returns the state before the
+        call and the result of *rule*.
         """
 
         def attempt() -> tuple[State | None, State | None] | None:
-            stored = self._stored.pop(name, None)  # if it is out of date, the next attempt reads
-            before = stored or next(self._states((name,)))[1]
-            after = rule(before)
+            found = self._ask(lambda records: records.read(_name(name)))
+            before = State.from_text(found.text)
+            after = rule(before, found.now_us)
             if after is None:
-                return None if stored else (before, after)
+                return before, after
             after = after if problem is None else replace(after, problem=problem)
             return (before, after) if self._put(name, before, after) else None
 
@@ -429,8 +437,6 @@ class Schedules:
             entry = self._entry_of(name, after)
             send = self._sender(entry.task, own=False)
             self._send(entry, send, after.id, after.due_us - entry.countdown_us, headers)
-        if publish.answer:
-            self._stored[name] = after
         return bool(publish.answer)
 
     def _sender(self, task: str, *, own: bool = True) -> Callable[..., Any]:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from time import time
 from typing import Any
 
 import pytest
@@ -285,6 +287,28 @@ def test_a_next_run_that_is_refused_does_not_hold_up_the_present_one(
         _, after = schedules
         assert after.next_due == tick.next_due
         assert (after.problem, Delay(app).count()) == (None, 2)
+
+
+@on_redis
+@pytest.mark.parametrize("ahead_seconds", [20, -20])
+def test_a_worker_with_a_wrong_clock_skips_no_due_time(
+    empty_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch, ahead_seconds: int
+) -> None:
+    """The clock of the records decides, as for keys and rates."""
+    with app_on(empty_redis.url, beat_schedule={"tick": {"task": "t", "schedule": 10.0}}) as app:
+        schedules = Schedules(app)
+        schedules.publish()
+        first = schedules._known("tick")
+        wrong = partial(int, time_ns() + ahead_seconds * 10**9)
+        monkeypatch.setattr("celery_native_delay.app.schedules.time_ns", wrong)
+        schedules.advance("tick", first.number, "run-1", redelivered=False)
+        second = schedules._known("tick")
+        assert first.due_us is not None
+        assert second.due_us == first.due_us + 10_000_000
+        (tick,) = schedules
+        assert tick.last_run is not None
+        assert abs(tick.last_run.timestamp() - time()) < 10
+        assert tick.late_seconds == 0
 
 
 @on_redis
