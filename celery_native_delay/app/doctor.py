@@ -23,10 +23,11 @@ from ..errors import (
 )
 from ..finding import UNCHECKED, WRONG, Finding
 from ..records.opened import records_at
+from ..schedules.state import EXPIRED, MISSED
 from ..settings import DelaySettings
 from ..transports.interface import lines_of
 from .installation import admin_part, bounded_connection, installed
-from .schedules import Schedules
+from .schedules import Scheduled, Schedules
 
 #: Bytes that the check of the telemetry folder writes.
 _TRIED_BYTES = 65_536
@@ -44,6 +45,11 @@ _START_IT = (
     "start it, or correct host, user and password of its URL (broker_url, celery -b), in workers "
     "and producers"
 )
+
+_WHY_LEFT_OUT = {
+    EXPIRED: "start more workers for its queue, or let it expire later",
+    MISSED: "start more workers for its queue, or change these settings",
+}
 
 _WHOSE = "rates are a matter of workers alone"
 
@@ -172,6 +178,7 @@ def _of_schedules(app: Any, settings: DelaySettings) -> Iterator[Finding]:
             if entry.problem:
                 problem = f"the schedule entry {entry.name} does not run: {entry.problem}"
                 yield Finding("schedules", WRONG, problem, "correct it, and deploy all workers")
+            yield from _of_left_out(entry)
             if entry.late_seconds > _OVERDUE_SECONDS:
                 problem = f"{entry.name} is overdue by {duration(entry.late_seconds)}"
                 yield Finding("schedules", WRONG, problem, "start workers that consume its queue")
@@ -186,6 +193,17 @@ def _of_schedules(app: Any, settings: DelaySettings) -> Iterator[Finding]:
     except Exception as exc:  # the user's modules, scheduler and database may raise anything
         problem = f"cannot read the schedule entries: {described(exc)}"
         yield Finding("schedules", WRONG, problem, "correct it: no worker can read them either")
+
+
+def _of_left_out(entry: Scheduled) -> Iterator[Finding]:
+    """Yield a problem if the last runs of an entry did not happen."""
+    # A late or refused run now and then is as the user chose; an expired one is lost work.
+    if entry.left_out is None or (entry.left_outs == 1 and entry.left_out != EXPIRED):
+        return
+    runs = "the last run" if entry.left_outs == 1 else f"the last {entry.left_outs} runs"
+    problem = f"{runs} of {entry.name} did not happen: {entry.left_out}"
+    remedy = _WHY_LEFT_OUT.get(entry.left_out, "correct it, and deploy all workers")
+    yield Finding("schedules", WRONG, problem, remedy)
 
 
 def _of_telemetry(settings: DelaySettings) -> Iterator[Finding]:

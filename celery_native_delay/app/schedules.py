@@ -35,8 +35,10 @@ from ..schedules.release import Release, taken_over
 from ..schedules.state import (
     HEADER,
     VERSION,
+    Discarded,
     State,
     advanced,
+    left_out,
     paused,
     planned,
     refused,
@@ -114,7 +116,8 @@ class Scheduled(NamedTuple):
     *schedule* is a text such as ``every 10 s``. *task_id* is the id of the waiting task. *next_due*
     and *task_id* are None if the schedule entry is paused or has ended. *late_seconds* is the time
     since *next_due*; 0 if *next_due* is None or in the future. *problem* is the reason why the
-    entry cannot be read or published, or None.
+    entry cannot be read or published, or None. *left_out* is the reason why the last run did not
+    happen, or None; *left_outs* is the number of such runs up to the last one that happened.
     """
 
     name: str
@@ -127,6 +130,8 @@ class Scheduled(NamedTuple):
     late_seconds: float
     task_id: str | None
     problem: str | None = None
+    left_out: str | None = None
+    left_outs: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as a dict for JSON, with times in ISO 8601."""
@@ -214,12 +219,21 @@ class Schedules:
                 self._note_problem(name, why(exc))
         self._published = ours
 
-    def advance(self, name: str, number: int, task_id: str, *, redelivered: bool) -> str | None:
+    def advance(
+        self,
+        name: str,
+        number: int,
+        task_id: str,
+        *,
+        redelivered: bool,
+        discarded: Discarded | None = None,
+    ) -> str | None:
         """Publish a schedule entry's next message when a worker receives the current message.
 
         *number* is the position of the received message in the entry's series of messages.
-        *redelivered* is True if the broker delivers the message again. Returns None, or the reason
-        why the worker must drop the received message.
+        *redelivered* is True if the broker delivers the message again. *discarded* is set if Celery
+        will not run the task. Returns None, or the reason why the worker must drop the received
+        message.
 
         If the next message cannot be published, the received one runs all the same. The entry then
         shows the problem, and :meth:`publish` tries again.
@@ -232,7 +246,9 @@ class Schedules:
             if state is None or not state.waits_for(number):
                 return None
             entry = self._entry_of(name, state)
-            return advanced(state, entry, task_id, now_us, catch_up, deadline_us=deadline_us)
+            return advanced(
+                state, entry, task_id, now_us, catch_up, discarded, deadline_us=deadline_us
+            )
 
         try:
             before, after = self._change(name, rule)
@@ -259,9 +275,16 @@ class Schedules:
         except (RecordsUnavailable, OperationalError, SoftTimeLimitExceeded):
             raise
         except Exception as exc:  # such as "already queued"; beat goes on, too
+            reason = f"apply_async of its class raised {described(exc)}"
             logger.error("native delay: a run of schedule entry %s is not sent: %s", name, why(exc))
-            return f"apply_async of its class raised {described(exc)}"
+            self.note_left_out(name, task_id, reason)
+            return reason
         return "apply_async of its class sends it"
+
+    def note_left_out(self, name: str, task_id: str, reason: str | None) -> None:
+        """Store that a due run did not happen after all; *reason* is None if it was cancelled."""
+        rule = partial(left_out, task_id=task_id, why=reason)
+        self._ask(lambda records: records.change(_name(name), rule))
 
     def note_run(self, name: str) -> None:
         """Count an entry's run in the beat scheduler's database, such as django-celery-beat's."""
@@ -360,6 +383,8 @@ class Schedules:
             0.0 if due_us is None else max(now_us - due_us, 0) / 1_000_000,
             state.id,
             problem,
+            state.left_out,
+            state.left_outs if state.left_out else 0,
         )
 
     # --- records and messages ------------------------------------------------------------

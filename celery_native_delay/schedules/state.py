@@ -25,6 +25,10 @@ VERSION = 1
 #: An occurrence that is overdue by a minute and does not wait in the broker may be lost.
 OVERDUE_US = 60_000_000
 
+#: Reasons why an occurrence does not run.
+MISSED = "its time was missed (native_delay_schedules_catch_up, beat_cron_starting_deadline)"
+EXPIRED = "it expired before a worker ran it"
+
 #: At most this many missed occurrences run one after the other.
 MOST_MISSED = 100
 
@@ -32,6 +36,9 @@ MOST_MISSED = 100
 KEPT_US = 10 * 365 * 86_400_000_000
 
 CatchUp: TypeAlias = Literal["one", "none", "all"]
+
+#: Why Celery does not run the task of a message that it received.
+Discarded: TypeAlias = Literal["cancelled", "expired"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,9 @@ class State:
       due time. The number 100 becomes 0. Always 0 if ``native_delay_schedules_catch_up`` is "one"
       or "none".
     - *problem*: the reason why workers could not publish the entry's message; None if they could
+    - *left_out*: the reason why the last occurrence did not run; None if it did. A cancelled
+      occurrence does not count.
+    - *left_outs*: the number of occurrences that did not run, up to the last one that did
     """
 
     entry: str
@@ -60,6 +70,8 @@ class State:
     missed: int = 0
     paused: bool = False
     problem: str | None = None
+    left_out: str | None = None
+    left_outs: int = 0
 
     def encoded(self) -> str:
         made = {name: value for name, value in asdict(self).items() if value is not None}
@@ -123,31 +135,54 @@ def advanced(
     task_id: str,
     now_us: int,
     catch_up: CatchUp,
+    discarded: Discarded | None = None,
     *,
     deadline_us: int | None = None,
 ) -> State:
     """Return the schedule entry's state after a worker received the waiting message.
 
-    *task_id* is the message's task id. *catch_up* is ``native_delay_schedules_catch_up``. A crontab
-    that is later than *deadline_us* (microseconds) does not run; None is no deadline.
+    *task_id* is the message's task id. *catch_up* is ``native_delay_schedules_catch_up``.
+    *discarded* is set if Celery will not run the task. A crontab that is later than *deadline_us*
+    (microseconds) does not run; None is no deadline.
     """
-    assert state.due_us is not None
-    next_us, missed, runs = entry.next_us(state.due_us), 0, True
+    due_us = state.due_us
+    assert due_us is not None
+    state = state if state.left_out else replace(state, left_outs=0)
+    next_us, missed, runs = entry.next_us(due_us), 0, True
     if next_us is not None and next_us <= now_us:
-        runs, missed = catch_up != "none", state.missed + 1
+        missed = state.missed + 1
         if catch_up != "all" or missed >= MOST_MISSED:
-            next_us, missed = _later_us(entry, state.due_us, next_us, now_us), 0
+            next_us, missed = _later_us(entry, due_us, next_us, now_us), 0
+        runs = catch_up != "none"
     if deadline_us is not None and isinstance(entry.schedule, crontab):
         since_us = now_us - deadline_us - 1
         # Unless each missed run happens, this run stands for the newest of them.
         newest_us = None if catch_up == "all" else entry.next_us(since_us)
-        is_timely = state.due_us > since_us or (newest_us is not None and newest_us <= now_us)
+        is_timely = due_us > since_us or (newest_us is not None and newest_us <= now_us)
         runs = runs and is_timely
-    if not runs:
-        return _next(state, next_us, now_us)
+    if not runs and discarded is None:
+        return _next(_left_out(state, MISSED), next_us, now_us)
     next_us = None if entry.one_off else next_us
-    ran = {"ran": task_id, "runs": state.runs + 1, "last_us": now_us}
+    if discarded is not None:
+        state = _left_out(state, EXPIRED) if discarded == "expired" else state
+        return _next(state, next_us, now_us, missed=missed)
+    ran = {"ran": task_id, "runs": state.runs + 1, "last_us": now_us, "left_out": None}
     return _next(state, next_us, now_us, missed=missed, **ran)
+
+
+def left_out(snapshot: Snapshot, *, task_id: str, why: str | None) -> Change[None]:
+    """Return the :class:`Change` that stores that the occurrence *task_id* did not run after all.
+
+    *why* is None if the occurrence was cancelled.
+    """
+    state = State.from_text(snapshot.text)
+    if state is None or task_id not in (state.id, state.ran):
+        return Change(snapshot.text, 0, None)
+    if task_id == state.ran:
+        state = replace(state, ran=None, runs=state.runs - 1)
+    if why is not None:
+        state = _left_out(state, why)
+    return Change(state.encoded(), snapshot.now_us + KEPT_US, None)
 
 
 def why_dropped(
@@ -161,10 +196,8 @@ def why_dropped(
     task runs again, because the first worker may have died.
     """
     if before is not None and after is not None:
-        skipped = (
-            "its time was missed (native_delay_schedules_catch_up, beat_cron_starting_deadline)"
-        )
-        return None if after.runs > before.runs else skipped
+        is_missed = after.left_outs > before.left_outs and after.left_out == MISSED
+        return MISSED if is_missed else None
     if before is not None and (redelivered or task_id == before.ran):
         return None
     return "another occurrence of its schedule entry took its place"
@@ -201,6 +234,10 @@ def refused(snapshot: Snapshot, *, problem: str) -> Change[None]:
     if state.problem == problem:
         return Change(snapshot.text, 0, None)
     return Change(replace(state, problem=problem).encoded(), snapshot.now_us + KEPT_US, None)
+
+
+def _left_out(state: State, why: str) -> State:
+    return replace(state, left_out=why, left_outs=state.left_outs + 1)
 
 
 def _next(state: State, due_us: int | None, now_us: int, *, missed: int = 0, **new: Any) -> State:

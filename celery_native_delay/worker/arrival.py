@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from celery.worker import state
 
@@ -80,19 +80,19 @@ class Arrival:
         handles them at once.
         """
         eta_us = due_us_or_none(self.fields.get("eta"))
-        if eta_us is None or self.why_discarded is not None:
+        if eta_us is None or self.discarded is not None:
             return False
         allowed_us = SHORTEST_WAIT_US if self.delayed is None else CLOCK_SKEW_US
         return eta_us - self.now_us > allowed_us
 
     @cached_property
-    def why_discarded(self) -> str | None:
-        """The reason why the task does not run ("cancelled", "revoked", "expired"), or None."""
-        if self.is_cancelled:
+    def discarded(self) -> Literal["cancelled", "expired"] | None:
+        """The reason why the task will not run: "cancelled", "expired", or None if it runs."""
+        if self.is_cancelled or self.id in state.revoked:
             return "cancelled"
-        if self.id in state.revoked:
-            return "revoked"
         expires_us = due_us_or_none(self.fields.get("expires"))
+        if expires_us is None and self.delayed is not None and self.delayed.expires_ms is not None:
+            expires_us = self.delayed.expires_ms * 1000
         return "expired" if expires_us is not None and expires_us < self.now_us else None
 
     def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:

@@ -7,11 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Any
 
+from celery import signals
 from celery.utils.log import get_logger
 
 from ..app.schedules import Schedules
 from ..errors import described
-from ..schedules.state import HEADER, occurrence_of
+from ..schedules.state import EXPIRED, HEADER, occurrence_of
 from .arrival import Arrival, Drop, Ruling
 
 logger = get_logger(__name__)
@@ -29,6 +30,9 @@ class Scheduling:
         self._look_seconds = min(app.conf.beat_max_loop_interval or LOOK_SECONDS, LOOK_SECONDS)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="native-delay-schedules")
         self._beat_noted = -LOOK_SECONDS
+        self._app = app
+        signals.task_revoked.connect(self._note_revoked)
+        signals.task_unknown.connect(self._note_unknown)
 
     def __call__(self, arrival: Arrival) -> Ruling | None:
         headers = arrival.fields if arrival.has_headers else {}
@@ -40,8 +44,10 @@ class Scheduling:
             return None
         redelivered = bool((arrival.message.delivery_info or {}).get("redelivered"))
         try:
-            why = self._schedules.advance(*occurrence, arrival.id, redelivered=redelivered)
-            runs = why is None and arrival.why_discarded is None
+            why = self._schedules.advance(
+                *occurrence, arrival.id, redelivered=redelivered, discarded=arrival.discarded
+            )
+            runs = why is None and arrival.discarded is None
             if runs:
                 why = self._schedules.send_anew(occurrence[0], arrival.name, arrival.id)
         except Exception as exc:  # then the occurrence waits, so that no run is lost
@@ -66,12 +72,32 @@ class Scheduling:
         self._timer.call_repeatedly(self._look_seconds, self.in_thread, publish)
 
     def close(self) -> None:
+        signals.task_revoked.disconnect(self._note_revoked)
+        signals.task_unknown.disconnect(self._note_unknown)
         self._thread.shutdown(cancel_futures=True)
 
     def _note_beat(self, name: str) -> None:
         if monotonic() - self._beat_noted >= LOOK_SECONDS:
             self._beat_noted = monotonic()
             self.in_thread(lambda: self._schedules.note_beat(name))
+
+    def _note_revoked(
+        self, sender: Any, request: Any, *, terminated: bool, expired: bool, **_: Any
+    ) -> None:
+        """Store that Celery discarded an occurrence after this gate had let it pass."""
+        name = vars(request).get("periodic_task_name")
+        if name is None or terminated or sender.app is not self._app:
+            return
+        note = self._schedules.note_left_out
+        self.in_thread(lambda: note(name, request.id, EXPIRED if expired else None))
+
+    def _note_unknown(self, sender: Any, message: Any, name: str, id: str, **_: Any) -> None:
+        """Store that a worker does not know the task of an occurrence; no gate sees such a task."""
+        occurrence = occurrence_of(message.headers or {})
+        if occurrence is None or sender.app is not self._app:
+            return
+        note, reason = self._schedules.note_left_out, f"a worker does not know the task {name}"
+        self.in_thread(lambda: note(occurrence[0], id, reason))
 
     def in_thread(self, job: Callable[[], object]) -> None:
         """Run *job* in the thread for schedule entries, and log errors."""

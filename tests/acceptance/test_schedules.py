@@ -236,6 +236,29 @@ def test_a_cancelled_occurrence_is_followed_by_the_next(fleet: Fleet) -> None:
     fleet.record.wait_for(len(fleet.record.runs()) + 1)
     assert task_id not in [run.id for run in fleet.record.runs()]
 
+    def runs_are_counted() -> bool:
+        (entry,) = delay.schedules()
+        return entry.runs == len(fleet.record.runs())
+
+    wait_until(runs_are_counted)
+
+
+@pytest.mark.parametrize("fleet", ["redis"], indirect=True)
+def test_runs_that_celery_discards_are_told(fleet: Fleet) -> None:
+    """They expire behind another task, or no worker knows their task."""
+    entries = {
+        "hold": {"task": "hold", "schedule": 4.0, "args": [3.9]},
+        "stale": {"task": "note", "schedule": 4.0, "options": {"expires": 0.2}},
+        "unknown": {"task": "unheard of", "schedule": 4.0},
+    }
+    fleet.worker(beat_schedule=entries, pool="solo")
+
+    def left_out() -> dict[str, str | None]:
+        return {entry.name: entry.left_out for entry in Delay(fleet.app()).schedules()}
+
+    wait_until(lambda: left_out().get("stale") == "it expired before a worker ran it")
+    wait_until(lambda: left_out()["unknown"] == "a worker does not know the task unheard of")
+
 
 @pytest.mark.parametrize("fleet", ["redis"], indirect=True)
 def test_a_lost_occurrence_is_published_again(fleet: Fleet, records_redis: PrivateRedis) -> None:

@@ -312,6 +312,37 @@ def test_a_worker_with_a_wrong_clock_skips_no_due_time(
 
 
 @on_redis
+def test_the_doctor_finds_entries_whose_last_runs_did_not_happen(
+    empty_redis: PrivateRedis,
+) -> None:
+    with app_on(empty_redis.url) as app:
+        app.task(no_work, name="shop.tick", base=Refusing)
+        schedules = Schedules(app)
+        schedules.publish()
+
+        def found() -> list[str]:
+            return [each.problem for each in examine(app) if each.check == "schedules"]
+
+        def receive(name: str, discarded: Any = None) -> None:
+            number = schedules._known(name).number
+            schedules.advance(name, number, "run", redelivered=False, discarded=discarded)
+
+        receive("nightly", "expired")
+        expired = ["the last run of nightly did not happen: it expired before a worker ran it"]
+        assert found() == expired
+        receive("nightly", "cancelled")
+        assert found() == expired, "the user wanted that one not to run"
+        receive("nightly")
+        assert found() == []
+        for _ in range(2):
+            receive("tick")
+            schedules.send_anew("tick", "shop.tick", "run")
+        why = "apply_async of its class raised RuntimeError: already queued"
+        assert found() == [f"the last 2 runs of tick did not happen: {why}"]
+        assert [each.runs for each in schedules] == [1, 0]
+
+
+@on_redis
 def test_celerys_own_entry_that_cleans_the_result_backend_is_published(
     tmp_path: Path, empty_redis: PrivateRedis
 ) -> None:

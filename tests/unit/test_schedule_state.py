@@ -17,10 +17,12 @@ from celery_native_delay.records.interface import Change, Snapshot
 from celery_native_delay.schedules.entry import Entry
 from celery_native_delay.schedules.release import InForce, Release, taken_over
 from celery_native_delay.schedules.state import (
+    EXPIRED,
     HEADER,
     MOST_MISSED,
     State,
     advanced,
+    left_out,
     occurrence_of,
     paused,
     planned,
@@ -276,6 +278,40 @@ def test_missed_times_run_once_not_at_all_or_each(
     after = advanced(before, entry(), "late", NOW_US + 42 * S, catch_up)
     assert runs(before, after) is ran
     assert after.due_us == NOW_US + due_after_s * S
+
+
+@pytest.mark.parametrize("catch_up", ["one", "none", "all"])
+def test_a_cancelled_occurrence_is_no_run_and_the_next_one_follows(catch_up: Any) -> None:
+    before = waiting(entry(), id="task-1")
+    for now_us in (NOW_US + 10 * S, NOW_US + 42 * S):
+        after = advanced(before, entry(), "task-1", now_us, catch_up, "cancelled")
+        assert runs(before, after, "task-1"), "Celery announces it as revoked"
+        assert (after.runs, after.last_us, after.left_out) == (0, 0, None)
+        assert after.due_us is not None
+        assert after.due_us > NOW_US + 10 * S
+
+
+def test_occurrences_that_did_not_run_are_counted_until_one_runs() -> None:
+    state = waiting(entry())
+
+    def next_run(discarded: Any = None, why: str | None = None) -> tuple[int, str | None, int]:
+        nonlocal state
+        assert state.due_us is not None
+        task_id = f"task-{state.number}"
+        state = advanced(state, entry(), task_id, state.due_us, "one", discarded)
+        if why is not None:
+            change = left_out(Snapshot(NOW_US, state.encoded()), task_id=task_id, why=why)
+            state = State.from_text(change.text) or state
+        return state.runs, state.left_out, state.left_outs
+
+    assert next_run() == (1, None, 0)
+    assert next_run("expired") == (1, EXPIRED, 1)
+    assert next_run("cancelled") == (1, EXPIRED, 1)
+    assert next_run(why="unknown task") == (1, "unknown task", 2)
+    assert next_run()[:2] == (2, None)
+    assert next_run("expired") == (2, EXPIRED, 1)
+    before = Snapshot(NOW_US, state.encoded())
+    assert left_out(before, task_id="of an earlier run", why="late").text == before.text
 
 
 def test_at_most_a_hundred_missed_times_run() -> None:
