@@ -143,7 +143,8 @@ class DelaySettings:
     Defaults to none."""
     retry_after_limit: float = 86_400.0
     """Seconds after a task first raises ``RetryAfter``. Within this time, each ``RetryAfter``
-    retries the task. Later, a ``RetryAfter`` fails the task. Defaults to 86,400 (one day)."""
+    retries the task. Later, a ``RetryAfter`` fails the task. No ``RetryAfter`` waits longer than
+    this. Defaults to 86,400 (one day)."""
 
     schedules: bool = False
     """If on, periodic tasks such as those of ``beat_schedule`` wait in the broker, and no ``celery

@@ -23,7 +23,7 @@ from ..errors import (
 )
 from ..now import time_ns
 from ..rates.line import Asked, Line, RateLine, name_of, places_in
-from ..rates.rate import LONGEST_KEY, Rate
+from ..rates.rate import Rate, key_text
 from ..records import waiting
 from ..records.interface import TRIES
 from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
@@ -147,7 +147,7 @@ class Delay(KeyedCalls):
         """
         return Schedules(self._app)
 
-    def set_rate(self, name: str, key: str | None, limit: str | None) -> int:
+    def set_rate(self, name: str, key: str | int | None, limit: str | None) -> int:
         """Change the limit of one key, such as ``set_rate("shop.call_api", "gold-corp", "500/m")``.
 
         Every worker uses the new limit at once. Waiting tasks of the key keep their order. With a
@@ -156,14 +156,16 @@ class Delay(KeyedCalls):
         Args:
             name: the *name* of the ``Rate``. By default, the name is the task's name. If a task has
                 several rates without names, the second rate is named ``shop.call_api#2``.
-            key: the key, or None for a rate without a key, and for tasks without a key.
+            key: the key (str, int or bool), or None for a rate without a key, and for tasks
+                without a key.
             limit: the new limit, or None for the limit in the settings. The burst does not change.
 
         Returns:
             the number of waiting tasks that got an earlier due time.
 
         Raises:
-            SettingsError: *limit* is malformed, or ``native_delay_rates`` has no such name.
+            SettingsError: *limit* or *key* is malformed, or ``native_delay_rates`` has no such
+                name.
         """
         rates = _by_name(installed(self._app).settings())
         usual = rates.get(name)
@@ -172,7 +174,12 @@ class Delay(KeyedCalls):
             raise SettingsError(
                 f"expected the name of a rate in native_delay_rates ({names}), got {name!r}"
             )
-        key = key and key[:LONGEST_KEY]
+        if not isinstance(key, str | int | None):
+            raise SettingsError(f"expected the key to be str, int, bool or None, got {key!r}")
+        try:
+            key = None if key is None else key_text(key)
+        except ValueError as exc:
+            raise SettingsError(str(exc)) from exc
         rate = usual.for_key(key) if limit is None else replace(usual, limit=limit, overrides=None)
         return self._change_lines([Asked(name, key, rate)], sets=limit is not None)
 

@@ -58,7 +58,9 @@ def _retrying(installation: Installation, task: Any, run: Callable[..., Any]) ->
             request = task.request
             if request.called_directly or not installation.enabled:
                 raise
-            settings, seconds = installation.settings(), exc.seconds(utc_now())
+            settings = installation.settings()
+            longest_seconds = min(settings.retry_after_limit, settings.longest_delay_seconds)
+            seconds = min(exc.seconds(utc_now()), longest_seconds)
             headers = dict(request.as_execution_options().get("headers") or {})
             headers.pop(PLACE, None)
             now = time_ns() / 1e9

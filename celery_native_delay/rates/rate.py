@@ -260,12 +260,15 @@ class Rate:
             found = kwargs[key]
         else:
             found = _positional(key, args, signature)
-        if found is None:
-            return None
-        text = str(found)[:LONGEST_KEY]
-        if not is_text(text):
-            raise ValueError(f"expected a key without lone surrogates, got {text!r}")
-        return text
+        return None if found is None else key_text(found)
+
+
+def key_text(key: object) -> str:
+    """Return the text of a task's key: its first 200 characters. Raises ValueError if invalid."""
+    text = str(key)[:LONGEST_KEY]
+    if not is_text(text):
+        raise ValueError(f"expected a key without lone surrogates, got {text!r}")
+    return text
 
 
 def _positional(name: str, args: Sequence[Any], signature: Signature | None) -> Any:

@@ -8,8 +8,6 @@ from email.utils import parsedate_to_datetime
 
 from ..errors import InvalidDueTime
 
-LONGEST_SECONDS = 30 * 86_400.0
-
 
 class RetryAfter(Exception):
     """Raise this exception in a task to retry the task later.
@@ -19,7 +17,8 @@ class RetryAfter(Exception):
     celery_native_delay.rates.retry_after.RetryAfter: 30
 
     Until the retry, all tasks with the same rate limit and key wait, too. If the task has no rate
-    limit, only this task waits. The task fails if it raises RetryAfter again later than
+    limit, only this task waits. The retry comes after at most ``native_delay_retry_after_limit``
+    seconds, even if *when* is later. The task fails if it raises RetryAfter again later than
     ``native_delay_retry_after_limit`` after its first RetryAfter. In eager mode Celery retries the
     task at once, and counts the retry.
 
@@ -38,11 +37,11 @@ class RetryAfter(Exception):
         self._parsed = _parsed(when)
 
     def seconds(self, now: datetime) -> float:
-        """Return the seconds from *now* until the retry: from 0 to 30 days."""
+        """Return the seconds from *now* until the retry: 0 or more."""
         parsed = self._parsed
         if isinstance(parsed, datetime):
             parsed = parsed.timestamp() - now.timestamp()
-        return min(max(parsed, 0.0), LONGEST_SECONDS)
+        return max(parsed, 0.0)
 
 
 def _parsed(when: object) -> float | datetime:

@@ -81,6 +81,20 @@ def test_the_rate_of_a_key_is_set_and_unset(tmp_path: Path, empty_redis: Private
 
 
 @on_redis
+def test_a_rate_is_set_for_the_keys_that_tasks_have(empty_redis: PrivateRedis) -> None:
+    """A task's key may be a number; its line then has the number's text."""
+    with app_on(empty_redis.url) as app:
+        fill(app, "shop.call_api", "1", "10/h", waiting=7)
+        set_rate: Any = Delay(app).set_rate
+        set_rate("shop.call_api", 1, "20/m")
+        (line,) = Delay(app).rates()
+        assert (line.key, line.rate) == ("1", "20/m")
+        for key, expected in (("\ud800", "without lone surrogates"), (b"1", "str, int, bool")):
+            with pytest.raises(SettingsError, match=f"expected .*{expected}"):
+                set_rate("shop.call_api", key, "20/m")
+
+
+@on_redis
 def test_a_worker_that_starts_changes_all_queues_to_its_rates_except_set_ones(
     empty_redis: PrivateRedis,
 ) -> None:

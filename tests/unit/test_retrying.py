@@ -52,10 +52,10 @@ def app_with(**settings: Any) -> Celery:
     return install(Celery("shop", broker="memory://", set_as_current=False), **settings)
 
 
-def refused(app: Celery, *, counts: bool = False, **options: Any) -> Task:
+def refused(app: Celery, *, counts: bool = False, when: float = 30, **options: Any) -> Task:
     @app.task(bind=True, name="shop.call_api", shared=False, **options)
     def call_api(self: Any, tenant: str) -> None:
-        raise RetryAfter(30, counts=counts)
+        raise RetryAfter(when, counts=counts)
 
     return call_api
 
@@ -96,6 +96,18 @@ def test_the_task_is_retried_first_in_its_queue(
     assert message["headers"] == {"mine": 1, PLACE: json.dumps(place)}
     with pytest.raises(RetryAfter):
         task("ada")
+
+
+@pytest.mark.parametrize(("settings", "bound"), [({}, 86_400.0), ({"levels": 13}, 1023.875)])
+def test_a_task_and_its_line_wait_equally_long_for_an_absurd_answer(
+    sent: Sent, settings: dict[str, Any], bound: float
+) -> None:
+    """At most ``native_delay_retry_after_limit``, and at most the longest delay."""
+    task = refused(app_with(rates=RATES, **settings), when=1e12)
+    with running(task, "ada"), pytest.raises(Retry) as raised:
+        task.run("ada")
+    assert raised.value.when == bound
+    assert sent.held == [("shop.call_api", "ada", bound)]
 
 
 def test_without_a_rate_only_this_task_waits(sent: Sent) -> None:
