@@ -11,7 +11,7 @@ from typing import Any
 from unittest import TestCase
 
 import pytest
-from celery import Celery, current_app, shared_task
+from celery import Celery, chord, current_app, shared_task
 from celery.exceptions import NotRegistered
 from celery.schedules import crontab
 from kombu.transport import memory
@@ -411,6 +411,33 @@ def test_results_are_kept_in_memory(app: Celery, clock: Clock) -> None:
     assert result.state == "PENDING"
     clock.advance(minutes=1)
     assert result.get(timeout=1) == 7
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_body_of_a_chord_runs_although_its_header_ignores_results(
+    app: Celery, ran: list[Any], fails: bool
+) -> None:
+    """As with Celery's Redis backend, which keeps the results of a header by itself."""
+
+    @app.task(name="header", ignore_result=True)
+    def header(number: int) -> int:
+        if fails and number == 2:
+            raise OSError("refused")
+        return number
+
+    @app.task(name="body")
+    def body(numbers: list[int]) -> None:
+        ran.append(numbers)
+
+    @app.task(name="failed")
+    def failed(*_: Any) -> None:
+        ran.append("failed")
+
+    with Clock(app, raises=False) as clock:
+        whole = chord([header.s(n).set(countdown=n) for n in (1, 2)])
+        whole(body.s().on_error(failed.si()).set(countdown=60))
+        clock.advance(minutes=2)
+    assert ran == (["failed"] if fails else [[1, 2]])
 
 
 def test_shared_tasks_run_in_the_app_of_the_clock(app: Celery, ran: list[Any]) -> None:
