@@ -33,6 +33,9 @@ FUSED_WIDTH = 4
 #: group then begins with whole seconds, and most delays use all of its 15 queues.
 FRACTION_BITS = 3
 
+#: The value of ``native_delay_enabled`` for a rollback.
+DRAIN: Literal["drain"] = "drain"
+
 AnyRate = Rate | str | Mapping[str, Any]
 
 _PREFIX = "native_delay_"
@@ -68,8 +71,10 @@ class DelaySettings:
             value, the valid values and the remedy.
     """
 
-    enabled: bool = True
-    """If off, Celery behaves as if this package were not installed. Defaults to True."""
+    enabled: bool | Literal["drain"] = True
+    """If off, Celery behaves as if this package were not installed. "drain" is for a rollback:
+    waiting tasks are delivered, listed and cancelled, and new tasks are delayed as by plain Celery.
+    Defaults to True."""
     namespace: str = "celery_delay"
     """First word of each name of a queue, exchange or Redis key. Defaults to "celery_delay"."""
     levels: int = 31
@@ -184,6 +189,11 @@ class DelaySettings:
             )
 
     @property
+    def drains(self) -> bool:
+        """True if this app delivers its waiting tasks, and delays no new task."""
+        return self.enabled == DRAIN
+
+    @property
     def resolution_ms(self) -> int:
         return round(self.resolution * 1000)
 
@@ -272,7 +282,9 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
     """Check a setting's value. Returns True or False, and a text that describes valid values."""
     is_text = isinstance(value, str) and value != ""
     match name:
-        case "enabled" | "adopt" | "confirm_publish" | "declare" | "strict" | "schedules":
+        case "enabled":
+            return isinstance(value, bool) or value == DRAIN, f'True, False or "{DRAIN}"'
+        case "adopt" | "confirm_publish" | "declare" | "strict" | "schedules":
             return isinstance(value, bool), "True or False"
         case "namespace":
             fits = is_text and _NAMESPACE.fullmatch(value) and len(value) <= _NAMESPACE_BYTES

@@ -167,7 +167,7 @@ def _of_rated_names(app: Any, settings: DelaySettings) -> Iterator[Finding]:
 
 
 def _of_schedules(app: Any, settings: DelaySettings) -> Iterator[Finding]:
-    if not settings.schedules:
+    if not settings.schedules or settings.drains:
         return
     schedules = Schedules(app)
     try:

@@ -25,7 +25,9 @@ class _Idle(Scheduler):  # type: ignore[misc]
 def keep_beat_idle(sender: Any = None, **_: Any) -> None:
     """Replace the scheduler of ``celery beat`` by an idle scheduler, and log why."""
     installation = installation_of(sender.app)
-    if installation is not None and installation.enabled and installation.settings().schedules:
+    if installation is None or not installation.delays_new:
+        return
+    if installation.settings().schedules:
         vars(sender)["scheduler"] = _Idle(sender.app)
         logger.warning(
             "native delay: this beat sends nothing and need not run: schedule entries wait in the "

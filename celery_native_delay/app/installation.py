@@ -17,7 +17,7 @@ from kombu.exceptions import OperationalError
 from ..due_time import check_countdown
 from ..errors import SettingsError, UnsupportedBroker
 from ..records.opened import RecordsLocation
-from ..settings import DelaySettings
+from ..settings import DRAIN, DelaySettings
 from ..transports.aliases import OPTION, option_of, transport_of, url_errors_explained
 from ..transports.interface import AdminPart, ExpectsQueues, ServesQueues
 from .broker import (
@@ -56,7 +56,7 @@ class Installation:
         self.earlier_send_task = vars(app).get("send_task")
         self._earlier_task_from_fun = vars(app).get("_task_from_fun")
         self._amqp: Any = None
-        self._connected_enabled: bool | None = None
+        self._connected_delays: bool | None = None
         self._warned_of: set[str] = set()
         self.raises_if_unsupported = False
         """True in a ``delay`` command, which raises an error for an unsupported broker."""
@@ -77,14 +77,22 @@ class Installation:
 
     @property
     def enabled(self) -> bool:
-        value = self.keywords.get("enabled", self.app.conf.get(f"{PREFIX}enabled", True))
-        return value is not False
+        return self._enabled is not False
+
+    @property
+    def delays_new(self) -> bool:
+        """True if new tasks wait in the broker: the app is neither off nor draining."""
+        return self.enabled and self._enabled != DRAIN
+
+    @property
+    def _enabled(self) -> Any:
+        return self.keywords.get("enabled", self.app.conf.get(f"{PREFIX}enabled", True))
 
     @property
     def keeps_celerys_off(self) -> bool:
         """True if Celery's own delayed delivery is off for this app."""
         # Every delayed publish reads this property, so the last connection's value is kept.
-        return self.enabled if self._connected_enabled is None else self._connected_enabled
+        return self.delays_new if self._connected_delays is None else self._connected_delays
 
     # --- what replaces the app's own ----------------------------------------------------
 
@@ -96,8 +104,8 @@ class Installation:
         connect = self._earlier_connection or partial(type(self.app)._connection, self.app)
         if self.test_broker is not None:
             args = (self.test_broker, *args[1:])
-        self._connected_enabled = self.enabled
-        if not self._connected_enabled:
+        self._connected_delays = self.delays_new
+        if not self.enabled:
             return connect(*args, **kwargs)
         with without_traceback():
             with url_errors_explained():
@@ -214,7 +222,8 @@ def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
     settings = installed(app).settings()
     if not settings.enabled:
         raise UnsupportedBroker(
-            "native_delay_enabled is off in this app: no task waits in its broker"
+            "native_delay_enabled is off in this app: no task waits in its broker. To list, cancel "
+            f'and deliver tasks that still wait there, set native_delay_enabled = "{DRAIN}"'
         )
     check_fits(connection, settings)
     return connection.default_channel, settings

@@ -9,7 +9,7 @@ call sends no task, the call ends without a publish. The only exception:
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -27,12 +27,13 @@ from ..keyed import rules
 from ..keyed.record import HEADER, Mark, name_of
 from ..keyed.records import KeyRecords, publish_under
 from ..keyed.rules import Seen, Step
+from ..now import time_ns
 from ..records.publishing import publishing
 from ..texts import is_text
 from ..transports.aliases import LONGEST_COUNTDOWN_SECONDS, delay_headers
 from ..transports.interface import WHERE_KEYS_ARE_KEPT
 from .broker import ask_on_a_connection
-from .installation import delaying_channel
+from .installation import delaying_channel, installation_of
 
 logger = get_logger(__name__)
 
@@ -181,21 +182,38 @@ class KeyedCalls:
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
     ) -> KeyedResult:
         """Publish the task, or return the result of another task that has the key."""
-        if self._task(signature) is None or not self._app.conf.task_always_eager:
+        is_eager = self._task(signature) is not None and self._app.conf.task_always_eager
+        if self._has_keys and not is_eager:
             seen = self._ask_keys(lambda records: records.read(mark.name))
             if stands := call(seen, "").stands:
                 return self._of_another(signature, stands)
         return self._publish(mark, call, signature, announce=announce)
 
+    def _send_plainly(self, call: _Call, signature: Signature) -> KeyedResult:
+        """Send the task without its key, as if no other call had been made."""
+        options = dict(signature.options)
+        for each in ("countdown", "eta"):  # the rule of the call decides
+            options.pop(each, None)
+        now_us = time_ns() // 1000
+        at_us = call(Seen(now_us, None), "").due_us
+        if at_us is not None and at_us > now_us:
+            options["eta"] = datetime.fromtimestamp(at_us / 1_000_000, UTC)
+        return keyed_result(self._send(signature)(signature.args, signature.kwargs, **options))
+
+    def _send(self, signature: Signature) -> Callable[..., AsyncResult]:
+        task = self._task(signature)
+        return partial(self._app.send_task, signature.task) if task is None else task.apply_async
+
     def _publish(
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
     ) -> KeyedResult:
-        task = self._task(signature)
-        send = partial(self._app.send_task, signature.task) if task is None else task.apply_async
+        task, send = self._task(signature), self._send(signature)
         options = dict(signature.options)
         options["headers"] = {**(options.get("headers") or {}), HEADER: mark.header()}
         if task is not None and self._app.conf.task_always_eager:
             return keyed_result(send(signature.args, signature.kwargs, **options))
+        if not self._has_keys:
+            return self._send_plainly(call, signature)
         self._check()
         for each in ("countdown", "eta"):  # the channel sets the due time
             options.pop(each, None)
@@ -213,6 +231,12 @@ class KeyedCalls:
             reason = f"replaced by {task_id}"
             revoke_result(self._app, replaced, signature.task, reason=reason)
         return keyed_result(result, replaced=replaced)
+
+    @property
+    def _has_keys(self) -> bool:
+        """False in an app that delays no new tasks: such an app ignores keys."""
+        installation = installation_of(self._app)
+        return installation is None or installation.delays_new
 
     def _check(self) -> None:
         """Raise an error if this app cannot store debounce, throttle and unique keys."""

@@ -194,7 +194,10 @@ def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True
     installation.raises_if_unsupported = raises_if_unsupported
     chosen = installation.settings()
     if not chosen.enabled:
-        raise click.ClickException("native_delay_enabled is off in this app")
+        raise click.ClickException(
+            "native_delay_enabled is off in this app: to list, cancel and deliver waiting tasks, "
+            'set native_delay_enabled = "drain"'
+        )
     return chosen
 
 

@@ -31,7 +31,7 @@ from .attendant import Attendant
 from .fencing import Fence
 from .gates import Moved, gates
 from .rating import Rated
-from .scheduling import Scheduling
+from .scheduling import Scheduling, left_to_beat
 from .strategies import GatedStrategies, Waker, forget_eta
 from .tallying import Tallying
 from .telemetry import Telemetry
@@ -94,10 +94,12 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._moved = Moved(settings)
         self._tallying = Tallying(c, settings.rates_by_task)
         self._rated = Rated(settings, c.app.tasks) if settings.rates else None
-        self._scheduling = self.scheduling_class(c.app, c.timer) if settings.schedules else None
+        schedules = settings.schedules and not settings.drains
+        self._scheduling = self.scheduling_class(c.app, c.timer) if schedules else None
+        scheduling = left_to_beat if settings.drains else self._scheduling
         # Unique comes last: this gate takes the key's lease, after which the task must not wait.
         fence = Fence(settings, str(c.hostname), records_location(c.app, settings))
-        passed = gates(settings, self._moved, self._scheduling, fence, self._rated, Unique(c.app))
+        passed = gates(settings, self._moved, scheduling, fence, self._rated, Unique(c.app))
         c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)
         if settings.telemetry is not None:
             self._telemetry = Telemetry(installation, c, settings.telemetry)
@@ -196,7 +198,8 @@ def _check_records(app: Any, settings: DelaySettings) -> None:
 
     Raises SettingsError if schedules cannot read the entries of ``beat_scheduler``.
     """
-    if settings.schedules:
+    schedules = settings.schedules and not settings.drains
+    if schedules:
         scheduler_class(app)
     # If a worker failed later, Celery's start_worker would hang.
     with app.connection_for_read() as connection:
@@ -206,7 +209,7 @@ def _check_records(app: Any, settings: DelaySettings) -> None:
             return
         if settings.rates:
             lines_of(connection.default_channel, settings).close()
-        if settings.schedules:
+        if schedules:
             schedule_records(connection.default_channel, settings)
 
 

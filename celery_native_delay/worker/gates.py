@@ -19,7 +19,8 @@ def gates(
     """Return the functions that check a received task, in calling order."""
     # Early tasks go back first, so that the records are asked once per task, when it is due.
     # A cancelled occurrence of a schedule entry publishes the next one, and then is announced.
-    ordered = (early if settings.adopt else None, moved, scheduling, cancelled, expired, *more)
+    adopting = (early_of_ours if settings.drains else early) if settings.adopt else None
+    ordered = (adopting, moved, scheduling, cancelled, expired, *more)
     return tuple(gate for gate in ordered if gate is not None)
 
 
@@ -74,3 +75,8 @@ def early(arrival: Arrival) -> Ruling | None:
     delayed = arrival.delayed
     delivery_id = None if delayed is None else delayed.delivery_id
     return WaitUntil(due_us(arrival.fields["eta"]), delivery_id)
+
+
+def early_of_ours(arrival: Arrival) -> Ruling | None:
+    """A check in a draining app: return only tasks that already waited in the broker."""
+    return None if arrival.delayed is None else early(arrival)

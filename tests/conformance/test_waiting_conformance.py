@@ -20,6 +20,7 @@ from celery_native_delay import (
     Verdict,
     install,
 )
+from celery_native_delay.app.installation import installed
 from celery_native_delay.bulk import bulk
 from tests.conformance.brokers import KEEPING_KEYS, keeps_no_records, options_of, settings_of
 from tests.conformance.traffic import SETTINGS, attended
@@ -269,3 +270,30 @@ def test_tasks_sent_in_bulk_are_listed_and_cancelled(app: Celery, delay: Delay) 
     (task,) = delay.ls("kwargs:order=29").tasks
     assert delay.cancel(task.id)
     assert delay.count() == 29
+
+
+def test_a_draining_app_lists_and_cancels_waiting_tasks_and_delays_nothing_new(
+    app: Celery, arrivals: Inbox, url: str
+) -> None:
+    """As with plain Celery, a new task goes to its queue at once, where a worker holds it."""
+    for number in (1, 2):
+        send_task(app, number, countdown=3000)
+    draining = Celery("shop", broker=url, set_as_current=False)
+    draining.conf.update(app.conf.changes)
+    install(draining, **installed(app).keywords | {"enabled": "drain"})
+    with draining:
+        delay = Delay(draining)
+        assert delay.ids() == ["order-1", "order-2"]
+        assert delay.cancel("order-1")
+        assert delay.reschedule("order-2", countdown=6000)
+        send_task(draining, 3, countdown=3000)
+        with bulk(draining) as batch:
+            batch.send("shop.remind", (4,), queue=JOBS, countdown=3000)
+        delay.debounce(draining.signature("shop.remind", queue=JOBS), key="4", seconds=3000)
+
+        def new_ones() -> list[Any]:
+            return [each for each in arrivals.arrivals if not each.waited]
+
+        assert arrivals.receive_until(lambda: len(new_ones()) == 3)
+        assert all(each.message.headers["eta"] for each in new_ones())
+        assert delay.ids() == ["order-2"]

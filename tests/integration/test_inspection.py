@@ -816,7 +816,7 @@ def test_a_wrong_setting_is_a_one_line_error(
 def test_commands_name_native_delay_enabled_if_it_is_off(project: Project) -> None:
     done = project.write(APP, DEAD_URL, enabled=False).delay("status")
     assert done.returncode == 1
-    assert the_error(done) == "native_delay_enabled is off in this app"
+    assert 'set native_delay_enabled = "drain"' in the_error(done)
 
 
 @on_one_version

@@ -202,7 +202,7 @@ def test_a_wrong_keyword_is_refused_and_nothing_installed(
         ({"native_delay_levels": 0}, "expected native_delay_levels to be"),
         ({"native_delay_levles": 12}, "did you mean native_delay_levels"),
         ({"native_delay_levels": 60}, "RabbitMQ's limit is"),
-        ({"native_delay_enabled": "no"}, "expected native_delay_enabled to be True or False"),
+        ({"native_delay_enabled": "no"}, "expected native_delay_enabled to be True, False or"),
     ],
 )
 def test_an_error_in_the_configuration_raises_at_the_first_delayed_message(

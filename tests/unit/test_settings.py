@@ -49,6 +49,7 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
     ("name", "value"),
     [
         ("enabled", False),
+        ("enabled", "drain"),
         ("namespace", "a"),
         ("namespace", "shop.eu-west_1"),
         ("namespace", "n" * 64),
@@ -98,9 +99,9 @@ RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("enabled", "yes", "True or False"),
-        ("enabled", 1, "True or False"),
-        ("enabled", None, "True or False"),
+        ("enabled", "yes", 'True, False or "drain"'),
+        ("enabled", 1, 'True, False or "drain"'),
+        ("enabled", None, 'True, False or "drain"'),
         ("namespace", "", NAMESPACE),
         ("namespace", "n" * 65, NAMESPACE),
         ("namespace", ".a", NAMESPACE),

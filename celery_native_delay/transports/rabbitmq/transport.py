@@ -98,7 +98,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
             connection.delays.publish_keyed(keyed, msg, Delayed("", 0, exchange, routing_key))
             return None
         due_us = due_of(headers)
-        if due_us is not None and connection is not None:
+        if due_us is not None and connection is not None and not connection.drains:
             waits = connection.delays.publish(
                 Publication(msg, exchange, routing_key, mandatory=False),
                 due_us=due_us,
@@ -223,7 +223,7 @@ class BulkChannel(Channel):
     ) -> None:
         publication = Publication(msg, exchange, routing_key, mandatory)
         due_us = due_of(msg.properties.get("application_headers"))
-        if due_us is not None:
+        if due_us is not None and not self.connection.drains:
             publication = self.delays.into_levels(publication, due_us=due_us)
         self.collected.append(FramedPublication(publication, (exchange, routing_key)))
 
@@ -243,6 +243,8 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
             # Immediate messages are published as ever; each delayed message raises the error.
             self.delays = Delays(self, DelaySettings(), refusal=exc)
 
+        #: True if new messages with an ETA do not wait in the broker.
+        self.drains = self.delays.settings.drains
         _open_here.add(self)
 
     def leave_to_parent(self) -> None:

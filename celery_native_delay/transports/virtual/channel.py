@@ -92,13 +92,14 @@ class DelayingChannel:
         if self.connection is None:
             raise self.disconnected("the connection of this channel was closed")
 
-    @staticmethod
-    def due_of(message: dict[str, Any]) -> int | None:
+    def due_of(self, message: dict[str, Any]) -> int | None:
         """Return the due time (µs since the epoch), or None if the message needs no delay."""
         if message.get("redelivered"):
             return None
         due_us = due_of(message.get("headers"))
-        return due_us if due_us is not None and due_us > time_ns() // 1000 else None
+        if due_us is None or due_us <= time_ns() // 1000 or self._delays.settings.drains:
+            return None
+        return due_us
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
         keyed = underway.get() and publish_of(message.get("headers"))
