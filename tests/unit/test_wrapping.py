@@ -50,6 +50,16 @@ def after_the_levels(properties: dict[str, Any]) -> dict[str, Any]:
     return properties | {"application_headers": headers}
 
 
+@pytest.mark.parametrize("value", [1_795_176_000_000, datetime(2027, 1, 1, tzinfo=UTC), "soon"])
+def test_a_delivery_time_for_rabbitmq_44_is_kept_aside_while_the_message_waits(value: Any) -> None:
+    """A delay queue of RabbitMQ 4.4 would hold the message until then, and not until its ETA."""
+    headers = {"eta": ETA, "x-opt-delivery-time": value}
+    waits = wrapped({"application_headers": headers})
+    assert "x-opt-delivery-time" not in waits["application_headers"]
+    found, _, _ = opened(after_the_levels(waits))
+    assert found["application_headers"] == headers
+
+
 def opened(
     properties: dict[str, Any], info: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any], Delayed]:

@@ -220,7 +220,7 @@ def known_faults(version: tuple[int, ...], *, replicated: bool | None) -> list[F
         )
         way_out = (
             "where you may write advanced.config, set it to 10000-30000 ms (application rabbit); "
-            "RabbitMQ 4 is quicker by default"
+            "RabbitMQ 4 has the same default, but does not need this"
         )
         found.append(Finding("release", ADVICE, problem, way_out))
     return found

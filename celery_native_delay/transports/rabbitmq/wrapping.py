@@ -28,6 +28,9 @@ DEATH_HEADERS = frozenset({"x-death"}.union(*_FIRST_AND_LAST.values()))
 #: Headers that a quorum queue adds to a returned message, and that the next queue must not get.
 COUNTED_BY_THE_QUEUE = ("x-delivery-count", "x-acquired-count")
 
+#: A quorum queue of RabbitMQ 4.4 holds a message with this header until the time in the header.
+DELIVERY_TIME = "x-opt-delivery-time"
+
 #: Quorum queues of RabbitMQ 4.0 to 4.2 serve priorities above 4 first. These queues only expire the
 #: next message to serve. So one message of high priority would block all others.
 HIGHEST_SAFE_PRIORITY = 4
@@ -61,6 +64,8 @@ def wrap(
             kept["deaths"] = deaths
         for name in DEATH_HEADERS:
             headers.pop(name, None)
+    if DELIVERY_TIME in headers:
+        kept["delivery_time"] = headers.pop(DELIVERY_TIME)
     expiration = wrapped.pop("expiration", None)
     if expiration is not None:
         # RabbitMQ would expire the message in its first delay level, and remove the expiration when
@@ -114,6 +119,8 @@ def unwrap(
         opened["application_headers"] = _without_our_deaths(headers, {})
         return opened, info, None
     undo_cancel(headers, header)
+    if "delivery_time" in header:
+        headers[DELIVERY_TIME] = header["delivery_time"]
     opened["application_headers"] = _without_our_deaths(headers, header.get("deaths") or {})
     opened.pop("expiration", None)
     for name in ("expiration", "priority", "user_id"):
