@@ -35,6 +35,9 @@ _TRIED_BYTES = 65_536
 #: Seconds by which a schedule entry may be overdue. Workers check the entries every 30 s.
 _OVERDUE_SECONDS = 60
 
+#: Seconds since the last check of the schedule entries, if no worker runs.
+_UNSEEN_SECONDS = 120
+
 _WAYS_OUT: tuple[tuple[type[Exception], str], ...] = (
     (SettingsError, "correct the setting, in workers and producers alike"),
     (NotPermitted, "grant this user the named permission, or run the command as a user who has it"),
@@ -50,6 +53,13 @@ _WHY_LEFT_OUT = {
     EXPIRED: "start more workers for its queue, or let it expire later",
     MISSED: "start more workers for its queue, or change these settings",
 }
+
+_START_SCHEDULES = "start a worker with native_delay_schedules"
+
+_TELL_APART = (
+    "end the old workers; or give each app its own name, as in Celery('shop'), or its own "
+    "native_delay_namespace"
+)
 
 _WHOSE = "rates are a matter of workers alone"
 
@@ -171,9 +181,19 @@ def _of_schedules(app: Any, settings: DelaySettings) -> Iterator[Finding]:
         return
     schedules = Schedules(app)
     try:
-        for name in schedules.missing():
+        missing = schedules.missing()
+        for name in missing:
             problem = f"no worker has published the schedule entry {name}"
-            yield Finding("schedules", WRONG, problem, "start a worker with native_delay_schedules")
+            yield Finding("schedules", WRONG, problem, _START_SCHEDULES)
+        if not missing and (unseen_seconds := schedules.seconds_since_look()) > _UNSEEN_SECONDS:
+            problem = f"no worker has checked the schedule entries for {duration(unseen_seconds)}"
+            yield Finding("schedules", WRONG, problem, _START_SCHEDULES)
+        if rival := schedules.rival():
+            problem = (
+                f"workers of two configurations of the app {app.main!r} run: one has the schedule "
+                f"entries {', '.join(rival)}, and has no say"
+            )
+            yield Finding("schedules", WRONG, problem, _TELL_APART)
         for entry in schedules:
             if entry.problem:
                 problem = f"the schedule entry {entry.name} does not run: {entry.problem}"

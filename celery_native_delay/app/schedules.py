@@ -31,7 +31,7 @@ from ..now import moment, time_ns
 from ..records.interface import Change, RecordName, Records, Snapshot, tried_again
 from ..records.publishing import RecordedPublish, publishing
 from ..schedules.entry import Entry, Unreadable
-from ..schedules.release import Release, taken_over
+from ..schedules.release import GONE_US, Release, Rival, rivalled, taken_over
 from ..schedules.state import (
     HEADER,
     VERSION,
@@ -55,10 +55,7 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
-_RELEASE = RecordName("schedules", "release")
-
-#: Under this name, the last task that a worker received from ``celery beat`` is stored for an hour.
-_BEAT = RecordName("schedules", "beat")
+#: The last task that a worker received from ``celery beat`` is stored for an hour.
 _BEAT_KEPT_US = 3_600_000_000
 
 
@@ -140,15 +137,28 @@ class Scheduled(NamedTuple):
 
 
 class Schedules:
-    """The schedule entries of an app; the next run of each entry waits in the broker."""
+    """The schedule entries of an app; the next run of each entry waits in the broker.
 
-    def __init__(self, app: Any, connection: Any = None) -> None:
+    Apps with different names (``app.main``) have entries of their own. *whose* is the name of
+    another app, whose messages reach a worker of *app*.
+    """
+
+    def __init__(self, app: Any, connection: Any = None, *, whose: str | None = None) -> None:
         self._app = app
+        own = str(app.main or "")
+        self._whose = own if whose is None else whose
+        self._is_own = self._whose == own
+        #: The records of the app: its release, a rival release, and beat's last task.
+        self._release_name, self._rival_name, self._beat_name = (
+            RecordName("schedules", f"{self._whose}/{kind}")
+            for kind in ("release", "rival", "beat")
+        )
         self._connection = connection  # by default one of the app's pool
         self._settings = installed(app).settings()
         self._scheduler: Any = None
         self._entries: dict[str, Entry] = {}
         self._published: Release | None = None
+        self._has_told_of_rival = False
 
     # --- for users -----------------------------------------------------------------------
 
@@ -180,7 +190,7 @@ class Schedules:
     def remove_all(self) -> int:
         """Remove all schedule entries with their waiting messages; return the number of entries."""
         names = self._names()
-        for name in (*map(_name, names), _RELEASE):
+        for name in (*map(self._name, names), self._release_name):
             self._remove(name)
         return len(names)
 
@@ -197,9 +207,9 @@ class Schedules:
         before = self._release()
         # Removed first: if this process dies, the next one finds the old names, and goes on.
         for name in rule(before).answer.removed:
-            self._remove(_name(name))
+            self._remove(self._name(name))
             logger.info("native delay: schedule entry %s is removed", name)
-        in_force = self._ask(lambda records: records.change(_RELEASE, rule))
+        in_force = self._ask(lambda records: records.change(self._release_name, rule))
         for name, known in self._states(in_force.names):
             entry = self._entries.get(name) if in_force.is_ours else None
 
@@ -218,6 +228,21 @@ class Schedules:
                 logger.error("native delay: schedule entry %s is not published: %s", name, why(exc))
                 self._note_problem(name, why(exc))
         self._published = ours
+        if in_force.is_tie:
+            rivalling = partial(rivalled, names=ours.names)
+            lasts = self._ask(lambda records: records.change(self._rival_name, rivalling))
+            lost = ours.names if lasts else ()
+        else:
+            lost = self.rival()
+        if lost and not self._has_told_of_rival:
+            text = "native delay: another configuration of the app %r runs, too: %s do not run"
+            entries = [name for name in lost if name not in in_force.names]
+            logger.warning(text, self._whose, ", ".join(entries) or "its changed entries")
+        self._has_told_of_rival = bool(lost)
+
+    def of(self, whose: str) -> Schedules:
+        """Return the entries of the app with the name *whose*."""
+        return self if whose == self._whose else Schedules(self._app, whose=whose)
 
     def advance(
         self,
@@ -238,6 +263,8 @@ class Schedules:
         If the next message cannot be published, the received one runs all the same. The entry then
         shows the problem, and :meth:`publish` tries again.
         """
+        if not self._is_own and self.seconds_since_look() * 1_000_000 > GONE_US:
+            return f"its app {self._whose!r} has no worker any more"
         catch_up = self._settings.schedules_catch_up
         deadline_seconds = self._app.conf.beat_cron_starting_deadline
         deadline_us = None if deadline_seconds is None else round(deadline_seconds * 1_000_000)
@@ -284,7 +311,7 @@ class Schedules:
     def note_left_out(self, name: str, task_id: str, reason: str | None) -> None:
         """Store that a due run did not happen after all; *reason* is None if it was cancelled."""
         rule = partial(left_out, task_id=task_id, why=reason)
-        self._ask(lambda records: records.change(_name(name), rule))
+        self._ask(lambda records: records.change(self._name(name), rule))
 
     def note_run(self, name: str) -> None:
         """Count an entry's run in the beat scheduler's database, such as django-celery-beat's."""
@@ -313,12 +340,23 @@ class Schedules:
     def note_beat(self, name: str) -> None:
         """Store the name of a schedule entry or task that ``celery beat`` has sent."""
         if name in self._entries or name in [entry.task for entry in self._entries.values()]:
-            kept_us = time_ns() // 1000 + _BEAT_KEPT_US
-            self._ask(lambda records: records.change(_BEAT, lambda _: Change(name, kept_us, None)))
+            beat = Change(name, time_ns() // 1000 + _BEAT_KEPT_US, None)
+            self._ask(lambda records: records.change(self._beat_name, lambda _: beat))
 
     def beat(self) -> str | None:
         """Return which entry or task ``celery beat`` sent within the last hour, or None."""
-        return self._ask(lambda records: records.load([_BEAT]))[0]
+        return self._ask(lambda records: records.load([self._beat_name]))[0]
+
+    def seconds_since_look(self) -> float:
+        """Return the seconds since a worker of the app last looked after the entries."""
+        found = self._release()
+        return (found.now_us - Release.from_text(found.text).looked_us) / 1_000_000
+
+    def rival(self) -> tuple[str, ...]:
+        """Return the entries of workers of the same app that have had no say for five minutes."""
+        found = self._ask(lambda records: records.read(self._rival_name))
+        rival = Rival.from_text(found.text)
+        return rival.names if rival is not None and rival.lasts(found.now_us) else ()
 
     def missing(self) -> list[str]:
         """Return the names of the app's schedule entries whose task no worker has published yet."""
@@ -330,6 +368,8 @@ class Schedules:
     # --- Celery's entries ----------------------------------------------------------------
 
     def _read_entries(self) -> dict[str, Entry]:
+        if not self._is_own:
+            return {}
         if self._scheduler is None:
             self._scheduler = scheduler_class(self._app)(  # as Celery's beat makes it
                 app=self._app,
@@ -395,21 +435,24 @@ class Schedules:
         return ask_broker(self._app, lambda *channel: question(schedule_records(*channel)))
 
     def _release(self) -> Snapshot:
-        return self._ask(lambda records: records.read(_RELEASE))
+        return self._ask(lambda records: records.read(self._release_name))
 
     def _names(self) -> tuple[str, ...]:
         return Release.from_text(self._release().text).names
 
     def _states(self, names: tuple[str, ...]) -> Iterator[tuple[str, State | None]]:
-        found = self._ask(lambda records: records.load([_name(name) for name in names]))
+        found = self._ask(lambda records: records.load([self._name(name) for name in names]))
         return zip(names, map(State.from_text, found), strict=True)
+
+    def _name(self, entry: str) -> RecordName:
+        return RecordName("schedule", f"{self._whose}/{entry}")
 
     def _remove(self, name: RecordName) -> None:
         self._ask(lambda records: records.change(name, _removed))
 
     def _note_problem(self, name: str, problem: str) -> None:
         rule = partial(refused, problem=problem)
-        self._ask(lambda records: records.change(_name(name), rule))
+        self._ask(lambda records: records.change(self._name(name), rule))
 
     def _known(self, name: str) -> State:
         ((_, state),) = self._states((name,))
@@ -434,7 +477,7 @@ class Schedules:
         """
 
         def attempt() -> tuple[State | None, State | None] | None:
-            found = self._ask(lambda records: records.read(_name(name)))
+            found = self._ask(lambda records: records.read(self._name(name)))
             before = State.from_text(found.text)
             after = rule(before, found.now_us)
             if after is None:
@@ -454,10 +497,10 @@ class Schedules:
         after = replace(after, id=uuid() if has_message else None)
         rule = partial(swapped, before=before, after=after)
         if after.id is None or after.due_us is None:
-            return self._ask(lambda records: records.change(_name(name), rule))
-        mark = {"v": VERSION, "entry": name, "number": after.number}
+            return self._ask(lambda records: records.change(self._name(name), rule))
+        mark = {"v": VERSION, "app": self._whose, "entry": name, "number": after.number}
         headers = {"celery_beat_task": True, HEADER: mark}
-        publish = RecordedPublish(after.id, _name(name), rule)
+        publish = RecordedPublish(after.id, self._name(name), rule)
         with publishing(publish):
             entry = self._entry_of(name, after)
             send = self._sender(entry.task, own=False)
@@ -502,10 +545,6 @@ def _has_celerys_apply_async(task: Any) -> bool:
         "apply_async" not in vars(task)
         and getattr_static(type(task), "apply_async") is getattr_static(Task, "apply_async")
     )
-
-
-def _name(entry: str) -> RecordName:
-    return RecordName("schedule", entry)
 
 
 def _removed(snapshot: Snapshot) -> Change[None]:

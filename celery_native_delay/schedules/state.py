@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from celery.schedules import crontab
 
@@ -17,7 +17,7 @@ from ..records.interface import Change, Snapshot
 from ..texts import is_text
 from .entry import Entry
 
-#: The header of an occurrence: the name of the schedule entry, and the occurrence's number.
+#: The header of an occurrence: the names of app and schedule entry, and the occurrence's number.
 HEADER = "native_delay_schedule"
 
 VERSION = 1
@@ -89,13 +89,23 @@ class State:
         return self.number == number and self.due_us is not None
 
 
-def occurrence_of(headers: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return the schedule entry's name and message number from *headers*, or None."""
+class Occurrence(NamedTuple):
+    """One message of a schedule entry: the app and the entry's name, and the message's number."""
+
+    app: str
+    entry: str
+    number: int
+
+
+def occurrence_of(headers: Mapping[str, Any]) -> Occurrence | None:
+    """Return the :class:`Occurrence` that *headers* name, or None."""
     mark = headers.get(HEADER)
     if not isinstance(mark, Mapping) or mark.get("v") != VERSION:
         return None
-    name, number = mark.get("entry"), mark.get("number")
-    return (str(name), number) if is_text(name) and isinstance(number, int) else None
+    app, name, number = mark.get("app"), mark.get("entry"), mark.get("number")
+    if not is_text(app) or not is_text(name) or not isinstance(number, int):
+        return None
+    return Occurrence(str(app), str(name), number)
 
 
 def planned(state: State | None, entry: Entry, now_us: int) -> State | None:

@@ -43,21 +43,23 @@ class Scheduling:
                 self._note_beat(str(headers.get("periodic_task_name") or arrival.name))
             return None
         redelivered = bool((arrival.message.delivery_info or {}).get("redelivered"))
+        app, entry, number = occurrence
+        schedules = self._schedules.of(app)
         try:
-            why = self._schedules.advance(
-                *occurrence, arrival.id, redelivered=redelivered, discarded=arrival.discarded
+            why = schedules.advance(
+                entry, number, arrival.id, redelivered=redelivered, discarded=arrival.discarded
             )
             runs = why is None and arrival.discarded is None
             if runs:
-                why = self._schedules.send_anew(occurrence[0], arrival.name, arrival.id)
+                why = schedules.send_anew(entry, arrival.name, arrival.id)
         except Exception as exc:  # then the occurrence waits, so that no run is lost
             text = "native delay: schedule entry %s waits: %s"
-            logger.warning(text, occurrence[0], described(exc))
+            logger.warning(text, entry, described(exc))
             return arrival.until_records_answer()
         # Another gate may let the message wait again, longer than until the next occurrence.
         arrival.message.headers.pop(HEADER)
         if runs:
-            self.in_thread(lambda: self._schedules.note_run(occurrence[0]))
+            self.in_thread(lambda: schedules.note_run(entry))
         return None if why is None else Drop(why)
 
     def start(self) -> None:
@@ -96,8 +98,10 @@ class Scheduling:
         occurrence = occurrence_of(message.headers or {})
         if occurrence is None or sender.app is not self._app:
             return
-        note, reason = self._schedules.note_left_out, f"a worker does not know the task {name}"
-        self.in_thread(lambda: note(occurrence[0], id, reason))
+        note = self._schedules.of(occurrence.app).note_left_out
+        self.in_thread(
+            lambda: note(occurrence.entry, id, f"a worker does not know the task {name}")
+        )
 
     def in_thread(self, job: Callable[[], object]) -> None:
         """Run *job* in the thread for schedule entries, and log errors."""

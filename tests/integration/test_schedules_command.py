@@ -18,7 +18,7 @@ from celery.schedules import BaseSchedule, crontab
 
 from celery_native_delay import Delay, NoRecords, SettingsError, install
 from celery_native_delay.app.doctor import examine
-from celery_native_delay.app.schedules import Schedules, _name
+from celery_native_delay.app.schedules import Schedules
 from celery_native_delay.now import time_ns
 from celery_native_delay.records.interface import Change
 from celery_native_delay.schedules.state import KEPT_US, State
@@ -36,8 +36,8 @@ ENTRIES: dict[str, Any] = {
 }
 
 
-def app_on(url: str, **conf: Any) -> Celery:
-    app = Celery("shop", broker=url, set_as_current=False)
+def app_on(url: str, *, name: str = "shop", **conf: Any) -> Celery:
+    app = Celery(name, broker=url, set_as_current=False)
     app.conf.update({"beat_schedule": ENTRIES} | conf)
     return install(app, schedules=True)
 
@@ -101,7 +101,7 @@ def test_the_doctor_finds_entries_that_are_missing_overdue_or_sent_by_a_beat(
 
         late = replace(schedules._known("tick"), due_us=time_ns() // 1000 - 300_000_000)
         change = Change(late.encoded(), time_ns() // 1000 + KEPT_US, None)
-        schedules._ask(lambda records: records.change(_name("tick"), lambda _: change))
+        schedules._ask(lambda records: records.change(schedules._name("tick"), lambda _: change))
         assert found(app) == ["tick is overdue by 5 min"]
         assert State.from_text(late.encoded()) == late
 
@@ -111,6 +111,77 @@ def test_the_doctor_finds_entries_that_are_missing_overdue_or_sent_by_a_beat(
         assert found(app) == []
         schedules.note_beat("nightly")
         assert found(app) == ["a celery beat without native_delay_schedules also sends nightly"]
+
+
+def schedule_problems(app: Celery) -> list[str]:
+    return [each.problem for each in examine(app) if each.check == "schedules"]
+
+
+@on_redis
+def test_apps_of_one_namespace_keep_their_entries(empty_redis: PrivateRedis) -> None:
+    """Also entries of the same name, and also if a worker of one app gets the other's message."""
+    entries = {"tick": {"task": "till.tick", "schedule": 60.0}}
+    with (
+        app_on(empty_redis.url) as shop,
+        app_on(empty_redis.url, name="till", beat_schedule=entries) as till,
+    ):
+        of_shop, of_till = Schedules(shop), Schedules(till)
+        for _ in range(2):
+            of_shop.publish()
+            of_till.publish()
+        assert [entry.task for entry in of_shop] == ["shop.report", "shop.tick"]
+        assert [entry.task for entry in of_till] == ["till.tick"]
+        assert Delay(shop).count() == 3
+        assert schedule_problems(shop) == schedule_problems(till) == []
+
+        number = of_shop._known("tick").number
+        received_by_till = of_till.of("shop")
+        assert received_by_till.advance("tick", number, "run", redelivered=False) is None
+        assert [entry.runs for entry in of_shop] == [0, 1]
+        assert [entry.runs for entry in of_till] == [0]
+
+        assert of_till.remove_all() == 1
+        assert Delay(shop).count() == 2
+        of_shop._remove(of_shop._release_name)
+        gone = received_by_till.advance("tick", number + 1, "run", redelivered=False)
+        assert gone == "its app 'shop' has no worker any more"
+
+
+@on_redis
+def test_two_apps_of_one_name_are_told_by_the_doctor_and_in_both_logs(
+    empty_redis: PrivateRedis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = {"close": {"task": "till.close", "schedule": 60.0}}
+    with app_on(empty_redis.url) as shop, app_on(empty_redis.url, beat_schedule=entries) as till:
+        of_shop, of_till = Schedules(shop), Schedules(till)
+
+        def look() -> list[str]:
+            caplog.clear()
+            of_shop.publish()
+            of_till.publish()
+            return caplog.messages
+
+        look()
+        assert look() == [], "it may be a deployment"
+        monkeypatch.setattr("celery_native_delay.schedules.release.RIVAL_US", 0)
+        text = "native delay: another configuration of the app 'shop' runs, too: nightly, tick do "
+        assert look() == [f"{text}not run"] * 2
+        assert look() == [], "said once"
+        for app in (shop, till):
+            (problem,) = (each for each in schedule_problems(app) if "two configurations" in each)
+            assert "one has the schedule entries nightly, tick, and has no say" in problem
+
+
+@on_redis
+def test_the_doctor_finds_that_no_worker_looks_after_the_entries(
+    empty_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with app_on(empty_redis.url) as app:
+        Schedules(app).publish()
+        assert schedule_problems(app) == []
+        monkeypatch.setattr("celery_native_delay.app.doctor._UNSEEN_SECONDS", 0)
+        (problem,) = schedule_problems(app)
+        assert problem.startswith("no worker has checked the schedule entries for ")
 
 
 class Never(BaseSchedule):
@@ -183,7 +254,7 @@ def test_an_entry_of_a_machine_with_other_time_zones_is_a_row_with_a_reason(
         state = schedules._known("tick")
         text = state.entry.replace('"zone": "UTC"', '"zone": "Mars/Olympus"')
         change = Change(replace(state, entry=text).encoded(), time_ns() // 1000 + KEPT_US, None)
-        schedules._ask(lambda records: records.change(_name("tick"), lambda _: change))
+        schedules._ask(lambda records: records.change(schedules._name("tick"), lambda _: change))
         nightly, tick = Delay(app).schedules()
         assert nightly.problem is None
         assert tick.problem is not None
@@ -320,25 +391,22 @@ def test_the_doctor_finds_entries_whose_last_runs_did_not_happen(
         schedules = Schedules(app)
         schedules.publish()
 
-        def found() -> list[str]:
-            return [each.problem for each in examine(app) if each.check == "schedules"]
-
         def receive(name: str, discarded: Any = None) -> None:
             number = schedules._known(name).number
             schedules.advance(name, number, "run", redelivered=False, discarded=discarded)
 
         receive("nightly", "expired")
         expired = ["the last run of nightly did not happen: it expired before a worker ran it"]
-        assert found() == expired
+        assert schedule_problems(app) == expired
         receive("nightly", "cancelled")
-        assert found() == expired, "the user wanted that one not to run"
+        assert schedule_problems(app) == expired, "the user wanted that one not to run"
         receive("nightly")
-        assert found() == []
+        assert schedule_problems(app) == []
         for _ in range(2):
             receive("tick")
             schedules.send_anew("tick", "shop.tick", "run")
         why = "apply_async of its class raised RuntimeError: already queued"
-        assert found() == [f"the last 2 runs of tick did not happen: {why}"]
+        assert schedule_problems(app) == [f"the last 2 runs of tick did not happen: {why}"]
         assert [each.runs for each in schedules] == [1, 0]
 
 

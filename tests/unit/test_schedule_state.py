@@ -384,7 +384,15 @@ def test_a_state_is_put_only_in_place_of_the_one_that_was_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "header", [None, 3, {}, {"v": 9, "entry": "a", "number": 1}, {"v": 1, "entry": 1, "number": 1}]
+    "header",
+    [
+        None,
+        3,
+        {},
+        {"v": 9, "app": "shop", "entry": "a", "number": 1},
+        {"v": 1, "app": "shop", "entry": 1, "number": 1},
+        {"v": 1, "app": None, "entry": "a", "number": 1},
+    ],
 )
 def test_a_header_that_cannot_be_read_marks_no_occurrence(header: Any) -> None:
     assert occurrence_of({HEADER: header}) is None
@@ -406,13 +414,13 @@ def take_over(stored: str | None, ours: Release, *, is_new: bool = True) -> tupl
 
 def test_the_worker_that_booted_last_wins_among_equal_versions() -> None:
     stored, found = take_over(None, release(a=entry(), b=entry()))
-    assert found == (("a", "b"), True, ())
+    assert found == InForce(("a", "b"), True)
     stored, found = take_over(stored, release(a=entry(20)))
-    assert found == (("a",), True, ("b",))
+    assert found == InForce(("a",), True, ("b",))
     _, found = take_over(stored, release(a=entry(), b=entry()), is_new=False)
-    assert found == (("a",), False, ())
+    assert found == InForce(("a",), False, is_tie=True)
     _, found = take_over(stored, release(a=entry(20)), is_new=False)
-    assert found == (("a",), True, ())
+    assert found == InForce(("a",), True)
 
 
 @pytest.mark.parametrize(("older", "newer"), [(9, 10), ("2026-09-30", "2026-11-01"), (None, 1)])
