@@ -105,6 +105,10 @@ class DelaySettings:
     """Names of exchanges to which consumers without this package bind queues. A due message for one
     of these exchanges goes to a queue of this package, which dead-letters the message to the
     exchange. Defaults to none."""
+    landing_queues: tuple[str, ...] = ()
+    """Names of queues that may be full and then refuse messages. ``*`` stands for any characters. A
+    due message for one of these queues goes to a queue of this package, so that a full queue delays
+    only its own tasks. Defaults to none."""
     adopt: bool = True
     """If on, workers return tasks that arrive before their ETA to the broker, instead of holding
     the tasks in memory. Defaults to True."""
@@ -164,7 +168,7 @@ class DelaySettings:
     "none", or "all" (at most 100). Defaults to "one"."""
 
     def __post_init__(self) -> None:
-        for name in ("landing_exchanges", "rates"):
+        for name in ("landing_exchanges", "landing_queues", "rates"):
             object.__setattr__(self, name, _normal(name, getattr(self, name)))
         for name in _names():
             _check(name, getattr(self, name))
@@ -257,7 +261,7 @@ def _names() -> list[str]:
 
 
 def _normal(name: str, value: Any) -> Any:
-    if name == "landing_exchanges" and isinstance(value, list | set | frozenset):
+    if name.startswith("landing_") and isinstance(value, list | set | frozenset):
         return tuple(value if isinstance(value, list) else sorted(value, key=str))
     if name == "rates" and isinstance(value, Mapping):
         try:
@@ -302,9 +306,9 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
         case "confirm_window":
             fits = _is_int(value) and 1 <= value <= MAX_CONFIRM_WINDOW
             return fits, f"a whole number from 1 to {MAX_CONFIRM_WINDOW}"
-        case "landing_exchanges":
+        case "landing_exchanges" | "landing_queues":
             fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
-            return fits, "a list of exchange names"
+            return fits, f"a list of {name[8:-1]} names"
         case "records":
             return value is None or _is_records_url(value), _EXPECTED_RECORDS
         case "records_away":

@@ -105,6 +105,14 @@ class WorkerPart(ABC):
         """
         return []
 
+    def divert(self) -> list[str]:
+        """Keep full queues from delaying the messages of other queues.
+
+        Returns a sentence for each queue whose due messages now take another way. Raises
+        ManagementUnavailable if RabbitMQ's management API does not answer.
+        """
+        return []
+
     def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
         """Publish the messages *waits* again, because they arrived before the due time.
 

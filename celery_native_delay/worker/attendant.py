@@ -40,6 +40,9 @@ LONGEST_LOOK_SECONDS = 30.0
 #: delays acknowledgements beyond 32. If the worker then stops, the broker redelivers these tasks.
 BATCH = 32
 
+#: Seconds until the next request to a management API that did not answer.
+_UNAVAILABLE_SECONDS = 600.0
+
 _RETRY_SECONDS = 1.0
 _TRIES = 3
 
@@ -77,6 +80,7 @@ class Attendant(Thread):
         self._stopping = Event()
         self._look_seconds = SHORTEST_LOOK_SECONDS
         self._next_look = monotonic()
+        self._next_divert = monotonic()
         self._warned = False
 
     # --- called from the consumer's thread ----------------------------------------------
@@ -112,6 +116,7 @@ class Attendant(Thread):
             if batch:
                 self._put_back_or_hold(batch)
             if monotonic() >= self._next_look and not self._stopping.is_set():
+                self._guarded(self._divert)
                 self._guarded(self._rescue)
         self._disconnect()
 
@@ -171,6 +176,17 @@ class Attendant(Thread):
         self._next_look = monotonic() + self._look_seconds
         with suppress(RecordsUnavailable):  # the gate that reads the records logs it
             self._part().sweep()
+
+    def _divert(self) -> None:
+        if monotonic() < self._next_divert:
+            return
+        try:
+            for told in self._part().divert():
+                logger.warning("native delay: %s", told)
+            self._next_divert = monotonic() + LONGEST_LOOK_SECONDS / 2
+        except ManagementUnavailable as exc:
+            logger.debug("native delay: full queues not looked for: %s", exc)
+            self._next_divert = monotonic() + _UNAVAILABLE_SECONDS
 
     def _log_dangers(self) -> None:
         try:

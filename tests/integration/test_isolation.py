@@ -10,6 +10,8 @@ from kombu import Connection
 
 from celery_native_delay import DelaySettings
 from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
+from celery_native_delay.transports.rabbitmq.inspection import verify
+from celery_native_delay.transports.rabbitmq.management import management_of
 from celery_native_delay.transports.rabbitmq.parking import rescue
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests.brokers import in_ci
@@ -148,6 +150,53 @@ def test_a_full_rejecting_queue_delays_only_its_own_messages(
         assert_each_once(letters)
         assert_nothing_held(mortal_rabbitmq, vhost_name(mortal_url))
         assert_each_once(letters)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("known_by", ["a worker", "the setting"])
+def test_a_queue_that_rejects_by_policy_delays_only_its_own_messages(
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, known_by: str
+) -> None:
+    """AMQP does not show policies: a worker asks the management API, or the setting tells."""
+    vhost = vhost_name(mortal_url)
+    full = {"max-length": 1, "overflow": "reject-publish"}
+    mortal_rabbitmq.set_policy(vhost, "cap", "^full$", full)
+    settings: dict[str, Any] = {"management_url": mortal_rabbitmq.management_url}
+    if known_by == "the setting":
+        settings = {"landing_queues": ["fu*"]}
+    with delaying(mortal_url, **settings) as connection:
+        declare_queue(connection, "full")
+        delays_of(connection).prepare()
+        if known_by == "a worker":
+            assert_a_worker_finds_the_full_queue(connection)
+        with delaying(mortal_url) as later:
+            # This process knows neither the policy nor the setting, and binds nothing back.
+            declare_queue(later, "full")
+            delays_of(later).prepare()
+        flood_beside_others(connection, "full")
+        assert parked_count(connection) == 0
+        assert 1 <= depth(connection, "full") < len(FLOOD)
+    with inbox(mortal_url, "full") as letters:
+        assert_each_once(letters)
+        assert_nothing_held(mortal_rabbitmq, vhost)
+        assert_each_once(letters)
+
+
+def assert_a_worker_finds_the_full_queue(connection: Any) -> None:
+    """``delay verify`` names the queue until a worker has put a landing queue in front of it."""
+    delays = delays_of(connection)
+    api = management_of(connection, delays.settings)
+
+    def named() -> list[str]:
+        return [str(found) for found in verify(delays, api) if found.check == "full queues"]
+
+    reason = "policy 'cap' sets overflow: reject-publish"
+    [problem] = named()
+    assert f"queue 'full' may refuse messages, and {reason}" in problem
+    part = connection.default_channel.worker_part(delays.settings)
+    [told] = part.divert()
+    assert f"queue 'full' may refuse messages ({reason}): its due messages go through" in told
+    assert named() == part.divert() == []
 
 
 def test_messages_for_a_deleted_queue_are_parked_while_others_are_on_time(

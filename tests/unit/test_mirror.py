@@ -47,13 +47,6 @@ def mirrored(mirror: Mirror, queue: str, exchange: str, key: str) -> list[Change
 # ---- mirrored bindings ---------------------------------------------------------------------
 
 
-def test_a_landing_queue_that_is_no_longer_needed_is_unbound(mirror: Mirror) -> None:
-    """The queue may have had an overflow policy before a user deleted and declared it again."""
-    unbinding, binding = mirror.declarations(Mirrored("q", "", "q"))
-    assert unbinding == Unbinding(DELIVERY, TOPOLOGY.queue_landing_queue("q"), "*.*.%.q")
-    assert binding == Binding(DELIVERY, "q", "*.*.%.q")
-
-
 @pytest.mark.parametrize(
     ("kind", "exchange", "key", "pattern"),
     [
@@ -116,6 +109,23 @@ def test_a_queue_that_may_reject_gets_a_landing_queue_in_front(
     )
     assert in_front == Binding(DELIVERY, landing.name, "*.*.%.full")
     assert mirror.binding_of(Mirrored("full", "", "full")) == in_front
+
+
+def test_a_listed_queue_gets_a_landing_queue_in_front_and_loses_its_direct_binding() -> None:
+    """In this order: a message between the two changes parks, and none comes twice."""
+    topology = Topology(DelaySettings(levels=2, landing_queues=["jobs", "tenant-*"]))  # type: ignore[arg-type]
+    mirror = Mirror(topology)
+    assert list(mirror.declarations(Mirrored("q", "", "q"))) == [Binding(DELIVERY, "q", "*.*.%.q")]
+    for queue in ("jobs", "tenant-7"):
+        changes = list(mirror.declarations(Mirrored(queue, "", queue)))
+        landing = topology.queue_landing(queue)
+        assert changes == [
+            landing,
+            Exchange(topology.diverted_marker, "fanout"),
+            Binding(DELIVERY, queue, topology.own_pattern(queue)),
+            Unbinding(DELIVERY, queue, f"*.*.%.{queue}"),
+            Binding(DELIVERY, landing.name, f"*.*.%.{queue}"),
+        ]
 
 
 def test_a_queue_that_drops_its_oldest_message_needs_no_landing_queue(mirror: Mirror) -> None:

@@ -18,7 +18,7 @@ from ...finding import (
 from .blueprint import blueprint
 from .declaring import broker_version
 from .delays import Delays
-from .management import ManagementAPI, overriding_policies
+from .management import ManagementAPI, overriding_policies, refusing_findings
 from .status import Status, status
 from .topology import Binding, Declaration, Exchange, Queue, Topology
 
@@ -50,7 +50,7 @@ def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> li
         plan = list(blueprint(topology, queues).delays())
     try:
         found = [*_compare(topology, plan, api), *overriding_policies(api, topology)]
-        found = _by_rights(delays, found)
+        found = _by_rights(delays, found) + refusing_findings(api, topology)
         queues = api.named("queues", f"{topology.space}.")
         replicated = any(len(queue.get("members") or ()) > 1 for queue in queues)
         return found + known_faults(broker_version(delays.connection), replicated=replicated)

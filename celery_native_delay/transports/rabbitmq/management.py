@@ -6,6 +6,8 @@ import json
 import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import Any
 from urllib.error import URLError
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
@@ -67,6 +69,11 @@ class ManagementAPI:
     def names(self, kind: str, *, containing: str) -> list[str]:
         return [item["name"] for item in self._containing(kind, containing)]
 
+    def described(self) -> list[dict[str, Any]]:
+        """Return all queues, with their arguments, policies and numbers of ready messages."""
+        columns = "name,arguments,effective_policy_definition,policy,messages_ready"
+        return self._containing("queues", "", columns=columns)
+
     def policies(self, kind: str) -> list[dict[str, Any]] | None:
         """Return all policies of *kind* ("policy" or "operator policy"), or None after an error."""
         path = kind.replace("policy", "policies").replace(" ", "-")
@@ -81,13 +88,14 @@ class ManagementAPI:
         found: list[dict[str, Any]] = self._get(path)
         return found
 
-    def _containing(self, kind: str, text: str) -> list[dict[str, Any]]:
+    def _containing(self, kind: str, text: str, *, columns: str = "") -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = []
         page, pages = 1, 1
         while page <= pages:
             answer = self._get(
                 f"{kind}/{quote(self.vhost, safe='')}"
                 f"?pagination=true&page={page}&page_size={_PAGE}&name={quote(text, safe='')}"
+                + (f"&columns={columns}" if columns else "")
             )
             items += answer["items"]
             page, pages = page + 1, answer["page_count"]
@@ -152,6 +160,71 @@ def overriding_policies(api: ManagementAPI, topology: Topology) -> list[Finding]
             _WAYS_OUT[kind].format(ours=re.escape(topology.space)),
         )
         for (kind, name, keys), found in touched.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Refusing:
+    """A queue that refuses messages when it is full, and has no landing queue in front of it."""
+
+    queue: str
+    #: The policy or the arguments that let the queue refuse messages.
+    reason: str
+    #: True if the queue was full at the last count.
+    is_full: bool
+    #: The binding keys with which the queue is bound to the delivery exchange.
+    patterns: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"queue {self.queue!r} {'refuses' if self.is_full else 'may refuse'} messages"
+
+
+def refusing_queues(api: ManagementAPI, topology: Topology) -> list[Refusing]:
+    """Find queues that could hold up the delayed messages of other queues when they are full."""
+    bound: dict[str, list[str]] = {}
+    exchanges = api.names("exchanges", containing=topology.delivery_exchange)
+    is_declared = topology.delivery_exchange in exchanges
+    for binding in api.bindings_from(topology.delivery_exchange) if is_declared else ():
+        queue, pattern = binding["destination"], binding["routing_key"]
+        is_own = topology.is_landing(queue) or pattern == topology.own_pattern(queue)
+        if binding["destination_type"] == "queue" and not is_own:
+            bound.setdefault(queue, []).append(pattern)
+    policies = api.policies("policy") if bound else None
+    found = []
+    for queue in api.described() if bound else ():
+        if queue["name"] not in bound:
+            continue
+        arguments = queue.get("arguments") or {}
+        if policies is None:
+            name, policy = queue.get("policy"), queue.get("effective_policy_definition") or {}
+        else:
+            # As above: the management API shows the policy of a new queue only after some seconds.
+            kinds = f"{arguments.get('x-queue-type', 'classic')}_queues"
+            name, policy = applied_policy(policies, queue["name"], kinds)
+        overflow = arguments.get("x-overflow") or policy.get("overflow") or ""
+        if overflow.startswith("reject-publish"):
+            by_policy = f"policy {name!r} sets overflow: {overflow}"
+            by_arguments = f"its arguments set x-overflow: {overflow}"
+            reason = by_arguments if "x-overflow" in arguments else by_policy
+            limits = [arguments.get("x-max-length"), policy.get("max-length")]
+            most = min((each for each in limits if each is not None), default=inf)
+            is_full = queue.get("messages_ready", 0) >= most
+            found.append(Refusing(queue["name"], reason, is_full, tuple(bound[queue["name"]])))
+    return found
+
+
+def refusing_findings(api: ManagementAPI, topology: Topology) -> list[Finding]:
+    """Name the queues that could hold up the delayed messages of other queues."""
+    return [
+        Finding(
+            "full queues",
+            WRONG,
+            f"{refusing}, and {refusing.reason}: 32 due messages for it would stop the delayed "
+            f"messages of all queues",
+            f"start an installed worker that may read the management API, or add "
+            f"{refusing.queue!r} to native_delay_landing_queues",
+        )
+        for refusing in refusing_queues(api, topology)
     ]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
-from .address import landing_address, queue_address, topic_binding_address, topic_matches
+from .address import landing_address, topic_binding_address, topic_matches
 from .topology import Binding, Change, Declaration, Exchange, Topology, Unbinding
 
 K = TypeVar("K")
@@ -66,6 +67,8 @@ class Mirror:
         self.pending_landings: dict[str, None] = {}
         #: For each queue declared on this connection: True if its x-overflow rejects messages.
         self.rejects: dict[str, bool] = {}
+        #: For each queue that was looked up: True if the broker has a landing queue for it.
+        self.diverted: dict[str, bool] = {}
         self._landings: dict[str, None] = {}
 
     def remember_type(self, exchange: str, kind: str) -> None:
@@ -87,11 +90,10 @@ class Mirror:
         if not is_internal(source):
             self._note_landing(source)
 
-    def exchange_deleted(self, exchange: str) -> list[Binding]:
+    def exchange_deleted(self, exchange: str) -> list[Unbinding]:
         """Forget a deleted exchange; return the bindings to remove from the delivery exchange."""
         known = [mirrored for mirrored in self.known if mirrored.exchange == exchange]
-        mirrors = map(self.binding_of, known) if exchange in self.types else ()
-        gone = [binding for binding in mirrors if binding is not None]
+        gone = [each for mirrored in known for each in self.unbindings_of(mirrored)]
         for mirrored in known:
             self.queue_unbound(mirrored.queue, mirrored.exchange, mirrored.routing_key)
         self.types.pop(exchange, None)
@@ -140,6 +142,7 @@ class Mirror:
 
     def queue_deleted(self, queue: str) -> None:
         self.rejects.pop(queue, None)
+        self.diverted.pop(queue, None)
         for mirrored in [m for m in self.known if m.queue == queue]:
             self.queue_unbound(mirrored.queue, mirrored.exchange, mirrored.routing_key)
 
@@ -175,6 +178,15 @@ class Mirror:
     def forget_mirrored(self) -> None:
         """Let :meth:`take_pending` return all bindings again, in case the broker lost copies."""
         self.pending, self.pending_landings = dict(self.known), dict(self._landings)
+        self.diverted.clear()
+
+    def needs_landing(self, queue: str) -> bool:
+        """Return True if due messages must reach *queue* through a landing queue of its own."""
+        return (
+            self.rejects.get(queue, False)
+            or self.diverted.get(queue, False)
+            or any(fnmatchcase(queue, each) for each in self._topology.settings.landing_queues)
+        )
 
     def declarations(self, mirrored: Mirrored) -> Iterator[Change]:
         """Yield the declarations that make a copy of a user's binding."""
@@ -184,16 +196,10 @@ class Mirror:
         if binding is None:
             yield from marked_landing(self._topology, mirrored.exchange)
             return
-        topology, queue = self._topology, mirrored.queue
-        if self.rejects.get(queue):
-            yield topology.queue_landing(queue)
-            yield Binding(binding.source, queue, topology.delivery_pattern(queue_address(queue)))
+        if self.needs_landing(mirrored.queue):
+            yield from diverted(self._topology, mirrored.queue, [binding.routing_key])
         else:
-            # The queue may have had x-overflow before it was deleted and declared anew.
-            yield Unbinding(
-                binding.source, topology.queue_landing_queue(queue), binding.routing_key
-            )
-        yield binding
+            yield binding
 
     def marker_declarations(
         self, bindings: list[Mirrored], landings: list[str], *, consuming: bool
@@ -227,8 +233,17 @@ class Mirror:
                 return None
         else:
             address = topology.address(exchange, routing_key)
-        destination = topology.queue_landing_queue(queue) if self.rejects.get(queue) else queue
+        destination = topology.queue_landing_queue(queue) if self.needs_landing(queue) else queue
         return Binding(topology.delivery_exchange, destination, topology.delivery_pattern(address))
+
+    def unbindings_of(self, mirrored: Mirrored) -> list[Unbinding]:
+        """Return what removes this package's copy of a user's binding, wherever it leads."""
+        binding = self.binding_of(mirrored) if mirrored.exchange in self.types else None
+        if binding is None:
+            return []
+        # Another process may have bound the landing queue instead since.
+        ends = (mirrored.queue, self._topology.queue_landing_queue(mirrored.queue))
+        return [Unbinding(binding.source, end, binding.routing_key) for end in ends]
 
     def _note_landing(self, exchange: str) -> None:
         self.pending_landings[exchange] = None
@@ -257,6 +272,21 @@ def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declarat
     pattern = topology.delivery_pattern(landing_address(exchange))
     yield landing
     yield Binding(topology.delivery_exchange, landing.name, pattern)
+
+
+def diverted(topology: Topology, queue: str, patterns: Iterable[str]) -> Iterator[Change]:
+    """Yield the changes that let due messages reach *queue* through a landing queue of its own.
+
+    *patterns* are the binding keys with which *queue* is bound to the delivery exchange.
+    """
+    landing, source = topology.queue_landing(queue), topology.delivery_exchange
+    yield landing
+    yield Exchange(topology.diverted_marker, "fanout")
+    yield Binding(source, queue, topology.own_pattern(queue))
+    for pattern in patterns:
+        # In this order no message comes twice. A message between the two changes parks.
+        yield Unbinding(source, queue, pattern)
+        yield Binding(source, landing.name, pattern)
 
 
 def marked_landing(topology: Topology, exchange: str) -> Iterator[Declaration]:

@@ -14,7 +14,6 @@ from ...errors import NativeDelayError, NotPermitted
 from .declaring import Declarer, check_broker, not_declared, refusals_explained
 from .mirror import Mirror, Mirrored, is_internal, remember
 from .routes import Routes
-from .topology import Unbinding
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class Preparation:
 
     def prepare_to_consume(self, queue: str) -> None:
         """Copy a queue's bindings to the delivery exchange; errors are logged, not raised."""
-        if queue not in self._mirror.rejects:
+        if queue not in self._mirror.rejects and queue not in self._mirror.diverted:
             # Another process has declared the queue.
             self._mirror.queue_bound_once(queue)
         if not self._mirror.is_pending:
@@ -112,13 +111,7 @@ class Preparation:
             for binding in bindings
             if self._routes.exists(binding.exchange) and self._can_bind(binding.queue)
         ]
-        for queue in {binding.queue for binding in mirrored}:
-            rejects = self._mirror.rejects.get(queue)
-            if rejects is None:
-                # A process that knows the queue's arguments may have declared its landing queue.
-                landing = self._topology.queue_landing_queue(queue)
-                rejects = self._declarer.has_queue(landing, if_refused=False)
-            remember(self._mirror.rejects, queue, rejects)
+        self._look_for_diverted({binding.queue for binding in mirrored})
         groups = self._mirror.marker_declarations(mirrored, landings, consuming=consuming)
         bound = [declaration for b in mirrored for declaration in self._mirror.declarations(b)]
         try:
@@ -132,6 +125,19 @@ class Preparation:
         self._routes.forget()
         return len(mirrored)
 
+    def _look_for_diverted(self, queues: set[str]) -> None:
+        """Look for landing queues that other processes have put in front of *queues*.
+
+        Another process may know more of a queue: its arguments, or a policy.
+        """
+        unsure = {queue for queue in queues if not self._mirror.needs_landing(queue)}
+        marker = self._topology.diverted_marker
+        any_diverted = bool(unsure) and self._declarer.has_exchange(marker, if_refused=True)
+        for queue in unsure:
+            landing = self._topology.queue_landing_queue(queue)
+            found = any_diverted and self._declarer.has_queue(landing, if_refused=False)
+            remember(self._mirror.diverted, queue, found)
+
     def _can_bind(self, queue: str) -> bool:
         """Return False if the queue is missing and a bind would close the connection.
 
@@ -140,6 +146,7 @@ class Preparation:
         """
         return (
             queue in self._mirror.rejects
+            or queue in self._mirror.diverted
             or self._declarer.refusal_fits(queue)
             or self._declarer.has_queue(queue, if_refused=True)
         )
@@ -167,8 +174,7 @@ class Preparation:
 
     def queue_deleted(self, queue: str) -> None:
         """After *queue* was deleted, delete the empty landing queue that dead-letters to it."""
-        may_reject = self._mirror.rejects.get(queue, not is_internal(queue))
-        if self._declares and may_reject:
+        if self._declares and not is_internal(queue):
             landing = self._topology.queue_landing_queue(queue)
             # Quorum queues have no if-empty. Messages leave a landing queue at once.
             with suppress(ChannelError):
@@ -181,9 +187,7 @@ class Preparation:
         gone = self._mirror.exchange_deleted(exchange)
         try:
             if self._declares and gone and self._is_complete():
-                self._declarer.apply(
-                    Unbinding(each.source, each.destination, each.routing_key) for each in gone
-                )
+                self._declarer.apply(gone)
         except ChannelError as exc:
             logger.debug("not unbound: %s: %s", exchange, exc)
 
@@ -192,10 +196,6 @@ class Preparation:
         binding = self._mirror.queue_unbound(queue, exchange, routing_key)
         try:
             if self._declares and self._is_complete() and self._routes.exists(exchange):
-                mirrored = self._mirror.binding_of(binding)
-                if mirrored is not None:
-                    self._declarer.channel.queue_unbind(
-                        mirrored.destination, mirrored.source, mirrored.routing_key
-                    )
+                self._declarer.apply(self._mirror.unbindings_of(binding))
         except ChannelError as exc:
             logger.debug("not unbound: %s: %s", binding, exc)

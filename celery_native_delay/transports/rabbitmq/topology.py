@@ -178,6 +178,11 @@ class Topology:
         """
         return f"{self.name}.mirrored.{short_word(exchange)}"
 
+    @cached_property
+    def diverted_marker(self) -> str:
+        """The name of the marker exchange that exists if any queue has a landing queue."""
+        return f"{self.name}.diverted"
+
     def queue_landing_queue(self, queue: str) -> str:
         """Return the name of the queue that dead-letters due messages to *queue*."""
         return f"{self.name}.landing-queue.{short_word(queue)}"
@@ -244,6 +249,10 @@ class Topology:
         # One * for each delay bit. With a # instead, RabbitMQ would try every suffix, and would
         # also match longer addresses (rabbit_db_topic_exchange.erl).
         return "*." * self.bit_count + address
+
+    def own_pattern(self, queue: str) -> str:
+        """Return a binding key that matches the messages of the landing queue of *queue*."""
+        return self.delivery_pattern(queue_address(queue))
 
     def collides(self, routing_key: str) -> bool:
         """Return True if a user's routing key looks like this package's routing keys."""
