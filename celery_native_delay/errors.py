@@ -67,6 +67,13 @@ class PublishRefused(NativeDelayError):
         self.refused = refused
 
 
+class NotConfirmed(NativeDelayError):
+    """RabbitMQ did not confirm a delayed message in time. It may have taken the message.
+
+    Celery does not publish the task again. If you do, with the same ``task_id``, it may run twice.
+    """
+
+
 class TopologyMismatch(NativeDelayError):
     """A queue or exchange of this package exists in the broker, but with different arguments.
 

@@ -95,6 +95,9 @@ class DelaySettings:
     confirm_publish: bool = True
     """If on, each publish of a delayed message waits for RabbitMQ's confirm. If off, as in Celery,
     the producer does not notice a lost message. Defaults to True."""
+    confirm_timeout_seconds: float = 30.0
+    """Seconds that a publish waits for RabbitMQ to take and confirm a delayed message. Then the
+    publish raises ``NotConfirmed``, for example during a memory alarm. Defaults to 30.0."""
     confirm_window: int = 1000
     """Largest number of messages of ``bulk(app)`` that wait for a confirm. Defaults to 1000."""
     declare: bool = True
@@ -303,6 +306,8 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
             return _is_int(value) and 0 <= value <= 60, "a whole number from 0 to 60"
         case "queue_type":
             return value in ("quorum", "classic"), '"quorum" or "classic"'
+        case "confirm_timeout_seconds":
+            return _is_number(value) and 0 < value < 86_400, "seconds above 0 and below a day"
         case "confirm_window":
             fits = _is_int(value) and 1 <= value <= MAX_CONFIRM_WINDOW
             return fits, f"a whole number from 1 to {MAX_CONFIRM_WINDOW}"

@@ -18,7 +18,7 @@ from secrets import token_hex
 from time import time_ns
 from typing import Any, Protocol
 
-from ..errors import NativeDelayError, RecordsUnavailable
+from ..errors import NativeDelayError, NotConfirmed, RecordsUnavailable
 from .interface import (
     MARK_GRACE_MS,
     Change,
@@ -81,10 +81,10 @@ def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Call
     """Publish a message whose task runs only if :meth:`.Index.compare_and_set` later succeeds."""
     try:
         return publish()
-    except NativeDelayError:
-        index.unmark(delivery_id)
-        raise
-    except Exception:
+    except Exception as exc:
+        if isinstance(exc, NativeDelayError) and not isinstance(exc, NotConfirmed):
+            index.unmark(delivery_id)
+            raise
         # The broker may have the message in spite of the error.
         left_ms = max(due_us - time_ns() // 1000, 0) // 1000 + MARK_GRACE_MS
         with suppress(RecordsUnavailable):

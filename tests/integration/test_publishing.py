@@ -14,6 +14,7 @@ from kombu.exceptions import OperationalError
 from celery_native_delay import (
     CannotDelay,
     DelayTooLong,
+    NotConfirmed,
     NotPermitted,
     TopologyMismatch,
 )
@@ -123,6 +124,51 @@ def test_a_publish_that_kombu_retries_keeps_its_delivery_id(
     assert sorted(bodies(came)) == ["another", "hello", "hello"]
     ids = {(a.body, a.message.native_delay.delivery_id) for a in came}
     assert len(ids) == 2
+
+
+@on_one_version
+def test_a_confirm_that_never_comes_raises_in_time_and_does_not_concern_the_next_message(
+    vhost_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_basic_ack = WindowChannel._on_basic_ack
+    lost: list[int] = []
+
+    def lose_the_first(self: Any, delivery_tag: int, multiple: bool) -> None:
+        if lost:
+            on_basic_ack(self, delivery_tag, multiple)
+        lost.append(delivery_tag)
+
+    monkeypatch.setattr(WindowChannel, "_on_basic_ack", lose_the_first)
+    with delaying(vhost_url, confirm_timeout_seconds=3) as connection:
+        delays_of(connection).prepare()
+        declare_queue(connection, "orders")
+        with pytest.raises(NotConfirmed, match=r"within 3 s, .* may have taken the message"):
+            publish(connection, "hello", "orders", delay=0.5, retry=True)
+        publish(connection, "another", "orders", delay=0.5)
+    assert lost == [1, 2]
+    assert sorted(bodies(arrives(vhost_url, "orders", 2))) == ["another", "hello"]
+
+
+@pytest.mark.ci
+@on_one_version
+def test_a_publish_during_a_memory_alarm_raises_in_time_and_arrives_afterwards(
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str
+) -> None:
+    """Also if the publish has to declare something first: then kombu connects again."""
+    ctl = mortal_rabbitmq.rabbitmqctl
+    with delaying(mortal_url, confirm_timeout_seconds=5) as connection:
+        delays_of(connection).prepare()
+        declare_queue(connection, "orders")
+        ctl("set_vm_memory_high_watermark", "absolute", "1MB")
+        try:
+            with pytest.raises(NotConfirmed):
+                publish(connection, "hello", "orders", delay=0.5)
+            policy = {"max_retries": 1, "interval_start": 0}
+            with pytest.raises((NotConfirmed, OperationalError)):
+                publish(connection, "x", "another", delay=0.5, retry=True, retry_policy=policy)
+        finally:
+            ctl("set_vm_memory_high_watermark", "0.4")
+    assert bodies(arrives(mortal_url, "orders")) == ["hello"]
 
 
 def test_a_message_that_becomes_due_during_a_retry_is_confirmed(

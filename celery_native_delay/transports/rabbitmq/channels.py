@@ -14,7 +14,7 @@ import amqp
 from amqp import spec
 from amqp.exceptions import ChannelError, MessageNacked, RecoverableConnectionError, error_for_code
 
-from ...errors import RefusedMessage
+from ...errors import NotConfirmed, RefusedMessage
 from ...message import HEADER
 
 logger = logging.getLogger(__name__)
@@ -193,9 +193,21 @@ class WindowChannel(OwnChannel):
             self.read()
 
     def wait_all(self, *, timeout_seconds: float | None = None) -> None:
-        """Wait for all confirms; raise MessageNacked if the broker nacked a message."""
+        """Wait for all confirms; raise MessageNacked if the broker nacked a message.
+
+        Raises NotConfirmed after *timeout_seconds*, and then forgets the unconfirmed messages: a
+        late confirm does not concern the next message.
+        """
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
-        self.read_down_to(0, deadline=deadline)
+        try:
+            self.read_down_to(0, deadline=deadline)
+        except TimeoutError as exc:
+            self._unconfirmed.clear()
+            raise NotConfirmed(
+                f"expected RabbitMQ to confirm a delayed message within {timeout_seconds:g} s, got "
+                f"no answer: it may have taken the message. See its log for alarms of memory or "
+                f"disk, or raise native_delay_confirm_timeout_seconds"
+            ) from exc
         if self._nacked:
             nacked = len(self.take_nacked())
             raise MessageNacked(f"the broker refused {nacked} delayed message(s)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from secrets import token_hex
 from struct import error as struct_error
@@ -17,10 +17,11 @@ from amqp.exceptions import (
     FrameSyntaxError,
     MessageNacked,
     NotFound,
+    RecoverableConnectionError,
 )
 
 from ...due_time import check_due, eta_of, units_until
-from ...errors import CannotDelay, NativeDelayError, TopologyMismatch
+from ...errors import CannotDelay, NativeDelayError, NotConfirmed, TopologyMismatch
 from ...message import Delayed
 from ...records.interface import IndexEntry
 from ...records.publishing import RecordedPublish
@@ -104,6 +105,7 @@ class Delays:
     ) -> bool:
         """Publish a delayed message; return False, without publishing, if the message is due."""
         confirmed = self.settings.confirm_publish
+        limit_seconds = timeout_seconds or self.settings.confirm_timeout_seconds
         headers = publication.message.properties.get("application_headers")
         failed_headers, delivery_id = getattr(_failed, "publish", None) or (None, "")
         if failed_headers is not headers:
@@ -111,22 +113,44 @@ class Delays:
                 return False  # the message is due, and was not sent
             delivery_id = token_hex(16)
         _failed.publish = (headers, delivery_id)
-        sent = self.into_levels(publication, due_us=due_us, delivery_id=delivery_id)
+        with self._answers_within(limit_seconds):
+            sent = self.into_levels(publication, due_us=due_us, delivery_id=delivery_id)
         if sent is publication and not confirmed:
             return False
         try:
             self._send(
                 sent,
                 confirmed=confirmed,
-                timeout_seconds=timeout_seconds,
+                timeout_seconds=limit_seconds if confirmed else timeout_seconds,
                 confirm_timeout_seconds=confirm_timeout_seconds,
             )
+        except NotConfirmed:
+            _failed.publish = None  # kombu does not try again
+            raise
         except _NOT_SENT:
             if self.records is not None:
                 forget(self.records, headers or {}, delivery_id)
             raise
         _failed.publish = None
         return True
+
+    @contextmanager
+    def _answers_within(self, seconds: float) -> Iterator[None]:
+        """Give the broker *seconds* for each answer, then take the connection for lost.
+
+        During an alarm, RabbitMQ answers nothing on a connection that has published.
+        """
+        transport = self.connection.transport
+        sock, earlier = transport.sock, transport.sock.gettimeout()
+        sock.settimeout(seconds)
+        try:
+            yield
+        except TimeoutError as exc:
+            transport.connected = False
+            raise RecoverableConnectionError(f"no answer within {seconds:g} s") from exc
+        finally:
+            with suppress(OSError):  # it may be closed
+                sock.settimeout(earlier)
 
     def into_levels(
         self, publication: Publication, *, due_us: int, delivery_id: str | None = None
@@ -173,7 +197,15 @@ class Delays:
             where = like.exchange, like.routing_key, like.queue, expires_ms
             delayed = Delayed(delivery_id, due_us, *where)
             message = amqp.Message(body, **own)
-            self.put_back(message, delayed, recorded=False, clock_ahead_us=clock_ahead_us)
+            limit_seconds = self.settings.confirm_timeout_seconds
+            with self._answers_within(limit_seconds):
+                self.put_back(
+                    message,
+                    delayed,
+                    recorded=False,
+                    clock_ahead_us=clock_ahead_us,
+                    confirm_timeout_seconds=limit_seconds,
+                )
             member = f"{keyed.task_id}:{delivery_id}"
             return IndexEntry(member, due_us, Entry(own, body, *where).encoded())
 
@@ -188,11 +220,13 @@ class Delays:
         *,
         recorded: bool = True,
         clock_ahead_us: int = 0,
+        confirm_timeout_seconds: float | None = None,
     ) -> None:
         """Publish a received message again, so that the message waits until the due time.
 
         If *recorded* is True, store a copy in ``native_delay_records``, if set. This machine's
-        clock is *clock_ahead_us* microseconds ahead of the clock that set the due time.
+        clock is *clock_ahead_us* microseconds ahead of the clock that set the due time. By default,
+        there is no limit for the broker's confirm: a worker must not publish a task twice.
         """
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:
@@ -218,7 +252,11 @@ class Delays:
             user=self.user,
             recorded=recorded,
         )
-        self._send(publication, confirmed=True)
+        self._send(
+            publication,
+            confirmed=True,
+            timeout_seconds=confirm_timeout_seconds,
+        )
 
     @contextmanager
     def one_confirm(self) -> Iterator[None]:
@@ -322,7 +360,7 @@ class Delays:
         self.preparation.declare_again()
         for back in returned:
             channel.send(back)
-        channel.wait_all()
+        channel.wait_all(timeout_seconds=timeout_seconds)
         if channel.take_returned():
             raise TopologyMismatch(
                 f"no queue is bound to {returned[0].exchange}, although it was declared: see "
