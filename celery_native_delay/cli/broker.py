@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 import click
@@ -18,6 +19,7 @@ from .group import (
     delay,
     installed_settings,
     limit_option,
+    local,
     print_json,
     printable,
     say,
@@ -160,14 +162,19 @@ def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
     with broker(ctx) as part:
         found = part.parked(limit=limit)
     if found is None:
-        raise click.ClickException("a worker is rescuing right now; try again")
+        raise click.ClickException("a worker is delivering them right now; try again")
     total, tasks = found
     lines = [f"{total} parked message(s)"]
     if tasks:
         headings = ("task", "id", "exchange", "routing key", "due")
-        lines.insert(0, table(headings, [astuple(task) for task in tasks]))
+        rows = [(*astuple(task)[:-1], task.due and _local(ctx, task.due)) for task in tasks]
+        lines.insert(0, table(headings, rows))
     value = {"parked": total, "messages": [asdict(task) for task in tasks]}
     say(as_json, value, "\n".join(lines))
+
+
+def _local(ctx: click.Context, due: str) -> str:
+    return local(ctx, datetime.fromisoformat(due))
 
 
 @command(group=parked, name="requeue")
@@ -180,7 +187,7 @@ def requeue(ctx: click.Context, as_json: bool) -> None:
     with broker(ctx) as part:
         outcome = part.requeue()
     if outcome is None:
-        raise click.ClickException("a worker is rescuing right now; try again")
+        raise click.ClickException("a worker is delivering them right now; try again")
     say(as_json, asdict(outcome), str(outcome))
 
 

@@ -68,7 +68,7 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
 
 
 class Moment(click.ParamType):  # type: ignore[type-arg]
-    """A click type for a time: 1h30m (from now), or ISO 8601 (UTC)."""
+    """A click type for a time: 1h30m (from now), or ISO 8601 (in the app's time zone)."""
 
     name = "duration|time"
 
@@ -92,7 +92,8 @@ class Moment(click.ParamType):  # type: ignore[type-arg]
                 param,
                 ctx,
             )
-        return found if found.tzinfo else found.replace(tzinfo=UTC)
+        zone = UTC if ctx is None else ctx.obj.app.timezone
+        return found if found.tzinfo else found.replace(tzinfo=zone)
 
 
 @click.group(name="delay")
@@ -245,6 +246,11 @@ def confirm(question: str) -> None:
 
 def show(report: Report, as_json: bool) -> None:
     say(as_json, report.as_json(), "\n".join(report.lines(table)))
+
+
+def local(ctx: click.Context, moment: datetime, timespec: str = "seconds") -> str:
+    """Format a time as ISO 8601 in the app's time zone, with the offset from UTC."""
+    return moment.astimezone(ctx.obj.app.timezone).isoformat(timespec=timespec)
 
 
 def printable(value: object) -> str:

@@ -21,12 +21,12 @@ _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held
 @limit_option
 @as_json_option
 def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
-    """Show waiting rate-limited tasks, by task name and key.
+    """Show the lines of rate-limited tasks: the waiting tasks of each task name and key.
 
-    The key with the most waiting tasks comes first. A rate with "*" differs from the rate in the
-    settings. "next slot" is the time until the next task of the key may start. "utilisation" is the
-    number of recent starts in percent of the limit: 50 starts within the last minute are 50 % of
-    the rate 100/m. "held" is the time until the end of a pause that RetryAfter began.
+    The longest line comes first. A rate with "*" differs from the rate in the settings. "next slot"
+    is the time until the next task of the line may start. "utilisation" is the number of recent
+    starts in percent of the limit: 50 starts within the last minute are 50 % of the rate 100/m.
+    "held" is the time until the end of a pause that RetryAfter began.
     """
     if ctx.invoked_subcommand is not None:
         return

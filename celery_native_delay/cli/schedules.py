@@ -6,7 +6,7 @@ from datetime import datetime
 
 import click
 
-from .group import as_json_option, command, delay_of, say, table
+from .group import as_json_option, command, delay_of, local, say, table
 
 _HEADINGS = ("name", "task", "schedule", "last run", "next due", "runs")
 
@@ -35,8 +35,8 @@ def schedules(
                 entry.name,
                 entry.task,
                 entry.schedule,
-                _local(entry.last_run),
-                entry.problem or ("paused" if entry.is_paused else _local(entry.next_due)),
+                _local(ctx, entry.last_run),
+                entry.problem or ("paused" if entry.is_paused else _local(ctx, entry.next_due)),
                 entry.runs,
             )
             for entry in entries
@@ -55,5 +55,5 @@ def schedules(
         say(as_json, {"name": name, "task_id": task_id}, f"{name} {done}")
 
 
-def _local(moment: datetime | None) -> str | None:
-    return None if moment is None else moment.astimezone().isoformat(" ", "seconds")
+def _local(ctx: click.Context, moment: datetime | None) -> str | None:
+    return None if moment is None else local(ctx, moment)

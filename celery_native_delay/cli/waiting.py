@@ -18,6 +18,7 @@ from .group import (
     confirm,
     delay_of,
     limit_option,
+    local,
     print_json,
     printable,
     table,
@@ -55,7 +56,8 @@ _filters = _all(
         "from_",
         type=Moment(),
         metavar="DURATION|TIME",
-        help="Due at this time or later: 90, 1h30m or 2d from now, or ISO 8601.",
+        help="Due at this time or later: 90, 1h30m or 2d from now, or ISO 8601. Without an offset, "
+        "a time is in the app's time zone.",
     ),
     click.option("--until", type=Moment(), metavar="DURATION|TIME", help="Due before this time."),
 )
@@ -88,10 +90,11 @@ def ls(
     offset: int,
     as_json: bool,
 ) -> None:
-    """List waiting tasks, earliest due time first.
+    """List waiting tasks, earliest due time first. Times are in the app's time zone.
 
-    --json prints an object with `tasks`, `offset` and `total`. `total` is the number of all
-    matching tasks, or null if a search has 1,000 or more matches beyond the printed tasks.
+    --json prints an object with `tasks`, `offset` and `total`, and times in UTC. `total` is the
+    number of all matching tasks, or null if a search has 1,000 or more matches beyond the printed
+    tasks.
     """
     from ..app.delay import listed
     from ..records.waiting import ALL
@@ -105,7 +108,7 @@ def ls(
         print_json({"total": total, "offset": offset, "tasks": tasks})
         return
     if page:
-        click.echo(_table(page))
+        click.echo(_table(ctx, page))
     many = f"{'' if counted else 'at least '}{page.total:,}"
     click.echo(f"{len(page):,} of {many} {'waiting' if query == ALL else 'that match'}")
 
@@ -127,7 +130,7 @@ def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
         print_json(objects[0] if len(ids) == 1 else objects)
     else:
         now = datetime.now(UTC)
-        click.echo("\n\n".join(_text_of(*each, now) for each in found.items()))
+        click.echo("\n\n".join(_text_of(ctx, *each, now) for each in found.items()))
     ctx.exit(0 if all(found.values()) else 1)
 
 
@@ -145,7 +148,7 @@ def cancel(ctx: click.Context, **chosen: Any) -> None:
 @command(name="reschedule")
 @_chosen
 @click.option("--countdown", type=Duration(), help="From now: seconds, or such as 1h30m, 2d.")
-@click.option("--eta", type=Moment(), metavar="TIME", help="ISO 8601; without a zone, in UTC.")
+@click.option("--eta", type=Moment(), metavar="TIME", help="ISO 8601.")
 def reschedule(
     ctx: click.Context, countdown: float | None, eta: datetime | None, **chosen: Any
 ) -> None:
@@ -211,7 +214,7 @@ def _change(
         print_json({"done": len(outcomes) - len(failed), "outcomes": verdicts})
     else:
         for outcome in failed if by_search else outcomes:
-            click.echo(printable(outcome))
+            click.echo(printable(_said(ctx, outcome)))
         if by_search:
             click.echo(f"{len(outcomes) - len(failed):,} task(s) {done}")
     ctx.exit(1 if failed and not by_search else 0)
@@ -237,24 +240,32 @@ def _as_object(tasks: list[Waiting]) -> dict[str, Any] | None:
     return first | {"others": others} if others else first
 
 
-def _text_of(task_id: str, tasks: list[Waiting], now: datetime) -> str:
+def _said(ctx: click.Context, outcome: Outcome) -> str:
+    if not outcome or outcome.due_us is None:
+        return str(outcome)
+    due = datetime.fromtimestamp(outcome.due_us / 1_000_000, UTC)
+    return f"{outcome.id} is due {local(ctx, due, 'milliseconds')}"
+
+
+def _text_of(ctx: click.Context, task_id: str, tasks: list[Waiting], now: datetime) -> str:
     if not tasks:
         return f"{printable(task_id)}: nothing waits under this id"
-    return "\n\n".join("\n".join(_fields(task, now)) for task in tasks)
+    return "\n\n".join("\n".join(_fields(ctx, task, now)) for task in tasks)
 
 
-def _fields(task: Waiting, now: datetime) -> Iterator[str]:
-    for name, value in task.as_json().items():
+def _fields(ctx: click.Context, task: Waiting, now: datetime) -> Iterator[str]:
+    due = local(ctx, task.due, "milliseconds")
+    for name, value in (task.as_json() | {"due": due}).items():
         more = f" ({_until(task, now)})" if name == "due" else ""
         yield f"{name:<12} {printable(value)}{more}".rstrip()
 
 
-def _table(tasks: Sequence[Waiting]) -> str:
+def _table(ctx: click.Context, tasks: Sequence[Waiting]) -> str:
     now = datetime.now(UTC)
     headings = ("due", "in", "task", "id", "queue", "args", "kwargs", "key")
     rows = [
         (
-            task.due.isoformat(timespec="seconds"),
+            local(ctx, task.due),
             _until(task, now),
             task.name,
             task.id,

@@ -180,7 +180,7 @@ class ChangeParked(ApiHandler):
 def _requeued(part: AdminPart) -> dict[str, Any] | str:
     outcome = part.requeue()
     if outcome is None:
-        return "a worker is rescuing them right now; try again"
+        return "a worker is delivering them right now; try again"
     return asdict(outcome) | {"message": str(outcome)}
 
 

@@ -16,7 +16,9 @@ from tornado import web
 
 from ..app.delay import Delay, listed
 from ..errors import InvalidQuery, NativeDelayError, NoRecords, RecordsUnavailable
+from ..finding import WRONG, Finding
 from ..records.waiting import Query
+from ..transports.interface import AdminPart
 from .asking import Asking
 
 STATIC = str(Path(__file__).parent / "static")
@@ -124,14 +126,13 @@ class Summary(Shared):
     kept_as = "delays_summary"
 
     async def answer(self) -> dict[str, Any]:
-        """Return the counts of waiting tasks, and the histogram of their due times.
+        """Return the counts of waiting tasks, their problems, and the histogram of due times.
 
         If the stored state of tasks is missing or unreachable, the counts come from the broker, the
         histogram is empty, and ``error`` has the reason.
         """
-        status = await self.asking.admin(lambda part: part.status().as_json())
+        status, findings = await self.asking.admin(_status)
         found: dict[str, Any] = {
-            "name": status["name"],
             "waiting": status["waiting"],
             "parked": status["parked"],
             "stuck": status.get("stuck"),
@@ -141,6 +142,11 @@ class Summary(Shared):
             "next_due_us": None,
             "next_due_within_seconds": status.get("next_due_within_seconds"),
             "overdue": status.get("overdue"),
+            "problems": [
+                {"problem": each.problem, "remedy": each.remedy}
+                for each in findings
+                if each.level == WRONG
+            ],
             "histogram": [],
             "error": None,
         }
@@ -178,13 +184,20 @@ class ScheduleEntries(Shared):
         return {"entries": [entry.as_json() for entry in entries], "now_us": round(time() * 1e6)}
 
 
+def _status(part: AdminPart) -> tuple[dict[str, Any], list[Finding]]:
+    status = part.status()
+    return status.as_json(), status.findings()
+
+
 def _numbers(delay: Delay) -> dict[str, Any]:
     bars = delay.histogram(bars=_BARS)
-    due = delay.next_due()
+    now_us = round(time() * 1e6)
+    ahead = delay.ls(Query(from_us=now_us), limit=1)
     return {
         "waiting": delay.count(),
-        "next_due_us": None if due is None else round(due.timestamp() * 1e6),
-        "overdue": delay.count(Query(until_us=round(time() * 1e6))),
+        # Overdue tasks have their own number.
+        "next_due_us": ahead[0].due_us if ahead else None,
+        "overdue": delay.count(Query(until_us=now_us)),
         "histogram": [[bar.from_us, bar.until_us, bar.count] for bar in bars],
     }
 

@@ -33,7 +33,7 @@ _GAUGES = {
         "Waiting messages in the records: without those of cancelled and moved tasks. Absent "
         "without records."
     ),
-    "unroutable_messages": "Parked messages: they were due, and no queue was bound for them.",
+    "parked_messages": "Parked messages: they were due, and no queue was bound for them.",
     "next_due_timestamp_seconds": (
         "Due time of the first waiting message. Absent if none waits or it is unknown."
     ),
@@ -118,7 +118,7 @@ def _values(reading: Reading | None) -> dict[str, float | None]:
     values |= {
         "pending": backlog.waiting,
         "records_messages": backlog.in_records,
-        "unroutable_messages": backlog.parked,
+        "parked_messages": backlog.parked,
     }
     if backlog.records_answer is not None:
         values["records_up"] = float(backlog.records_answer)
@@ -147,10 +147,10 @@ def _lines(lines: Sequence[RateLine] | None, rated: Iterable[str]) -> Iterator[M
         "Rate-limited tasks that wait in the broker. Absent if no task has a rate.",
         "task_name",
     )
-    count = _gauge("rate_lines", "Keys of rate-limited tasks.", "task_name")
+    count = _gauge("rate_lines", "Lines of rate-limited tasks.", "task_name")
     held = _gauge(
         "rate_lines_held",
-        "Keys whose tasks wait because one of them has raised RetryAfter.",
+        "Lines whose tasks wait because one of them has raised RetryAfter.",
         "task_name",
     )
     for task, its in sorted(by_task.items()):

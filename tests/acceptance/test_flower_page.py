@@ -261,6 +261,32 @@ def test_times_show_their_zone(delay: Delay, chrome: Chrome, flower: FlowerProce
     assert delay.show(UUID)[0].due == datetime(2031, 1, 1, 11, tzinfo=UTC)
 
 
+def test_overdue_tasks_are_explained_and_do_not_hide_the_next_due_time(
+    app: Celery, delay: Delay, chrome: Chrome, flower: FlowerProcess
+) -> None:
+    """No worker runs. Ids are shown whole, the histogram has a scale, and no internal name."""
+    app.send_task("note", countdown=1)
+    page = DelaysPage(chrome, flower)
+    page.wait(lambda: page.text("#delays-overdue") == "1")
+    assert page.attribute("#delays-next", "title") == "2030-06-30T22:30:00.000Z"
+    page.wait(lambda: "message(s) overdue, the first for" in page.text("#delays-problems"))
+    assert "start an installed worker" in page.text("#delays-problems small")
+    assert page.find("#delays-problems").is_displayed()
+    page.search(UUID)
+    page.lists(1)
+    assert page.text("tbody .delays-id") == UUID
+    cut = "return arguments[0].scrollWidth > arguments[0].clientWidth"
+    assert not chrome.execute_script(cut, page.find("tbody .delays-id code"))
+    most = max(count for *_, count in flower.json("/delays/summary")["histogram"])
+    scale = [
+        int(each.text)
+        for each in chrome.find_elements(By.CSS_SELECTOR, "#delays-scale :not(:empty)")
+    ]
+    assert scale[0] >= most > scale[-1] == 0
+    assert "celery_delay" not in page.text("#delays-page > :not(ul)")
+    delay.cancel_all(delay.ids())
+
+
 def test_without_a_zone_of_the_app_times_are_in_utc(
     app: Celery, delay: Delay, chrome: Chrome, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -67,7 +67,7 @@ def test_metrics_of_tasks_on_redis(own_redis: PrivateRedis, tmp_path: Path) -> N
 
         exporter.wait_for("events_up", 1)
         fleet.worker(pool="threads", more=("-E",), wait=False)
-        exporter.wait_for("unroutable_messages", 1)
+        exporter.wait_for("parked_messages", 1)
         exporter.wait_for("overdue_seconds", 0)
         let_tasks_run_expire_and_be_cancelled(fleet, exporter)
 

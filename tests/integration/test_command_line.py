@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from time import time
+from types import SimpleNamespace
 
 import pytest
 from celery import Celery
+from click.testing import CliRunner
 
 from celery_native_delay import Delay, install
+from celery_native_delay.cli.group import delay as group
 from celery_native_delay.testing import PrivateRedis
 from tests.integration.project import APP, Project
 from tests.traffic import send_task
@@ -187,6 +190,35 @@ def test_moving_a_task_into_the_past_needs_yes(shop: Project, app: Celery, delay
     assert delay.count() == 1
     assert shop.delay("reschedule", "order-1", "--countdown=-90", "--yes").returncode == 0
     assert delay.count() == 0
+
+
+def test_commands_read_and_show_times_in_the_apps_time_zone(
+    app: Celery, delay: Delay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the offset, so that a shown time can be given back; only --json has UTC."""
+
+    def lines(*arguments: str) -> list[str]:
+        done = CliRunner().invoke(
+            group, arguments, obj=SimpleNamespace(app=app), catch_exceptions=False
+        )
+        assert done.exit_code == 0, done.output
+        return [" ".join(line.split()) for line in done.stdout.splitlines()]
+
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    app.conf.timezone = "Asia/Kathmandu"
+    send_task(app, 1, countdown=1000)
+    year = datetime.now(UTC).year + 1
+    noon = f"{year}-01-02T12:00:00"
+    assert lines("reschedule", "order-1", "--eta", noon) == [f"order-1 is due {noon}.000+05:45"]
+    assert delay.show("order-1")[0].due == datetime(year, 1, 2, 6, 15, tzinfo=UTC)
+    for edges in (
+        ("--from", noon, "--until", f"{year}-01-02T12:00:01"),
+        ("--from", f"{noon}+05:45", "--until", f"{year}-01-02T06:15:01Z"),
+    ):
+        assert lines("ls", *edges)[1].startswith(f"{noon}+05:45 ")
+    assert any(line.startswith(f"due {noon}.000+05:45 (") for line in lines("show", "order-1"))
+    told = json.loads("\n".join(lines("show", "order-1", "--json")))
+    assert told["due"] == f"{year}-01-02T06:15:00.000+00:00"
 
 
 @pytest.mark.ci

@@ -23,6 +23,7 @@
         counted = true,         // or there are more
         failed = "",            // why the last search was not answered
         bars = [], drawn = "",  // of the histogram, and what of it is on the page
+        told = "",              // the problems that are on the page
         stop = 0,               // the bar that Tab leads to
         address = "",           // the query string that says what is shown
         table;
@@ -38,7 +39,6 @@
     // ---- cards, histogram, levels ---------------------------------------------------------
 
     function showNumbers(found) {
-        byId("name").textContent = found.name;
         byId("waiting").textContent = number(found.waiting);
         var next = found.next_due_us ? inWords(found.next_due_us) :
             (found.next_due_within_seconds ? "within " + duration(found.next_due_within_seconds) : "\u2014");
@@ -52,13 +52,32 @@
         $(byId("parked-card")).toggleClass("metric-card-danger", Boolean(found.parked));
         $(byId("show-parked")).toggleClass("d-none", !found.parked);
         $(byId("error")).toggleClass("d-none", !found.error).text(found.error || "");
+        showProblems(found.problems);
         $(byId("list")).add(byId("histogram-panel")).toggleClass("d-none", Boolean(found.error));
         showHistogram(found.histogram);
         showLevels(found.levels);
     }
 
+    // A screen reader reads the list again when it changes.
+    function showProblems(problems) {
+        var list = byId("problems"), made = JSON.stringify(problems);
+        if (told === (told = made)) {
+            return;
+        }
+        $(list).toggleClass("d-none", !problems.length).empty().append(problems.map(function (each) {
+            return $("<li>").text(shared.visible(each.problem)).append($("<small>").text(shared.visible(each.remedy)));
+        }));
+    }
+
+    // The end of the scale: 1, 2 or 5 and zeros, which is at least *most*.
+    function roundUp(most) {
+        var ten = Math.pow(10, Math.floor(Math.log10(most)));
+        return [1, 2, 5, 10].map(function (step) { return step * ten; }).find(function (end) { return end >= most; });
+    }
+
     function showHistogram(found) {
-        var most = Math.max.apply(null, [1].concat(found.map(function (bar) { return bar[2]; }))),
+        var most = roundUp(Math.max.apply(null, [1].concat(found.map(function (bar) { return bar[2]; })))),
+            middle = found.length && found[Math.floor(found.length / 2)][0],
             box = byId("histogram"),
             focused = box.contains(document.activeElement);
         bars = found;
@@ -75,6 +94,10 @@
                 .on("click", function () { filterTimes(pressed ? null : [bar[0], bar[1]]); });
         }));
         stopAt(stop, focused);
+        $(byId("scale")).empty().append([most, most / 2, 0].map(function (count) {
+            return $("<span>").text(count % 1 ? "" : number(count));
+        }));
+        $(byId("middle")).html(found.length > 2 ? timeTag(middle) : "");
         $(byId("from")).html(found.length ? timeTag(found[0][0]) : "");
         $(byId("until")).html(found.length ? timeTag(found[found.length - 1][1]) : "Nothing waits");
     }
@@ -105,7 +128,7 @@
         $(byId("levels")).empty().append(levels.slice().reverse().map(function (level) {
             var stuck = level.stuck ? ", " + number(level.stuck) + " stuck" : "";
             return $("<li>").toggleClass("is-stuck", Boolean(level.stuck))
-                .attr("title", level.queue + ": " + number(level.waiting) + stuck)
+                .attr("title", "Delay queue of " + duration(level.ttl_seconds) + ": " + plural(level.waiting) + stuck)
                 .append($("<span>").text(duration(level.ttl_seconds)))
                 .append($('<span class="delays-depth">').css("width", level.waiting / most * 100 + "%"))
                 .append($("<span>").text(number(level.waiting)));
@@ -153,7 +176,7 @@
                 $(byId("purge")).prop("disabled", parked === null);
             }
             if (answer.tasks === null) {
-                list.append($("<li>").text("A worker is rescuing them right now."));
+                list.append($("<li>").text("A worker is delivering them right now."));
             }
             (answer.tasks || []).forEach(function (task) {
                 var where = [task.exchange, task.routing_key].filter(Boolean).map(isolated).join(" \u2192 "),

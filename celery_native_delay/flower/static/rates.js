@@ -6,7 +6,7 @@
 
     var shared = delaysShared,
         isolated = shared.isolated, number = shared.number, displayed = shared.displayed,
-        more = false;           // there are other queues
+        more = false;           // there are other lines
 
     function byId(id) {
         return document.getElementById("rates-" + id);
@@ -50,11 +50,11 @@
     }
 
     $(function () {
-        shared.list("rates", "queues", ["waiting", "next", "lines", "held"], rows, {
+        shared.list("rates", "lines", ["waiting", "next", "lines", "held"], rows, {
             order: [[3, "desc"]],
             language: {searchPlaceholder: "task or key"},
             infoCallback: function (settings, start, end, max, total, text) {
-                return more ? text + " The longest queues are listed." : text;
+                return more ? text + " The longest lines are listed." : text;
             },
             columns: [{
                 data: "task", className: "rates-task", render: displayed(shared.taskLink)

@@ -27,7 +27,9 @@
             entry.last_us = microseconds(entry.last_run);
             entry.due_us = microseconds(entry.next_due);
         });
-        due = entries.map(function (entry) { return entry.due_us; }).filter(Boolean);
+        due = entries.map(function (entry) { return entry.due_us; }).filter(function (us) {
+            return us && shared.untilInWords(us) !== "now";     // late entries have their own number
+        });
         late = entries.filter(function (entry) { return entry.late_seconds >= LATE_SECONDS; }).length;
         byId("entries").textContent = shared.number(entries.length);
         byId("next").textContent = due.length ?
