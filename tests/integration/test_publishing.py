@@ -127,6 +127,30 @@ def test_a_publish_that_kombu_retries_keeps_its_delivery_id(
 
 
 @on_one_version
+def test_two_messages_with_one_headers_dict_have_two_delivery_ids(
+    connection: Any, vhost_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first was nacked and given up; a consumer that drops repeated ids must get the second."""
+    declare_queue(connection, "orders")
+    wait_all = WindowChannel.wait_all
+    nacked: list[Any] = []
+
+    def nack_the_first(self: Any, **options: Any) -> None:
+        wait_all(self, **options)
+        if not nacked:
+            nacked.append(self)
+            raise MessageNacked("nacked")
+
+    monkeypatch.setattr(WindowChannel, "wait_all", nack_the_first)
+    producer, headers = Producer(connection), {"eta": eta_in(0.5)}
+    with pytest.raises(MessageNacked):
+        producer.publish("same", routing_key="orders", headers=headers)
+    producer.publish("same", routing_key="orders", headers=headers)
+    came = arrives(vhost_url, "orders", 2)
+    assert len({arrival.message.native_delay.delivery_id for arrival in came}) == 2
+
+
+@on_one_version
 def test_a_confirm_that_never_comes_raises_in_time_and_does_not_concern_the_next_message(
     vhost_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,8 +38,9 @@ from .routes import Routes
 from .topology import Topology
 from .wrapping import COUNTED_BY_THE_QUEUE, wrap
 
-#: The headers dict and delivery id of this thread's last failed publish. kombu's retry passes the
-#: same dict, and the message must keep its delivery id.
+#: The ``publish_call`` and delivery id of this thread's last failed publish. kombu's retry makes a
+#: new message, which must keep the delivery id. Only the dict of properties, which each call of
+#: ``Producer.publish`` makes anew, tells a retry from the next message.
 _failed = local()
 
 #: After these errors the broker does not have the message. Either the broker refused the message,
@@ -107,12 +108,14 @@ class Delays:
         confirmed = self.settings.confirm_publish
         limit_seconds = timeout_seconds or self.settings.confirm_timeout_seconds
         headers = publication.message.properties.get("application_headers")
-        failed_headers, delivery_id = getattr(_failed, "publish", None) or (None, "")
-        if failed_headers is not headers:
+        call = getattr(publication.message, "publish_call", None)
+        call = publication.message if call is None else call
+        failed_call, delivery_id = getattr(_failed, "publish", None) or (None, "")
+        if failed_call is not call:
             if not self.units(due_us, now_us=time_ns() // 1000):
                 return False  # the message is due, and was not sent
             delivery_id = token_hex(16)
-        _failed.publish = (headers, delivery_id)
+        _failed.publish = (call, delivery_id)
         with self._answers_within(limit_seconds):
             sent = self.into_levels(publication, due_us=due_us, delivery_id=delivery_id)
         if sent is publication and not confirmed:

@@ -120,6 +120,23 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
             **kwargs,
         )
 
+    def prepare_message(
+        self,
+        body: Any,
+        priority: int | None = None,
+        content_type: str | None = None,
+        content_encoding: str | None = None,
+        headers: dict[str, Any] | None = None,
+        properties: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Make a message that knows which call of ``Producer.publish`` it is from."""
+        message = super().prepare_message(
+            body, priority, content_type, content_encoding, headers, properties, **kwargs
+        )
+        message.publish_call = properties
+        return message
+
     # --- the user's declarations, noted by the mirror ------------------------------------
 
     def exchange_declare(
