@@ -221,6 +221,14 @@ class Database(ABC):
         raise AssertionError("unreachable")
 
 
+def is_about_a_row(error: BaseException | None) -> bool:
+    """Return True if the database or its driver rejected the values of one row.
+
+    An example is a text with a NUL in PostgreSQL, or a lone surrogate in any database.
+    """
+    return isinstance(error, exc.DataError | exc.IntegrityError | ValueError)
+
+
 def reason_of(error: BaseException) -> str:
     """Return the first line of a database driver's error message."""
     said = str(getattr(error, "orig", None) or error).strip()

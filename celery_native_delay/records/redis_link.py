@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,9 +17,11 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
 from redis.retry import Retry
 
-from ..errors import RecordsUnavailable, errors_ignored
+from ..errors import RecordsUnavailable, described, errors_ignored
 from .interface import LEFT_ALONE_SECONDS, PATIENCE_SECONDS
 from .link_failures import LinkFailures
+
+logger = logging.getLogger(__name__)
 
 #: The answers to scripts of :meth:`RedisLink.post` are read after so many scripts or seconds.
 _READ_EVERY = 64
@@ -151,6 +154,13 @@ class RedisLink:
                     self._read_ready()
                     if self._sent_at and now - self._sent_at[0] > PATIENCE_SECONDS:
                         raise TimeoutError(f"no answer within {PATIENCE_SECONDS} s")
+            except UnicodeError as exc:  # nothing was sent, and the connection is sound
+                logger.warning(
+                    "native delay: a task runs as before, but cannot be listed, cancelled or "
+                    "moved: %s",
+                    described(exc),
+                )
+                return False
             except Exception as exc:  # an error here must not stop the publish
                 self._close_post_connection()
                 if isinstance(exc, SoftTimeLimitExceeded):

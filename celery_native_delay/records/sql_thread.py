@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -16,8 +17,11 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from sqlalchemy import Connection, Engine, exc, text
 
 from ..errors import RecordsUnavailable, errors_ignored
+from .database import is_about_a_row, reason_of
 from .interface import PATIENCE_SECONDS
 from .link_failures import LinkFailures
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -127,7 +131,7 @@ class SqlThread:
             for are_notes, group in groupby(jobs, lambda job: isinstance(job, Mapping)):
                 together: list[Any] = list(group)
                 if are_notes:
-                    self._run_job(partial(self._write, rows=together), None, len(together))
+                    self._write_rows(together)
                     continue
                 for job in together:
                     if job is None:
@@ -135,12 +139,30 @@ class SqlThread:
                         return
                     self._run_job(*job)
 
+    def _write_rows(self, rows: list[Row]) -> None:
+        """Insert rows together; if the database refuses one of them, insert each one alone."""
+        refusal = self._run_job(partial(self._write, rows=rows), None, len(rows))
+        if refusal is None:
+            return
+        if len(rows) > 1:
+            self.missed -= len(rows)
+            for row in rows:
+                self._write_rows([row])
+            return
+        logger.warning(
+            "native delay: task %r runs as before, but cannot be listed, cancelled or moved: %s",
+            rows[0].get("task_id"),
+            reason_of(refusal),
+        )
+
     def _run_job(
         self,
         work: Callable[[Connection], Any],
         future: Future[Any] | None,
         count: int = 1,
-    ) -> None:
+    ) -> Exception | None:
+        """Run a query; return the error if the database refuses the values of a row."""
+        refusal = None
         self._busy_since = monotonic()
         try:
             answer = self._try_twice(work)
@@ -148,15 +170,19 @@ class SqlThread:
             if future is not None:
                 future.set_result(answer)
         except Exception as error:  # the thread must survive any error of a database
-            self._disconnect()
-            if not isinstance(error, RecordsUnavailable):
-                error = self._failures.failed(error)
+            if is_about_a_row(error):
+                refusal = error
+            else:
+                self._disconnect()
+                if not isinstance(error, RecordsUnavailable):
+                    error = self._failures.failed(error)
             if future is not None:
                 future.set_exception(error)
             else:
                 self.missed += count
         finally:
             self._busy_since = None
+        return refusal
 
     def _try_twice(self, work: Callable[[Connection], T]) -> T:
         for last_try in (False, True):
@@ -164,7 +190,9 @@ class SqlThread:
                 connection = self._connected()
                 with connection.begin():
                     return work(connection)
-            except exc.SQLAlchemyError:
+            except exc.SQLAlchemyError as error:
+                if is_about_a_row(error):
+                    raise
                 # The server may have closed the connection, or the tables may have been dropped.
                 self._disconnect()
                 if last_try:

@@ -83,6 +83,20 @@ def note(records: Any, *numbers: int) -> list[str]:
     return [listed(number).member for number in numbers]
 
 
+@pytest.mark.parametrize("bad", ["\0", "\ud800"], ids=["NUL", "lone surrogate"])
+def test_a_task_id_that_no_database_takes_costs_no_other_task_its_entry(
+    bad: str, records: Any
+) -> None:
+    others = [listed(number) for number in range(40)]
+    for number, other in enumerate(others):
+        if number in (10, 30):
+            records.note(other._replace(member=f"order-{bad}:bad-{number}"))
+        records.note(other)
+    records.flush()
+    states = [records.state_of(other.member) for other in others]
+    assert states == [MessageState.KNOWN] * 40
+
+
 def put(records: Any, text: str) -> None:
     records.change(NAME, lambda seen: Change(text, seen.now_us + HOUR_US, None))
 

@@ -14,13 +14,14 @@ from sqlalchemy import Connection
 
 from ...errors import RecordsUnavailable, StoreUnavailable
 from ...now import time_ns
+from ...records.database import is_about_a_row
 from ...records.interface import Change, RecordName
 from ..lasting import is_lasting_sql
 from ..outbox import OutboxBatch
 from ..virtual.collecting import Collecting, PlainMessage
 from ..virtual.outbox import CallingOutbox, NotTaken
 from .delays import BROADCAST, StoreMessage
-from .store import ADD, Store, is_about_a_row
+from .store import ADD, Store
 
 #: A day, in microseconds. The record of a bulk publisher is kept for so long after its last batch.
 _KEPT_US = 86_400_000_000
@@ -82,8 +83,8 @@ class Outbox(CallingOutbox[StoreMessage | PlainMessage]):
         assert self._numbered is not None
         try:
             self._numbered.store(self._number + 1, waiting)
-        except RecordsUnavailable as error:
-            if is_about_a_row(error):
+        except (RecordsUnavailable, ValueError) as error:
+            if is_about_a_row(error) or is_about_a_row(error.__cause__):
                 raise NotTaken(str(error)) from error
             raise
         self._number += 1

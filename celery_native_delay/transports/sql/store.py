@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, exc, func, insert, inspect, select
+from sqlalchemy import Connection, bindparam, delete, func, insert, inspect, select
 
 from ...errors import NativeDelayError, StoreUnavailable
 from ...now import time_ns
@@ -215,8 +215,3 @@ class Store(Database):
         which = _ROW.due_us.is_(None) if parked else _ROW.due_us.is_not(None)
         statement = delete(MESSAGES).where(self._mine, which)
         return self.do(lambda connection: connection.execute(statement).rowcount)
-
-
-def is_about_a_row(error: Exception) -> bool:
-    """Return True if the database rejected the values of one row."""
-    return isinstance(error.__cause__, exc.DataError | exc.IntegrityError)
