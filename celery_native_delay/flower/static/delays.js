@@ -69,10 +69,10 @@
         }));
     }
 
-    // The end of the scale: 1, 2 or 5 and zeros, which is at least *most*.
+    // The end of the scale: one digit and zeros, which is at least *most*.
     function roundUp(most) {
         var ten = Math.pow(10, Math.floor(Math.log10(most)));
-        return [1, 2, 5, 10].map(function (step) { return step * ten; }).find(function (end) { return end >= most; });
+        return [1, 2, 3, 4, 6, 8, 10].map(function (step) { return step * ten; }).find(function (end) { return end >= most; });
     }
 
     function showHistogram(found) {
