@@ -270,6 +270,9 @@ class Schedules:
         deadline_us = None if deadline_seconds is None else round(deadline_seconds * 1_000_000)
 
         def rule(state: State | None, now_us: int) -> State | None:
+            if state is None and self._release().text is None:  # the records were lost: go on
+                ours = (self._entries or self._read_entries()).get(name)
+                state = None if ours is None else State(ours.text, number=number, due_us=now_us)
             if state is None or not state.waits_for(number):
                 return None
             entry = self._entry_of(name, state)

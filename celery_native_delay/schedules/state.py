@@ -205,9 +205,9 @@ def why_dropped(
     only exception: if the message is redelivered, or if *task_id* is the id of the last run, the
     task runs again, because the first worker may have died.
     """
-    if before is not None and after is not None:
-        is_missed = after.left_outs > before.left_outs and after.left_out == MISSED
-        return MISSED if is_missed else None
+    if after is not None:
+        counted = 0 if before is None else before.left_outs
+        return MISSED if after.left_out == MISSED and after.left_outs > counted else None
     if before is not None and (redelivered or task_id == before.ran):
         return None
     return "another occurrence of its schedule entry took its place"

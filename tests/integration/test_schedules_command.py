@@ -411,6 +411,27 @@ def test_the_doctor_finds_entries_whose_last_runs_did_not_happen(
 
 
 @on_redis
+def test_an_entry_goes_on_with_its_waiting_run_after_its_records_were_lost(
+    empty_redis: PrivateRedis,
+) -> None:
+    with app_on(empty_redis.url) as app:
+        schedules = Schedules(app)
+        schedules.publish()
+        number = schedules._known("tick").number
+        keys = [key for key in empty_redis.client.scan_iter() if b".schedule" in key]
+        assert len(keys) == 3
+        empty_redis.client.delete(*keys)
+        for name, why in {"tick": None, "of another release": "another occurrence"}.items():
+            told = schedules.advance(name, number, "run-1", redelivered=False)
+            assert told is why or (told is not None and told.startswith(str(why)))
+        after = schedules._known("tick")
+        assert (after.number, after.runs) == (number + 1, 1)
+        schedules.publish()
+        assert schedules._known("tick") == after
+        assert [entry.problem for entry in schedules] == [None, None]
+
+
+@on_redis
 def test_celerys_own_entry_that_cleans_the_result_backend_is_published(
     tmp_path: Path, empty_redis: PrivateRedis
 ) -> None:
