@@ -9,6 +9,7 @@ from . import (  # noqa: F401  each registers its commands
     promote,
     rates,
     schedules,
+    uninstall,
     waiting,
 )
 from .group import delay

@@ -101,7 +101,7 @@ def migrate(
                         pace,
                         stopped.__len__,
                         partial(bar.update, 1),
-                        _tell_doubt,
+                        tell_doubt,
                     )
         _show(part.name, accounts, as_json, interrupted=bool(stopped))
         ctx.exit(1 if stopped or any(account.refused for account in accounts) else 0)
@@ -174,7 +174,7 @@ def _stopped() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _tell_doubt(task_id: str | None) -> None:
+def tell_doubt(task_id: str | None) -> None:
     click.echo(printable(f"may run twice, as a run was interrupted: {task_id}"), err=True)
 
 

@@ -6,6 +6,7 @@ data format changes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import time_ns
@@ -181,6 +182,15 @@ class RedisRecords(ComparedRecords):
     def latest(self, kind: str, limit: int) -> tuple[int, list[tuple[str, str]]]:
         prefix = self.keys.record(RecordName(kind, ""))
         return latest(self._patient, self.keys.names(kind), prefix, limit)
+
+    def clear(self) -> int:
+        pattern = re.sub(r"([*?\[\]\\])", r"\\\1", self.keys.space) + ".*"
+        count, cursor = 0, b"0"
+        while True:
+            cursor, names = self._patient.ask("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
+            count += self._patient.ask("UNLINK", *names) if names else 0
+            if int(cursor) == 0:
+                return count
 
     def close(self) -> None:
         self._quick.close()

@@ -350,6 +350,14 @@ class SqlRecords(Database, ComparedRecords):
         mine = delete(WAITING).where(_WAITING.owner == self.owner)
         self.do(lambda found: found.execute(mine.where(_WAITING.due_us >= time_ns() // 1000)))
 
+    def clear(self) -> int:
+        def deleted(connection: Connection) -> int:
+            tables = (RECORDS, WAITING, MARKS)
+            each = (delete(table).where(table.c.owner == self.owner) for table in tables)
+            return sum(connection.execute(statement).rowcount for statement in each)
+
+        return int(self.do(deleted))
+
     def findings(self) -> Iterator[Finding]:
         where = f"native_delay_records at {self.where}"
         try:

@@ -314,6 +314,12 @@ class AdminPart(Protocol):
     def purge(self) -> int:
         """Delete all waiting messages; return the number of deleted messages."""
 
+    def uninstall(self) -> list[str]:
+        """Delete this package's queues, exchanges, keys or rows; return texts that name them.
+
+        Raises NativeDelayError, without deleting a queue, if messages still wait.
+        """
+
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
         """Return the number of parked (undeliverable) messages, and up to *limit* of their tasks.
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from ..due_time import due_us
-from ..errors import InvalidDueTime, UnsupportedBroker
+from ..due_time import due_us, eta_of, milliseconds_up
+from ..errors import CannotDelay, InvalidDueTime, UnsupportedBroker
 from ..keyed.records import KeyRecords
-from ..message import Delayed
+from ..message import HEADER, Delayed, due_ms_of
 from ..records.publishing import RecordedPublish
 
 
@@ -39,9 +39,24 @@ class Moving:
         return task_id_of(self.headers, self.properties)
 
     def without(self, header: str) -> Moving:
-        if header not in self.headers:
-            return self
-        headers = {name: value for name, value in self.headers.items() if name != header}
+        return self._with({name: self.headers[name] for name in self.headers if name != header})
+
+    def as_plain(self) -> Moving:
+        """Return the message without this package's headers; its ETA is the due time.
+
+        Raises CannotDelay if no Celery worker would hold the message until its ETA.
+        """
+        if "task" not in self.headers:
+            raise CannotDelay(
+                "expected a Celery task of task_protocol 2, got another message: plain consumers "
+                "ignore its ETA, so let it wait until it is due, or cancel it"
+            )
+        own = {name: self.headers[name] for name in self.headers if not name.startswith(HEADER)}
+        if due_ms_of(own) != milliseconds_up(self.delayed.due_us):
+            own["eta"] = eta_of(self.delayed.due_us)
+        return self._with(own)
+
+    def _with(self, headers: Mapping[str, Any]) -> Moving:
         return replace(self, properties={**self.properties, "application_headers": headers})
 
 
@@ -122,6 +137,10 @@ class MovingPart(ABC):
             queue(self._channel).declare()
 
     @abstractmethod
+    def own_sources(self) -> list[Source]:
+        """Return the app's own waiting messages, for ``delay uninstall``."""
+
+    @abstractmethod
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
         """Return the queues or databases from which ``delay migrate`` takes waiting messages.
 
@@ -139,6 +158,8 @@ class MovingPart(ABC):
     @abstractmethod
     def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
         """Publish a moved message on this broker; return False if the broker may have two copies.
+
+        In a draining app, this method publishes a plain task with an ETA.
 
         If *keyed* is given, this method also stores the state of the task's debounce, throttle or
         unique key.

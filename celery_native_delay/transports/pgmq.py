@@ -146,6 +146,12 @@ class PgmqAdminPart(NothingParked):
             self._channel.delays.records.purge()
         return self._of_waiting("DELETE")
 
+    def uninstall(self) -> list[str]:
+        """Delete the records; pgmq has nothing else of this package."""
+        if self._channel.delays.records is not None:
+            self._channel.delays.records.clear()
+        return []
+
     def _of_waiting(self, verb: str) -> int:
         """Count the messages not yet due; with the SQL verb "DELETE", also delete them."""
         count = 0

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 from time import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from celery_native_delay.testing import PrivateRabbitMQ
-from tests.acceptance.worker import Fleet
+from celery_native_delay import Delay
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
+from celery_native_delay.transports.redis.keys import Keys
+from tests.acceptance.worker import REPOSITORY, Fleet, fleet_on
 from tests.brokers import in_ci
-from tests.waiting import wait_until
+from tests.documents import EXAMPLES, only
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 EARLY_TASKS = 1_000
 
@@ -237,3 +246,53 @@ def test_tasks_waiting_in_celerys_own_levels_run_after_the_upgrade(fleet: Fleet)
     # And a plain producer that still uses them reaches an installed worker.
     early = fleet.produce(code.format(2)).strip()
     assert len(fleet.record.wait_for(4, task_id=early)) == 4
+
+
+@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
+def test_the_rollback_page_works_as_shown(tmp_path: Path, empty_redis: PrivateRedis) -> None:
+    """Drain, uninstall, remove: what waits runs or is held by a plain worker, and no key stays."""
+    page = [example for example in EXAMPLES if example.page == "docs/guides/rollback.md"]
+    console = "".join(example.text for example in page if example.language == "console")
+    with fleet_on(empty_redis.url, tmp_path) as fleet:
+        app = fleet.app()
+        worker = fleet.worker()
+        soon = app.send_task("note", ("soon",), countdown=20)
+        far = app.send_task("note", ("far",), countdown=3600)
+        gone = app.send_task("note", ("gone",), countdown=3600)
+        worker.stop()
+
+        shown = SimpleNamespace(conf=SimpleNamespace())
+        exec(only("drain").text, {"app": shown})
+        conf = vars(shown.conf)
+        worker, draining = fleet.worker(**conf), fleet.app(**conf)
+        delay = Delay(draining)
+        fleet.record.wait_for(task_id=soon.id)
+        assert delay.cancel(gone.id)
+        assert delay.ids() == [far.id]
+        keyed = delay.debounce(draining.signature("note", ("keyed",)), key="7", seconds=1)
+        fleet.record.wait_for(task_id=keyed.id)
+        for line in re.findall(r"^\$ (.+)$", console, re.M):
+            words = shlex.split(line.replace("-A shop", "-A tests.acceptance.apps.installed"))
+            done = subprocess.run(
+                [sys.executable, "-m", *words],
+                cwd=REPOSITORY,
+                env=fleet.environment(**conf),
+                input="y\n",
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE_SECONDS,
+            )
+            assert done.returncode == 0, done.stderr
+        assert "1 task(s) moved to their queues" in done.stdout
+        worker.stop()
+
+        plain = fleet.worker(installed=False)
+        inspect = fleet.app(installed=False).control.inspect([plain.name], timeout=10)
+
+        def held() -> list[str]:
+            return [each["request"]["id"] for each in (inspect.scheduled() or {})[plain.name]]
+
+        wait_until(lambda: held() == [far.id])
+        left = {key.decode() for key in empty_redis.client.keys("celery_delay*")}
+        assert left <= {Keys("", "celery_delay").promoting}, "the heartbeat ends by itself"
+        assert len(fleet.record.wait_for(task_id=soon.id)) == 1

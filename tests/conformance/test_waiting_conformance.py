@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.bin.base import CLIContext
+from click.testing import CliRunner
 
 from celery_native_delay import (
     Delay,
@@ -22,7 +24,16 @@ from celery_native_delay import (
 )
 from celery_native_delay.app.installation import installed
 from celery_native_delay.bulk import bulk
-from tests.conformance.brokers import KEEPING_KEYS, keeps_no_records, options_of, settings_of
+from celery_native_delay.cli import delay as cli
+from celery_native_delay.testing import vhost_name
+from tests.conformance.brokers import (
+    KEEPING_KEYS,
+    Broker,
+    RabbitMQ,
+    keeps_no_records,
+    options_of,
+    settings_of,
+)
 from tests.conformance.traffic import SETTINGS, attended
 from tests.traffic import JOBS, Inbox, inbox, send_task
 from tests.waiting import wait_until
@@ -272,16 +283,20 @@ def test_tasks_sent_in_bulk_are_listed_and_cancelled(app: Celery, delay: Delay) 
     assert delay.count() == 29
 
 
+def draining_like(app: Celery, url: str, **settings: Any) -> Celery:
+    """The same app in its next release, which drains."""
+    draining = Celery("shop", broker=url, set_as_current=False)
+    draining.conf.update(app.conf.changes)
+    return install(draining, **installed(app).keywords | {"enabled": "drain"} | settings)
+
+
 def test_a_draining_app_lists_and_cancels_waiting_tasks_and_delays_nothing_new(
     app: Celery, arrivals: Inbox, url: str
 ) -> None:
     """As with plain Celery, a new task goes to its queue at once, where a worker holds it."""
     for number in (1, 2):
         send_task(app, number, countdown=3000)
-    draining = Celery("shop", broker=url, set_as_current=False)
-    draining.conf.update(app.conf.changes)
-    install(draining, **installed(app).keywords | {"enabled": "drain"})
-    with draining:
+    with draining_like(app, url) as draining:
         delay = Delay(draining)
         assert delay.ids() == ["order-1", "order-2"]
         assert delay.cancel("order-1")
@@ -297,3 +312,44 @@ def test_a_draining_app_lists_and_cancels_waiting_tasks_and_delays_nothing_new(
         assert arrivals.receive_until(lambda: len(new_ones()) == 3)
         assert all(each.message.headers["eta"] for each in new_ones())
         assert delay.ids() == ["order-2"]
+
+
+def test_uninstall_removes_everything_after_it_moved_what_waits(
+    app: Celery, delay: Delay, broker: Broker, url: str
+) -> None:
+    """The waiting tasks become plain ETA tasks in their queues; SQS and pgmq cannot move them."""
+    send_task(app, 1, countdown=3000)
+    delay.debounce(app.signature("shop.remind", queue=JOBS), key="4", seconds=3000)
+    assert "got True" in uninstalled(app, status=1)
+    settings = {}
+    if isinstance(broker, RabbitMQ):
+        settings["management_url"] = broker.server.management_url
+    with draining_like(app, url, **settings) as draining:
+        assert "2 task(s) wait" in uninstalled(draining, status=1)
+        assert delay.count() == 2
+        if url.startswith(("sqs:", "pgmq:")):
+            assert "2 task(s) wait" in uninstalled(draining, "--move-to-eta", status=1)
+            return
+        assert "2 task(s) moved to their queues" in uninstalled(draining, "--move-to-eta")
+        assert "removed 0 " in uninstalled(draining)
+    with Celery("plain", broker=url, set_as_current=False) as plain:
+        plain.conf.broker_transport_options = options_of(url)
+        with plain.connection_for_read() as connection, inbox(connection, JOBS) as arriving:
+            for arrival in arriving.wait_for(2):
+                eta = datetime.fromisoformat(arrival.message.headers["eta"])
+                assert 0 < (eta - datetime.now(UTC)).total_seconds() <= 3000
+                assert "native_delay" not in str(arrival.message.headers)
+    if isinstance(broker, RabbitMQ):
+        vhost = vhost_name(url)
+        names = [each["name"] for each in broker.server.queues(vhost)]
+        names += [each["name"] for each in broker.server.api("GET", f"/exchanges/{vhost}")]
+        assert not [name for name in names if name.startswith("celery_delay.")]
+
+
+def uninstalled(app: Celery, *options: str, status: int = 0) -> str:
+    """What ``delay uninstall`` prints."""
+    context = CLIContext(app=app, no_color=True, workdir=None)
+    done = CliRunner().invoke(cli, ["uninstall", "--yes", *options], obj=context)
+    assert isinstance(done.exception, SystemExit | None), done.exception
+    assert done.exit_code == status, done.output
+    return done.output

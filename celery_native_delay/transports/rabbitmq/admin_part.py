@@ -8,6 +8,7 @@ from typing import Any
 
 from amqp.exceptions import NotFound, ResourceLocked
 
+from ...errors import NativeDelayError
 from ...finding import Finding
 from ...settings import DelaySettings
 from ..interface import Backlog, ParkedTask, Rescue, Told
@@ -72,6 +73,20 @@ class RabbitMQAdminPart:
             if self._records is not None:
                 self._records.purge()
             return sum(self._purged(hop.queue) for hop in self._topology.level_queues)
+
+    def uninstall(self) -> list[str]:
+        if not self._settings.declare:
+            raise not_declared(f"this app does not delete {self._topology.space}.*")
+        pruning = self.pruning()
+        found = pruning.everything()
+        if found.waiting or pruning.prune([found]):
+            raise NativeDelayError(
+                f"messages wait in {found.name}.*: wait until `celery -A PROJ delay status` shows "
+                f"none, or use --move-to-eta"
+            )
+        if self._records is not None:
+            self._records.clear()
+        return [f"{found.queues} queue(s) and {found.exchanges} exchange(s) {found.name}.*"]
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
         with permissions_explained(self._topology):

@@ -23,7 +23,7 @@ from ...records.publishing import RecordedPublish
 from ...settings import DelaySettings
 from ..moving import Found, Moving, MovingPart, Reach, Source, Void
 from ..recorded import member_of, records_beside
-from .channels import OwnChannel, received
+from .channels import OwnChannel, Publication, WindowChannel, received
 from .declaring import permissions_explained
 from .delays import Delays
 from .elsewhere import (
@@ -41,6 +41,9 @@ from .topology import Topology
 #: The migration stops at a message that was returned to its quorum queue more often than this.
 #: RabbitMQ 4 drops a message at its 21st return.
 _MOST_DELIVERIES = 12
+
+#: Seconds to wait for RabbitMQ's confirm of one message.
+CONFIRM_SECONDS = 30.0
 
 #: A function that reads a message: its body, properties and delivery info, and *now_us*.
 Read = Callable[..., Found]
@@ -149,6 +152,7 @@ class RabbitMQMovingPart(MovingPart):
         self._settings = settings
         self._topology = self._delays.topology
         self.name: str = self._topology.name
+        self._plain: WindowChannel | None = None
 
     # --- into our levels -----------------------------------------------------------------
 
@@ -158,6 +162,9 @@ class RabbitMQMovingPart(MovingPart):
             self._delays.prepare(consuming=True)
 
     def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
+        if self._settings.drains:
+            self._publish_plainly(moving.as_plain())
+            return not moving.again
         member = member_of(moving.headers, moving.delayed.delivery_id)
         if moving.again and not moving.known and self._is_in_records(member):
             return True
@@ -174,6 +181,27 @@ class RabbitMQMovingPart(MovingPart):
             raise CannotDelay(str(exc)) from exc
         self._record(moving, member)
         return not moving.again
+
+    def _publish_plainly(self, moving: Moving) -> None:
+        """Publish a task with an ETA to its own exchange, or to its only queue."""
+        delayed = moving.delayed
+        where = delayed.exchange, delayed.routing_key
+        if delayed.queue is not None:
+            where = "", delayed.queue
+        publication = Publication(amqp.Message(moving.body, **moving.properties), *where)
+        channel = self._plain = self._plain or WindowChannel(self._delays.connection)
+        try:
+            channel.send(publication)
+            channel.wait_all(timeout_seconds=CONFIRM_SECONDS)
+        except NotFound as exc:
+            self._plain = None  # RabbitMQ has closed the channel
+            raise CannotDelay(f"there is no exchange {delayed.exchange!r}") from exc
+        except MessageNacked as exc:
+            raise CannotDelay(str(exc)) from exc
+        if channel.take_returned():
+            raise CannotDelay(
+                f"no queue is bound to the exchange {where[0]!r} with the routing key {where[1]!r}"
+            )
 
     def _record(self, moving: Moving, member: str | None) -> None:
         records, delayed = self._delays.records, moving.delayed
@@ -193,6 +221,10 @@ class RabbitMQMovingPart(MovingPart):
         return False
 
     # --- sources -------------------------------------------------------------------------
+
+    def own_sources(self) -> list[Source]:
+        found = [self._topology, *self._topologies("", here=True)]
+        return [SetSource(self._delays, each, self._settings, here=True) for each in found]
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
         kind, _, name = (what or "").partition(":")
@@ -217,7 +249,11 @@ class RabbitMQMovingPart(MovingPart):
         return [QueueSource(self._delays, levels.name, levels.queues, read) for levels in found]
 
     def _sets(self, name: str, *, here: bool) -> list[Source]:
-        """Return one :class:`SetSource` for each name prefix of delay queues.
+        found = self._topologies(name, here=here)
+        return [SetSource(self._delays, each, self._settings, here=here) for each in found]
+
+    def _topologies(self, name: str, *, here: bool) -> list[Topology]:
+        """Return the topology of each name prefix of delay queues.
 
         If *here* is True, ``delay migrate`` moves messages within this broker, into the app's own
         delay queues. So the app's own delay queues are not in the result.
@@ -233,13 +269,12 @@ class RabbitMQMovingPart(MovingPart):
                     f"sets of levels cannot be listed: {exc}; or give a full name, such as "
                     f"--from sets:{self.name}"
                 ) from exc
-        found = [
+        return [
             topology
             for topology in map(Topology, sets_of(names, self._settings))
             if wanted in (topology.name, topology.settings.namespace)
             and not (here and topology.name == self.name)
         ]
-        return [SetSource(self._delays, topology, self._settings, here=here) for topology in found]
 
     @property
     def _api(self) -> ManagementAPI:

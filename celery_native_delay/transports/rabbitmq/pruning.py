@@ -45,16 +45,16 @@ class Pruning:
         self._places = {
             place.name: place for place in [*self._sets(namespaces), *self._celerys(reaches)]
         }
-        return [
-            Remnant(
-                place.name,
-                sum(map(self._depth, place.queues)),
-                len(place.queues),
-                len(place.exchanges) + len(place.entrances),
-                tuple(f"{queue} from {source}: {key}" for source, queue, key in place.bindings),
-            )
-            for place in self._places.values()
-        ]
+        return list(map(self._remnant, self._places.values()))
+
+    def _remnant(self, place: _Place) -> Remnant:
+        return Remnant(
+            place.name,
+            sum(map(self._depth, place.queues)),
+            len(place.queues),
+            len(place.exchanges) + len(place.entrances),
+            tuple(f"{queue} from {source}: {key}" for source, queue, key in place.bindings),
+        )
 
     def prune(self, chosen: Sequence[Remnant]) -> list[Remnant]:
         """Delete the outdated delay queues and exchanges in *chosen*.
@@ -80,6 +80,25 @@ class Pruning:
             for place in places
             if holds[place.name]
         ]
+
+    def everything(self) -> Remnant:
+        """Find all queues and exchanges of this app's namespace, as one remnant."""
+        space = f"{self._delays.topology.space}."
+        lock = self._delays.topology.rescue_lock_queue  # RabbitMQ deletes it with its connection
+        queues, exchanges = (
+            [each for each in self._api.names(kind, containing=space) if each.startswith(space)]
+            for kind in ("queues", "exchanges")
+        )
+        topologies = [Topology(each) for each in sets_of([*queues, *exchanges], self._settings)]
+        entrances = {name for each in topologies for name in _entrances(each)}
+        place = _Place(
+            space.removesuffix("."),
+            tuple(name for name in queues if name != lock),
+            tuple(name for name in exchanges if name in entrances),
+            tuple(name for name in exchanges if name not in entrances),
+        )
+        self._places = {place.name: place}
+        return self._remnant(place)
 
     # --- finding -------------------------------------------------------------------------
 
@@ -155,10 +174,14 @@ class Pruning:
                 self._delays.declarer.channel.exchange_delete(name)
 
 
+def _entrances(topology: Topology) -> set[str]:
+    return {topology.ready_exchange, *(hop.entry for hop in topology.level_queues)}
+
+
 def _place_of_set(topology: Topology, queues: list[str], exchanges: list[str]) -> _Place:
     prefix = f"{topology.name}."
     own = [name for name in exchanges if name.startswith(prefix)]
-    entrances = {topology.ready_exchange, *(hop.entry for hop in topology.level_queues)}
+    entrances = _entrances(topology)
     return _Place(
         topology.name,
         tuple(name for name in queues if name.startswith(prefix)),

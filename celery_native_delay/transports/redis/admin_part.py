@@ -8,7 +8,7 @@ from typing import Any
 from ...finding import WRONG, Finding
 from ...redis_server import clocks
 from ..interface import ParkedTask, Rescue, Told
-from ..virtual.admin_part import AdminPart, parked_task
+from ..virtual.admin_part import AdminPart, parked_task, refuse_waiting
 from ..virtual.status import Status
 from .entry import opened_entry
 from .store import Census, Store
@@ -39,6 +39,10 @@ class RedisAdminPart(AdminPart):
             *Status.of(self.name, census).findings(),
             *clocks(self._delays.clock_ahead_seconds()),
         ]
+
+    def uninstall(self) -> list[str]:
+        refuse_waiting(self.name, self._store.census())
+        return [f"{self._delays.records.clear()} key(s) {self.name}.*"]
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
         entries = self._store.peek_parked(limit=limit)

@@ -12,7 +12,7 @@ from ...errors import StoreUnavailable
 from ...finding import UNCHECKED, WRONG, Finding, clock_finding
 from ...records.database import clock_ahead_seconds
 from ..interface import ParkedTask, Rescue, Told
-from ..virtual.admin_part import AdminPart, parked_task
+from ..virtual.admin_part import AdminPart, parked_task, refuse_waiting
 from ..virtual.status import Status
 from .schema import MESSAGES, VERSION
 from .store import Store
@@ -62,6 +62,13 @@ class StoreAdminPart(AdminPart):
             return
         effect = "one of the two makes delayed tasks early or late"
         yield from clock_finding("the database's clock", ahead_seconds, effect)
+
+    def uninstall(self) -> list[str]:
+        """Delete this namespace's rows; other namespaces may use the tables."""
+        if not self._store.is_made():
+            return []
+        refuse_waiting(self.name, self._store.census())
+        return [f"{self._store.records.clear()} row(s) of {self.name}"]
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
         found = self._store.parked(limit=limit)

@@ -47,6 +47,10 @@ class StoreRecords(SqlRecords):
             self._store.on_add(due_us)
         return answer
 
+    def clear(self) -> int:
+        mine = delete(MESSAGES).where(_ROW.namespace == self._store.namespace)
+        return int(self.do(lambda found: found.execute(mine).rowcount)) + super().clear()
+
     def make_tables(self) -> None:
         self._store.make_tables()
         super().make_tables()

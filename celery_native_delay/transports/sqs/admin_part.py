@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ...errors import NativeDelayError
 from ...finding import UNCHECKED, WRONG, Finding
 from ..interface import Backlog, Told
 from ..recorded import NothingParked, RecordsStatus, with_records
@@ -152,6 +153,25 @@ class SqsAdminPart(NothingParked):
                 )
             purged += waiting_in(attributes)
         return purged
+
+    def uninstall(self) -> list[str]:
+        """Delete the delay queues of this app's queues."""
+        found = [(queue, name, self._attributes(queue)) for queue, name in self._named()]
+        for _, name, attributes in found:
+            if attributes is not None and (count := waiting_in(attributes)):
+                raise NativeDelayError(
+                    f"about {count} message(s) wait in {name}: let a worker or `celery -A PROJ "
+                    f"delay relay` run until `celery -A PROJ delay status` shows none"
+                )
+        for queue, name, attributes in found:
+            if attributes is not None:
+                source = delay_queue_of(queue)
+                url = self._delays.queues.url(source)
+                with administered(name, "sqs:DeleteQueue"):
+                    self._delays.queues.client(source).delete_queue(QueueUrl=url)
+        if self._delays.records is not None:
+            self._delays.records.clear()
+        return [name for _, name, attributes in found if attributes is not None]
 
     def _named(self) -> Iterator[tuple[str, str]]:
         for queue in self._queues:

@@ -40,11 +40,15 @@ class MovingPart(moving.MovingPart):
                 f"--from {what} is about RabbitMQ, and this app's broker is "
                 f"{self._channel.connection.client.as_uri()}: give the URL of the one to move from"
             )
+        return self.own_sources()
+
+    def own_sources(self) -> list[Source]:
         return [self._source()]
 
     def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
         delayed, channel = moving.delayed, self._channel
-        message = self._message(moving)
+        drains = channel.delays.settings.drains
+        message = self._message(moving.as_plain() if drains else moving)
         exchange, routing_key = delayed.exchange, delayed.routing_key
         if delayed.queue is not None:
             queues = [delayed.queue]
@@ -55,7 +59,8 @@ class MovingPart(moving.MovingPart):
             queues = self._queues(exchange, routing_key)
         is_ahead = channel.due_of(message) is not None
         for queue in queues:
-            if not (moving.again and self._has(message, queue)):
+            # A draining app moves its own waiting messages, which are no copies of an earlier run.
+            if drains or not (moving.again and self._has(message, queue)):
                 # The key's state is written with the last copy: then all copies are published.
                 last = keyed if queue == queues[-1] else None
                 with nullcontext() if last is None else publishing(last):
