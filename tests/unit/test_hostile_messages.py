@@ -118,6 +118,7 @@ ODD_HEADERS: dict[str, Any] = {
     LOCKS: [["\ud800", "a"]],
     OCCURRENCE: {"v": 1, "entry": "\ud800", "number": 10**400},
 }
+ODD_OURS = {"v": 1, "id": "\ud800", "due": 0, "exchange": "", "rk": ""}
 ODD_PAYLOAD = (["\ud800"], {}, {})
 KEYS: list[Any] = [
     None,
@@ -213,6 +214,7 @@ def messages(headers: dict[str, Any], payload: Any, consumer: Any) -> Iterator[A
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(headers=HEADERS, payload=PAYLOADS)
 @example(headers=ODD_HEADERS, payload=ODD_PAYLOAD)
+@example(headers={"task": RATED, "id": "0", HEADER: ODD_OURS}, payload=None)
 def test_no_gate_raises_or_keeps_a_task_for_ever(
     lines: RecordLines,
     scheduling: Scheduling,

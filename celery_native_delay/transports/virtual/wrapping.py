@@ -9,6 +9,7 @@ from kombu.utils.json import dumps
 
 from ...due_time import eta_of
 from ...message import HEADER, VERSION, Delayed, cancel, due_ms_of, is_own, undo_cancel
+from ...texts import is_text
 
 
 def wrapped(
@@ -70,9 +71,12 @@ def unwrapped(
     # A worker without this package copies our header into a retry, which did not wait.
     if "eta" in opened and header.get("eta", header.get("due")) != due_ms_of(opened):
         return opened, None
+    delivery_id = delivery_id_of(header, properties)
+    if not is_text(delivery_id):
+        return opened, None
     info = properties.get("delivery_info") or {}
     delayed = Delayed(
-        delivery_id=delivery_id_of(header, properties),
+        delivery_id=delivery_id,
         due_us=header["due"] * 1000,
         exchange=info.get("exchange") or "",
         routing_key=info.get("routing_key") or "",
