@@ -54,13 +54,13 @@ ENTRIES: dict[str, Any] = {
 LINES = {"acme": 247, "globex": 128, "initech": 119, "umbrella": 55, "stark": 4, "hooli": 9}
 
 
-@worker_init.connect
+@worker_init.connect  # type: ignore[untyped-decorator]
 def schedule_entries(sender: Any, **_: Any) -> None:
     """Give a worker that imports this module its schedule entries."""
     sender.app.conf.beat_schedule = ENTRIES
 
 
-@shared_task(name="shop.ping")
+@shared_task(name="shop.ping")  # type: ignore[untyped-decorator]
 def run() -> None:
     """Do nothing."""
 
