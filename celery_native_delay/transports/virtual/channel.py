@@ -97,7 +97,7 @@ class DelayingChannel:
         if message.get("redelivered"):
             return None
         due_us = due_of(message.get("headers"))
-        if due_us is None or due_us <= time_ns() // 1000 or self._delays.settings.drains:
+        if due_us is None or due_us <= time_ns() // 1000 or self.delays.settings.drains:
             return None
         return due_us
 
