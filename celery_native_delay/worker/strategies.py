@@ -74,7 +74,7 @@ def unlist_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
 
 logger = get_logger(__name__)
 
-#: Seconds until a task is checked again after a gate (a check of the task) raised an error.
+#: Seconds for which a task waits in the broker after a gate (a check of the task) raised an error.
 FAULT_SECONDS = 5.0
 
 _CLOCK_SKEW = timedelta(microseconds=CLOCK_SKEW_US)
@@ -130,7 +130,12 @@ class GatedStrategies(dict[str, Any]):
             except Exception:  # it would end this worker, and the next one that gets the message
                 name, task_id = task.arrival.name, task.arrival.id
                 logger.exception("native delay: a bug in a gate, task %s[%s] waits", name, task_id)
-                ruling = AskAgain(FAULT_SECONDS, beside_prefetch=True)
+                delayed, fault_us = task.arrival.delayed, round(FAULT_SECONDS * 1e6)
+                ruling = WaitUntil(
+                    task.arrival.now_us + fault_us,
+                    None if delayed is None else delayed.delivery_id,
+                    AskAgain(FAULT_SECONDS),
+                )
             if ruling is not None:
                 self._carry_out(ruling, task, number)
                 return

@@ -411,25 +411,36 @@ def test_a_dropped_task_is_acknowledged_logged_and_sent_as_an_event(
     assert "task t[1] is dropped: it lost" in caplog.text
 
 
-def test_after_an_error_in_a_gate_the_worker_asks_the_gate_again(
-    caplog: pytest.LogCaptureFixture,
+def faulty(_: Arrival) -> Ruling | None:
+    raise RuntimeError("a fault")
+
+
+@pytest.mark.parametrize("waited", [False, True])
+def test_after_an_error_in_a_gate_the_task_waits_in_the_broker(
+    caplog: pytest.LogCaptureFixture, waited: bool
 ) -> None:
-    """Celery would end this worker, and every worker that gets the message after it."""
-    faults = [RuntimeError("a fault")]
+    """Celery would end this worker, and every worker that gets the message after it.
 
-    def gate(arrival: Arrival) -> Ruling | None:
-        if faults:
-            raise faults.pop()
-        return None
-
-    qos = SimpleNamespace(increment_eventually=list, decrement_eventually=list)
-    worker = Worker(fence=gate, consumer=Consumer(qos=qos))
-    worker.strategies()["t"](Message({"id": "1", "task": "t"}), None, worker._ack, "reject", [])
-    assert (worker.ran, worker.adopted, worker.acked) == ([], [], [])
+    In the worker's memory, a gate that always fails would collect the whole queue.
+    """
+    worker = Worker(fence=faulty)
+    now_us = due_us(in_seconds(0))
+    message = Message({"id": "1", "task": "t"}, delayed() if waited else None)
+    assert worker.receives(message) == "adopted"
     assert "t[1]" in caplog.text
     assert "a fault" in caplog.text
-    worker.consumer.timer.calls.pop()()
-    worker.consumer.soon.pop()()
+    [task] = worker.adopted
+    assert task.wait.due_us >= now_us + strategies.FAULT_SECONDS * 1e6
+    assert task.wait.delivery_id == ("id-1" if waited else None)
+
+
+def test_a_faulty_gate_is_asked_again_if_the_task_cannot_wait_in_the_broker() -> None:
+    """The task takes its place in the prefetch meanwhile: the worker gets no other for it."""
+    faults = [faulty]
+    worker = Worker(takes=False, fence=lambda arrival: faults.pop()(arrival) if faults else None)
+    worker.strategies()["t"](Message({"id": "1", "task": "t"}), None, worker._ack, "reject", [])
+    assert (worker.ran, worker.adopted, worker.acked) == ([], [], [])
+    ask_again(worker)
     assert len(worker.ran) == 1
 
 
