@@ -113,20 +113,25 @@ class WorkerPart(ABC):
         """
         return []
 
-    def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
+    def put_back(self, waits: Sequence[Wait]) -> list[Exception | None]:
         """Publish the messages *waits* again, because they arrived before the due time.
 
-        Returns a list with one entry per message, in the order of *waits*: the error, or None if
-        the message was published.
+        Returns a list with one entry per message, in the order of *waits*: None if the message was
+        published, or the error. A NativeDelayError repeats if the publish is tried again.
         """
-        refusals: list[NativeDelayError | None] = []
+        results: list[Exception | None] = []
+        lost: Exception | None = None
         for wait in waits:
             try:
-                self.put_one_back(wait)
-                refusals.append(None)
+                if lost is None:
+                    self.put_one_back(wait)
+                results.append(lost)
             except NativeDelayError as exc:
-                refusals.append(exc)
-        return refusals
+                results.append(exc)
+            except Exception as exc:  # the connection, so the messages after it fail, too
+                lost = exc
+                results.append(exc)
+        return results
 
     @abstractmethod
     def put_one_back(self, wait: Wait) -> None:

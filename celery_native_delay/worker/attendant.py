@@ -138,7 +138,8 @@ class Attendant(Thread):
     def _put_back_or_hold(self, batch: list[Task]) -> None:
         for attempt in range(_TRIES):
             batch = [task for task in batch if task.is_connected]
-            if not batch or self._guarded(partial(self._put_back, batch)):
+            self._guarded(partial(self._put_back, batch))
+            if not batch:
                 return
             if self._stopping.wait(_RETRY_SECONDS * (attempt + 1)):
                 return
@@ -147,14 +148,28 @@ class Attendant(Thread):
             task.instead()
 
     def _put_back(self, batch: list[Task]) -> None:
-        refusals = self._part().put_back([task.wait for task in batch])
-        for task, refusal in zip(batch, refusals, strict=True):
-            if refusal is None:
-                task.done()
-            else:
-                logger.warning("native delay: the worker keeps a task in memory: %s", refusal)
-                task.instead()
-        logger.debug("native delay: put back %d early task(s)", refusals.count(None))
+        """Put tasks back; leave only those in *batch* that must be tried again.
+
+        If there are any, raise the error of one of them.
+        """
+        if not batch:
+            return
+        results = self._part().put_back([task.wait for task in batch])
+        tasks, batch[:] = batch[:], []
+        errors = []
+        for task, result in zip(tasks, results, strict=True):
+            match result:
+                case None:
+                    task.done()
+                case NativeDelayError():
+                    logger.warning("native delay: the worker keeps a task in memory: %s", result)
+                    task.instead()
+                case _:
+                    batch.append(task)
+                    errors.append(result)
+        logger.debug("native delay: put back %d early task(s)", results.count(None))
+        if errors:
+            raise errors[0]
 
     def _rescue(self) -> None:
         try:

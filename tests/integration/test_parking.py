@@ -275,6 +275,21 @@ def test_two_copies_of_one_delivery_are_both_kept(
     assert_nothing_held(rabbitmq, vhost)
 
 
+def test_a_rescue_delivers_once_what_a_full_queue_takes(connection: Any) -> None:
+    """The queue refuses the others, which stay parked; the next rescue repeats none."""
+    for number in range(3):
+        park(connection, number, "full")
+    wait_parked(connection, 3)
+    declare_queue(connection, "full", **{"x-max-length": 1, "x-overflow": "reject-publish"})
+    outcome = rescued(connection)
+    assert 1 <= outcome.delivered < 3
+    assert outcome.still_parked == 3 - outcome.delivered
+    letters = Inbox(connection).consume(["full"])
+    letters.wait_for(outcome.delivered)
+    wait_until(lambda: rescued(connection).still_parked == 0)
+    assert sorted(bodies(letters.wait_for(3))) == [0, 1, 2]
+
+
 def test_one_rescue_runs_at_a_time(connection: Any, vhost_url: str) -> None:
     park(connection, "hello", "nobody")
     wait_parked(connection, 1)

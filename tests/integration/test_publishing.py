@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from time import time
+from types import NoneType
 from typing import Any
 
 import pytest
@@ -16,13 +17,15 @@ from celery_native_delay import (
     DelayTooLong,
     NotConfirmed,
     NotPermitted,
+    PublishRefused,
     TopologyMismatch,
 )
 from celery_native_delay.due_time import due_us
 from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq
 from celery_native_delay.transports.interface import Wait
 from celery_native_delay.transports.rabbitmq import topology
-from celery_native_delay.transports.rabbitmq.channels import WindowChannel
+from celery_native_delay.transports.rabbitmq.channels import Nacked, WindowChannel
+from celery_native_delay.transports.rabbitmq.delays import Delays
 from celery_native_delay.transports.rabbitmq.parking import rescue
 from tests.brokers import on_one_version
 from tests.integration.traffic import (
@@ -562,3 +565,42 @@ def test_a_task_put_back_twice_has_one_delivery_id(connection: Any, vhost_url: s
     with inbox(vhost_url, "orders") as letters:
         came = letters.wait_for(2)
     assert len({arrival.message.native_delay.delivery_id for arrival in came}) == 1
+
+
+def test_a_batch_put_back_tells_which_message_the_broker_did_not_take(
+    connection: Any, vhost_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker tries only these again. The others come once, though one closed the channel."""
+    declare_queue(connection, "orders")
+    etas = {body: eta_in(1.5) for body in ("good", "nacked", "bad", "last")}
+    etas["far"] = "2300-01-01T00:00:00+00:00"
+    with Connection(vhost_url) as plain:
+        for body, eta in etas.items():
+            Producer(plain).publish(body, routing_key="orders", headers={"eta": eta})
+    channel = connection.default_channel
+    received = [
+        channel.message_to_python(wait_until(lambda: channel.basic_get("orders"))) for _ in etas
+    ]
+    waits = [Wait(each, "orders", due_us(each.headers["eta"])) for each in received]
+    part = channel.worker_part(channel.delays.settings)
+    wait_all, wrapped = WindowChannel.wait_all, Delays._wrapped
+
+    def nack(self: WindowChannel, **options: Any) -> None:
+        refused = [sent for sent in self.unconfirmed if sent.message.body == b"nacked"]
+        wait_all(self, **options)
+        if refused:
+            raise Nacked(refused)
+
+    def spoil(self: Delays, message: Any, *args: Any, **options: Any) -> Any:
+        publication = wrapped(self, message, *args, **options)
+        if message.body == b"bad":
+            publication.message.properties["expiration"] = str(10**15)
+        return publication
+
+    monkeypatch.setattr(WindowChannel, "wait_all", nack)
+    results = part.put_back([wait for wait in waits if wait.message.body != "bad"])
+    assert [type(result) for result in results] == [NoneType, MessageNacked, NoneType, NoneType]
+    monkeypatch.setattr(Delays, "_wrapped", spoil)
+    results = part.put_back(waits)
+    expected = [NoneType, MessageNacked, PublishRefused, NoneType, NoneType]
+    assert [type(result) for result in results] == expected

@@ -93,7 +93,7 @@ NEVER_IN_A_TASK = (
 )
 
 #: Functions of other modules that run in a thread of this package.
-IN_A_THREAD = ("_run_job", "_send_in_time", "_renew_all")
+IN_A_THREAD = ("_run_job", "_send_in_time", "_renew_all", "put_back")
 
 
 def in_tasks(tree: ast.AST) -> Iterator[ast.AST]:

@@ -22,14 +22,14 @@ from amqp.exceptions import (
 
 from ...due_time import check_due, eta_of, units_until
 from ...errors import CannotDelay, NativeDelayError, NotConfirmed, TopologyMismatch
-from ...message import Delayed
+from ...message import HEADER, Delayed
 from ...records.interface import IndexEntry
 from ...records.publishing import RecordedPublish
 from ...settings import DelaySettings
 from ..moving import expires_ms_of
 from ..recorded import records_beside
 from .address import landing_address
-from .channels import OwnChannel, Publication, WindowChannel
+from .channels import Nacked, OwnChannel, Publication, WindowChannel
 from .declaring import Declarer, broker_version, not_declared, not_permitted
 from .entry import Entry, forget, record
 from .mirror import Mirror, remember
@@ -262,15 +262,23 @@ class Delays:
         )
 
     @contextmanager
-    def one_confirm(self) -> Iterator[None]:
-        """Wait for all publisher confirms together, at the end of the ``with`` block."""
-        channel = self._channel(confirmed=True)
+    def one_confirm(self) -> Iterator[set[str]]:
+        """Wait for all publisher confirms together, at the end of the ``with`` block.
+
+        Yields a set, which then has the delivery ids of the messages that RabbitMQ nacked. If the
+        block or the wait ends with an error, the set has the ids of all messages without a confirm.
+        """
+        channel = self._confirming()
         self._in_batch = True
+        failed: set[str] = set()
         try:
-            yield
-            channel.wait_all()
+            yield failed
+            self._wait_all(channel, None, failed)
             # This is another channel if the first one was closed meanwhile.
-            self._settle(self._channel(confirmed=True))
+            self._settle(self._confirming(), failed=failed)
+        except Exception:
+            failed.update(map(_delivery_id, [*channel.unconfirmed, *channel.take_nacked()]))
+            raise
         finally:
             self._in_batch = False
 
@@ -294,7 +302,9 @@ class Delays:
             limit_priority=self._limits_priority,
             user=user,
         )
-        remaining_us = delayed.due_us - now_us
+        # put_back() accepts due times beyond the longest delay. The message then returns early, and
+        # the worker puts it back again.
+        remaining_us = min(delayed.due_us - now_us, units * topology.resolution_ms * 1000)
         properties["expiration"] = str(topology.first_ttl_ms(units, remaining_us=remaining_us))
         exchange, routing_key = delayed.exchange, delayed.routing_key
         if delayed.queue is not None:
@@ -317,6 +327,11 @@ class Delays:
         if recorded and self.records is not None:
             record(self.records, message, wrapped, delayed)
         return Publication(wrapped, topology.entry_exchange(units), key)
+
+    def _confirming(self) -> WindowChannel:
+        channel = self._channel(confirmed=True)
+        assert isinstance(channel, WindowChannel)
+        return channel
 
     def _channel(self, *, confirmed: bool) -> OwnChannel:
         channel = self._channels.get(confirmed)
@@ -352,9 +367,18 @@ class Delays:
                 # The levels were deleted while this connection was open.
                 self.preparation.declare_again()
 
-    def _settle(self, channel: OwnChannel, timeout_seconds: float | None = None) -> None:
-        """Wait for confirms; declare missing delay queues and publish returned messages again."""
-        channel.wait_all(timeout_seconds=timeout_seconds)
+    def _settle(
+        self,
+        channel: OwnChannel,
+        timeout_seconds: float | None = None,
+        *,
+        failed: set[str] | None = None,
+    ) -> None:
+        """Wait for confirms; declare missing delay queues and publish returned messages again.
+
+        *failed* gets the delivery ids of nacked messages. If it is None, raise MessageNacked.
+        """
+        self._wait_all(channel, timeout_seconds, failed)
         returned = channel.take_returned()
         if not returned:
             return
@@ -363,12 +387,27 @@ class Delays:
         self.preparation.declare_again()
         for back in returned:
             channel.send(back)
-        channel.wait_all(timeout_seconds=timeout_seconds)
+        self._wait_all(channel, timeout_seconds, failed)
         if channel.take_returned():
             raise TopologyMismatch(
                 f"no queue is bound to {returned[0].exchange}, although it was declared: see "
                 f"`celery -A PROJ delay verify`"
             )
+
+    @staticmethod
+    def _wait_all(
+        channel: OwnChannel, timeout_seconds: float | None, failed: set[str] | None
+    ) -> None:
+        try:
+            channel.wait_all(timeout_seconds=timeout_seconds)
+        except Nacked as exc:
+            if failed is None:
+                raise
+            failed.update(map(_delivery_id, exc.nacked))
+
+
+def _delivery_id(publication: Publication) -> str:
+    return str(publication.message.headers[HEADER]["id"])
 
 
 def _in_bytes(message: amqp.Message) -> amqp.Message:

@@ -18,7 +18,7 @@ from ...keyed.record import HEADER as KEY
 from ...message import HEADER, Delayed, cancel
 from ..interface import Rescue
 from .address import queue_of_address
-from .channels import OwnChannel, Publication, WindowChannel, received
+from .channels import Nacked, OwnChannel, Publication, WindowChannel, received
 from .delays import Delays
 from .entry import forget
 from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id, unwrap
@@ -151,7 +151,8 @@ def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
     stay: list[Parked] = []
     # Several copies may have one delivery id, because the broker or a retry may double a message.
     sent: dict[str, list[tuple[Parked, tuple[str, str]]]] = {}
-    with work.delays.one_confirm():
+    waiting: list[Parked] = []
+    with work.delays.one_confirm() as failed:
         for parked in batch:
             delayed = parked.delayed
             if delayed is None:
@@ -165,19 +166,27 @@ def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
             elif delayed.due_us > now_ms * 1000:
                 try:
                     _wait_again(work, parked, delayed)
+                    waiting.append(parked)
                 except DelayTooLong:
                     stay.append(parked)
             else:
                 _publish_original(work, parked, delayed, destination, now_ms)
                 sent.setdefault(delayed.delivery_id, []).append((parked, destination))
-    work.publisher.wait_all()
-    for returned in work.publisher.take_returned():
-        copies = sent[returned.message.headers[HEADER]["id"]]
-        to = returned.exchange, returned.routing_key
+    undelivered = []
+    try:
+        work.publisher.wait_all()
+    except Nacked as exc:  # by a full queue
+        undelivered = exc.nacked
+    for publication in [*undelivered, *work.publisher.take_returned()]:
+        copies = sent[publication.message.headers[HEADER]["id"]]
+        to = publication.exchange, publication.routing_key
         parked, destination = next(copy for copy in copies if copy[1] == to)
         copies.remove((parked, destination))
         work.unwanted.add(destination)
         stay.append(parked)
+    nacked = [each for each in waiting if each.delayed and each.delayed.delivery_id in failed]
+    stay += nacked
+    work.outcome.waiting_again += len(waiting) - len(nacked)
     work.outcome.delivered += sum(map(len, sent.values()))
     work.outcome.still_parked += len(stay)
     for parked in stay:
@@ -218,7 +227,6 @@ def _wait_again(work: _RescueState, parked: Parked, delayed: Delayed) -> None:
         delayed,
         recorded=not delayed.cancelled,
     )
-    work.outcome.waiting_again += 1
 
 
 def _publish_original(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import amqp
-from amqp.exceptions import AccessRefused, ChannelError
+from amqp.exceptions import AccessRefused, ChannelError, MessageNacked
 
 from ...durations import duration
-from ...errors import NativeDelayError, NotPermitted
+from ...errors import NotPermitted, PublishRefused
 from ...finding import Finding
 from ...message import Delayed
 from ..interface import Rescue, Wait, WorkerPart
@@ -66,9 +66,28 @@ class RabbitMQWorkerPart(RecordedWorkerPart):
     def comes_back_late_seconds(self) -> float:  # type: ignore[override]
         return self.settings.resolution + WorkerPart.comes_back_late_seconds
 
-    def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
-        with self._delays.one_confirm():
-            return super().put_back(waits)
+    def put_back(self, waits: Sequence[Wait]) -> list[Exception | None]:
+        results: list[Exception | None] = []
+        failed: set[str] = set()
+        failure: Exception = MessageNacked("the broker refused the delayed message")
+        try:
+            with self._delays.one_confirm() as failed:
+                results = super().put_back(waits)
+        except Exception as exc:
+            failure = exc
+        results = [
+            failure if result is None and (wait.delivery_id or wait.new_id) in failed else result
+            for wait, result in zip(waits, results, strict=True)
+        ]
+        # RabbitMQ closes the channel because of one message, such as one that is too large.
+        if not any(isinstance(result, ChannelError) for result in results):
+            return results
+        if len(waits) == 1:
+            return [PublishRefused(f"RabbitMQ does not take the message: {results[0]}")]
+        return [
+            result if result is None else self.put_back([wait])[0]
+            for wait, result in zip(waits, results, strict=True)
+        ]
 
     def put_one_back(self, wait: Wait) -> None:
         properties = dict(wait.message.properties)

@@ -1,0 +1,87 @@
+"""The worker's thread that puts early tasks back into the broker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from celery_native_delay import ManagementUnavailable, NativeDelayError, PublishRefused
+from celery_native_delay.settings import DelaySettings
+from celery_native_delay.transports.interface import Wait
+from celery_native_delay.worker import attendant
+from celery_native_delay.worker.attendant import Attendant, Task
+
+
+class Part:
+    """A broker that answers each put-back by *answers*, in turn; None means success."""
+
+    def __init__(self, answers: dict[str, list[Exception | None]]) -> None:
+        self._answers = answers
+        self.published: list[str] = []
+
+    def put_back(self, waits: Sequence[Wait]) -> list[Exception | None]:
+        names = [wait.queue for wait in waits]
+        self.published += names
+        return [self._answers[name].pop(0) if self._answers.get(name) else None for name in names]
+
+
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Part, dict[str, str]]]:
+    """Puts the tasks "a", "b" and "c" back; returns the broker, and what became of each task."""
+    monkeypatch.setattr(attendant, "_RETRY_SECONDS", 0.0)
+
+    def put_back(**answers: list[Exception | None]) -> tuple[Part, dict[str, str]]:
+        part = Part(answers)
+        thread = Attendant(None, DelaySettings())
+        monkeypatch.setattr(thread, "_part", lambda: part)
+        message = SimpleNamespace(channel=SimpleNamespace(connection=object()))
+        became: dict[str, str] = {}
+
+        def task(name: str) -> Task:
+            def note(what: str) -> Callable[[], Any]:
+                return lambda: became.setdefault(name, what)
+
+            return Task(Wait(message, name, 0), note("done"), note("held"))
+
+        thread._put_back_or_hold([task(name) for name in "abc"])
+        return part, became
+
+    return put_back
+
+
+def test_only_the_task_whose_publish_failed_is_tried_again(outcomes: Any) -> None:
+    """The others are in the broker; a second publish would run them twice."""
+    part, became = outcomes(b=[OSError("nacked")])
+    assert part.published == ["a", "b", "c", "b"]
+    assert became == {"a": "done", "b": "done", "c": "done"}
+
+
+def test_only_the_task_that_the_broker_never_takes_is_kept_in_memory(outcomes: Any) -> None:
+    part, became = outcomes(b=[OSError("nacked")] * 9, c=[NativeDelayError("too long")])
+    assert part.published == ["a", "b", "c", "b", "b"]
+    assert became == {"a": "done", "b": "held", "c": "held"}
+
+
+def test_a_refusal_that_repeats_is_not_tried_again(outcomes: Any) -> None:
+    part, became = outcomes(a=[PublishRefused("too large")])
+    assert part.published == ["a", "b", "c"]
+    assert became == {"a": "held", "b": "done", "c": "done"}
+
+
+def test_a_management_api_that_does_not_answer_is_not_asked_at_every_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each request may take seconds, in which no early task goes back."""
+    thread, asked = Attendant(None, DelaySettings()), []
+
+    def divert() -> list[str]:
+        asked.append(1)
+        raise ManagementUnavailable("no answer")
+
+    monkeypatch.setattr(thread, "_part", lambda: SimpleNamespace(divert=divert))
+    for _ in range(3):
+        thread._divert()
+    assert asked == [1]
