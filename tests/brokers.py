@@ -11,6 +11,7 @@ import pytest
 
 from celery_native_delay.testing import find_rabbitmq, require_rabbitmq
 from pytest_celery_native_delay import IN_CI, installed
+from tests.given_rabbitmq import given_rabbitmq
 
 RETRY_MS = 3000
 """After how many seconds mortal_rabbitmq retries a failed dead-lettering; the default is 180 s.
@@ -31,12 +32,15 @@ MORTAL = {
 
 
 def _system_rabbitmq() -> str:
-    found = find_rabbitmq()
+    found = given_rabbitmq() or find_rabbitmq()
     return ".".join(found.version.split(".")[:2]) if found else "system"
 
 
 SYSTEM_RABBITMQ = _system_rabbitmq()
-"""The version of the system's RabbitMQ, such as "3.10" on Debian 12; "system" if it has none."""
+"""The version of the system's RabbitMQ, such as "3.10" on Debian 12; "system" if it has none.
+
+With ``NATIVE_DELAY_TEST_RABBITMQ_URL``, the version of that RabbitMQ.
+"""
 
 ON_SYSTEM = pytest.param(
     SYSTEM_RABBITMQ, marks=pytest.mark.rabbitmq, id=f"rabbitmq-{SYSTEM_RABBITMQ}"
@@ -46,7 +50,7 @@ ON_SYSTEM = pytest.param(
 ON_RABBITMQS = [ON_SYSTEM]
 """The test parameters for the RabbitMQ versions on which all tests of RabbitMQ run."""
 
-if SYSTEM_RABBITMQ != "4.3":
+if SYSTEM_RABBITMQ != "4.3" and given_rabbitmq() is None:
     ON_RABBITMQS.append(pytest.param("4.3", marks=pytest.mark.rabbitmq43, id="rabbitmq-4.3"))
 
 on_one_version = pytest.mark.parametrize("rabbitmq_version", [ON_SYSTEM], indirect=True)
@@ -67,6 +71,8 @@ TEST_43 = IN_CI or os.environ.get("NATIVE_DELAY_TEST_43") == "1"
 
 def installed_rabbitmq(name: str = SYSTEM_RABBITMQ) -> str:
     """The RabbitMQ version of a test's parameter; skips if it is not installed or not selected."""
+    if (given := given_rabbitmq()) is not None:
+        return given.version
     if name == SYSTEM_RABBITMQ:
         return installed(require_rabbitmq).version
     if not TEST_43:

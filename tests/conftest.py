@@ -28,6 +28,7 @@ from celery_native_delay.testing.redis import ServerName
 from pytest_celery_native_delay import installed
 from tests import sockets
 from tests.brokers import MORTAL, ON_RABBITMQS, in_ci, installed_rabbitmq
+from tests.given_rabbitmq import given_rabbitmq
 from tests.scheduling import broker_of, rank_of, scope_of
 from tests.waiting import SLOWNESS
 
@@ -147,6 +148,8 @@ def running_rabbitmq() -> Iterator[Callable[..., PrivateRabbitMQ]]:
 
         @cache
         def running(version: str, **options: str) -> PrivateRabbitMQ:
+            if (given := given_rabbitmq()) is not None:
+                return given
             return stack.enter_context(private_rabbitmq(version=version, **options))
 
         yield running

@@ -183,6 +183,8 @@ class PrivateRabbitMQ:
     name: str
     """The name of the node, such as "node1@localhost"."""
 
+    _user = _password = "guest"
+
     def __init__(
         self,
         installation: RabbitMQInstallation,
@@ -284,7 +286,7 @@ class PrivateRabbitMQ:
         """Create an empty virtual host for the user guest, and return its AMQP URL."""
         name = f"test-{secrets.token_hex(6)}"  # `random` repeats itself inside a hypothesis test
         self.api("PUT", f"/vhosts/{name}")
-        self.api("PUT", f"/permissions/{name}/guest", dict.fromkeys(_PERMISSIONS, ".*"))
+        self.api("PUT", f"/permissions/{name}/{self._user}", dict.fromkeys(_PERMISSIONS, ".*"))
         return self.url_of(name)
 
     def url_of(self, vhost: str, user: str = "guest", password: str = "guest") -> str:
@@ -347,12 +349,13 @@ class PrivateRabbitMQ:
         """
         if not self.management:
             raise BrokerFailed(f"{method} {path}: this node was started with management=False")
+        credentials = f"{self._user}:{self._password}"
         request = urllib.request.Request(
             f"{self.management_url}/api{path}",
             method=method,
             data=None if body is None else json.dumps(body).encode(),
             headers={
-                "Authorization": "Basic " + b64encode(b"guest:guest").decode(),
+                "Authorization": "Basic " + b64encode(credentials.encode()).decode(),
                 "Content-Type": "application/json",
             },
         )
