@@ -320,6 +320,8 @@ def test_uninstall_removes_everything_after_it_moved_what_waits(
     """The waiting tasks become plain ETA tasks in their queues; SQS and pgmq cannot move them."""
     send_task(app, 1, countdown=3000)
     delay.debounce(app.signature("shop.remind", queue=JOBS), key="4", seconds=3000)
+    send_task(app, 2, countdown=2000)
+    assert delay.cancel("order-2")
     assert "got True" in uninstalled(app, status=1)
     settings = {}
     if isinstance(broker, RabbitMQ):
@@ -335,7 +337,15 @@ def test_uninstall_removes_everything_after_it_moved_what_waits(
     with Celery("plain", broker=url, set_as_current=False) as plain:
         plain.conf.broker_transport_options = options_of(url)
         with plain.connection_for_read() as connection, inbox(connection, JOBS) as arriving:
-            for arrival in arriving.wait_for(2):
+
+            def moved() -> list[Any]:
+                """The tasks without the one whose message says that it was cancelled."""
+                return [
+                    each for each in arriving.arrivals if each.message.headers["id"] != "order-2"
+                ]
+
+            assert arriving.receive_until(lambda: len(moved()) == 2)
+            for arrival in moved():
                 eta = datetime.fromisoformat(arrival.message.headers["eta"])
                 assert 0 < (eta - datetime.now(UTC)).total_seconds() <= 3000
                 assert "native_delay" not in str(arrival.message.headers)

@@ -96,6 +96,21 @@ def test_status_counts_by_queue_and_purge_empties_delay_queues_only(
     assert shop.told("parked", "list") == {"parked": 0, "messages": []}
 
 
+def test_uninstall_deletes_empty_delay_queues_only(shop: Project, sqs: PrivateSqs) -> None:
+    shop.lines("declare")
+    source = (shop.folder / "shop.py").read_text()
+    (shop.folder / "shop.py").write_text(f"{source}\napp.conf.native_delay_enabled = 'drain'\n")
+    with delaying(sqs.url) as connection:
+        publish(connection, "far", "jobs", delay=3600)
+        refused = shop.delay("uninstall", "--yes")
+        assert refused.returncode == 1
+        assert "1 task(s) wait" in refused.stderr
+        shop.delay("purge", "--yes")
+    assert shop.lines("uninstall", "--yes") == [f"removed {NAME}"]
+    assert NAME not in str(sqs.client.list_queues())
+    assert shop.lines("uninstall", "--yes") == ["nothing to remove"]
+
+
 def test_a_relay_as_a_process_of_its_own(shop: Project, sqs: PrivateSqs) -> None:
     """It creates the delay queue, relays until SIGTERM, and prints how many messages it relayed."""
     command = [sys.executable, "-m", "celery", "-A", "shop", "delay", "relay", "-Q", "jobs"]
