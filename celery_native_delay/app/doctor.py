@@ -21,10 +21,10 @@ from ..errors import (
     UnsupportedBroker,
     described,
 )
-from ..finding import UNCHECKED, WRONG, Finding
+from ..finding import ADVICE, UNCHECKED, WRONG, Finding
 from ..records.opened import records_at
 from ..schedules.state import EXPIRED, MISSED
-from ..settings import DelaySettings
+from ..settings import DRAIN, DelaySettings
 from ..transports.interface import lines_of
 from .installation import admin_part, bounded_connection, installed
 from .schedules import Scheduled, Schedules
@@ -77,6 +77,7 @@ def examine(app: Any) -> list[Finding]:
     except SettingsError as exc:
         return [_failed("settings", exc)]
     found = [
+        *_of_rollback(settings),
         *_of_broker(app, settings),
         *_of_records(settings),
         *_of_rated_names(app, settings),
@@ -84,6 +85,13 @@ def examine(app: Any) -> list[Finding]:
         *_of_telemetry(settings),
     ]
     return list(dict.fromkeys(found))
+
+
+def _of_rollback(settings: DelaySettings) -> Iterator[Finding]:
+    if settings.drains:
+        problem = f'native_delay_enabled is "{DRAIN}": workers hold new delayed tasks in memory'
+        way_out = "run `celery -A PROJ delay uninstall` and remove install(app), or set it to True"
+        yield Finding("rollback", ADVICE, problem, way_out)
 
 
 def _of_broker(app: Any, settings: DelaySettings) -> Iterator[Finding]:

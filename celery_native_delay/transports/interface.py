@@ -95,6 +95,8 @@ class WorkerPart(ABC):
     @property
     def terms(self) -> str:
         """Return a text for the worker's log: the longest delay, and if adopting is on or off."""
+        if self.settings.drains:
+            return "draining: new delayed tasks do not wait here"
         longest = duration(self.settings.longest_delay_seconds)
         return f"longest delay {longest}; adopting {'on' if self.settings.adopt else 'off'}"
 

@@ -13,18 +13,29 @@ from uuid import uuid4
 from kombu.exceptions import OperationalError
 from kombu.transport import pgmq
 
-from ..finding import Finding
+from ..durations import duration
+from ..finding import WRONG, Finding
 from ..settings import DelaySettings
 from .bulk_publisher import BulkPublisher
 from .interface import Backlog, Told, Wait
 from .lasting import is_lasting_sql
 from .outbox import OutboxBatch
-from .recorded import NothingParked, RecordedWorkerPart, RecordsStatus, with_records
+from .recorded import (
+    PATIENCE_SECONDS,
+    NothingParked,
+    RecordedWorkerPart,
+    RecordsStatus,
+    with_records,
+)
 from .virtual import recorded
 from .virtual.channel import DelayingTransport
 from .virtual.collecting import Collecting, PlainMessage
 from .virtual.outbox import NotTaken
 from .virtual.template import publisher
+
+#: Conditions for messages that are not due, and for messages that are due for a while.
+_WAITING = "vt > clock_timestamp()"
+_UNREAD = f"vt < clock_timestamp() - interval '{PATIENCE_SECONDS} s'"
 
 
 class Delays(recorded.Delays):
@@ -134,7 +145,7 @@ class PgmqAdminPart(NothingParked):
     def status(self) -> Told:
         waiting = self._of_waiting("SELECT")
         listed = RecordsStatus.read(self._channel, self._channel.delays.settings)
-        found = [] if listed is None else listed.findings(parked=0)
+        found = self._unread() if listed is None else listed.findings(parked=0)
         return Told({"waiting": waiting, "parked": 0}, [f"waiting   {waiting}"], found)
 
     def backlog(self) -> Backlog:
@@ -152,18 +163,34 @@ class PgmqAdminPart(NothingParked):
             self._channel.delays.records.clear()
         return []
 
+    def _unread(self) -> list[Finding]:
+        """Report due messages that no worker has read."""
+        found = [(queue, self._rows("SELECT", queue, _UNREAD)) for queue in self._queues]
+        return [
+            Finding(
+                "workers",
+                WRONG,
+                f"no worker reads from {queue}: {count} message(s) are due for over "
+                f"{duration(PATIENCE_SECONDS)}",
+                f"start workers that consume from {queue}",
+            )
+            for queue, count in found
+            if count
+        ]
+
     def _of_waiting(self, verb: str) -> int:
-        """Count the messages not yet due; with the SQL verb "DELETE", also delete them."""
-        count = 0
-        for queue in self._queues:
-            table = f"q_{self._channel._queue_name(queue)}"
-            statement = pgmq.psycopg.sql.SQL(
-                f"{verb} FROM pgmq.{{}} WHERE read_ct = 0 AND vt > clock_timestamp()"
-            ).format(pgmq.psycopg.sql.Identifier(table))
-            if self._channel._has_queue(queue):
-                with self._channel.pgmq.pool.connection() as connection:
-                    count += connection.execute(statement).rowcount
-        return count
+        return sum(self._rows(verb, queue, _WAITING) for queue in self._queues)
+
+    def _rows(self, verb: str, queue: str, condition: str) -> int:
+        """Count the messages never read; with the SQL verb "DELETE", also delete them."""
+        if not self._channel._has_queue(queue):
+            return 0
+        table = f"q_{self._channel._queue_name(queue)}"
+        statement = pgmq.psycopg.sql.SQL(
+            f"{verb} FROM pgmq.{{}} WHERE read_ct = 0 AND {condition}"
+        ).format(pgmq.psycopg.sql.Identifier(table))
+        with self._channel.pgmq.pool.connection() as connection:
+            return int(connection.execute(statement).rowcount)
 
 
 class PgmqCollecting(Collecting):

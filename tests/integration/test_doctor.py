@@ -124,6 +124,14 @@ def test_redis_overdue_tasks_beside_a_running_promoter_are_found(
 
 
 @redis_only
+def test_a_draining_app_is_reminded_of_its_rollback(empty_redis: PrivateRedis) -> None:
+    empty_redis.client.set(Keys("", "celery_delay").promoting, "", ex=60)
+    (finding,) = of_level(app_on(empty_redis.url, enabled="drain"), ADVICE)
+    assert 'native_delay_enabled is "drain"' in finding.problem
+    assert "delay uninstall" in finding.remedy
+
+
+@redis_only
 def test_redis_without_config_gets_advice_only(own_redis: PrivateRedis) -> None:
     """Hosted Redis servers refuse CONFIG."""
     own_redis.client.config_set("appendonly", "no")

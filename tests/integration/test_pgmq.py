@@ -72,6 +72,19 @@ def test_doctor_finds_no_fault_without_records(database: str) -> None:
     assert examine(install(app)) == []
 
 
+def test_due_messages_that_nobody_reads_are_found(database: str, connection: Any) -> None:
+    app = install(Celery("shop", broker="pgmq://", set_as_current=False))
+    app.conf.update(task_default_queue="unread", broker_transport_options=options_of(database))
+    Queue("unread")(connection.default_channel).declare()
+    publish(connection, "late", "unread", delay=600)
+    assert examine(app) == []
+    with psycopg.connect(database) as directly:
+        directly.execute("UPDATE pgmq.q_unread SET vt = clock_timestamp() - interval '3 minutes'")
+    (found,) = examine(app)
+    assert found.problem == "no worker reads from unread: 1 message(s) are due for over 1 min"
+    connection.default_channel.queue_purge("unread")
+
+
 def test_bulk_sends_each_task_once(database: str, connection: Any) -> None:
     """Due as asked; a task that PostgreSQL refuses is reported."""
     app = Celery("shop", broker="pgmq://", set_as_current=False)
