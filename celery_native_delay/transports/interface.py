@@ -150,6 +150,10 @@ class WorkerPart(ABC):
         """
         return Rescue()
 
+    def rescue_in_turn(self) -> Rescue | None:
+        """Like :meth:`rescue`, but return None in a pause that all workers make together."""
+        return self.rescue()
+
     def promoter(self, connect: Callable[..., Any]) -> Promoter | None:
         """Return a loop that moves due messages to queues; None if the broker itself moves them.
 

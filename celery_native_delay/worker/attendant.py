@@ -80,6 +80,8 @@ class Attendant(Thread):
         self._stopping = Event()
         self._look_seconds = SHORTEST_LOOK_SECONDS
         self._next_look = monotonic()
+        #: True before the first look, and after a new binding.
+        self._looks_at_once = True
         self._next_divert = monotonic()
         self._warned = False
 
@@ -98,6 +100,7 @@ class Attendant(Thread):
 
     def look_for_parked(self) -> None:
         """Publish unroutable messages again now, because a queue may have been bound."""
+        self._looks_at_once = True
         self._next_look = monotonic()
         self._tasks.put(None)
 
@@ -172,8 +175,10 @@ class Attendant(Thread):
             raise errors[0]
 
     def _rescue(self) -> None:
+        part = self._part()
+        at_once, self._looks_at_once = self._looks_at_once, False
         try:
-            outcome = self._part().rescue()
+            outcome = part.rescue() if at_once else part.rescue_in_turn()
         except NotPermitted as exc:
             level = logging.DEBUG if self._warned else logging.WARNING
             self._warned = True
@@ -190,7 +195,7 @@ class Attendant(Thread):
             self._look_seconds = LONGEST_LOOK_SECONDS
         self._next_look = monotonic() + self._look_seconds
         with suppress(RecordsUnavailable):  # the gate that reads the records logs it
-            self._part().sweep()
+            part.sweep()
 
     def _divert(self) -> None:
         if monotonic() < self._next_divert:

@@ -16,6 +16,7 @@ from celery_native_delay.due_time import due_us
 from celery_native_delay.keyed.record import HEADER as KEY
 from celery_native_delay.message import HEADER, Delayed
 from celery_native_delay.testing import PrivateRabbitMQ
+from celery_native_delay.transports.interface import WorkerPart
 from celery_native_delay.transports.rabbitmq import parking
 from celery_native_delay.transports.rabbitmq.parking import Rescue, count, peek, rescue
 from tests.integration.traffic import (
@@ -304,6 +305,47 @@ def test_one_rescue_runs_at_a_time(connection: Any, vhost_url: str) -> None:
     wait_until(lambda: rescue(delays_of(connection)) == Rescue(still_parked=1))
     wait_parked(connection, 1)
     assert rescued(connection) == Rescue(still_parked=1)
+
+
+def test_a_round_publishes_few_messages_again_that_nobody_wants(
+    connection: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it leaves come first in the next round."""
+    for number in range(5):
+        park(connection, number, "nobody")
+    wait_parked(connection, 5)
+    monkeypatch.setattr(parking, "BATCH", 1)
+    monkeypatch.setattr(parking, "UNWANTED", 2)
+    assert rescued(connection) == Rescue(still_parked=2)
+    wait_parked(connection, 5)
+    declare_queue(connection, "nobody")
+    assert rescued(connection) == Rescue(delivered=5)
+
+
+def test_all_workers_pause_after_a_round_that_left_messages_parked(
+    connection: Any, vhost_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, a hundred workers would publish the parked messages again without end."""
+    park(connection, "hello", "nobody")
+    wait_parked(connection, 1)
+    monkeypatch.setattr(parking, "PAUSE_SECONDS", 4.0)
+    with delaying(vhost_url) as other:
+        first, second = map(part_of, (connection, other))
+        assert first.rescue_in_turn() == Rescue(still_parked=1)
+        assert first.rescue_in_turn() is None
+        assert second.rescue_in_turn() is None
+        # Without the pause: at a worker's start, after a new binding, and by command.
+        assert second.rescue() == Rescue(still_parked=1)
+        wait_until(lambda: second.rescue_in_turn() == Rescue(still_parked=1))
+        declare_queue(other, "nobody")
+        assert first.rescue() == Rescue(delivered=1)
+        assert second.rescue_in_turn() == Rescue()
+
+
+def part_of(connection: Any) -> WorkerPart:
+    channel = connection.default_channel
+    part: WorkerPart = channel.worker_part(channel.delays.settings)
+    return part
 
 
 def test_peek_leaves_the_order_of_messages(

@@ -10,7 +10,7 @@ import pytest
 
 from celery_native_delay import ManagementUnavailable, NativeDelayError, PublishRefused
 from celery_native_delay.settings import DelaySettings
-from celery_native_delay.transports.interface import Wait
+from celery_native_delay.transports.interface import Rescue, Wait
 from celery_native_delay.worker import attendant
 from celery_native_delay.worker.attendant import Attendant, Task
 
@@ -85,3 +85,21 @@ def test_a_management_api_that_does_not_answer_is_not_asked_at_every_look(
     for _ in range(3):
         thread._divert()
     assert asked == [1]
+
+
+def test_only_the_first_look_and_one_after_a_new_binding_skip_the_pause_of_all_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    thread, looks = Attendant(None, DelaySettings()), []
+
+    def look(kind: str) -> Callable[[], Rescue]:
+        return lambda: looks.append(kind) or Rescue()  # type: ignore[func-returns-value]
+
+    part = SimpleNamespace(rescue=look("now"), rescue_in_turn=look("in turn"), sweep=int)
+    monkeypatch.setattr(thread, "_part", lambda: part)
+    thread._rescue()
+    thread._rescue()
+    thread.look_for_parked()
+    thread._rescue()
+    thread._rescue()
+    assert looks == ["now", "in turn", "now", "in turn"]

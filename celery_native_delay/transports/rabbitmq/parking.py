@@ -11,7 +11,7 @@ from time import time_ns
 from typing import Any
 
 import amqp
-from amqp.exceptions import AccessRefused, NotFound, ResourceLocked
+from amqp.exceptions import AccessRefused, ChannelError, NotFound, ResourceLocked
 
 from ...errors import DelayTooLong
 from ...keyed.record import HEADER as KEY
@@ -31,8 +31,14 @@ BATCH = 100
 #: How many seconds to wait for a message that the broker has counted in the queue.
 ARRIVAL_SECONDS = 5.0
 
-#: How many messages one rescue publishes at most, so that a missing destination costs little.
+#: How many messages one rescue publishes at most.
 ROUND = 10_000
+
+#: How many of them at most go back to the parking queue, because nothing wants them.
+UNWANTED = 1_000
+
+#: How many seconds all workers leave the parking queue alone after a rescue left messages there.
+PAUSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,11 @@ def rescue(delays: Delays) -> Rescue | None:
     try:
         with _lock(delays), closing(_Arrivals(delays)) as arrivals:
             work = _RescueState(delays, WindowChannel(delays.connection))
-            while parked > 0 and (batch := arrivals.take(min(parked, BATCH))):
+            while (
+                parked > 0
+                and work.outcome.still_parked < UNWANTED
+                and (batch := arrivals.take(min(parked, BATCH)))
+            ):
                 parked -= len(batch)
                 _rescue_batch(work, [_parked(message) for message in batch])
                 arrivals.settle(batch)
@@ -98,6 +108,28 @@ def rescue(delays: Delays) -> Rescue | None:
             return work.outcome
     except ResourceLocked:
         return None
+
+
+def rescue_in_turn(delays: Delays) -> Rescue | None:
+    """Like :func:`rescue`, but return None in the pause that all workers make after a rescue."""
+    pause = delays.topology.rescue_pause_queue
+    if not count(delays):
+        return Rescue()
+    with suppress(AccessRefused):
+        if delays.declarer.depth(pause):
+            return None
+    outcome = rescue(delays)
+    if outcome is not None and outcome.still_parked:
+        # A message with a TTL, not a queue that expires: each look at a queue renews its lease.
+        # Without the right to declare the queue, each worker pauses on its own.
+        mark = amqp.Message(expiration=str(round(PAUSE_SECONDS * 1000)))
+        with suppress(ChannelError):
+            channel = delays.declarer.channel
+            channel.queue_declare(
+                pause, durable=True, auto_delete=False, arguments={"x-max-length": 1}
+            )
+            channel.send(Publication(mark, "", pause, mandatory=False))
+    return outcome
 
 
 def peek(delays: Delays, *, limit: int) -> list[Parked]:

@@ -137,6 +137,7 @@ class Topology:
         )
         self.parking_exchange = self.parking_queue = f"{self.space}.parked"
         self.rescue_lock_queue = f"{self.space}.rescue-lock"
+        self.rescue_pause_queue = f"{self.space}.rescue-pause"
         self.delivery_exchange = f"{self.name}.delivery"
         self.ready_exchange = f"{self.name}.ready"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import amqp
 from amqp.exceptions import AccessRefused, ChannelError, MessageNacked
@@ -13,9 +13,10 @@ from ...finding import Finding
 from ...message import Delayed
 from ..interface import Rescue, Wait, WorkerPart
 from ..recorded import RecordedWorkerPart
+from .delays import Delays
 from .management import management_of, overriding_policies, refusing_queues
 from .mirror import diverted
-from .parking import rescue
+from .parking import rescue, rescue_in_turn
 
 
 class RabbitMQWorkerPart(RecordedWorkerPart):
@@ -107,6 +108,12 @@ class RabbitMQWorkerPart(RecordedWorkerPart):
         self._delays.put_back(message, delayed, recorded=wait.delivery_id is None)
 
     def rescue(self) -> Rescue | None:
+        return self._permitted(rescue)
+
+    def rescue_in_turn(self) -> Rescue | None:
+        return self._permitted(rescue_in_turn)
+
+    def _permitted(self, rescue: Callable[[Delays], Rescue | None]) -> Rescue | None:
         try:
             return rescue(self._delays)
         except AccessRefused as exc:
