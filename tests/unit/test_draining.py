@@ -81,7 +81,9 @@ def test_beat_sends_schedule_entries_again(enabled: object) -> None:
 
 
 def test_a_draining_worker_drops_occurrences_that_beat_sends_again() -> None:
-    occurrence: dict[str, Any] = {OCCURRENCE: {"v": 1, "entry": "report", "number": 7}}
+    occurrence: dict[str, Any] = {
+        OCCURRENCE: {"v": 1, "app": "shop", "entry": "report", "number": 7}
+    }
     ruling = left_to_beat(arrival(WAITED, **occurrence))
     assert isinstance(ruling, Drop)
     assert left_to_beat(arrival(WAITED)) is None
