@@ -174,7 +174,7 @@ def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
 
 
 def _local(ctx: click.Context, due: str) -> str:
-    return local(ctx, datetime.fromisoformat(due))
+    return local(ctx, datetime.fromisoformat(due), "milliseconds")
 
 
 @command(group=parked, name="requeue")
