@@ -31,7 +31,7 @@ from .attendant import Attendant
 from .fencing import Fence
 from .gates import Moved, gates
 from .rating import Rated
-from .scheduling import Scheduling, left_to_beat
+from .scheduling import LeftToBeat, Scheduling
 from .strategies import GatedStrategies, Waker, forget_eta
 from .tallying import Tallying
 from .telemetry import Telemetry
@@ -94,12 +94,14 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._moved = Moved(settings)
         self._tallying = Tallying(c, settings.rates_by_task)
         self._rated = Rated(settings, c.app.tasks) if settings.rates else None
-        schedules = settings.schedules and not settings.drains
-        self._scheduling = self.scheduling_class(c.app, c.timer) if schedules else None
-        scheduling = left_to_beat if settings.drains else self._scheduling
+        self._scheduling: Scheduling | None = None
+        if settings.drains:
+            self._scheduling = LeftToBeat(c.app, c.timer)
+        elif settings.schedules:
+            self._scheduling = self.scheduling_class(c.app, c.timer)
         # Unique comes last: this gate takes the key's lease, after which the task must not wait.
         fence = Fence(settings, str(c.hostname), records_location(c.app, settings))
-        passed = gates(settings, self._moved, scheduling, fence, self._rated, Unique(c.app))
+        passed = gates(settings, self._moved, self._scheduling, fence, self._rated, Unique(c.app))
         c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)
         if settings.telemetry is not None:
             self._telemetry = Telemetry(installation, c, settings.telemetry)

@@ -108,11 +108,17 @@ class Scheduling:
         self._thread.submit(_logged, job)
 
 
-def left_to_beat(arrival: Arrival) -> Ruling | None:
-    """A check in a draining app: drop occurrences of schedule entries, which beat sends again."""
-    if not arrival.has_headers or occurrence_of(arrival.fields) is None:
-        return None
-    return Drop('native_delay_enabled is "drain", so celery beat sends this entry')
+class LeftToBeat(Scheduling):
+    """Drops the occurrences of a draining app, whose entries ``celery beat`` sends again."""
+
+    def __call__(self, arrival: Arrival) -> Ruling | None:
+        occurrence = occurrence_of(arrival.fields) if arrival.has_headers else None
+        if occurrence is not None and occurrence.app == str(self._app.main or ""):
+            return Drop('native_delay_enabled is "drain", so celery beat sends this entry')
+        return super().__call__(arrival)
+
+    def start(self) -> None:
+        """Publish no entries."""
 
 
 def _logged(job: Callable[[], object]) -> None:

@@ -14,9 +14,9 @@ from celery_native_delay import Delay, KeyedResult, UnsupportedBroker, install
 from celery_native_delay.now import utc_now
 from celery_native_delay.schedules.state import HEADER as OCCURRENCE
 from celery_native_delay.settings import DelaySettings
-from celery_native_delay.worker.arrival import Drop, WaitUntil
+from celery_native_delay.worker.arrival import Arrival, Drop, WaitUntil
 from celery_native_delay.worker.gates import Moved, gates
-from celery_native_delay.worker.scheduling import left_to_beat
+from celery_native_delay.worker.scheduling import LeftToBeat, Scheduling
 from tests.unit.test_gates import IN_A_MINUTE, WAITED, arrival
 
 both = pytest.mark.parametrize("enabled", ["drain", False])
@@ -80,13 +80,24 @@ def test_beat_sends_schedule_entries_again(enabled: object) -> None:
     assert service.scheduler == "Celery's own"
 
 
-def test_a_draining_worker_drops_occurrences_that_beat_sends_again() -> None:
-    occurrence: dict[str, Any] = {
-        OCCURRENCE: {"v": 1, "app": "shop", "entry": "report", "number": 7}
-    }
-    ruling = left_to_beat(arrival(WAITED, **occurrence))
-    assert isinstance(ruling, Drop)
-    assert left_to_beat(arrival(WAITED)) is None
+def test_a_draining_worker_drops_occurrences_that_beat_sends_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of other apps in the same namespace still run: their beat stands still."""
+    asked = Mock(return_value=None)
+    monkeypatch.setattr(Scheduling, "__call__", asked)
+    gate = LeftToBeat(app_with("drain"), Mock())
+
+    def occurrence_in(app: str) -> Arrival:
+        mark: dict[str, Any] = {"v": 1, "app": app, "entry": "report", "number": 7}
+        return arrival(WAITED, **{OCCURRENCE: mark})
+
+    assert isinstance(gate(occurrence_in("shop")), Drop)
+    asked.assert_not_called()
+    others = occurrence_in("bills")
+    assert gate(others) is None
+    asked.assert_called_once_with(others)
+    gate.close()
 
 
 def test_a_draining_worker_holds_new_tasks_and_puts_back_those_that_already_waited() -> None:
