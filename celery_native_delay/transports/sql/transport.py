@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from queue import Empty
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ from ..aliases import OPTION, originals
 from ..interface import AdminPart, WorkerPart
 from ..moving import MovingPart
 from ..virtual.channel import DelayingChannel, DelayingTransport, Message
-from .whole_files import is_folder, put_file
+from .whole_files import is_folder, is_next_unfinished, put_file
 
 
 class StoreDelayingChannel(DelayingChannel):
@@ -171,7 +172,7 @@ class StoreDelayingTransport(DelayingTransport):
 
 
 class FolderChannel(StoreDelayingChannel):
-    """A mixin for kombu's filesystem channel: consumers see only complete message files."""
+    """A mixin for kombu's filesystem channel: it writes and reads only complete message files."""
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
         if self.due_of(message) is not None or underway.get() is not None:
@@ -180,6 +181,11 @@ class FolderChannel(StoreDelayingChannel):
             return put_file(self, queue, dumps(message))
         except OSError as exc:
             raise ChannelError(f"Cannot add a file for {queue!r} to directory: {exc}") from exc
+
+    def _get(self, queue: str, **kwargs: Any) -> Any:
+        if is_next_unfinished(self, queue):
+            raise Empty
+        return super()._get(queue, **kwargs)  # type: ignore[misc]
 
 
 class DatabaseChannel(StoreDelayingChannel):
