@@ -10,7 +10,7 @@
 # The folder is ~/.cache/celery_native_delay/rabbitmq-4.3 or $NATIVE_DELAY_RABBITMQ_43_ROOT.
 set -eu
 
-SUITE=forky     # the Debian release that has RabbitMQ 4.3
+RELEASE=forky   # the Debian release that has RabbitMQ 4.3
 SERVER=usr/lib/rabbitmq/bin/rabbitmq-server
 here=$(dirname "$0")
 
@@ -49,53 +49,6 @@ not_at_boot() {
     fi
 }
 
-# What "$@" mounts disappears with its mount namespace: none is ever left in the folder, which
-# would make deleting it dangerous.
-alone() {
-    unshare --mount "$@"
-}
-
-install_rabbitmq_43() {
-    root=${NATIVE_DELAY_RABBITMQ_43_ROOT:-$HOME/.cache/celery_native_delay/rabbitmq-4.3}
-    if [ -x "$root/$SERVER" ]; then return; fi
-    if [ "$(uname)" != Linux ] || [ "$(id -u)" != 0 ]; then
-        echo "RabbitMQ 4.3 for the tests runs in a chroot: that needs Linux and root." >&2
-        return 1
-    fi
-    if ! command -v debootstrap >/dev/null || ! [ -e /usr/share/keyrings/debian-archive-keyring.gpg ]; then
-        "$here/install_packages.sh" debootstrap debian-archive-keyring
-    fi
-    mkdir -p "$(dirname "$root")"
-    exec 9>"$root.lock"
-    flock 9
-    if [ -x "$root/$SERVER" ]; then return; fi
-
-    # Built beside its final place and moved there when complete: a broken build is never used.
-    building=$root.building
-    rm -rf --one-file-system "$building"
-    echo "Building RabbitMQ 4.3 from Debian $SUITE in $root (about a minute)."
-    # debootstrap's own default mirror; the script of `sid` fits every later release.
-    if ! alone debootstrap --variant=minbase "$SUITE" "$building" "" sid >"$root.log" 2>&1 \
-        || ! alone sh -euc "$INSTALL_43" "$building" >>"$root.log" 2>&1; then
-        tail -n 20 "$root.log" >&2
-        echo "RabbitMQ 4.3 could not be built; all of the output is in $root.log." >&2
-        return 1
-    fi
-    mv "$building" "$root"
-    rm -f "$root.log"
-}
-
-INSTALL_43='
-mount --rbind /proc "$0/proc"
-mount --rbind /dev "$0/dev"
-cp /etc/hosts "$0/etc/hosts"
-printf "#!/bin/sh\nexit 101\n" >"$0/usr/sbin/policy-rc.d"
-chmod 755 "$0/usr/sbin/policy-rc.d"
-export DEBIAN_FRONTEND=noninteractive
-chroot "$0" apt-get install -qq -y --no-install-recommends rabbitmq-server python3-venv
-chroot "$0" apt-get clean
-'
-
 install_system RabbitMQ rabbitmq-server "/$SERVER" \
     /opt/homebrew/opt/rabbitmq/sbin/rabbitmq-server /usr/local/opt/rabbitmq/sbin/rabbitmq-server
 if [ "$with_redis" = yes ]; then
@@ -106,4 +59,7 @@ if [ "$with_postgresql" = yes ]; then
     install_system PostgreSQL postgresql /usr/lib/postgresql/*/bin/postgres \
         /opt/homebrew/bin/postgres /usr/local/bin/postgres
 fi
-if [ "$with_43" = yes ]; then install_rabbitmq_43; fi
+if [ "$with_43" = yes ]; then
+    root=${NATIVE_DELAY_RABBITMQ_43_ROOT:-$HOME/.cache/celery_native_delay/rabbitmq-4.3}
+    [ -x "$root/$SERVER" ] || "$here/build_debian.sh" "$RELEASE" "$root" make python3-venv rabbitmq-server
+fi

@@ -21,7 +21,7 @@ SHOW = "import celery, kombu; print(celery.__version__, kombu.__version__)"
 
 
 @pytest.mark.rabbitmq
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(800)
 @pytest.mark.parametrize(("celery", "kombu"), RELEASES)
 def test_unit_and_task_tests_pass_on_celery(celery: str, kombu: str, tmp_path: Path) -> None:
     """The release and its dependencies come first on Python's path."""
