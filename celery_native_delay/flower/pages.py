@@ -92,7 +92,7 @@ class Page(Errors):
         self.render(
             f"{self._name}.html",
             name=self._name,
-            time_zone=str(self.capp.conf.timezone or ""),
+            time_zone=str(self.capp.timezone),
             static=partial(web.StaticFileHandler.make_static_url, ours),
             has_link=self._name in self.application.linked,
             read_only=options.read_only,

@@ -287,14 +287,25 @@ def test_overdue_tasks_are_explained_and_do_not_hide_the_next_due_time(
     delay.cancel_all(delay.ids())
 
 
-def test_without_a_zone_of_the_app_times_are_in_utc(
-    app: Celery, delay: Delay, chrome: Chrome, tmp_path_factory: pytest.TempPathFactory
+@pytest.mark.parametrize(
+    ("enable_utc", "shown"),
+    [(True, "2030-06-30 22:30:00 UTC"), (False, "2030-07-01 07:30:00 JST")],
+)
+def test_without_a_zone_of_the_app_times_are_in_celerys(
+    app: Celery,
+    delay: Delay,
+    chrome: Chrome,
+    tmp_path_factory: pytest.TempPathFactory,
+    enable_utc: bool,
+    shown: str,
 ) -> None:
+    """In UTC, or with ``enable_utc = False`` in the time zone of the machine, as in commands."""
     folder = tmp_path_factory.mktemp("flower")
-    with fleet_on(app.conf.broker_url, folder, timezone=None) as fleet, flowers_on(fleet) as some:
-        page = DelaysPage(chrome, some.start())
+    conf = {"timezone": None, "enable_utc": enable_utc}
+    with fleet_on(app.conf.broker_url, folder, **conf) as fleet, flowers_on(fleet) as some:
+        page = DelaysPage(chrome, some.start(TZ="Asia/Tokyo"))
         page.lists(TASKS)
-        assert "2030-06-30 22:30:00 UTC" in page.text("#delays-table tbody tr:first-child time")
+        assert shown in page.text("#delays-table tbody tr:first-child time")
 
 
 def test_control_characters_are_escaped(
