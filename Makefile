@@ -107,9 +107,10 @@ demo-spark: venv ## remind a day's customers from local Spark, and prove that ea
 	@case '$(BROKER)' in ''|rabbitmq) scripts/setup_brokers.sh --rabbitmq ;; esac
 	$(PYTHON) -m example_project.spark_demo '$(BROKER)'
 
-public-suites: venv ## run kombu's and Celery's own tests with our transport
-	@scripts/setup_brokers.sh --rabbitmq
-	$(PYTHON) scripts/public_suites.py
+# SUITES is the options of scripts/public_suites.py, such as "--only flower".
+public-suites: venv ## run the tests of Celery, kombu, Flower and others, without us and with us
+	@scripts/setup_brokers.sh
+	$(PYTHON) scripts/public_suites.py $(SUITES)
 
 clean: ## remove .venv, builds and caches
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
