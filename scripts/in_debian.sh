@@ -32,6 +32,6 @@ for shared in /etc/resolv.conf /etc/hosts /etc/pip.conf /etc/ssl /root/.config/p
 done
 mkdir -p "$root/root/.cache/pip" "$root/tmp/project"
 mount --rbind "$pip_cache" "$root/root/.cache/pip"
-tar --create --exclude=./.git --exclude=./.venv --directory "$here" . | tar --extract --directory "$root/tmp/project"
+tar --create --exclude=./.git --exclude=./.venv --exclude=./.pytest_cache --directory "$here" . | tar --extract --directory "$root/tmp/project"
 exec chroot "$root" env --chdir=/tmp/project "$@"
 ' sh "$root" "$here" "$pip_cache" "$@"
