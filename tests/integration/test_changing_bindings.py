@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from amqp.exceptions import NotFound
+from amqp.exceptions import ConsumerCancelled, NotFound
+from kombu import Queue
 
 from celery_native_delay.transports.rabbitmq import routes
 from celery_native_delay.transports.rabbitmq.parking import rescue
@@ -135,8 +136,27 @@ def test_deleting_a_queue_deletes_its_landing_queue(worker: Any, producer: Any) 
     serve(worker, "full", "shop", "direct", **REJECTS)
     assert depth(worker, TOPOLOGY.queue_landing_queue("full")) == 0
     producer.default_channel.queue_delete("full")
-    with pytest.raises(NotFound):
-        depth(worker, TOPOLOGY.queue_landing_queue("full"))
+    wait_until(lambda: is_missing(worker, TOPOLOGY.queue_landing_queue("full")))
+
+
+def is_missing(connection: Any, queue: str) -> bool:
+    try:
+        depth(connection, queue)
+    except NotFound:
+        return True
+    return False
+
+
+def test_deleting_a_queue_that_is_consumed_succeeds_and_its_consumer_learns_of_it(
+    worker: Any,
+) -> None:
+    """The news is not raised out of the deletion."""
+    serve(worker, "jobs", "shop", "direct")
+    consumer = worker.Consumer(Queue("jobs", no_declare=True), callbacks=[print])
+    consumer.consume()
+    worker.default_channel.queue_delete("jobs")
+    with pytest.raises(ConsumerCancelled):
+        wait_until(lambda: worker.drain_events(timeout=1))
 
 
 @contextmanager

@@ -193,8 +193,9 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
 
     def queue_delete(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
         """Delete a queue, and the landing queue that dead-letters due messages to the queue."""
+        landing = self.delays.preparation.empty_landing_queue(queue)
         result = super().queue_delete(queue, *args, **kwargs)
-        self.delays.preparation.queue_deleted(queue)
+        self.delays.preparation.queue_deleted(queue, landing)
         return result
 
     # --- receiving -----------------------------------------------------------------------
