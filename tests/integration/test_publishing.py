@@ -572,7 +572,7 @@ def test_a_batch_put_back_tells_which_message_the_broker_did_not_take(
 ) -> None:
     """The worker tries only these again. The others come once, though one closed the channel."""
     declare_queue(connection, "orders")
-    etas = {body: eta_in(1.5) for body in ("good", "nacked", "bad", "last")}
+    etas = {body: eta_in(1.5) for body in ("good", "bad", "nacked", "last")}
     etas["far"] = "2300-01-01T00:00:00+00:00"
     with Connection(vhost_url) as plain:
         for body, eta in etas.items():
@@ -602,5 +602,5 @@ def test_a_batch_put_back_tells_which_message_the_broker_did_not_take(
     assert [type(result) for result in results] == [NoneType, MessageNacked, NoneType, NoneType]
     monkeypatch.setattr(Delays, "_wrapped", spoil)
     results = part.put_back(waits)
-    expected = [NoneType, MessageNacked, PublishRefused, NoneType, NoneType]
+    expected = [NoneType, PublishRefused, MessageNacked, NoneType, NoneType]
     assert [type(result) for result in results] == expected
