@@ -210,15 +210,20 @@ def cpu_seconds_of_plain_sends() -> float:
 def test_a_thousand_tasks_of_three_months_run_within_seconds(
     app: Celery, clock: Clock, ran: list[Any]
 ) -> None:
-    """It takes 1.2 s on a quiet machine, and 5 to 9 times as long as plain Celery's sends."""
-    plain_seconds = cpu_seconds_of_plain_sends()
-    before = time.process_time()
-    for number in range(1000):
-        send(app, "note", number, countdown=number * 90 * DAY / 1000)
-    clock.advance(days=90)
-    spent_seconds = time.process_time() - before
-    assert ran == list(range(1000))
-    assert spent_seconds < 15 * max(plain_seconds, cpu_seconds_of_plain_sends())
+    """It takes 1.2 s on a quiet machine, and 5 to 9 times as long as plain Celery's sends.
+
+    The better of two rounds counts, because other processes only add CPU time.
+    """
+    plain_seconds, spent_seconds = [], []
+    for _ in range(2):
+        plain_seconds.append(cpu_seconds_of_plain_sends())
+        before = time.process_time()
+        for number in range(1000):
+            send(app, "note", number, countdown=number * 90 * DAY / 1000)
+        clock.advance(days=90)
+        spent_seconds.append(time.process_time() - before)
+    assert ran == [*range(1000), *range(1000)]
+    assert min(spent_seconds) < 15 * max(plain_seconds)
 
 
 # ---- run_all and limits --------------------------------------------------------------------------
