@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -248,7 +249,7 @@ def test_missing_permissions_are_named_in_the_error(
     client = empty_redis.client
     client.execute_command(*["ACL", "SETUSER", "guest", "on", "nopass", "~jobs", "+@all"])
     guest = type(client)(unix_socket_path=str(empty_redis.socket), username="guest", password="x")
-    with pytest.raises(NotPermitted, match=r"~tests\.v2\.\*"):
+    with closing(guest), pytest.raises(NotPermitted, match=r"~tests\.v2\.\*"):
         Store(guest, KEYS).add("one", 0, b"push 0 4\njobsx")
     client.execute_command("ACL", "DELUSER", "guest")
 
