@@ -90,10 +90,16 @@ class Arrival:
         """The reason why the task will not run: "cancelled", "expired", or None if it runs."""
         if self.is_cancelled or self.id in state.revoked:
             return "cancelled"
+        return "expired" if self.is_expired else None
+
+    @property
+    def is_expired(self) -> bool:
+        """True if the task's ``expires``, or else the message's ``expiration``, has passed."""
+        # RabbitMQ removes ``expiration`` when it dead-letters a message, so our header has a copy.
         expires_us = due_us_or_none(self.fields.get("expires"))
         if expires_us is None and self.delayed is not None and self.delayed.expires_ms is not None:
             expires_us = self.delayed.expires_ms * 1000
-        return "expired" if expires_us is not None and expires_us < self.now_us else None
+        return expires_us is not None and expires_us < self.now_us
 
     def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
         """Return the decision that the task waits 5 s, because the records are unreachable.

@@ -56,12 +56,9 @@ def cancelled(arrival: Arrival) -> Ruling | None:
 
 def expired(arrival: Arrival) -> Ruling | None:
     """A check before a task runs: drop a message whose ``expiration`` has passed."""
-    # RabbitMQ removes ``expiration`` when it dead-letters a message, so our header has a copy.
-    delayed = arrival.delayed
-    if delayed is None or delayed.expires_ms is None or arrival.fields.get("expires"):
-        return None
-    late = arrival.now_us > delayed.expires_ms * 1000
-    return Drop("it has expired", expired=True) if late else None
+    if arrival.fields.get("expires") or not arrival.is_expired:
+        return None  # Celery itself announces a task whose ``expires`` has passed
+    return Drop("it has expired", expired=True)
 
 
 def early(arrival: Arrival) -> Ruling | None:
