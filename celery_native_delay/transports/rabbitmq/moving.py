@@ -42,9 +42,6 @@ from .topology import Topology
 #: RabbitMQ 4 drops a message at its 21st return.
 _MOST_DELIVERIES = 12
 
-#: Seconds to wait for RabbitMQ's confirm of one message.
-CONFIRM_SECONDS = 30.0
-
 #: A function that reads a message: its body, properties and delivery info, and *now_us*.
 Read = Callable[..., Found]
 
@@ -192,7 +189,7 @@ class RabbitMQMovingPart(MovingPart):
         channel = self._plain = self._plain or WindowChannel(self._delays.connection)
         try:
             channel.send(publication)
-            channel.wait_all(timeout_seconds=CONFIRM_SECONDS)
+            channel.wait_all(timeout_seconds=self._settings.confirm_timeout_seconds)
         except NotFound as exc:
             self._plain = None  # RabbitMQ has closed the channel
             raise CannotDelay(f"there is no exchange {delayed.exchange!r}") from exc
