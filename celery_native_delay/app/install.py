@@ -66,7 +66,7 @@ def install(app: App, **settings: Any) -> App:
 
 
 def _hook(installation: Installation) -> None:
-    """Add what is missing in the app's configuration, tasks, control, fixups and worker."""
+    """Add each part of this package that the app lacks, such as the bootstep of its workers."""
     app: Any = installation.app
     if installation.keywords:
         app.conf.update({PREFIX + name: value for name, value in installation.keywords.items()})
