@@ -77,11 +77,11 @@ def places(bench: Bench) -> Iterator[dict[str, Celery]]:
     """Yield one Celery app for each broker, by the broker's name."""
     with ExitStack() as stack:
         redis = stack.enter_context(private_redis(config=REDIS_CONFIG))
-        records = stack.enter_context(private_redis(config=REDIS_CONFIG))
+        store = stack.enter_context(private_redis(config=REDIS_CONFIG))
         vhost = stack.enter_context(bench.vhost())
         apps = {
             "Redis": make_app("ours", redis.url),
-            "RabbitMQ": make_app("ours", vhost, records=records.url),
+            "RabbitMQ": make_app("ours", vhost, store=store.url),
             "SQLite": make_app("ours", f"{SCHEME}{bench.folder}/keys"),
         }
         for place, app in apps.items():

@@ -20,8 +20,8 @@ from celery_native_delay.bulk import bulk
 from celery_native_delay.rates.in_records import RecordLines
 from celery_native_delay.rates.in_redis import RedisLines
 from celery_native_delay.rates.line import Asked, Lines
+from celery_native_delay.store.sql import SqlStore
 from celery_native_delay.testing import PrivateRedis, private_redis
-from celery_native_delay.transports.sql.store import Store
 
 ASKED = 2_000
 SPREAD = 300
@@ -66,10 +66,10 @@ def row(result: Result, what: str, way: str, figure: float, unit: str, more: str
 def gate(bench: Bench, server: PrivateRedis, result: Result) -> None:
     pool = redis.ConnectionPool.from_url(server.url)
     connection = pool.make_connection()
-    store = Store(f"sqlite:///{bench.folder}/rates.db", "bench")
+    store = SqlStore(f"sqlite:///{bench.folder}/rates.db", "bench", timeout_seconds=5)
     kept: dict[str, Lines] = {
         "Redis": RedisLines(pool, "bench", server.url),
-        "SQLite": RecordLines(store.records),
+        "SQLite": RecordLines(store.state),
     }
     for where, lines in kept.items():
         starting: list[float] = []
@@ -130,7 +130,7 @@ def spread(bench: Bench, server: PrivateRedis, result: Result) -> None:
         ("Celery's rate_limit, two workers", "held", database(server, 4), CELERYS, 2),
     ]
     with bench.vhost() as url:
-        kept = {"native_delay_records": database(server, 5)}
+        kept = {"native_delay_store": database(server, 5)}
         ways.insert(2, ("ours, RabbitMQ", "ours", url, RATED | kept, 1))
         for label, method, broker, conf, workers in ways:
             starts = started(bench, label, method, broker, conf, count, workers)

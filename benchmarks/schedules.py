@@ -86,7 +86,7 @@ def measured(
         if method == "ours":
             conf["native_delay_schedules"] = True
             if broker == "RabbitMQ":
-                conf["native_delay_records"] = redis.url
+                conf["native_delay_store"] = redis.url
             worker = stack.enter_context(running_worker("ours", url, bench.folder, conf=conf))
             settings = {name[13:]: value for name, value in conf.items() if "native_delay" in name}
             app = make_app("ours", url, **settings)

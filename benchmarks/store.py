@@ -1,210 +1,225 @@
-"""Measure SQLite as a delay store (a database in which messages wait).
-
-The scenario measures adding messages, moving due messages to the broker, and the lateness of tasks
-on a folder broker.
-"""
+"""Measure stores beside RabbitMQ: publishing into them, dispatching due tasks, and lateness."""
 
 from __future__ import annotations
 
 import gc
-import json
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from time import monotonic_ns, perf_counter, time_ns
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from time import perf_counter, time
 from typing import Any
 
-import kombu
-from kombu import Connection
+from celery import Celery
+from kombu import Consumer
 from matplotlib.figure import Figure
-from sqlalchemy import insert
 
+from benchmarks.apps import QUEUE, REPOSITORY, TASK, declare_for, environment_of, make_app
 from benchmarks.charts import quartile_bars
-from benchmarks.lateness import starts_on
 from benchmarks.measuring import (
+    REDIS_CONFIG,
     Bench,
     Result,
     Target,
     lateness_columns,
     median,
+    percentile,
+    percentile_columns,
     quartiles,
     quiet,
 )
-from celery_native_delay.transports.sql.handover import HandOver, hand_over_on
-from celery_native_delay.transports.sql.rows import BATCH
-from celery_native_delay.transports.sql.schema import MESSAGES
-from celery_native_delay.transports.sql.store import Store
-from example_project.folder_broker import SCHEME, settings_of
+from celery_native_delay.bulk import bulk
+from celery_native_delay.store.dispatcher import Dispatcher
+from celery_native_delay.testing import private_redis
+from tests.postgresql import private_postgresql
 
-PENDING = 100_000
 ROUNDS = 40
-BLOCK = 200
-"""The number of consecutive adds of one variant."""
-DISPATCHED = 1_000
-"""The number of due messages that one round moves to the broker."""
-TASKS = 1_000
-FAR_US = 3_600_000_000
-
-QUEUE = "bench"
-ENVELOPE = json.dumps(
-    {
-        "body": "e" * 400,
-        "content-type": "application/json",
-        "content-encoding": "utf-8",
-        "headers": {"task": "bench", "id": "e" * 36, "native_delay": {"v": 1, "due": 1}},
-        "properties": {
-            "delivery_tag": "e" * 36,
-            "delivery_info": {"exchange": "", "routing_key": QUEUE},
-        },
-    }
-)
-"""An envelope (encoded message) about as long as the message of a task with one argument."""
-
-MODES = ("normal", "full")
-TABLE, FILES = "into the broker's tables", "into files"
+BLOCK = 50
+"""The number of consecutive publishes of one variant."""
+DISPATCHED = 2_000
+"""The number of due tasks that one round publishes to RabbitMQ."""
+LATE_TASKS = 20_000
+PER_SECOND = 1_000
+"""The number of tasks that become due in a second, for lateness."""
+FAR_SECONDS = 3_600
+BROKER = "RabbitMQ's levels"
+IMMEDIATE = "RabbitMQ, not delayed"
 
 
 def run(bench: Bench) -> Result:
-    pending = bench.count(PENDING, at_least=500)
-    rounds = bench.count(ROUNDS, at_least=3)
-    added: dict[str, list[float]] = {mode: [] for mode in MODES}
-    dispatched: dict[tuple[str, str], list[float]] = {}
-    order = random.Random(6)
-    # Measure one mode after the other: a sync in mode FULL would wait for the writes in mode
-    # NORMAL.
-    for mode in MODES:
-        store = filled(bench, mode, pending)
-        with quiet(), bench.progress(f"store: add and dispatch, {mode}", rounds) as done:
-            for number in range(rounds):
-                gc.collect()
-                added[mode].append(add_rate(store))
-                for place in order.sample((TABLE, FILES), 2):
-                    with destination(bench, store, place) as hand_over:
-                        rates = dispatched.setdefault((mode, place), [])
-                        rates.append(dispatch_rate(store, hand_over))
-                done(number + 1)
-        store.engine.dispose()
-    late_ms = lateness(bench)
+    with ExitStack() as stack:
+        redis = stack.enter_context(private_redis(config=REDIS_CONFIG))
+        postgresql = stack.enter_context(private_postgresql())
+        stores = {
+            "Redis": redis.url,
+            "PostgreSQL": postgresql.new_database(),
+            "SQLite": f"sqlite:///{bench.folder}/store.db",
+        }
+        published = publishes(bench, stores)
+        dispatched = {place: dispatch_rates(bench, url) for place, url in stores.items()}
+        late_ms = {place: lateness(bench, stores[place]) for place in ("Redis", "PostgreSQL")}
+    rows = [
+        {"what": f"apply_async: {way}", "per s": 1 / median(each), **percentile_columns(each, "ms")}
+        for way, each in published.items()
+    ]
+    rows += [
+        {"what": f"dispatch from {place}", "per s": median(each), **dict.fromkeys(_COLUMNS, "")}
+        for place, each in dispatched.items()
+    ]
+    rows += [
+        {"what": f"lateness, {place}", "per s": PER_SECOND, **_lateness(each)}
+        for place, each in late_ms.items()
+    ]
+    base = median(published[IMMEDIATE])
     result = Result(
-        "Timeout store: SQLite",
-        f"Medians of {rounds} rounds with {pending:,} waiting messages. Add: one message of "
-        f"{len(ENVELOPE)} bytes per transaction, {BLOCK} in a row. Dispatch: {DISPATCHED} due "
-        f"messages in batches of {BATCH}, by one dispatcher, into the tables of kombu's sqlalchemy "
-        f"transport in the same database, or into files of its filesystem transport. Lateness: "
-        f"{len(late_ms):,} tasks with random delays of 2-6 s on a filesystem broker with "
-        f"polling_interval 0.05. A prefork worker with two processes dispatches and runs them.",
-        rows=[
-            {
-                "synchronous": mode.upper(),
-                "added/s": median(added[mode]),
-                f"dispatched/s, {TABLE}": median(dispatched[mode, TABLE]),
-                f"dispatched/s, {FILES}": median(dispatched[mode, FILES]),
-            }
-            for mode in MODES
-        ],
-        targets=[
-            Target("added in a second, NORMAL", median(added["normal"]), "≥", 5_000, "messages"),
+        "Stores beside RabbitMQ",
+        f"Publish: apply_async() with a confirm each, {BLOCK} in a row, alternating, "
+        f"{bench.count(ROUNDS, at_least=3)} rounds. Dispatch: one dispatcher publishes "
+        f"{DISPATCHED:,} due tasks from the store to a quorum queue, with confirms. Lateness: "
+        f"{PER_SECOND:,} tasks become due in a second; from the due time until a consumer has the "
+        f"message, with one `delay promote`.",
+        rows,
+        [
             *(
                 Target(
-                    f"dispatched in a second, {place}, NORMAL",
-                    median(dispatched["normal", place]),
-                    "≥",
-                    5_000,
-                    "messages",
+                    f"publish, {place} : not delayed (medians)",
+                    median(published[place]) / base,
+                    "≤",
+                    limit,
                 )
-                for place in (TABLE, FILES)
+                for place, limit in (("Redis", 1.0), ("PostgreSQL", 1.6))
             ),
-            Target("p50, due to start of the task", median(late_ms), "≤", 150, "ms"),
+            *(
+                Target(f"dispatch from {place}", median(dispatched[place]), "≥", 3_000, "tasks/s")
+                for place in ("Redis", "PostgreSQL")
+            ),
+            *(
+                Target(f"lateness, {place}, p99", percentile(each, 99), "≤", 250, "ms")
+                for place, each in late_ms.items()
+            ),
         ],
     )
-    shown = ", ".join(f"{name} {value:.0f}" for name, value in lateness_columns(late_ms).items())
-    result.notes.append(
-        "Each round has a new folder: on ext4, creating files is ten times slower for five seconds "
-        "after many files of the folder were removed, also with kombu alone."
-    )
-    result.notes.append(f"Lateness on the filesystem broker: {shown}.")
-    rates = {f"add, {mode.upper()}": added[mode] for mode in MODES}
-    rates |= {
-        f"dispatch {place}, {mode.upper()}": dispatched[mode, place] for mode, place in dispatched
+    result.series = {way: quartiles(1 / each for each in found) for way, found in published.items()}
+    result.series |= {
+        f"dispatch from {place}": quartiles(found) for place, found in dispatched.items()
     }
-    for label, values in sorted(rates.items()):
-        result.series[label] = quartiles(values)
     return result
 
 
-def filled(bench: Bench, mode: str, count: int) -> Store:
-    store = Store(f"sqlite:///{bench.folder}/store-{mode}.db?synchronous={mode}", "celery_delay")
-    fill(store, count, time_ns() // 1000 + FAR_US)
-    return store
+_COLUMNS = ("p50 ms", "p95 ms", "p99 ms")
 
 
-def fill(store: Store, count: int, first_us: int) -> None:
-    store.prepare()
-    rows = [
-        {
-            "namespace": store.namespace,
-            "due_us": first_us + number,
-            "queue": QUEUE,
-            "envelope": ENVELOPE,
-            "task_id": f"{random.getrandbits(128):036x}",
-        }
-        for number in range(count)
-    ]
-    with store.engine.begin() as connection:
-        connection.execute(insert(MESSAGES), rows)
-
-
-def add_rate(store: Store) -> float:
-    """Return the rate of adding a few messages that are due after all other messages."""
-    ids = [f"{random.getrandbits(128):036x}" for _ in range(BLOCK)]
-    due_us = time_ns() // 1000 + 2 * FAR_US
-    started = perf_counter()
-    for task_id in ids:
-        store.add(QUEUE, ENVELOPE, due_us=due_us, task_id=task_id)
-    return BLOCK / (perf_counter() - started)
-
-
-def dispatch_rate(store: Store, hand_over: HandOver) -> float:
-    fill(store, DISPATCHED, time_ns() // 1000 - 1_000_000)
-    count = 0
-    started = perf_counter()
-    while count < DISPATCHED:
-        with store.taking(until_us=time_ns() // 1000) as batch:
-            assert hand_over(batch, park=False) is None
-        count += len(batch.delivered)
-    return count / (perf_counter() - started)
+def _lateness(late_ms: list[float]) -> dict[str, float]:
+    found = lateness_columns(late_ms)
+    return {name: found[name] for name in _COLUMNS}
 
 
 @contextmanager
-def destination(bench: Bench, store: Store, place: str) -> Iterator[HandOver]:
-    """Yield a function that moves due messages to the broker, into an empty queue."""
-    if place == TABLE:
-        with Connection(f"sqla+{store.url.partition('?')[0]}") as connection:
-            channel = connection.default_channel
-            yield hand_over_on(channel, store)
-            channel._purge(QUEUE)
-            channel.session.close()
-        return
-    # Use a new folder each time: in an emptied folder, ext4 creates files ten times as slowly for
-    # five seconds.
-    with folder_broker(bench.folder / f"folder-{monotonic_ns()}") as connection:
-        yield hand_over_on(connection.default_channel, store)
+def an_app(bench: Bench, url: str | None) -> Iterator[Celery]:
+    """An app on a virtual host of its own, whose tasks wait in the store at *url* if there is one.
+
+    Its publishes are confirmed.
+    """
+    with bench.vhost() as vhost:
+        settings = {} if url is None else {"store": url}
+        app = make_app("ours", vhost, confirm=True, **settings)
+        declare_for("ours", app)
+        yield app
+        app.close()
 
 
-def folder_broker(folder: Path) -> Any:
-    options = settings_of(f"{SCHEME}{folder}")["broker_transport_options"]
-    return kombu.Connection(f"{SCHEME}{folder}", transport_options=options)
+def publishes(bench: Bench, stores: dict[str, str]) -> dict[str, list[float]]:
+    """Return the seconds of each publish, by where the task waits."""
+    rounds = bench.count(ROUNDS, at_least=3)
+    with ExitStack() as stack:
+        broker = stack.enter_context(an_app(bench, None)).tasks[TASK].apply_async
+        ways: dict[str, tuple[Callable[..., object], dict[str, float]]] = {
+            IMMEDIATE: (broker, {}),
+            BROKER: (broker, {"countdown": FAR_SECONDS}),
+        }
+        for place, url in stores.items():
+            app = stack.enter_context(an_app(bench, url))
+            ways[place] = app.tasks[TASK].apply_async, {"countdown": FAR_SECONDS}
+        for send, options in ways.values():
+            for index in range(BLOCK):
+                send((index,), **options)
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        order = random.Random(6)
+        with quiet(), bench.progress("store, publish", rounds) as done:
+            for number in range(rounds):
+                for way, (send, options) in order.sample(list(ways.items()), len(ways)):
+                    gc.collect()
+                    for index in range(BLOCK):
+                        started = perf_counter()
+                        send((index,), **options)
+                        seconds[way].append(perf_counter() - started)
+                done(number + 1)
+    return seconds
 
 
-def lateness(bench: Bench) -> list[float]:
-    """Return the lateness of each task's start in milliseconds."""
-    chosen = random.Random(7)
-    count = bench.count(TASKS, at_least=20)
-    delays = [round(chosen.uniform(2, 6), 3) for _ in range(count)]
-    return starts_on(f"{SCHEME}{bench.folder}/late", bench, "ours", delays, "store, lateness")
+def dispatch_rates(bench: Bench, url: str) -> list[float]:
+    """Return the rate of each round in which one dispatcher publishes due tasks to RabbitMQ."""
+    rounds, rates = bench.count(10, at_least=2), []
+    count = bench.count(DISPATCHED, at_least=200)
+    with an_app(bench, url) as app, app.connection_for_write() as connection:
+        channel = connection.default_channel
+        dispatcher = Dispatcher(
+            channel.needed_store, lambda: channel.publisher_of(app.connection_for_write())
+        )
+        with bench.progress(f"store, dispatch from {url.partition(':')[0]}", rounds) as done:
+            for number in range(rounds):
+                with bulk(app) as batch:
+                    for index in range(count):
+                        batch.send(TASK, (index,), countdown=2)
+                while (dispatcher.next_due_us() or 0) > time() * 1e6 - 2_000_000:
+                    pass
+                started = perf_counter()
+                assert dispatcher.publish_due() >= count
+                rates.append(count / (perf_counter() - started))
+                done(number + 1)
+        dispatcher._disconnect()
+    return rates
+
+
+def lateness(bench: Bench, url: str) -> list[float]:
+    """Return the milliseconds from the due time of each task until a consumer has its message."""
+    count = bench.count(LATE_TASKS, at_least=200)
+    late_ms: list[float] = []
+
+    def came(message: Any) -> None:
+        eta = datetime.fromisoformat(message.headers["eta"]).timestamp()
+        late_ms.append((time() - eta) * 1000)
+        message.ack()
+
+    with an_app(bench, url) as app:
+        conf = {"native_delay_store": url}
+        environment = environment_of("ours", str(app.conf.broker_url), conf)
+        command = ["-m", "celery", "-A", "benchmarks.worker_app", "delay", "promote"]
+        with subprocess.Popen(
+            [sys.executable, *command],
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as promoter:
+            assert promoter.stdout is not None
+            promoter.stdout.readline()
+            app.tasks[TASK].apply_async((-1,), countdown=1)  # the promoter connects to RabbitMQ
+            with bulk(app) as batch:
+                for index in range(count):
+                    batch.send(TASK, (index,), countdown=5 + index / PER_SECOND)
+            with app.connection_for_read() as connection:
+                queue = app.amqp.queues[QUEUE](connection.default_channel)
+                consumer = Consumer(connection, [queue], on_message=came, prefetch_count=500)
+                with consumer, bench.progress("store, lateness", count) as done:
+                    while len(late_ms) < count + 1:
+                        connection.drain_events(timeout=60)
+                        done(len(late_ms))
+            promoter.terminate()
+    return late_ms[1:]
 
 
 def draw(result: Result) -> Figure:
-    title = "Messages per second, with 100,000 in SQLite"
-    return quartile_bars(title, "messages per second", result.series)
+    return quartile_bars("Stores beside RabbitMQ", "tasks per second", result.series)

@@ -1,23 +1,18 @@
-"""Measure the records (state about waiting tasks): publishing, worker checks, and reading many
-tasks.
-"""
+"""Measure reading many waiting tasks: in Redis, in PostgreSQL and through Flower."""
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from resource import RUSAGE_SELF, getrusage
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 from urllib.request import urlopen
-from uuid import uuid4
 
 from matplotlib.figure import Figure
 
@@ -34,17 +29,9 @@ from benchmarks.measuring import (
 )
 from celery_native_delay import Delay
 from celery_native_delay.bulk import bulk
-from celery_native_delay.records.interface import IndexEntry
-from celery_native_delay.records.opened import records_at
 from celery_native_delay.testing import private_redis
 from tests.postgresql import private_postgresql
-from tests.waiting import wait_until
 
-ROUNDS = 40
-BLOCK = 50
-"""The number of consecutive publishes of one variant."""
-CHECKS = 10_000
-ENTRY_BYTES = 900
 FEW, MANY = 100_000, 1_000_000
 LOOKS = 20
 PAGE = 50
@@ -53,45 +40,18 @@ FLOWER_IS_LATE = "Flower's IO loop is late while it is asked"
 
 
 def run(bench: Bench) -> Result:
-    with private_redis(config=REDIS_CONFIG) as redis, private_postgresql() as postgresql:
-        places = {"Redis": redis.url, "PostgreSQL": postgresql.new_database()}
-        measured = publishes(bench, places)
-        checks = {place: worker_checks(bench, url) for place, url in places.items()}
-    database = look_at_database(bench, bench.count(FEW, at_least=500))
-    off = measured.pop("")
-    rows = [row("RabbitMQ: apply_async, without records", off[0])]
-    for place, on in measured.items():
-        rows.append(row(f"RabbitMQ: apply_async, records in {place}", on[0]))
-        rows.append(row(f"RabbitMQ: a worker asks {place} about a task", checks[place]))
     few, all_of_few, asked_ms = looks_at_few(bench, bench.count(FEW, at_least=500))
     many, grown_bytes = looks_at_many(bench, bench.count(MANY, at_least=1_000))
-    rows += [row(label, seconds) for label, seconds in (few | all_of_few | many | database).items()]
+    database = looks_at_database(bench, bench.count(MANY, at_least=1_000))
+    rows = [row(label, seconds) for label, seconds in (few | all_of_few | many | database).items()]
     rows.append(row(FLOWER_IS_LATE, [late / 1e3 for late in asked_ms]))
     result = Result(
         "List, cancel and reschedule",
-        f"Publish: apply_async() with a confirm each, with native_delay_records on a private Redis "
-        f"and PostgreSQL, and without, {BLOCK} in a row, alternating, {len(off[1])} rounds. "
-        f"Worker's check: {bench.count(CHECKS):,} tasks in the records. Reads: "
-        f"Delay(app) on Redis with {bench.count(FEW):,} and {bench.count(MANY):,} waiting tasks, "
-        f"{LOOKS} times each, and "
+        f"Delay(app) with {bench.count(FEW):,} and {bench.count(MANY):,} waiting tasks on a Redis "
+        f"broker, and with {bench.count(MANY):,} in a store in PostgreSQL, {LOOKS} times each, and "
         f"requests to Flower, one at a time.",
         rows,
         [
-            *(
-                Target(
-                    f"publish, records in {place} : none (medians)",
-                    median(measured[place][0]) / median(off[0]),
-                    "≤",
-                    limit,
-                )
-                for place, limit in (("Redis", 1.25), ("PostgreSQL", 1.6))
-            ),
-            *(
-                Target(
-                    f"a worker asks {place}, p50", median(checks[place]) * 1e6, "≤", limit_us, "µs"
-                )
-                for place, limit_us in (("Redis", 200), ("PostgreSQL", 1_000))
-            ),
             *(
                 Target(f"{label}, p50", median(seconds) * 1e3, "≤", limit_ms, "ms")
                 for found, limit_ms in ((few, 300), (database, 300), (many, 1_000))
@@ -111,67 +71,22 @@ def row(label: str, seconds: list[float]) -> dict[str, Any]:
     return {"what": label, **percentile_columns(seconds, "ms")}
 
 
-Measured = tuple[list[float], list[float]]
-"""The seconds of each publish, and the CPU seconds per publish in each round."""
-
-
-def publishes(bench: Bench, places: dict[str, str]) -> dict[str, Measured]:
-    """Time publishes with records in each of *places*, and without (the key "")."""
-    rounds = bench.count(ROUNDS, at_least=3)
-    with ExitStack() as stack:
-        ways: dict[str, tuple[Callable[..., object], Measured]] = {}
-        for place, url in {**places, "": None}.items():
-            settings = {} if url is None else {"records": url}
-            app = make_app("ours", stack.enter_context(bench.vhost()), **settings)
-            stack.callback(app.close)
-            declare_for("ours", app)
-            ways[place] = app.tasks[TASK].apply_async, ([], [])
-            for index in range(2 * BLOCK):
-                ways[place][0]((index,), countdown=3600)
-        order = random.Random(6)
-        with bench.progress("waiting, publish", rounds) as done:
-            for number in range(rounds):
-                for send, (seconds, cpu_seconds) in order.sample(list(ways.values()), len(ways)):
-                    gc.collect()
-                    cpu = process_time()
-                    for index in range(BLOCK):
-                        started = perf_counter()
-                        send((index,), countdown=3600)
-                        seconds.append(perf_counter() - started)
-                    cpu_seconds.append((process_time() - cpu) / BLOCK)
-                done(number + 1)
-    return {place: measured for place, (_, measured) in ways.items()}
-
-
-def worker_checks(bench: Bench, url: str) -> list[float]:
-    """Return the seconds of each check that a worker makes in the records at *url*."""
-    members = [f"{uuid4()}:{uuid4().hex}" for _ in range(bench.count(CHECKS, at_least=100))]
-    checks = []
-    records = records_at(url, "bench")
-    for member in members:
-        records.note(IndexEntry(member, 2**52, "e" * ENTRY_BYTES))
-    records.flush()
-    for member in members:
-        started = perf_counter()
-        assert records.received(member) is True
-        checks.append(perf_counter() - started)
-    records.close()
-    return checks
-
-
-def look_at_database(bench: Bench, count: int) -> Looks:
-    """Time the first page of *count* tasks that wait on RabbitMQ with records in PostgreSQL."""
+def looks_at_database(bench: Bench, count: int) -> Looks:
+    """Measure the time of reading *count* tasks that wait in PostgreSQL beside RabbitMQ."""
     with private_postgresql() as server, bench.vhost() as vhost:
-        app = make_app("ours", vhost, records=server.new_database())
+        app = make_app("ours", vhost, store=server.new_database())
         declare_for("ours", app)
-        what = f"waiting: {count:,} tasks, PostgreSQL"
-        with bench.progress(what, count) as done, bulk(app) as batch:
+        with (
+            bench.progress(f"waiting: {count:,} tasks, PostgreSQL", count) as done,
+            bulk(app) as batch,
+        ):
             for index in range(count):
                 batch.send(TASK, (index,), countdown=3600 + index * 0.1)
                 done(index)
         delay = Delay(app)
-        wait_until(lambda: delay.count() == count)
-        found = looks_at(count, {f"first {PAGE}, PostgreSQL": lambda: delay.ls(limit=PAGE)})
+        assert delay.count() == count
+        ways = {f"{label}, PostgreSQL": way for label, way in ways_to_look(delay, count).items()}
+        found = looks_at(count, ways)
         app.close()
     return found
 

@@ -98,19 +98,15 @@ class BrokerFull(NativeDelayError):
 
 
 class StoreUnavailable(NativeDelayError):
-    """The database in ``native_delay_store`` cannot be used, so the message was not stored."""
+    """The store does not answer in time, or refuses the call."""
 
 
 class InvalidQuery(NativeDelayError, ValueError):
     """The text of a search for waiting tasks is invalid."""
 
 
-class RecordsUnavailable(NativeDelayError):
-    """The Redis or database that stores the state about waiting tasks is unreachable."""
-
-
-class NoRecords(RecordsUnavailable):
-    """This operation needs the setting ``native_delay_records``, which the app lacks."""
+class NoStore(StoreUnavailable):
+    """This operation needs the setting ``native_delay_store``, which the app lacks."""
 
 
 class InvalidFanOut(NativeDelayError, ValueError):

@@ -12,6 +12,9 @@ from .due_time import due_us, milliseconds_up
 from .errors import InvalidDueTime
 from .texts import is_text
 
+#: The header of a task that runs a single time: True, or the id of the execution that claimed it.
+ONCE = "native_delay_once"
+
 #: The header that this package adds to each delayed message.
 HEADER = "native_delay"
 
@@ -22,6 +25,7 @@ _REQUIRED = {"id", "due", "exchange", "rk"}
 _TYPES: Mapping[str, type | tuple[type, ...]] = {
     "id": str,
     "due": int,
+    "eta": (int, type(None)),
     "exchange": str,
     "rk": str,
     "queue": str,
@@ -50,7 +54,8 @@ class Delayed(NamedTuple):
     Copies of a message in several queues have the same *delivery_id*. A due message goes to
     *queue*; if *queue* is None, the exchange routes the message. *due_us* and *expires_ms* are
     times since the epoch. The message expires at *expires_ms*, computed from the property
-    ``expiration``. If *cancelled* is True, a worker revokes the task.
+    ``expiration``. If *cancelled* is True, a worker revokes the task. If *stored* is True, the
+    message waited in a store.
     """
 
     delivery_id: str
@@ -60,6 +65,7 @@ class Delayed(NamedTuple):
     queue: str | None = None
     expires_ms: int | None = None
     cancelled: bool = False
+    stored: bool = False
 
     def header(self, kept: Mapping[str, Any]) -> dict[str, Any]:
         """Return this header as a dict, plus *kept*: message properties to restore later."""
@@ -70,6 +76,8 @@ class Delayed(NamedTuple):
             "exchange": self.exchange,
             "rk": self.routing_key,
         }
+        if self.stored:
+            header[STORED] = True
         if self.queue is not None:
             header["queue"] = self.queue
         return {**header, **kept}
@@ -87,6 +95,7 @@ class Delayed(NamedTuple):
             header.get("queue"),
             header.get("expires"),
             bool(header.get(CANCELLED)),
+            bool(header.get(STORED)),
         )
 
 
@@ -115,6 +124,9 @@ def due_ms_of(headers: Mapping[str, Any]) -> int | None:
         return None
     return None if found_us is None else milliseconds_up(found_us)
 
+
+#: Field of our header: True if the message waited in a store.
+STORED = "stored"
 
 #: Fields of our header: True for a cancelled task, and the task's ``expires`` before the cancel.
 CANCELLED, EXPIRES = "cancelled", "task_expires"

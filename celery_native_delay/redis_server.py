@@ -165,11 +165,11 @@ def clock_ahead_seconds(client: Any) -> float:
 
 
 def findings(client: Any, *, key: str, where: str) -> Iterator[Finding]:
-    """Yield the problems of a Redis server that stores state about waiting tasks.
+    """Yield the problems of a Redis server that is a store of waiting tasks.
 
     The check writes a test value to *key*. *where* is the server's URL without a password.
     """
-    check = "records"
+    check = "store"
     try:
         client.ping()
     except (RedisError, OSError) as exc:
@@ -185,7 +185,7 @@ def findings(client: Any, *, key: str, where: str) -> Iterator[Finding]:
         yield Finding(check, WRONG, problem, remedy)
     try:
         server = server_of(client, thoroughly=True)
-        yield from keeping(server, check=check, kept="records of waiting tasks", has_ttls=True)
+        yield from keeping(server, check=check, kept="waiting tasks", has_ttls=True)
         yield from clocks(clock_ahead_seconds(client), check=check)
     except (RedisError, OSError) as exc:
         yield Finding(check, WRONG, f"{where}: {type(exc).__name__}: {exc}", "ask again")

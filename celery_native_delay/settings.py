@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -48,16 +49,17 @@ _NAMESPACE_BYTES = 64
 _STORE_URL = re.compile(
     r"(?!sqlite(\+\w+)?://(/?(\?|$)|.*(:memory:|mode=memory)))[A-Za-z][\w.]*(\+\w+)?://", re.ASCII
 )
-_EXPECTED_STORE = (
-    "None or a SQLAlchemy URL of a database that outlives the process, such as "
-    '"sqlite:////var/lib/shop/delays.db"'
+# SQLAlchemy's own dialects, and others with their driver; never the URL of a broker.
+_DATABASE = re.compile(
+    r"(?!sqla\+|sqlalchemy\+)(sqlite|postgresql|mysql|mariadb|oracle|mssql)://|\w+\+\w+://"
 )
 
-# SQLAlchemy's own dialects, and others with their driver; never the URL of a broker.
-_DATABASE = re.compile(r"(sqlite|postgresql|mysql|mariadb|oracle|mssql)://|\w+\+\w+://")
+# The service is the name that Sentinel knows the primary by.
+_SENTINEL = re.compile(r"sentinel://[^/]+/[^/?]+/\d+(\?.*)?")
 
-_EXPECTED_RECORDS = (
-    "None, the URL of a Redis that starts with redis://, rediss:// or redis+socket://, or a "
+_EXPECTED_STORE = (
+    "None, the URL of a Redis that starts with redis://, rediss:// or redis+socket://, or is "
+    "sentinel://host:26379,host2:26379/service/0, or a "
     'SQLAlchemy URL of a database that outlives the process, such as "postgresql+psycopg://host/shop"'
 )
 
@@ -120,23 +122,24 @@ class DelaySettings:
     ``verify``, ``status`` and a worker's check of policies read this API. Defaults to None: the
     broker's host and credentials, with port 15672."""
 
-    records: str | None = None
-    """URL of a Redis server, or SQLAlchemy URL of a database such as
-    ``postgresql+psycopg://host/shop``, for the records (state about waiting tasks). RabbitMQ, SQS
-    and pgmq need records to list, cancel and reschedule tasks, for debounce, throttle and unique
-    keys, for rate limits, and for schedules. A Redis broker and the database of
-    ``native_delay_store`` keep records without this setting. On any broker, ``FanOut(…,
-    fence=True)`` stores the state of the Spark run here. Defaults to None."""
-    records_away: str = "run"
-    """Action for due tasks while the records (state about waiting tasks) are unreachable. "run":
-    workers run the tasks, even cancelled and rescheduled tasks. "wait": the tasks stay in the
-    broker. Defaults to "run"."""
-
     store: str | None = None
-    """SQLAlchemy URL of the database in which messages wait if the broker cannot delay messages,
-    such as ``sqlite:////var/lib/shop/delays.db``. Defaults to None: a ``sqla+…`` broker keeps
-    delayed messages in its own database. With other brokers that cannot delay, tasks wait in the
-    worker's memory, as in Celery."""
+    """URL of a Redis, such as ``redis://host/1``, or SQLAlchemy URL of a database, such as
+    ``postgresql+psycopg://host/shop``, in which tasks wait instead of in the broker. There they can
+    be listed, cancelled and rescheduled. Default: None. RabbitMQ, SQS and pgmq then delay tasks by
+    themselves, Redis and ``sqla+…`` brokers are their own store, and with other brokers tasks wait
+    in the worker's memory, as in Celery."""
+    store_tasks: tuple[str, ...] = ("*",)
+    """Names of the tasks that wait in the store, with ``*`` for any text. Other tasks wait in the
+    broker. Tasks with a key or a rate limit, and periodic tasks, always wait in the store.
+    Default: ``("*",)``, all tasks."""
+    once: tuple[str, ...] = ()
+    """Names of the tasks that run a single time, with ``*`` for any text: a second delivery of the
+    same task and retry is acknowledged and not run. Needs a store. Default: none."""
+    once_days: float = 7.0
+    """Days that a worker remembers a success of a task that is *once*. Default: 7."""
+    store_timeout_seconds: float = 5.0
+    """Seconds in which the store must answer a producer or a command. Otherwise they raise
+    ``StoreUnavailable``. Default: 5."""
     strict: bool = False
     """If on, an app with an unsupported broker raises ``UnsupportedBroker``. If off, the app logs a
     warning. Defaults to False."""
@@ -144,11 +147,6 @@ class DelaySettings:
     telemetry: str | None = None
     """Folder for telemetry. Every process of a worker writes one line of JSON when a task starts,
     and one line when the task ends. Defaults to None: no telemetry."""
-    fence_policy: str = "run"
-    """With ``FanOut(…, fence=True)``, the Spark driver stores which Spark attempts succeeded, and
-    workers run only the tasks of these attempts. If the driver dies, workers "run" all tasks,
-    perhaps twice, or "drop" all tasks. Defaults to "run"."""
-
     rates: Mapping[str, AnyRate | Sequence[AnyRate]] | tuple[tuple[str, tuple[Rate, ...]], ...] = ()
     """Rate limits by task name, such as ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
     ``{"shop.call_api": ["10/s", "5000/d"]}``. Tasks beyond a rate limit wait in the broker.
@@ -159,8 +157,8 @@ class DelaySettings:
     this. Defaults to 86,400 (one day)."""
 
     schedules: bool = False
-    """If on, periodic tasks such as those of ``beat_schedule`` wait in the broker, and no ``celery
-    beat`` is needed. RabbitMQ, SQS and pgmq also need *records*. Defaults to False."""
+    """If on, periodic tasks such as those of ``beat_schedule`` are delayed tasks, and no ``celery
+    beat`` is needed. Needs *store* beside RabbitMQ, SQS and pgmq. Defaults to False."""
     schedules_version: int | str | None = None
     """Release of the app's ``beat_schedule``: a number, or a date such as ``"2026-11-23"``. If
     workers have different schedules, the schedule of the highest release is valid. Of equal
@@ -171,7 +169,7 @@ class DelaySettings:
     "none", or "all" (at most 100). Defaults to "one"."""
 
     def __post_init__(self) -> None:
-        for name in ("landing_exchanges", "landing_queues", "rates"):
+        for name in ("landing_exchanges", "landing_queues", "rates", "store_tasks", "once"):
             object.__setattr__(self, name, _normal(name, getattr(self, name)))
         for name in _names():
             _check(name, getattr(self, name))
@@ -208,11 +206,18 @@ class DelaySettings:
     def rates_by_task(self) -> dict[str, tuple[Rate, ...]]:
         return dict(self.rates)  # type: ignore[arg-type]
 
+    def waits_in_store(self, task: str) -> bool:
+        """Return True if a task of this name waits in the store, or would with a store."""
+        return any(fnmatchcase(task, pattern) for pattern in self.store_tasks)
+
+    def is_once(self, task: str) -> bool:
+        """Return True if the setting *once* names the task."""
+        return any(fnmatchcase(task, pattern) for pattern in self.once)
+
     @property
-    def while_records_are_away(self) -> str:
-        """A text that says if due tasks run or wait while the Redis or database is unreachable."""
-        due = "run, even if cancelled" if self.records_away == "run" else "wait in the broker"
-        return f"meanwhile due tasks {due}, and none can be listed, cancelled or moved"
+    def is_all_in_store(self) -> bool:
+        """True if no task waits in the broker."""
+        return self.store is not None and "*" in self.store_tasks
 
     @property
     def longest_delay_seconds(self) -> float:
@@ -264,7 +269,8 @@ def _names() -> list[str]:
 
 
 def _normal(name: str, value: Any) -> Any:
-    if name.startswith("landing_") and isinstance(value, list | set | frozenset):
+    is_list = name.startswith("landing_") or name in ("store_tasks", "once")
+    if is_list and isinstance(value, list | set | frozenset):
         return tuple(value if isinstance(value, list) else sorted(value, key=str))
     if name == "rates" and isinstance(value, Mapping):
         try:
@@ -278,9 +284,7 @@ def _check(name: str, value: Any) -> None:
     fits, expected = _rule(name, value)
     if fits:
         return
-    if name == "store" and isinstance(value, str):
-        value = value.partition("://")[0]  # the rest may hold a password
-    elif isinstance(value, str):
+    if isinstance(value, str):
         value = without_password(value)
     raise SettingsError(f"expected native_delay_{name} to be {expected}, got {value!r}")
 
@@ -314,16 +318,17 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
         case "landing_exchanges" | "landing_queues":
             fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
             return fits, f"a list of {name[8:-1]} names"
-        case "records":
-            return value is None or _is_records_url(value), _EXPECTED_RECORDS
-        case "records_away":
-            return value in ("run", "wait"), '"run" or "wait"'
         case "store":
-            return value is None or (is_text and is_store_url(value)), _EXPECTED_STORE
+            return value is None or is_a_store_url(value), _EXPECTED_STORE
+        case "once_days":
+            return _is_number(value) and 0 < value <= 3660, "days above 0, and at most 3660"
+        case "store_tasks" | "once":
+            fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
+            return fits, 'a list of task names such as ["shop.remind", "billing.*"]'
+        case "store_timeout_seconds":
+            return _is_number(value) and 0 < value <= 3600, "seconds above 0, and at most 3600"
         case "telemetry":
             return value is None or (is_text and "\0" not in value), "None or the path of a folder"
-        case "fence_policy":
-            return value in ("run", "drop"), '"run" or "drop"'
         case "rates":
             fits = isinstance(value, tuple) and all(
                 isinstance(pair, tuple)
@@ -370,8 +375,12 @@ def named(task: str, rates: Any) -> tuple[Rate, ...]:
     return tuple(replace(rate, name=rate.name or names[at]) for at, rate in enumerate(given))
 
 
-def _is_records_url(value: Any) -> bool:
+def is_a_store_url(value: Any) -> bool:
     if not isinstance(value, str):
+        return False
+    if value.startswith("sentinel://"):
+        return bool(_SENTINEL.fullmatch(value))
+    if value.startswith("sqla+"):  # the URL of a broker
         return False
     try:
         urlsplit(value).port  # noqa: B018  raises for one that is no number

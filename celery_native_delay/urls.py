@@ -42,4 +42,4 @@ def without_credential_provider(url: str) -> tuple[str, str | None]:
 
 
 def is_redis_url(url: str) -> bool:
-    return url.startswith(("redis://", "rediss://", "redis+socket://"))
+    return url.startswith(("redis://", "rediss://", "redis+socket://", "sentinel://"))

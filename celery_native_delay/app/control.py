@@ -13,7 +13,7 @@ from celery.utils.log import get_logger
 from kombu.exceptions import KombuError
 from kombu.utils.functional import maybe_list
 
-from ..errors import NativeDelayError, NoRecords, UnsupportedBroker
+from ..errors import NativeDelayError, NoStore, UnsupportedBroker
 from .delay import Delay
 from .installation import installation_of
 
@@ -44,7 +44,7 @@ class RevokesWaiting:
             return
         try:
             Delay(self.app).cancel_all(ids)
-        except (NoRecords, UnsupportedBroker):
+        except (NoStore, UnsupportedBroker):
             return  # as Celery without this package
         except (NativeDelayError, KombuError, AMQPError, OSError) as exc:
             logger.warning(

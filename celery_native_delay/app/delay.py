@@ -18,8 +18,8 @@ from ..errors import (
     CannotDelay,
     InvalidQuery,
     NativeDelayError,
-    RecordsUnavailable,
     SettingsError,
+    StoreUnavailable,
 )
 from ..now import time_ns
 from ..rates.line import Asked, Line, RateLine, name_of, places_in
@@ -51,11 +51,11 @@ _MOST_MOVED = 100_000
 class Delay(KeyedCalls):
     """List, search, cancel and reschedule waiting tasks. Send debounced, throttled or unique tasks.
 
-    If the broker is Redis, the waiting tasks are read from the broker. On RabbitMQ, SQS and pgmq,
-    the tasks are read from the Redis or database of ``native_delay_records``. On other brokers,
-    the tasks are read from the database in which the messages wait.
+    The tasks are read from where they wait: the Redis broker, or ``native_delay_store``. Tasks that
+    wait in RabbitMQ, SQS or pgmq cannot be listed; :meth:`cancel` is durable for them beside a
+    store.
 
-    Every method raises :class:`~celery_native_delay.RecordsUnavailable` if the waiting tasks cannot
+    Every method raises :class:`~celery_native_delay.StoreUnavailable` if the waiting tasks cannot
     be read, and kombu's ``OperationalError`` if the app cannot connect to the broker. Methods that
     change a task return an :class:`~celery_native_delay.Outcome`, which is truthy if the change was
     made.
@@ -125,7 +125,7 @@ class Delay(KeyedCalls):
             limit: the largest number of ``RateLine`` objects to return.
 
         Raises:
-            NoRecords: the broker cannot store rate limits, and ``native_delay_records`` is not set.
+            NoStore: the broker cannot store rate limits, and ``native_delay_store`` is not set.
         """
         _check_count("limit", limit, least=0)
 
@@ -142,8 +142,8 @@ class Delay(KeyedCalls):
     def schedules(self) -> Schedules:
         """Return the app's schedule entries, to list, pause, resume and run them.
 
-        The methods of the result raise :class:`~celery_native_delay.NoRecords` if the broker cannot
-        store schedule entries, and ``native_delay_records`` is not set.
+        The methods of the result raise :class:`~celery_native_delay.NoStore` if the broker cannot
+        store schedule entries, and ``native_delay_store`` is not set.
         """
         return Schedules(self._app)
 
@@ -259,7 +259,7 @@ class Delay(KeyedCalls):
 
         Raises:
             UnsupportedBroker: *key* is given, but the broker cannot store keys, and
-                ``native_delay_records`` is not set.
+                ``native_delay_store`` is not set.
         """
         if key is None and task is None and kind is None:
             return self.cancel_all([_id_of(task_id)])[0]
@@ -354,7 +354,7 @@ class Delay(KeyedCalls):
                         raise
                     outcome = Outcome(task_id, Verdict.IMPOSSIBLE, reason=str(exc))
                 if is_again and not outcome:
-                    raise RecordsUnavailable(
+                    raise StoreUnavailable(
                         f"the connection broke while {task_id} was being changed: it was changed, "
                         f"or it has run"
                     )
@@ -363,21 +363,16 @@ class Delay(KeyedCalls):
 
         try:
             return self._ask(rest)
-        except RecordsUnavailable as exc:
+        except StoreUnavailable as exc:
             if not outcomes:
                 raise
             done = sum(map(bool, outcomes))
-            raise RecordsUnavailable(f"{done} of {len(ids)} were changed; then {exc}") from exc
+            raise StoreUnavailable(f"{done} of {len(ids)} were changed; then {exc}") from exc
 
     def _ask(self, question: Callable[[WaitingTasks], T]) -> T:
         def ask(channel: Any, settings: DelaySettings) -> T:
             with closing(channel.waiting_tasks(settings)) as found:
-                try:
-                    return question(found)
-                except RecordsUnavailable as exc:
-                    if settings.records is None:  # the broker or the store keeps them
-                        raise
-                    raise RecordsUnavailable(f"{exc}; {settings.while_records_are_away}") from exc
+                return question(found)
 
         return ask_broker(self._app, ask)
 

@@ -15,14 +15,13 @@ from kombu.exceptions import OperationalError
 from ..durations import duration
 from ..errors import (
     NativeDelayError,
-    NoRecords,
+    NoStore,
     NotPermitted,
     SettingsError,
     UnsupportedBroker,
     described,
 )
 from ..finding import ADVICE, UNCHECKED, WRONG, Finding
-from ..records.opened import records_at
 from ..schedules.state import EXPIRED, MISSED
 from ..settings import DRAIN, DelaySettings
 from ..transports.interface import lines_of
@@ -64,7 +63,7 @@ _TELL_APART = (
 _WHOSE = "rates are a matter of workers alone"
 
 _START_THEM = (
-    "start the server of the rates (the broker's Redis, native_delay_records or the store), or "
+    "start the server of the rates (the broker's Redis or native_delay_store), or "
     f"correct its URL and the rights of its user; {_WHOSE}"
 )
 
@@ -79,7 +78,6 @@ def examine(app: Any) -> list[Finding]:
     found = [
         *_of_rollback(settings),
         *_of_broker(app, settings),
-        *_of_records(settings),
         *_of_rated_names(app, settings),
         *_of_schedules(app, settings),
         *_of_telemetry(settings),
@@ -139,20 +137,10 @@ def _of_lines(connection: Any, settings: DelaySettings) -> Iterator[Finding]:
     try:
         with closing(lines_of(connection.default_channel, settings)) as lines:
             lines.look(1)
-    except NoRecords as exc:
+    except NoStore as exc:
         yield Finding.of_sentence("rates", WRONG, f"no worker starts with these rates: {exc}")
     except NativeDelayError as exc:
         yield Finding("rates", WRONG, f"no rate-limited task starts: {exc}", _START_THEM)
-
-
-def _of_records(settings: DelaySettings) -> Iterator[Finding]:
-    if settings.records is None:
-        return
-    try:
-        with closing(records_at(settings.records, settings.namespace)) as records:
-            yield from records.findings()
-    except NativeDelayError as exc:
-        yield _failed("records", exc)
 
 
 def _of_rated_names(app: Any, settings: DelaySettings) -> Iterator[Finding]:

@@ -16,7 +16,6 @@ from kombu.exceptions import OperationalError
 
 from ..due_time import check_countdown
 from ..errors import SettingsError, UnsupportedBroker
-from ..records.opened import RecordsLocation
 from ..settings import DRAIN, DelaySettings
 from ..transports.aliases import OPTION, option_of, transport_of, url_errors_explained
 from ..transports.interface import AdminPart, ExpectsQueues, ServesQueues
@@ -305,19 +304,6 @@ def bounded_connection(app: Any) -> Any:
     return app.connection_for_write(
         connect_timeout=TIMEOUT_SECONDS, transport_options=dict(_BOUNDED)
     )
-
-
-def records_location(app: Any, settings: DelaySettings) -> RecordsLocation | None:
-    """Return the URL and namespace of the server that stores state about waiting tasks.
-
-    The setting ``native_delay_records`` gives the URL. Without this setting, a Redis broker or a
-    database with the waiting messages also stores the state. In all other cases (for example, Redis
-    Sentinel), the result is None.
-    """
-    if settings.records is not None:
-        return RecordsLocation(settings.records, settings.namespace)
-    own_records = getattr(app.connection_for_write().transport, "own_records", None)
-    return own_records and own_records(settings)
 
 
 def admin_part(app: Any, connection: Any) -> AdminPart:

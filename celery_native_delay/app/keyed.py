@@ -22,7 +22,7 @@ from celery.utils.log import get_logger
 
 from ..due_time import due_us
 from ..durations import duration
-from ..errors import CannotDelay, InvalidDueTime, UnsupportedBroker, described
+from ..errors import CannotDelay, InvalidDueTime, described
 from ..keyed import rules
 from ..keyed.record import HEADER, Mark, name_of
 from ..keyed.records import KeyRecords, publish_under
@@ -31,7 +31,6 @@ from ..now import time_ns
 from ..records.publishing import publishing
 from ..texts import is_text
 from ..transports.aliases import LONGEST_COUNTDOWN_SECONDS, delay_headers
-from ..transports.interface import WHERE_KEYS_ARE_KEPT
 from .broker import ask_on_a_connection
 from .installation import delaying_channel, installation_of
 
@@ -77,7 +76,7 @@ class KeyedCalls:
             task that the new task replaced, or None.
 
         Raises:
-            UnsupportedBroker: the broker cannot store keys, and ``native_delay_records`` is not
+            UnsupportedBroker: the broker cannot store keys, and ``native_delay_store`` is not
                 set. Nothing was sent.
         """
         mark = _mark_of("debounce", signature, key)
@@ -267,11 +266,8 @@ class KeyedCalls:
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:
-    """Return the ``KeyRecords`` of an app. Raises UnsupportedBroker if keys cannot be stored."""
-    try:
-        channel, settings = delaying_channel(app, connection)
-    except UnsupportedBroker as exc:
-        raise UnsupportedBroker(f"{exc}; {WHERE_KEYS_ARE_KEPT}") from exc
+    """Return the ``KeyRecords`` of an app. Raises NoStore without a store."""
+    channel, settings = delaying_channel(app, connection)
     return KeyRecords(channel.records(settings))
 
 

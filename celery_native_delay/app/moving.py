@@ -32,13 +32,15 @@ from ..keyed.records import publish_under
 from ..keyed.rules import Step
 from ..records.publishing import NotPublished
 from ..records.waiting import PLACE
-from ..settings import DelaySettings, is_store_url
+from ..settings import DelaySettings, is_a_store_url
+from ..store.opened import store_of
 from ..transports.aliases import OPTION, option_of, url_errors_explained
 from ..transports.moving import Moving, MovingPart, Reach, Source, Stays, Void
-from ..urls import without_password
+from ..transports.virtual.store_source import StoreSource
+from ..urls import is_redis_url, without_password
 from .installation import delaying_channel
 
-_UNKNOWN = "the records of the keys are unknown: set native_delay_records, or use --records"
+_UNKNOWN = "the state of their keys is not known here"
 
 #: TTL, in microseconds, of the test key that shows if source and destination share stored state.
 _PROBE_US = 60_000_000
@@ -119,9 +121,6 @@ class MovingKeys:
         self._is_probed = True
 
 
-#: URL schemes of databases in which messages can wait.
-_DATABASES = ("sqlite", "postgresql", "mysql", "mariadb", "oracle", "mssql")
-
 #: The largest number of different reasons in an :class:`Account`. Further reasons count under "…".
 _REASONS = 20
 
@@ -135,7 +134,6 @@ class Account:
     - *count*: the number of messages at the source before the move.
     - *moved*: messages that the destination stored.
     - *stays*: messages left at the source because they are due within 5 s.
-    - *void*: deleted messages of cancelled or rescheduled tasks.
     - *refused*: messages that could not be moved, by reason.
     - *doubtful*: the ids of tasks that may run twice.
     """
@@ -144,7 +142,6 @@ class Account:
     count: int
     moved: int = 0
     stays: int = 0
-    void: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     doubtful: list[str] = field(default_factory=list)
 
@@ -180,7 +177,6 @@ def move(
                         account.stays += 1
                 case Void():
                     source.done()
-                    account.void += 1
                 case Moving():
                     _move_one(source, keys, found, account, on_doubt)
                     while pace is not None and not pace.can_consume():
@@ -228,15 +224,12 @@ def reaches_of(app: Any) -> list[Reach]:
 
 @contextmanager
 def moving(
-    app: Any, connection: Any, names: Sequence[str], *, records: str | None
+    app: Any, connection: Any, names: Sequence[str]
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
     """Yield the destination (the app's broker) and the sources, for a ``with`` block.
 
-    Each name in *names* is the URL of another broker or database, or a name that
+    Each name in *names* is the URL of another broker or of a store, or a name that
     ``delay migrate --from`` accepts, such as ``celery``.
-
-    *records* is the URL of the Redis or database that lists the sources' waiting tasks. None means
-    the app's own ``native_delay_records``.
 
     Raises:
         UnsupportedBroker: messages cannot be moved to this broker, or a source does not exist.
@@ -244,24 +237,42 @@ def moving(
     channel, settings = delaying_channel(app, connection)
     part = _part_of(channel, settings, connection.as_uri())
     reaches = reaches_of(app)
-    theirs = replace(settings, store=None, records=records or settings.records)
+    theirs = replace(settings, store=None, store_tasks=("*",))
     with ExitStack() as stack:
         sources = []
         for name in dict.fromkeys(names):
             if "://" in name:
-                other = stack.enter_context(_other_part(name, theirs, connection))
-                found = other.sources(None, reaches)
+                found = _stored(name, channel, settings)
+                if not found:
+                    other = stack.enter_context(_other_part(name, theirs, connection))
+                    found = other.sources(None, reaches)
             else:
                 found = part.sources(name, reaches)
             sources += [stack.enter_context(closing(source)) for source in found]
         yield part, sources
 
 
+def _stored(url: str, channel: Any, settings: DelaySettings) -> list[Source]:
+    """Return the tasks that wait in the store at *url*; none if nothing of this app waits there."""
+    if not is_a_store_url(url):
+        return []
+    there = replace(settings, store=url)
+    # A broker that cannot delay has no place in its store.
+    stores = [store_of(there, place) for place in {channel.delays.place, ""}]
+    if channel.store in stores:
+        raise UnsupportedBroker(
+            f"{without_password(url)} is the app's own store: use --from broker, --from celery or "
+            f"--from sets"
+        )
+    sources: list[Source] = [StoreSource(store) for store in stores]
+    # A Redis may also be another broker.
+    full = [source for source in sources if source.count()]
+    return full or ([] if is_redis_url(url) else sources[:1])
+
+
 @contextmanager
 def _other_part(url: str, settings: DelaySettings, own: Any) -> Iterator[MovingPart]:
-    """Connect to another broker, or to a database with waiting messages."""
-    if url.partition("://")[0].partition("+")[0] in _DATABASES and is_store_url(url):
-        url = f"sqla+{url}"
+    """Connect to another broker."""
     shown = without_password(url)
     with url_errors_explained():
         other = Connection(url)

@@ -20,10 +20,8 @@ from kombu.exceptions import OperationalError
 
 from ..errors import (
     CannotDelay,
-    NoRecords,
-    RecordsUnavailable,
     SettingsError,
-    UnsupportedBroker,
+    StoreUnavailable,
     described,
     why,
 )
@@ -48,7 +46,7 @@ from ..schedules.state import (
     why_dropped,
 )
 from ..settings import DelaySettings
-from ..transports.interface import without_records
+from ..transports.interface import without_store
 from .installation import ask_broker, delaying_channel, installed
 
 logger = get_logger(__name__)
@@ -60,17 +58,10 @@ _BEAT_KEPT_US = 3_600_000_000
 
 
 def schedule_records(channel: Any, settings: DelaySettings) -> Records:
-    """Return the storage for the state of schedule entries, or raise NoRecords."""
-    try:
-        if not hasattr(channel, "records"):  # a channel of kombu itself
-            raise without_records(channel)
-        found: Records = channel.records(settings)
-    except UnsupportedBroker as exc:
-        raise NoRecords(
-            "native_delay_schedules keeps the state of each entry in Redis or a database: set "
-            "native_delay_records on RabbitMQ, SQS and pgmq, or native_delay_store on other "
-            "brokers, in workers and producers"
-        ) from exc
+    """Return the state of schedule entries; raise NoStore without a store."""
+    if not hasattr(channel, "records"):  # a channel of kombu itself
+        raise without_store(channel)
+    found: Records = channel.records(settings)
     return found
 
 
@@ -222,7 +213,7 @@ class Schedules:
             try:
                 if wanted(known, before.now_us) is not None:
                     self._change(name, wanted)
-            except (RecordsUnavailable, OperationalError, SoftTimeLimitExceeded):
+            except (StoreUnavailable, OperationalError, SoftTimeLimitExceeded):
                 raise  # the next look tries again
             except Exception as exc:  # a wrong entry leaves the others alone
                 logger.error("native delay: schedule entry %s is not published: %s", name, why(exc))
@@ -282,7 +273,7 @@ class Schedules:
 
         try:
             before, after = self._change(name, rule)
-        except (RecordsUnavailable, OperationalError, SoftTimeLimitExceeded):
+        except (StoreUnavailable, OperationalError, SoftTimeLimitExceeded):
             raise
         except Exception as exc:  # of the next run, which must not hold up this one
             logger.error("native delay: schedule entry %s is not published: %s", name, why(exc))
@@ -302,7 +293,7 @@ class Schedules:
         from_us = time_ns() // 1000 - entry.countdown_us
         try:
             self._send(entry, self._sender(task), task_id, from_us, {})
-        except (RecordsUnavailable, OperationalError, SoftTimeLimitExceeded):
+        except (StoreUnavailable, OperationalError, SoftTimeLimitExceeded):
             raise
         except Exception as exc:  # such as "already queued"; beat goes on, too
             reason = f"apply_async of its class raised {described(exc)}"

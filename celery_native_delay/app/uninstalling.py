@@ -1,17 +1,18 @@
-"""Hands waiting tasks back to plain Celery, and removes this package from the broker."""
+"""Hands waiting tasks back to plain Celery, for ``delay uninstall``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any
 
-from ..errors import NoRecords, SettingsError
-from ..records.opened import records_at
+from ..errors import NoStore, SettingsError, UnsupportedBroker
+from ..records.cancelled import was_cancelled
+from ..records.interface import Records
 from ..schedules.state import occurrence_of
-from ..settings import DRAIN, DelaySettings
-from ..transports.interface import AdminPart
+from ..settings import DRAIN
 from ..transports.moving import Found, Moving, MovingPart, Source, Stays, Void
+from ..transports.virtual.store_source import StoreSource
 from .installation import delaying_channel
 from .schedules import Schedules
 
@@ -24,8 +25,9 @@ class Leaving(Source):
     #: A plain task has no key.
     keeps_keys = True
 
-    def __init__(self, source: Source, *, moves: bool) -> None:
+    def __init__(self, source: Source, state: Records | None, *, moves: bool) -> None:
         self._source = source
+        self._state = state
         self._moves = moves
         self.name = source.name
 
@@ -36,7 +38,7 @@ class Leaving(Source):
         """Yield the tasks; cancelled tasks and occurrences of schedule entries are void."""
         for found in self._source.found():
             match found:
-                case Moving(delayed=delayed) if delayed.cancelled:
+                case Moving() if self._is_cancelled(found):
                     yield Void()
                 case Moving() if occurrence_of(found.headers) is not None:
                     yield Void()  # celery beat sends it
@@ -44,6 +46,11 @@ class Leaving(Source):
                     yield _WAITS
                 case _:
                     yield found
+
+    def _is_cancelled(self, moving: Moving) -> bool:
+        if moving.delayed.cancelled or self._state is None or moving.task_id is None:
+            return moving.delayed.cancelled
+        return was_cancelled(self._state, moving.task_id)
 
     def done(self) -> bool:
         return self._source.done()
@@ -57,7 +64,8 @@ def leaving(
 ) -> tuple[MovingPart | None, Sequence[Source]]:
     """Remove the schedule entries; return what moves the waiting tasks, and the waiting tasks.
 
-    The result is (None, ()) if messages of this broker cannot be moved: SQS and pgmq.
+    The result is (None, ()) if messages of this broker cannot be moved: SQS and pgmq without a
+    store.
 
     Raises:
         SettingsError: the app does not drain, so that new tasks would wait.
@@ -68,19 +76,14 @@ def leaving(
             f'expected native_delay_enabled = "{DRAIN}", got {settings.enabled!r}: set it in '
             f"workers and producers, and deploy them, so that no new task waits"
         )
-    with suppress(NoRecords):
+    with suppress(NoStore):
         Schedules(app).remove_all()
     if not hasattr(channel, "moving_part"):
         return None, ()
     part: MovingPart = channel.moving_part(settings)
-    return part, [Leaving(source, moves=moves) for source in part.own_sources()]
-
-
-def uninstall(part: AdminPart, settings: DelaySettings) -> list[str]:
-    """Delete what this package keeps on the broker and in the records; return texts of it."""
-    removed = part.uninstall()
-    if settings.records is not None:
-        with closing(records_at(settings.records, settings.namespace)) as records:
-            records.clear()  # of Spark runs
-            removed.append(f"the records of {settings.namespace} at {records.where}")
-    return removed
+    sources: list[Source] = [] if channel.store is None else [StoreSource(channel.store)]
+    with suppress(UnsupportedBroker):
+        sources += part.own_sources()
+    state = channel.state_of_revoked()
+    found = [Leaving(source, state, moves=moves) for source in sources]
+    return (part, found) if found else (None, ())

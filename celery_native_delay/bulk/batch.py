@@ -98,7 +98,7 @@ class Bulk:
         window: int | None = None,
         check: bool = True,
         timeout_seconds: float | None = 60.0,
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, Any] | None = None,
     ) -> None:
         installation = installation_of(checked_app(app))
         if installation is None or not installation.enabled:

@@ -45,7 +45,7 @@ def declare(ctx: click.Context, as_json: bool) -> None:
 def verify(ctx: click.Context, as_json: bool) -> None:
     """Check that the broker is prepared for delays. If not, the exit status is 1.
 
-    The check needs no running worker. `delay doctor` also checks workers, records and clocks.
+    The check needs no running worker. `delay doctor` also checks workers, the store and clocks.
     """
     with broker(ctx) as part:
         name, found = part.name, part.verify()
@@ -58,7 +58,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     """Check that delays work, and print a remedy for each problem.
 
     The command makes all checks of `delay verify`. The command also checks workers, clocks, rate
-    limits, schedules, telemetry and the Redis or database of native_delay_records. The command
+    limits, schedules, telemetry and native_delay_store. The command
     finds overdue, parked and stuck messages: see `delay status`.
 
     Each finding has a level: "wrong", "not checked" or "advice". The exit status is 1 if a finding
@@ -83,7 +83,7 @@ def status(ctx: click.Context, as_json: bool) -> None:
     exchange or queue does not exist. Stuck messages stay in a delay queue, because RabbitMQ cannot
     dead-letter them.
 
-    On RabbitMQ with native_delay_records, "waiting" is the number of tasks that `delay ls` lists.
+    Tasks in native_delay_store and in the broker are counted apart.
     The numbers of each delay queue also include messages of cancelled and rescheduled tasks, until
     their old due times.
     """

@@ -35,17 +35,13 @@ if TYPE_CHECKING:
     "names",
     multiple=True,
     required=True,
-    metavar="celery|sets|URL",
-    help="Where the messages wait. celery, celery:PREFIX: Celery's own delayed delivery. sets, "
-    "sets:NAMESPACE: delay levels of earlier settings. URL: another broker or store. Repeatable.",
+    metavar="broker|celery|sets|URL",
+    help="Where the messages wait. broker: the app's own broker, to move its tasks into the store. "
+    "celery, celery:PREFIX: Celery's own delayed delivery. sets, sets:NAMESPACE: delay levels of "
+    "earlier settings. URL: another broker, or a store. Repeatable.",
 )
 @click.option(
     "--rate", type=click.FloatRange(min=0, min_open=True), help="Most messages to move per second."
-)
-@click.option(
-    "--records",
-    metavar="URL",
-    help="URL of the other broker's records; by default native_delay_records.",
 )
 @click.option("--dry-run", is_flag=True, help="Only count the messages of each source.")
 @yes_option
@@ -54,7 +50,6 @@ def migrate(
     ctx: click.Context,
     names: tuple[str, ...],
     rate: float | None,
-    records: str | None,
     dry_run: bool,
     force: bool,
     as_json: bool,
@@ -75,7 +70,7 @@ def migrate(
 
     with ExitStack() as stack:
         connection = stack.enter_context(reachable(ctx))
-        opened = moving(ctx.obj.app, connection, names, records=records)
+        opened = moving(ctx.obj.app, connection, names)
         part, sources = stack.enter_context(opened)
         accounts = [Account(source.name, source.count()) for source in sources]
         total = sum(account.count for account in accounts)
@@ -199,10 +194,8 @@ def _show(
         total = sum(account.count for account in accounts)
         click.echo(f"{_counts(accounts)}\nwould move up to {total:,} message(s)")
         return
-    rows = [
-        (each.source, each.moved, each.stays, each.void, each.refused.total()) for each in accounts
-    ]
-    click.echo(table(("from", "moved", "stay", "dropped", "refused"), rows))
+    rows = [(each.source, each.moved, each.stays, each.refused.total()) for each in accounts]
+    click.echo(table(("from", "moved", "stay", "refused"), rows))
     for account in accounts:
         for why, number in account.refused.items():
             click.echo(printable(f"{account.source}: {number} refused: {why}"))

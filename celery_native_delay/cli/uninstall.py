@@ -11,7 +11,6 @@ from .group import (
     as_json_option,
     command,
     confirm,
-    installed_settings,
     printable,
     reachable,
     say,
@@ -45,16 +44,13 @@ def uninstall(ctx: click.Context, move_to_eta: bool, force: bool, as_json: bool)
     from ..app.installation import admin_part
     from ..app.moving import Account, move
     from ..app.uninstalling import leaving
-    from ..app.uninstalling import uninstall as remove
 
     with reachable(ctx) as connection:
-        app, chosen = ctx.obj.app, installed_settings(ctx)
+        app = ctx.obj.app
         into, sources = leaving(app, connection, moves=move_to_eta)
         part = admin_part(app, connection)
         backlog = part.backlog()
-        waiting = backlog.waiting if backlog.in_records is None else backlog.in_records
-        if into is None:  # then messages of cancelled tasks cannot be deleted, and wait, too
-            waiting = max(waiting, backlog.waiting)
+        waiting = backlog.waiting
         if backlog.parked:
             raise click.ClickException(
                 f"{backlog.parked} message(s) are parked: run `delay parked requeue`, or `delay "
@@ -72,7 +68,7 @@ def uninstall(ctx: click.Context, move_to_eta: bool, force: bool, as_json: bool)
             if into is not None:
                 move(source, into, account, None, lambda: False, lambda: None, tell_doubt)
         _refuse(accounts)
-        removed = remove(part, chosen)
+        removed = part.uninstall()
     moved = sum(account.moved for account in accounts)
     lines = [f"removed {printable(each)}" for each in removed]
     text = "\n".join([*([f"{moved} task(s) moved to their queues"] if moved else []), *lines])

@@ -14,6 +14,7 @@ from .group import (
     Duration,
     Moment,
     as_json_option,
+    broker,
     command,
     confirm,
     delay_of,
@@ -111,6 +112,15 @@ def ls(
         click.echo(_table(ctx, page))
     many = f"{'' if counted else 'at least '}{page.total:,}"
     click.echo(f"{len(page):,} of {many} {'waiting' if query == ALL else 'that match'}")
+    if query == ALL and (others := _in_broker(ctx)):
+        click.echo(f"{others:,} more wait in the broker, which cannot list them")
+
+
+def _in_broker(ctx: click.Context) -> int:
+    """Return the number of tasks that wait in the broker beside a store."""
+    with broker(ctx) as part:
+        own = getattr(part, "own", None)
+        return 0 if own is None else int(own.backlog().waiting)
 
 
 @command(name="show")

@@ -80,9 +80,7 @@ class InlineWorker:
     def deliver_due(self) -> None:
         """Run the due timer calls, and move due messages to their queues."""
         self.timer.run_due()
-        _, error = self.promoter.deliver_batch()
-        if error is not None:
-            raise error
+        self.promoter.publish_due()
 
     def stop(self) -> None:
         """Close the worker's connection, and requeue the unacknowledged messages."""

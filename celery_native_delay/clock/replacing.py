@@ -18,7 +18,7 @@ from kombu.transport import memory, virtual
 
 from ..app.install import drop_pools
 from ..app.installation import Installation
-from ..transports.sql.store import Store
+from ..store.opened import forget_store
 from ..worker.leases import forget_leases
 
 #: Settings of Celery during the test. Eager tasks would not wait.
@@ -62,7 +62,7 @@ def _settings(app: Any, installation: Installation, store: str) -> Iterator[None
     installation.keywords = keywords | {
         "enabled": True,
         "store": store,
-        "records": None,
+        "store_tasks": ("*",),
         "telemetry": None,
     }
     drop_pools(app)
@@ -70,7 +70,7 @@ def _settings(app: Any, installation: Installation, store: str) -> Iterator[None
         yield
     finally:
         _close_pools(app)
-        Store.forget(store, namespace)
+        forget_store(store, namespace)
         installation.keywords = keywords
         installation.test_broker = None
         conf.maps[:] = [mapping for mapping in conf.maps if mapping is not overlay]

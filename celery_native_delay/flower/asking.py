@@ -14,7 +14,7 @@ from kombu.exceptions import OperationalError
 from ..app.delay import Delay
 from ..app.installation import admin_part, installed
 from ..durations import duration
-from ..errors import RecordsUnavailable
+from ..errors import StoreUnavailable
 from ..transports.interface import AdminPart
 from ..urls import without_password
 
@@ -28,7 +28,7 @@ ANSWER_SECONDS = 10.0
 
 
 class Asking:
-    """Makes blocking calls in threads. Raises RecordsUnavailable for broker errors and timeouts."""
+    """Makes blocking calls in threads. Raises StoreUnavailable for broker errors and timeouts."""
 
     def __init__(self, app: Celery) -> None:
         self.app = app
@@ -63,19 +63,19 @@ class Asking:
         try:
             return await asyncio.wait_for(asked, within_seconds)
         except TimeoutError as exc:
-            raise RecordsUnavailable(
+            raise StoreUnavailable(
                 f"{where()} gave no answer within {duration(within_seconds)}; "
                 f"what was asked may yet be done"
             ) from exc
         except self._broker_errors as exc:
-            raise RecordsUnavailable(f"{self._broker()} cannot be used: {exc}") from exc
+            raise StoreUnavailable(f"{self._broker()} cannot be used: {exc}") from exc
 
     def _broker(self) -> str:
         return f"the broker at {self.app.connection_for_write().as_uri()}"
 
     def _records(self) -> str:
-        url = installed(self.app).settings().records
-        return self._broker() if url is None else f"the records at {without_password(url)}"
+        url = installed(self.app).settings().store
+        return self._broker() if url is None else f"the store at {without_password(url)}"
 
     @cached_property
     def _broker_errors(self) -> tuple[type[Exception], ...]:

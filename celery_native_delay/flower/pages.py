@@ -15,7 +15,7 @@ from flower.views import BaseHandler
 from tornado import web
 
 from ..app.delay import Delay, listed
-from ..errors import InvalidQuery, NativeDelayError, NoRecords, RecordsUnavailable
+from ..errors import InvalidQuery, NativeDelayError, NoStore, StoreUnavailable
 from ..finding import WRONG, Finding
 from ..records.waiting import Query
 from ..transports.interface import AdminPart
@@ -39,12 +39,6 @@ MOST_IDS = 100_000
 _ALL_IDS_SECONDS = 60.0
 
 
-#: Text added to the reason why the records (state about waiting tasks) are unreachable.
-_BROKERS_OWN = (
-    "These are the broker's own numbers: cancelled and moved tasks count until they were due."
-)
-
-
 class Errors(BaseHandler):
     """Base class of request handlers that send this package's errors as JSON."""
 
@@ -63,7 +57,7 @@ class Errors(BaseHandler):
         error = (kwargs.get("exc_info") or (None, None))[1]
         if isinstance(error, NativeDelayError) and not self._finished:
             self.clear()
-            self.set_status(503 if isinstance(error, RecordsUnavailable) else 400)
+            self.set_status(503 if isinstance(error, StoreUnavailable) else 400)
             self.finish({"error": str(error)})
         else:
             super().send_error(status_code, **kwargs)
@@ -128,8 +122,8 @@ class Summary(Shared):
     async def answer(self) -> dict[str, Any]:
         """Return the counts of waiting tasks, their problems, and the histogram of due times.
 
-        If the stored state of tasks is missing or unreachable, the counts come from the broker, the
-        histogram is empty, and ``error`` has the reason.
+        Without a store, the counts come from the broker, the histogram is empty, and ``error`` says
+        how to set one.
         """
         status, findings = await self.asking.admin(_status)
         found: dict[str, Any] = {
@@ -152,10 +146,8 @@ class Summary(Shared):
         }
         try:
             return found | await self.asking.delay(_numbers)
-        except NoRecords as exc:
+        except NoStore as exc:
             return found | {"error": str(exc)}
-        except RecordsUnavailable as exc:
-            return found | {"error": f"{exc}. {_BROKERS_OWN}"}
 
 
 class Lines(Shared):
@@ -234,7 +226,7 @@ class DataTable(Errors):
         except InvalidQuery as exc:
             self.write(answer | {"searchError": str(exc)})
             return
-        except RecordsUnavailable as exc:
+        except StoreUnavailable as exc:
             self.write(answer | {"unavailable": str(exc)})
             return
         answer["data"] = [task.as_json() | {"due_us": task.due_us} for task in page]

@@ -133,6 +133,20 @@ def begin(seen: Seen, task_id: str, *, token: str) -> Step:
     return _kept(replace(_without(known, task_id), runs=(run,)), now_us)
 
 
+def claim_once(seen: Seen, task_id: str, *, token: str) -> Step:
+    """Give a task its claim to run; *stands* is its id if it has run already."""
+    known = seen.record
+    if known is not None and known.opener is not None and seen.now_us < known.window_us:
+        return Step(known, stands=known.opener)
+    return begin(seen, task_id, token=token)
+
+
+def ran_once(seen: Seen, task_id: str, *, kept_us: int) -> Step:
+    """Keep the claim of a task that has succeeded, for *kept_us* microseconds."""
+    until_us = seen.now_us + kept_us
+    return Step(Record(window_us=until_us, opener=task_id), until_us)
+
+
 def share(seen: Seen, task_id: str, *, token: str, most: int) -> Step:
     """Give a task one of *most* locks of its key, or return the time to try again."""
     now_us, known = seen.now_us, seen.record or Record()

@@ -22,24 +22,18 @@ from .polling import Poll, Reading
 
 #: The help text of each gauge without labels, by the gauge's name.
 _GAUGES = {
-    "store_up": "1 if the broker answered when it was last asked, else 0.",
-    "poll_duration_seconds": "Seconds that the last look at broker and records took.",
-    "records_up": "1 if the records answered, else 0. Absent if there are none.",
-    "pending": (
-        "Messages that wait in the broker. On RabbitMQ also those of cancelled and moved tasks, "
-        "which stay in their level until they were due."
-    ),
-    "records_messages": (
-        "Waiting messages in the records: without those of cancelled and moved tasks. Absent "
-        "without records."
-    ),
+    "broker_up": "1 if the broker answered when it was last asked, else 0.",
+    "poll_duration_seconds": "Seconds that the last look at broker and store took.",
+    "store_up": "1 if the store answered, else 0. Absent without a store.",
+    "pending": "Messages that wait, in the broker and in the store.",
+    "store_messages": ("Tasks that wait in the store. Absent without a store."),
     "parked_messages": "Parked messages: they were due, and no queue was bound for them.",
     "next_due_timestamp_seconds": (
         "Due time of the first waiting message. Absent if none waits or it is unknown."
     ),
     "overdue_seconds": (
         "Seconds for which the first waiting message has been due; 0 if none is. Absent on "
-        "RabbitMQ without records."
+        "RabbitMQ without a store."
     ),
     "events_up": "1 if the workers' events are received, else 0.",
 }
@@ -110,19 +104,19 @@ def _values(reading: Reading | None) -> dict[str, float | None]:
         return {}
     backlog = reading.backlog
     values: dict[str, float | None] = {
-        "store_up": float(backlog is not None),
+        "broker_up": float(backlog is not None),
         "poll_duration_seconds": reading.duration_seconds,
     }
     if backlog is None:
         return values
     values |= {
         "pending": backlog.waiting,
-        "records_messages": backlog.in_records,
+        "store_messages": backlog.in_store,
         "parked_messages": backlog.parked,
     }
-    if backlog.records_answer is not None:
-        values["records_up"] = float(backlog.records_answer)
-    if backlog.records_answer:
+    if backlog.store_answers is not None:
+        values["store_up"] = float(backlog.store_answers)
+    if backlog.store_answers:
         values["next_due_timestamp_seconds"] = reading.first_due
         values["overdue_seconds"] = max(0, -(backlog.until_first_us or 0)) / 1_000_000
     return values

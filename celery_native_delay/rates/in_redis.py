@@ -26,10 +26,8 @@ from .line import (
 from .rate import Rate
 
 #: Seconds that the server may take to connect, and for an answer.
-PATIENCE_SECONDS = 1.0
+_TIMEOUT_SECONDS = 1.0
 
-#: Seconds between attempts to reach a failed server: the first pause, and the longest pause.
-LEFT_ALONE_SECONDS = (0.5, 5.0)
 
 #: KEYS 1: the sorted set of names; then for each line: the line, the list of start times. ARGV 1:
 #: the time in µs, or '' for the server's time; 2: 0 if a task without a place may not start now;
@@ -154,9 +152,7 @@ class RedisLines:
         self._link = RedisLink(
             pool,
             f"the lines of rated tasks at {where}",
-            timeout_seconds=PATIENCE_SECONDS,
-            left_alone_seconds=LEFT_ALONE_SECONDS,
-            logs=False,  # the worker logs what it means for tasks
+            timeout_seconds=_TIMEOUT_SECONDS,
         )
         self._prefix = f"{space}.rate."
         self._names = f"{space}.rates"

@@ -279,7 +279,7 @@ class Line(NamedTuple):
 
 
 class Lines(Protocol):
-    """The storage of all lines; methods may raise RecordsUnavailable.
+    """The storage of all lines; methods may raise StoreUnavailable.
 
     A line is the queue of waiting tasks with the same rate limit and the same key.
     """

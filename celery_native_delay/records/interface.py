@@ -4,8 +4,7 @@ For example, the stored state of a debounce key has the id of the task that will
 function computes the new state, and decides if a message is published. The new state is stored only
 if no other process has changed the state meanwhile.
 
-RabbitMQ, SQS and pgmq cannot list their waiting messages, so this package stores a list of the
-waiting messages. A worker reads this list before a waiting task runs, and drops cancelled tasks.
+If the message waits in the same Redis or database, both change in one step.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from ..errors import CannotDelay
-from .waiting import WaitingTasks
 
 T = TypeVar("T")
 
@@ -25,29 +22,8 @@ T = TypeVar("T")
 #: the same time, one succeeds.
 TRIES = 100
 
-#: Seconds that a publish or a worker waits for the records: to connect, and for an answer.
-PATIENCE_SECONDS = 0.3
-
-#: Seconds that a person, or a call with a key, waits for the records.
+#: Seconds that a command waits for an answer of Redis.
 ANSWER_SECONDS = 5.0
-
-#: Seconds between attempts to reach unreachable records: the first pause, and the longest pause.
-LEFT_ALONE_SECONDS = (1.0, 30.0)
-
-#: A mark (:data:`VOID` or :data:`UNDECIDED`) is kept for 30 days, in ms, after its message is due:
-#: the message may lie in its queue for 30 days before a worker receives the message.
-MARK_GRACE_MS = 30 * 86_400_000
-
-#: A message that is overdue by a day, in microseconds, is removed from the list: the message was
-#: lost, or the worker that ran the message could not reach the records.
-STALE_AFTER_US = 86_400_000_000
-
-#: The mark of a message that no worker may run, because its task was cancelled or rescheduled.
-VOID = "void"
-
-#: The mark of a new message until :meth:`Index.compare_and_set`. A worker that receives the message
-#: earlier drops the message, and sets the mark :data:`VOID`.
-UNDECIDED = "undecided"
 
 
 class RecordName(NamedTuple):
@@ -106,7 +82,7 @@ class IndexEntry(NamedTuple):
 
     - *member*: the message's name in the list, ``<task id>:<delivery id>``.
     - *due_us*: the due time in microseconds since the epoch.
-    - *entry*: a text from which the message can be published again, or "" for a cancelled message.
+    - *entry*: the message as text.
     """
 
     member: str
@@ -116,30 +92,20 @@ class IndexEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class CompareAndSet:
-    """A compare-and-set of a stored state and of waiting messages.
+    """A compare-and-set of a stored state and of waiting messages, in Redis.
 
-    The condition: the stored state called *name* has the text *before*, and none of the messages
-    in *gone* was delivered. If the condition holds, one step makes all these changes:
-
-    - The state becomes *after*, and expires *kept_ms* milliseconds later.
-    - Workers drop the messages *gone*.
-    - The list of waiting messages gets the message *new*, and workers may run this message.
-
-    If the condition does not hold, nothing changes. If the message *new* was already published
-    then, workers drop this message.
+    The condition: the stored state called *name* has the text *before*, and all messages in *gone*
+    still wait. If the condition holds, the state becomes *after* and expires *kept_ms*
+    milliseconds later, the messages *gone* are removed, and the message *new* is added, in one
+    step. If not, nothing changes.
     """
 
-    name: RecordName | None = None
+    name: RecordName
     before: str | None = None
     after: str | None = None
     kept_ms: int = 0
     new: IndexEntry | None = None
     gone: Sequence[str] = ()
-
-
-def delivery_of(member: str) -> str:
-    """Return the delivery id (second part) of a message's name ``<task id>:<delivery id>``."""
-    return member.rpartition(":")[2]
 
 
 def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
@@ -156,21 +122,10 @@ def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
     )
 
 
-class MessageState(Enum):
-    """The state of a message in the list of waiting messages."""
-
-    KNOWN = "known"
-    """The message is in the list of waiting messages."""
-    VOID = "void"
-    """The task of the message was cancelled or rescheduled: no worker may run the message."""
-    UNKNOWN = "unknown"
-    """The message is not in the list of waiting messages."""
-
-
 class Records(ABC):
     """Reads and changes the stored state about waiting tasks. Thread-safe.
 
-    Methods raise RecordsUnavailable if the Redis or database cannot be reached.
+    Methods raise StoreUnavailable if the Redis or database cannot be reached.
     """
 
     where: str
@@ -215,77 +170,3 @@ class Records(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the connections to the Redis or database. The next call opens new connections."""
-
-
-class Index(ABC):
-    """A list of waiting messages, for brokers without such a list: RabbitMQ, SQS and pgmq."""
-
-    missed: int
-    """The number of messages that could not be written to or read from the list."""
-
-    @abstractmethod
-    def note(self, listed: IndexEntry) -> None:
-        """Add a message to the list of waiting messages before the publish. Never raises."""
-
-    @abstractmethod
-    def forget(self, member: str) -> None:
-        """Remove a message from the list of waiting messages: its publish failed. Never raises."""
-
-    @abstractmethod
-    def received(self, member: str) -> bool | None:
-        """Remove a received message from the list of waiting messages.
-
-        Returns True if a worker may run the message, and False if the message was cancelled or
-        replaced. Returns None if the Redis or database did not answer.
-        """
-
-    @abstractmethod
-    def flush(self, timeout_seconds: float | None = None) -> None:
-        """Wait until all added messages are stored, for at most *timeout_seconds*."""
-
-    @abstractmethod
-    def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
-        """Read a stored state, such as a debounce key's, and mark a new message as "undecided".
-
-        The caller then publishes the message. Workers drop an undecided message.
-        :meth:`compare_and_set` removes the mark.
-
-        Args:
-            name: the name of the stored state, or None to read no state.
-            undecided: the new message's delivery id, or None to mark no message.
-            mark_ms: the milliseconds until the mark expires.
-        """
-
-    @abstractmethod
-    def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
-        """Remove a message's mark, after which workers no longer drop the message.
-
-        If *left_ms* is above 0, the mark stays for this many milliseconds.
-        """
-
-    @abstractmethod
-    def compare_and_set(self, step: CompareAndSet) -> bool:
-        """Make the changes in *step*. Returns False if the conditions of *step* do not hold."""
-
-    @abstractmethod
-    def state_of(self, member: str) -> MessageState:
-        """Return the state of a waiting message: listed, cancelled or unknown."""
-
-    @abstractmethod
-    def tasks(self, republishes: Any) -> WaitingTasks:
-        """Return an object that lists, cancels and reschedules the waiting tasks.
-
-        To cancel or reschedule a task, this object publishes a changed copy of the task's message
-        by the methods of *republishes*.
-        """
-
-    @abstractmethod
-    def sweep(self) -> int:
-        """Remove messages that are overdue by more than a day from the list; return the number."""
-
-    @abstractmethod
-    def purge(self) -> None:
-        """Remove all messages with a future due time from the list, for ``delay purge``.
-
-        Other messages may already be in the task queues.
-        """

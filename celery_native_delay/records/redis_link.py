@@ -1,31 +1,21 @@
-"""Connects to Redis with a timeout for each call."""
+"""Connects to Redis with a time limit for each call."""
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from hashlib import sha1
-from threading import Lock
-from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
-from billiard.exceptions import SoftTimeLimitExceeded
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from ..errors import RecordsUnavailable, described, errors_ignored
-from .interface import LEFT_ALONE_SECONDS, PATIENCE_SECONDS
-from .link_failures import LinkFailures
+from ..errors import StoreUnavailable
 
-logger = logging.getLogger(__name__)
-
-#: The answers to scripts of :meth:`RedisLink.post` are read after so many scripts or seconds.
-_READ_EVERY = 64
-_READ_AFTER_SECONDS = 0.05
+T = TypeVar("T")
 
 _ERRORS = RedisError, OSError
 
@@ -50,63 +40,61 @@ return found
 
 
 class RedisLink:
-    """A thread-safe Redis client. Raises RecordsUnavailable if Redis does not answer.
+    """A thread-safe Redis client with connections of its own.
 
-    The client opens its own connections, with the connection parameters of redis-py's *pool*.
-    :class:`.LinkFailures` explains *what*, *left_alone_seconds* and *logs*.
+    A call on a connection that was lost is made again, once, on a new connection. Methods raise
+    StoreUnavailable if Redis does not answer in time, or refuses the call.
     """
 
-    def __init__(
-        self,
-        pool: Any,
-        what: str,
-        *,
-        timeout_seconds: float,
-        left_alone_seconds: tuple[float, float] = LEFT_ALONE_SECONDS,
-        logs: bool = True,
-    ) -> None:
+    def __init__(self, pool: Any, what: str, *, timeout_seconds: float) -> None:
+        """Use the connection parameters of redis-py's *pool*; *what* names the server in errors."""
         self._pool = pool
+        self._what = what
         self._timeout_seconds = timeout_seconds
-        self._failures = LinkFailures(what, left_alone_seconds=left_alone_seconds, logs=logs)
         #: Open connections that no thread uses now.
         self._idle: list[Any] = []
-        self._post_connection: Any = None
-        self._post_lock = Lock()
-        #: For each script of :meth:`post` whose answer was not read yet: the time of the sending.
-        self._sent_at: deque[float] = deque()
-
-    # --- asking --------------------------------------------------------------------------
 
     def run(self, script: str, keys: tuple[str, ...] | list[str], *arguments: Any) -> Any:
         """Run a Lua script on the Redis server, and return the script's answer."""
         words = (len(keys), *keys, *arguments)
-        with self._connection_in_use() as connection:
+
+        def ran(connection: Any) -> Any:
             try:
                 return _answer(connection, "EVALSHA", digest_of(script), *words)
             except NoScriptError:
                 return _answer(connection, "EVAL", script, *words)
 
-    def ask(self, *command: Any) -> Any:
-        with self._connection_in_use() as connection:
-            return _answer(connection, *command)
+        return self._asked(ran)
 
-    def connect(self) -> bool:
-        """Open a connection if none is idle; return False if the server does not answer."""
-        with suppress(RecordsUnavailable), self._connection_in_use():
-            return True
-        return False
+    def ask(self, *command: Any) -> Any:
+        return self._asked(lambda connection: _answer(connection, *command))
+
+    def _asked(self, question: Callable[[Any], T]) -> T:
+        for is_last_try in (False, True):
+            try:
+                with self._connection_in_use() as connection:
+                    return question(connection)
+            except _ERRORS as exc:
+                late = isinstance(exc, RedisTimeoutError | TimeoutError)
+                if is_last_try or late or isinstance(exc, ResponseError):
+                    said = str(exc).strip().partition("\n")[0].rstrip(".")
+                    raise StoreUnavailable(
+                        f"{self._what} does not work: {type(exc).__name__}: {said}"
+                    ) from exc
+                self.close()  # the other idle connections are as old
+        raise AssertionError("unreachable")
 
     @contextmanager
     def _connection_in_use(self) -> Iterator[Any]:
-        connection = self._idle_connection()
-        if connection is None:
-            connection = self._new_connection()
+        connection = self._idle_connection() or self._new_connection()
         try:
             yield connection
-        except _ERRORS as exc:
-            connection.disconnect()
-            raise self._failures.failed(exc) from exc
-        self._failures.succeeded()
+        except ResponseError:
+            self._idle.append(connection)  # Redis has answered
+            raise
+        except BaseException:
+            connection.disconnect()  # an answer may still come
+            raise
         self._idle.append(connection)
 
     def _idle_connection(self) -> Any:
@@ -122,83 +110,22 @@ class RedisLink:
             connection.disconnect()
 
     def _new_connection(self) -> Any:
-        self._failures.check()
-        try:
-            connection = self._pool.connection_class(**self._pool.connection_kwargs)
-            # redis-py's own retries would sleep for seconds.
-            connection.retry = Retry(NoBackoff(), 0)
-            for timeout in ("socket_timeout", "socket_connect_timeout"):
-                setattr(connection, timeout, self._timeout_seconds)
-            connection.connect()
-        except SoftTimeLimitExceeded:
-            raise
-        except Exception as exc:  # errors of redis-py, of the resolver or of TLS
-            raise self._failures.failed(exc) from exc
+        connection = self._pool.connection_class(**self._pool.connection_kwargs)
+        # redis-py's own retries would sleep for seconds.
+        connection.retry = Retry(NoBackoff(), 0)
+        for timeout in ("socket_timeout", "socket_connect_timeout"):
+            setattr(connection, timeout, self._timeout_seconds)
+        connection.connect()
         return connection
 
-    # --- posting -------------------------------------------------------------------------
-
-    def post(self, script: str, keys: tuple[str, ...], *arguments: Any) -> bool:
-        """Send a Lua script without waiting for the answer; False if it could not be sent."""
-        with self._post_lock:
-            try:
-                if self._post_connection is None:
-                    self._post_connection = self._new_connection()
-                self._post_connection.send_command("EVAL", script, len(keys), *keys, *arguments)
-                now = monotonic()
-                self._sent_at.append(now)
-                if (
-                    len(self._sent_at) >= _READ_EVERY
-                    or now - self._sent_at[0] > _READ_AFTER_SECONDS
-                ):
-                    self._read_ready()
-                    if self._sent_at and now - self._sent_at[0] > PATIENCE_SECONDS:
-                        raise TimeoutError(f"no answer within {PATIENCE_SECONDS} s")
-            except UnicodeError as exc:  # nothing was sent, and the connection is sound
-                logger.warning(
-                    "native delay: a task runs as before, but cannot be listed, cancelled or "
-                    "moved: %s",
-                    described(exc),
-                )
-                return False
-            except Exception as exc:  # an error here must not stop the publish
-                self._close_post_connection()
-                if isinstance(exc, SoftTimeLimitExceeded):
-                    raise
-                if not isinstance(exc, RecordsUnavailable):
-                    self._failures.failed(exc)
-                return False
-            return True
-
-    def flush(self, timeout_seconds: float | None = None) -> None:
-        """Read the answers to all scripts sent by :meth:`post`, within a time limit."""
-        with self._post_lock, errors_ignored():
-            self._read_ready(min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS))
-
-    def _read_ready(self, timeout_seconds: float = 0) -> None:
-        while self._sent_at and self._post_connection.can_read(timeout_seconds):
-            self._post_connection.read_response()
-            self._sent_at.popleft()
-            self._failures.succeeded()
-
-    def _close_post_connection(self) -> None:
-        connection, self._post_connection = self._post_connection, None
-        self._sent_at.clear()
-        if connection is not None:
-            with errors_ignored():
-                connection.disconnect()
-
-    # --- the connections -----------------------------------------------------------------
-
     def close(self) -> None:
-        """Close all connections to Redis. The next call opens a new connection."""
-        with self._post_lock:
-            self._close_post_connection()
+        """Close all idle connections to Redis. The next call opens a new connection."""
         while self._idle:
-            self._idle.pop().disconnect()
+            with suppress(IndexError, *_ERRORS):
+                self._idle.pop().disconnect()
 
 
-def latest(link: RedisLink, names: str, prefix: str, limit: int) -> tuple[int, list[Any]]:
+def latest(link: Any, names: str, prefix: str, limit: int) -> tuple[int, list[Any]]:
     """Return the server's time, and up to *limit* stored states as pairs of name and text.
 
     The state with the latest expiry comes first.

@@ -138,7 +138,7 @@ class RedisListing(WaitingTasks):
 
     @abstractmethod
     def _explained(self) -> AbstractContextManager[None]:
-        """Turn redis-py's errors in a ``with`` block into RecordsUnavailable."""
+        """Turn redis-py's errors in a ``with`` block into StoreUnavailable."""
 
     def _found(self, task_id: str) -> list[tuple[str, bytes, Waiting]]:
         found = []

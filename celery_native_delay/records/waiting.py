@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
@@ -71,7 +71,7 @@ class Waiting:
             exchange,
             routing_key,
             due_us,
-            _number(headers.get("retries")),
+            number_of(headers.get("retries")),
             str(headers.get("root_id") or ""),
             delivery_id,
             not headers.get("ignore_result"),
@@ -104,7 +104,7 @@ class Waiting:
         }
 
 
-def _number(value: Any) -> int:
+def number_of(value: Any) -> int:
     """Convert the value of a message header to a number; 0 if invalid."""
     try:
         return int(value or 0)
@@ -235,6 +235,8 @@ class Verdict(Enum):
 
     DONE = "done"
     """The task was cancelled or rescheduled."""
+    NOTED = "noted"
+    """The task is not listed. It will not run if it still waits in the broker."""
     TOO_LATE = "too late"
     """The task was delivered before the change, or is about to be delivered."""
     UNKNOWN = "unknown"
@@ -248,7 +250,7 @@ class Outcome:
     """The result of cancelling or rescheduling a task; truthy if the change was made.
 
     - *id*: the task id.
-    - *verdict*: done, too late, unknown or impossible; see :class:`Verdict`.
+    - *verdict*: done, noted, too late, unknown or impossible; see :class:`Verdict`.
     - *due_us*: the new due time in microseconds since the epoch; None if not rescheduled.
     - *tasks*: the waiting messages with this task id, as they were before the change.
     - *reason*: a text that explains why the task was not changed, or "".
@@ -261,7 +263,7 @@ class Outcome:
     reason: str = ""
 
     def __bool__(self) -> bool:
-        return self.verdict is Verdict.DONE
+        return self.verdict in (Verdict.DONE, Verdict.NOTED)
 
     def __str__(self) -> str:
         match self.verdict:
@@ -270,6 +272,8 @@ class Outcome:
             case Verdict.DONE:
                 due = datetime.fromtimestamp((self.due_us or 0) / 1_000_000, UTC)
                 return f"{self.id} is due {due.isoformat(timespec='milliseconds')}"
+            case Verdict.NOTED:
+                return f"{self.id}: noted, it will not run if it still waits in the broker"
             case Verdict.TOO_LATE:
                 return f"{self.id}: too late, {self.reason or 'it was delivered meanwhile'}"
         reason = self.reason or "nothing waits under this id"
@@ -279,8 +283,12 @@ class Outcome:
 class WaitingTasks(ABC):
     """Lists, searches, cancels and reschedules the waiting tasks of one broker.
 
-    Every method may raise RecordsUnavailable.
+    Every method may raise StoreUnavailable.
     """
+
+    note_elsewhere: Callable[[str], None] | None = None
+    """A function that makes a cancel durable for a task that is not listed, as it waits in the
+    broker; None if all waiting tasks are listed."""
 
     _delays: Any
     """The object that checks a due time against the broker's longest delay."""
@@ -330,7 +338,11 @@ class WaitingTasks(ABC):
 
     def cancel(self, task_id: str) -> Outcome:
         """Cancel a task. A worker receives the message at once, and reports the task as revoked."""
-        return self._change(task_id, None, cancelled=True)
+        outcome = self._change(task_id, None, cancelled=True)
+        if outcome.verdict is not Verdict.UNKNOWN or self.note_elsewhere is None:
+            return outcome
+        self.note_elsewhere(task_id)
+        return Outcome(task_id, Verdict.NOTED)
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:
         """Give a task a new due time, in microseconds since the epoch; None means now.
@@ -362,6 +374,10 @@ class WaitingTasks(ABC):
         Returns None if the old message was delivered or changed in the meantime.
         """
 
+    def _is_taken(self, task_id: str) -> bool:
+        """Return True if a dispatcher is publishing the task at this moment."""
+        return False
+
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
         seen: dict[Any, Waiting] = {}
         #: The names of the new messages of this call.
@@ -382,7 +398,8 @@ class WaitingTasks(ABC):
         tasks = tuple(seen.values())
         if made:
             return Outcome(task_id, Verdict.DONE, None if cancelled else is_due_us, tasks)
-        return Outcome(task_id, Verdict.TOO_LATE if seen else Verdict.UNKNOWN, None, tasks)
+        is_late = bool(seen) or self._is_taken(task_id)
+        return Outcome(task_id, Verdict.TOO_LATE if is_late else Verdict.UNKNOWN, None, tasks)
 
 
 #: Attempts to change a task that other processes change at the same time.

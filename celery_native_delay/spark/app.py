@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from celery import Celery
@@ -11,11 +11,10 @@ from celery.app.routes import MapRoute
 from celery.local import Proxy
 from kombu.utils.imports import symbol_by_name
 
-from ..app.installation import installation_of, records_location
+from ..app.installation import installation_of
 from ..bulk.batch import check_broker
 from ..errors import InvalidFanOut, UnsupportedBroker
 from ..rates.rate import Rate
-from ..records.opened import RecordsLocation
 from ..settings import DelaySettings
 from .options import FanOutOptions
 from .spreading import Spread, spread_of
@@ -51,8 +50,6 @@ class AppFacts:
     """The queue for rows without a queue name; "" if the app routes the task to an exchange."""
     spread: Spread | None = None
     """The rate limit that spreads the due times; None without a rate limit."""
-    records: RecordsLocation | None = field(default=None, repr=False)  # its URL may hold a password
-    """URL and namespace of the stored state of tasks (``native_delay_records``), or None."""
 
 
 def load_app(path: str) -> Celery:
@@ -112,8 +109,7 @@ def describe(call: Call) -> AppFacts:
     route = getattr(queue, "name", queue) or ""
     chosen: DelaySettings = installation_of(app).settings()  # type: ignore[union-attr]
     names = tuple(sorted({*queues, route} - {""}))
-    spread, records = _spread(call, task, chosen), records_location(app, chosen)
-    return AppFacts(chosen.longest_delay_seconds, names, route, spread, records)
+    return AppFacts(chosen.longest_delay_seconds, names, route, _spread(call, task, chosen))
 
 
 def _spread(call: Call, task: Any, settings: DelaySettings) -> Spread | None:

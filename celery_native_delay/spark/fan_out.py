@@ -15,12 +15,10 @@ from pyspark.sql import functions as f
 
 from ..durations import duration
 from ..errors import FanOutFailed, InvalidFanOut
-from ..fence.run import COMMITTED
 from . import encode
 from .app import AppFacts, Call
 from .encode import SENT_COLUMNS
 from .executor import ANSWERS, answers_of, checker, sender
-from .fencing import Fence, rows_of
 from .live_counts import LiveCounts, context_of
 from .options import FanOutOptions
 from .plan import Plan, make_plan
@@ -40,8 +38,6 @@ class FanOutResult:
     """The counts of each partition."""
     failures: list[Failure] = field(repr=False)
     """One :class:`Failure` per task that the broker has not confirmed."""
-    was_committed: bool = False
-    """True if an earlier send with this *run_id* and *fence* succeeded; nothing was sent again."""
 
     @property
     def rows(self) -> int:
@@ -75,8 +71,6 @@ class FanOutResult:
         return sum(self.rejects.values())
 
     def __str__(self) -> str:
-        if self.was_committed:
-            return f"run {self.run_id}: {self.rows:,} rows, all sent before; nothing was sent again"
         failed = Counter(failure.outcome for failure in self.failures)
         more = "".join(f", {count:,} {outcome}" for outcome, count in failed.items())
         late = self.sent_after_due
@@ -210,7 +204,7 @@ class FanOut:
         """Send all accepted rows as tasks, and return when the broker has confirmed the tasks.
 
         If an executor is lost, Spark sends the partition again, with the same task ids. With the
-        option *fence*, workers run each task once, and run no task of a failed Spark job.
+        option *once*, workers still run each task a single time.
 
         If the Spark job fails or is interrupted, the log has three numbers: tasks sent, confirmed,
         and in doubt (the broker may have received these tasks).
@@ -223,12 +217,6 @@ class FanOut:
             InvalidFanOut: an executor cannot import the app, or the app lacks the task or a queue.
                 Nothing was sent.
             FanOutFailed: the broker has not confirmed some tasks, which the error's *result* lists.
-                With *fence*, workers then run no task of this job. FanOutFailed has three more
-                causes with *fence*: the job's result could not be stored, workers have dropped the
-                tasks after *fence_timeout*, or this *run_id* was sent before with other rows.
-            RecordsUnavailable: Redis or the database, which *fence* needs, is unreachable. Nothing
-                was sent.
-            NoRecords: with this broker, *fence* needs ``native_delay_records``. Nothing was sent.
             pyspark.errors.PySparkException: the Spark job failed.
         """
         spark = self._df.sparkSession
@@ -237,17 +225,15 @@ class FanOut:
         slots = connections if context is None else context.defaultParallelism
         rate = self.options.max_rate
         job_id = uuid4().hex
-        fence = Fence.of(self.options, self.facts, job_id)
         started = monotonic()
         # Few partitions, because each opens a connection; done again, as a rate shuffles the rows.
         encoded = self._encoded(self._df.coalesce(connections)).coalesce(connections)
-        was_committed = fence is not None and fence.open().state == COMMITTED
         with LiveCounts(spark, job_id) as counts:
             job = SendJob(
                 self.options.app,
                 self.options.task,
                 rate / min(connections, slots) if rate else None,
-                fence,
+                self.options.once,
                 job_id,
                 counts.address,
             )
@@ -256,16 +242,18 @@ class FanOut:
                 answers = answers_of(report)
             except BaseException as exc:
                 ended = "was interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
-                then = fence.abort() if fence is not None else "tasks that were sent will run"
                 logger.error(
-                    "native delay: run %s %s: %s; %s", self.run_id, ended, counts.stop(), then
+                    "native delay: run %s %s: %s; tasks that were sent will run",
+                    self.run_id,
+                    ended,
+                    counts.stop(),
                 )
                 raise
         receipts = [answer for answer in answers if isinstance(answer, Receipt)]
         failures = [answer for answer in answers if isinstance(answer, Failure)]
         receipts.sort(key=lambda receipt: receipt.partition)
         seconds = monotonic() - started
-        result = FanOutResult(self.run_id, seconds, receipts, failures, was_committed)
+        result = FanOutResult(self.run_id, seconds, receipts, failures)
         warn_of_late_sending(result.sent_after_due, result.sent)
         if check and failures:
             then = "send these rows again with the same run_id, which gives them the same task ids"
@@ -274,14 +262,7 @@ class FanOut:
                     ", and with eta='due' of ledger() instead of rate, which would give them the "
                     "due times of other tasks"
                 )
-            if fence is not None:
-                then = f"{fence.abort()}; send all rows again with the same run_id"
             raise FanOutFailed(f"{result}; the first: {failures[0].reason}; {then}", result)
-        if fence is not None:
-            try:
-                fence.commit(receipts, rows=rows_of(receipts))
-            except FanOutFailed as exc:
-                raise FanOutFailed(f"{result}; {exc}", result) from exc
         return result
 
     def _check_queues(self, facts: AppFacts) -> None:

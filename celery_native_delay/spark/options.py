@@ -74,12 +74,9 @@ class FanOutOptions:
     """If True, the task must be registered in the app. Use False for a task of another app."""
     check_queue: bool = True
     """If True, every queue name must occur in the app's configuration."""
-    fence: bool = False
-    """If True, each task runs once, even if Spark sends a partition twice. No task of a failed job
-    runs. After a success, the same *run_id* is not sent again. Needs ``native_delay_records``."""
-    fence_timeout: float = 3600.0
-    """The longest time in seconds from the start of a partition to the end of the job. After this
-    time workers assume that the driver died, and apply ``native_delay_fence_policy``."""
+    once: bool = False
+    """If True, workers run each task a single time, even if Spark sends it twice. Needs a Redis
+    broker or ``native_delay_store``."""
     now: datetime = field(default_factory=lambda: datetime.now(UTC))
     """The time from which *countdown* counts: an aware datetime, the same on all executors."""
 
@@ -192,7 +189,6 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "connections": ("a whole number from 1 to 1000", _whole(1, 1000)),
     "past": ('"reject" or "send"', ("reject", "send").__contains__),
     "max_body_bytes": ("bytes from 1", _whole(1, 1 << 31)),
-    **dict.fromkeys(("check_task", "check_queue", "fence"), ("True or False", _is_flag)),
-    "fence_timeout": ("a number of seconds from 1", _number(1)),
+    **dict.fromkeys(("check_task", "check_queue", "once"), ("True or False", _is_flag)),
     "now": ("an aware datetime", lambda now: isinstance(now, datetime) and now.tzinfo is not None),
 }

@@ -37,8 +37,6 @@ class Receipt:
     """The number of rejected rows by reason."""
     broken: str = ""
     """The reason why sending stopped before the last row; "" if all rows were handled."""
-    fence: str = ""
-    """The message header that names this Spark attempt; "" without the option *fence*."""
     last_eta: str = ""
     """The latest due time of the sent tasks, in ISO 8601."""
     sent_after_due: int = 0

@@ -25,10 +25,9 @@ from ..errors import (
     TopologyMismatch,
     UnsupportedBroker,
 )
-from ..fence.run import COMMITTED, HEADER
+from ..message import ONCE
 from ..now import moment
 from .app import load_app
-from .fencing import Fence
 from .live_counts import Reporter
 from .receipts import Failure, Receipt
 
@@ -43,7 +42,8 @@ class SendJob:
     task: str
     max_rate: float | None
     """The largest number of Celery tasks per second on one connection; None is no limit."""
-    fence: Fence | None = None
+    once: bool = False
+    """True if workers run each task a single time, even if Spark sends it twice."""
     id: str = ""
     """The id of the Spark job; each batch of a stream has its own id."""
     driver: tuple[str, int] | None = None
@@ -56,22 +56,9 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     An outage of the broker does not fail the Spark task, because Spark would send all rows again.
     After a minute of outage, this executor sends no more rows of this job. For each row that was
     not sent, this function yields a Failure with the outcome "unsent".
-
-    With the option *fence*, if an earlier job with the same ``run_id`` succeeded, this function
-    counts the rows and sends nothing.
-
-    Raises:
-        RecordsUnavailable: with *fence*, Redis or the database is unreachable.
-        FanOutFailed: with *fence*, a Celery worker or the Spark driver aborted the job earlier.
-            Nothing was sent.
     """
     started = monotonic()
-    headers = {}
-    is_committed = False
-    if job.fence is not None:
-        is_committed = job.fence.open().state == COMMITTED
-        receipt.fence = str(job.fence.stamp(receipt.partition, receipt.attempt))
-        headers = {HEADER: receipt.fence}
+    headers: dict[str, Any] = {ONCE: True} if job.once else {}
     given_up = GivenUp(job.id)
     receipt.broken = given_up.reason()
     batch = Bulk(load_app(job.app), check=False, headers=headers)
@@ -86,8 +73,6 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
         for task_id, due_us, body, queue, priority, expires_us, error in rows:
             receipt.rows += 1
             receipt.ids += crc32(task_id.encode()) if task_id else 0
-            if is_committed:
-                continue
             if error is not None:
                 receipt.rejected[error] += 1
                 continue

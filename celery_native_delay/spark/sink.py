@@ -10,7 +10,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -23,10 +23,8 @@ from pyspark.sql.datasource import (
 
 from ..durations import seconds_of
 from ..errors import FanOutFailed, InvalidFanOut
-from ..fence.run import COMMITTED, Stamp
 from .app import Call, describe
 from .encode import Encoder
-from .fencing import Fence
 from .options import FanOutOptions
 from .receipts import Receipt
 from .sending import SendJob, send_rows, warn_of_late_sending
@@ -81,8 +79,6 @@ class Writer(DataSourceArrowWriter):
         if overwrite:
             raise InvalidFanOut('expected mode("append"): what has been sent cannot be overwritten')
         self._set_up(schema, texts)
-        if self._fence is not None:
-            self._fence.open()
 
     def write(self, iterator: Iterator[Any]) -> Sent:
         """Send the rows of one partition as delayed tasks.
@@ -90,36 +86,15 @@ class Writer(DataSourceArrowWriter):
         Raises:
             FanOutFailed: the broker has not confirmed some tasks. Spark sends the partition again.
             InvalidFanOut: a row is rejected, and the option *on_reject* is "fail".
-            RecordsUnavailable: Redis or the database, which *fence* needs, is unreachable.
         """
-        return self._send(iterator, self._options.run_id, self._fence, self._job_id)
+        return self._send(iterator, self._options.run_id, self._job_id)
 
     def commit(self, messages: list[Any]) -> None:
-        """Log the number of sent tasks.
-
-        With the option *fence*, also store which Spark attempt of each partition is valid. Workers
-        run only tasks of valid attempts.
-
-        Raises:
-            FanOutFailed: only with *fence*. The attempts could not be stored; or a worker has
-                already dropped tasks of this job; or an earlier job with the same ``run_id`` sent
-                different rows.
-        """
-        receipts = _receipts(messages)
-        if self._fence is not None:
-            count = sum(receipt.rows for receipt in receipts)
-            self._fence.commit(receipts, rows=f"{count:,} rows")
-        _log_rejects(receipts)
+        """Log the number of sent tasks."""
+        _log_rejects(_receipts(messages))
 
     def abort(self, messages: list[Any]) -> None:
-        """Log that the Spark job failed.
-
-        Without the option *fence*, workers run the sent tasks. With *fence*, workers usually drop
-        the sent tasks; the log says whether this is so.
-        """
-        if self._fence is not None:
-            logger.error("native delay: the job failed; %s", self._fence.abort())
-            return
+        """Log that the Spark job failed. Workers run the tasks that were sent."""
         sent = sum(receipt.sent for receipt in _receipts(messages))
         logger.error(
             "native delay: the job failed after it had sent at least %d tasks, which will run; "
@@ -136,7 +111,6 @@ class Writer(DataSourceArrowWriter):
         self._options = fan_out = FanOutOptions(**options)
         self._job_id = uuid4().hex
         facts = describe(Call.of(fan_out))
-        self._fence = Fence.of(fan_out, facts, self._job_id)
         read = list(slots(fan_out))
         self._positions = [_position(slot, schema.names) for slot in read]
         types = {}
@@ -150,19 +124,14 @@ class Writer(DataSourceArrowWriter):
             queues=facts.queues if fan_out.check_queue else None,
         )
 
-    def _send(self, batches: Iterable[Any], run_id: str, fence: Fence | None, job_id: str) -> Sent:
+    def _send(self, batches: Iterable[Any], run_id: str, job_id: str) -> Sent:
         fan_out = self._options
         context = TaskContext.get()
         assert context is not None
         receipt = Receipt(context.partitionId(), context.attemptNumber())
-        if fence is not None and fence.open().state == COMMITTED:
-            # Count without encoding: the encoder would reject rows that have become due since.
-            receipt.rows = sum(batch.num_rows for batch in batches)
-            receipt.fence = str(fence.stamp(receipt.partition, receipt.attempt))
-            return Sent(receipt)
         rate = fan_out.max_rate and fan_out.max_rate / fan_out.connections
         first, count = None, 0
-        job = SendJob(fan_out.app, fan_out.task, rate, fence, job_id)
+        job = SendJob(fan_out.app, fan_out.task, rate, fan_out.once, job_id)
         for failure in send_rows(self._encoded(batches, run_id), job, receipt):
             first, count = first or failure, count + 1
         if first is not None:
@@ -199,31 +168,14 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         assert context is not None
         query, batch = map(context.getLocalProperty, _QUERY_AND_BATCH)
         run_id = self._options.run_id if self._has_run_id else query
-        fence = self._fence
-        if fence is not None:
-            # The run_id is not enough: with a new checkpoint the same batch number has other rows.
-            fence = replace(fence, run=f"{query}-{batch}", job=f"{self._job_id}-{batch}")
-        return self._send(iterator, f"{run_id}-{batch}", fence, f"{self._job_id}-{batch}")
+        return self._send(iterator, f"{run_id}-{batch}", f"{self._job_id}-{batch}")
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Log the number of sent tasks of the micro batch.
-
-        With the option *fence*, also store which Spark attempt of each partition is valid.
-        """
-        receipts = _receipts(messages)
-        if self._fence is not None and receipts:
-            # Spark makes a new writer to commit, which learns the query's id from the receipts.
-            replace(self._fence, run=Stamp.parse(receipts[0].fence).run).commit(receipts)
-        _log_rejects(receipts)
+        """Log the number of sent tasks of the micro batch."""
+        _log_rejects(_receipts(messages))
 
     def abort(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Log that the batch failed. With *fence*, its tasks wait until Spark repeats the batch.
-
-        After *fence_timeout*, ``native_delay_fence_policy`` decides: workers run or drop the tasks.
-        """
-        if self._fence is not None:
-            logger.error("native delay: the batch failed; its tasks wait for the query's restart")
-            return
+        """Log that the batch failed. Workers run the tasks that were sent."""
         super().abort(messages)
 
 
@@ -297,8 +249,8 @@ _PARSERS: dict[str, tuple[str, Any]] = {
     **{f"{name}_col": (name, str) for name in ("countdown", "eta", "queue", "priority", "expires")},
     **{"kwargs_cols": ("kwargs", _named), "args_cols": ("args", _names)},
     **{"id_cols": ("id_cols", _names), "on_reject": ("on_reject", _on_reject)},
-    **{name: (name, seconds_of) for name in ("smear", "fence_timeout")},
+    **{name: (name, seconds_of) for name in ("smear",)},
     **{name: (name, int) for name in ("connections", "max_body_bytes")},
-    **{name: (name, _flag) for name in ("check_task", "check_queue", "fence")},
+    **{name: (name, _flag) for name in ("check_task", "check_queue", "once")},
     "max_rate": ("max_rate", float),
 }

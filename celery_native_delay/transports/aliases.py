@@ -136,15 +136,15 @@ def needs_store(alias: object) -> bool:
 _NOT_FOR_PUBLISHING = (
     "management_url",
     "telemetry",
-    "fence_policy",
-    "records_away",
+    "once",
+    "once_days",
     "strict",
     "rates",
     "retry_after_limit",
 )
 
 #: Settings whose URLs may hold a password. The option must not show the password.
-_URLS = ("records", "store")
+_URLS = ("store",)
 
 
 def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:

@@ -11,13 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from enum import Enum
 from functools import cached_property
 from secrets import token_hex
 from typing import Any, Protocol, runtime_checkable
 
 from ..durations import duration
-from ..errors import NativeDelayError, NoRecords, UnsupportedBroker
+from ..errors import NativeDelayError, NoStore
 from ..finding import Finding
 from ..message import Delayed
 from ..rates.line import Lines
@@ -161,15 +160,8 @@ class WorkerPart(ABC):
         """
         return None
 
-    def receipts(self) -> Receipts | None:
-        """Return a lookup of cancelled tasks; None if ``native_delay_records`` is not set."""
-        return None
-
     def sweep(self) -> int:
-        """Delete stored copies of messages overdue by more than a day; return their number.
-
-        In a database, this method also deletes other expired rows, and does not count them.
-        """
+        """Delete expired state of keys, rates and schedules; return the number of rows."""
         return 0
 
 
@@ -194,25 +186,6 @@ class ServesQueues(Protocol):
 
     def serve(self, queues: Sequence[str]) -> None:
         """Store the names of the app's queues for later calls of other methods."""
-
-
-class Answer(Enum):
-    """The decision about a received delayed message: run, drop, or unknown."""
-
-    RUN = "run"
-    DROP = "drop"
-    """The worker drops the message, because the task was cancelled or rescheduled."""
-    AWAY = "away"
-    """The Redis or database with the list of waiting tasks is unreachable."""
-
-
-class Receipts(Protocol):
-    """Looks up received messages in the list of waiting tasks, to recognise cancelled tasks."""
-
-    def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
-        """Decide if a worker may run a message with these headers; *delayed* is our own header."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -285,18 +258,18 @@ class Backlog:
     """The numbers of waiting and parked (due, but undeliverable) messages on a broker.
 
     - *levels*: the state of each delay queue of RabbitMQ; empty on other brokers
-    - *records_answer*: False if the list of waiting tasks is unreachable; None without a list
+    - *store_answers*: False if the store is unreachable; None without a store
     - *until_first_us*: microseconds until the earliest due time, negative if overdue; None if
       unknown, or if no message waits
-    - *in_records*: the number of tasks in the list of waiting tasks; None without a reachable list
+    - *in_store*: the number of tasks that wait in the store; None without a reachable store
     """
 
     waiting: int
     parked: int
     levels: tuple[LevelQueue, ...] = ()
-    records_answer: bool | None = None
+    store_answers: bool | None = None
     until_first_us: int | None = None
-    in_records: int | None = None
+    in_store: int | None = None
 
 
 class AdminPart(Protocol):
@@ -344,6 +317,19 @@ class AdminPart(Protocol):
         """Delete all parked (undeliverable) messages; return the number of deleted messages."""
 
 
+class NothingParked:
+    """Methods for brokers that never have parked (due, but undeliverable) messages."""
+
+    def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
+        return 0, []
+
+    def requeue(self) -> Rescue:
+        return Rescue()
+
+    def purge_parked(self) -> int:
+        return 0
+
+
 @runtime_checkable
 class ExpectsQueues(Protocol):
     """An AdminPart that also verifies the app's queues."""
@@ -353,26 +339,17 @@ class ExpectsQueues(Protocol):
 
 
 def lines_of(channel: Any, settings: DelaySettings) -> Lines:
-    """Return the storage for rate-limited tasks; raise NoRecords if there is no storage."""
+    """Return the storage for rate-limited tasks; raise NoStore if there is no storage."""
     if not hasattr(channel, "lines"):
-        raise NoRecords(
-            "native_delay_rates has no place to count tasks beside this broker: use Redis or a "
-            "database as the broker, RabbitMQ, SQS or pgmq with native_delay_records, or "
-            "another broker with native_delay_store"
-        )
+        raise without_store(channel)
     lines: Lines = channel.lines(settings)
     return lines
 
 
-#: The advice for a broker that has no place for debounce, throttle and unique keys.
-WHERE_KEYS_ARE_KEPT = (
-    "debounce, throttle and unique keep records of their keys beside the waiting messages: "
-    "use a Redis broker, RabbitMQ, SQS or pgmq with native_delay_records set, a sqla+… broker, or "
-    "one whose messages wait in native_delay_store"
-)
-
-
-def without_records(channel: Any) -> UnsupportedBroker:
-    """Return the error for brokers that cannot store debounce, throttle and unique keys."""
-    where = channel.connection.client.as_uri()
-    return UnsupportedBroker(f"{where} has no place for the records of keys: {WHERE_KEYS_ARE_KEPT}")
+def without_store(channel: Any) -> NoStore:
+    """Return the error for an app without a store, which needs one."""
+    return NoStore(
+        f"{channel.connection.client.as_uri()} keeps no keys, rates and schedules, and cannot list "
+        f"or change waiting tasks: set native_delay_store in workers and producers to the URL of a "
+        f'database or of a Redis, such as "postgresql+psycopg://host/shop"'
+    )

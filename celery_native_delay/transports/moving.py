@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 from ..due_time import due_us, eta_of, milliseconds_up
-from ..errors import CannotDelay, InvalidDueTime, UnsupportedBroker
+from ..errors import CannotDelay, InvalidDueTime, NoStore, UnsupportedBroker
 from ..keyed.records import KeyRecords
 from ..message import HEADER, Delayed, due_ms_of
 from ..records.publishing import RecordedPublish
@@ -73,7 +73,7 @@ class Stays:
 
 @dataclass(frozen=True)
 class Void:
-    """An invalid message: its task was cancelled, or rescheduled with a new message."""
+    """A message that must not run, so that a move deletes it."""
 
 
 Found = Moving | Stays | Void
@@ -152,7 +152,7 @@ class MovingPart(ABC):
         """Return the storage of debounce, throttle and unique keys; None if there is no storage."""
         try:
             return KeyRecords(self._channel.records(self._channel.delays.settings))
-        except UnsupportedBroker:
+        except (NoStore, UnsupportedBroker):
             return None
 
     @abstractmethod

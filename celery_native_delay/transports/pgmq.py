@@ -16,30 +16,27 @@ from kombu.transport import pgmq
 from ..durations import duration
 from ..finding import WRONG, Finding
 from ..settings import DelaySettings
+from ..store.entry import Entry
 from .bulk_publisher import BulkPublisher
-from .interface import Backlog, Told, Wait
+from .interface import Backlog, NothingParked, Told, Wait, WorkerPart
 from .lasting import is_lasting_sql
 from .outbox import OutboxBatch
-from .recorded import (
-    PATIENCE_SECONDS,
-    NothingParked,
-    RecordedWorkerPart,
-    RecordsStatus,
-    with_records,
-)
-from .virtual import recorded
-from .virtual.channel import DelayingTransport
+from .virtual.channel import DelayingChannel, DelayingTransport
 from .virtual.collecting import Collecting, PlainMessage
-from .virtual.outbox import NotTaken
+from .virtual.delays import SendingDelays
+from .virtual.outbox import CallingOutbox, NotTaken
 from .virtual.template import publisher
+
+#: Seconds after which a due message that no worker has read is reported.
+_UNREAD_SECONDS = 60
 
 #: Conditions for messages that are not due, and for messages that are due for a while.
 _WAITING = "vt > clock_timestamp()"
-_UNREAD = f"vt < clock_timestamp() - interval '{PATIENCE_SECONDS} s'"
+_UNREAD = f"vt < clock_timestamp() - interval '{_UNREAD_SECONDS} s'"
 
 
-class Delays(recorded.Delays):
-    """Publishes delayed messages to pgmq, and adds each message to the list of waiting tasks."""
+class Delays(SendingDelays):
+    """Publishes delayed messages to pgmq, which delays them by itself."""
 
     def _put(self, queue: str, message: dict[str, Any], due_us: int) -> PlainMessage:
         return PlainMessage(queue, message, due_us)
@@ -50,11 +47,8 @@ class Delays(recorded.Delays):
         channel.pgmq.send(name, put.message, **told)
 
 
-class Channel(recorded.Channel, pgmq.Channel):  # type: ignore[misc]
-    """A channel of kombu's pgmq transport; delayed messages stay invisible in pgmq until due.
-
-    Tasks that are sent to topic or fanout exchanges are not added to the list of waiting tasks.
-    """
+class Channel(DelayingChannel, pgmq.Channel):  # type: ignore[misc]
+    """A channel of kombu's pgmq transport; delayed messages stay invisible in pgmq until due."""
 
     delays_class = Delays
 
@@ -81,21 +75,27 @@ class Channel(recorded.Channel, pgmq.Channel):  # type: ignore[misc]
         self.delays.publish(queue, message, due_us=due_us)
 
     def _put_fanout(self, exchange: str, message: dict[str, Any], *args: Any, **more: Any) -> None:
-        self.check_unkeyed(message, exchange)
-        super()._put_fanout(exchange, message, *args, **more)
+        if not self.put_broadcast(exchange, message, *args[:1]):
+            super()._put_fanout(exchange, message, *args, **more)
 
     def _put_topic(self, exchange: str, message: dict[str, Any], *args: Any, **more: Any) -> None:
-        self.check_unkeyed(message, exchange)
-        super()._put_topic(exchange, message, *args, **more)
+        if not self.put_broadcast(exchange, message, *args[:1]):
+            super()._put_topic(exchange, message, *args, **more)
 
-    def worker_part(self, settings: DelaySettings) -> PgmqWorkerPart:
+    def put_due(self, message: dict[str, Any], entry: Entry) -> None:
+        if entry.queue is None and self.typeof(entry.exchange).type == "topic":
+            pgmq.Channel._put_topic(self, entry.exchange, message, entry.routing_key)
+        else:
+            super().put_due(message, entry)
+
+    def own_worker_part(self, settings: DelaySettings) -> PgmqWorkerPart:
         return PgmqWorkerPart(self, settings)
 
-    def admin_part(self, settings: DelaySettings) -> PgmqAdminPart:
+    def own_admin_part(self, settings: DelaySettings) -> PgmqAdminPart:
         return PgmqAdminPart(self)
 
 
-class PgmqWorkerPart(RecordedWorkerPart):
+class PgmqWorkerPart(WorkerPart):
     comes_back_late_seconds = 2.0
     """Two seconds, because the delay is rounded up, and kombu polls every second."""
 
@@ -115,7 +115,6 @@ class PgmqWorkerPart(RecordedWorkerPart):
                 message,
                 due_us=wait.due_us,
                 delivery_id=wait.delivery_id,
-                recorded=wait.delivery_id is None,
             )
         except pgmq.psycopg.Error as exc:
             raise OperationalError(str(exc)) from exc
@@ -139,28 +138,20 @@ class PgmqAdminPart(NothingParked):
         return []
 
     def examine(self) -> list[Finding]:
-        records = self._channel.delays.records
-        return [*self.status().findings(), *([] if records is None else records.findings())]
+        return []
 
     def status(self) -> Told:
         waiting = self._of_waiting("SELECT")
-        listed = RecordsStatus.read(self._channel, self._channel.delays.settings)
-        found = self._unread() if listed is None else listed.findings(parked=0)
-        return Told({"waiting": waiting, "parked": 0}, [f"waiting   {waiting}"], found)
+        return Told({"waiting": waiting, "parked": 0}, [f"waiting   {waiting}"], self._unread())
 
     def backlog(self) -> Backlog:
-        backlog = Backlog(self._of_waiting("SELECT"), 0)
-        return with_records(backlog, self._channel, self._channel.delays.settings)
+        return Backlog(self._of_waiting("SELECT"), 0)
 
     def purge(self) -> int:
-        if self._channel.delays.records is not None:
-            self._channel.delays.records.purge()
         return self._of_waiting("DELETE")
 
     def uninstall(self) -> list[str]:
-        """Delete the records; pgmq has nothing else of this package."""
-        if self._channel.delays.records is not None:
-            self._channel.delays.records.clear()
+        """Delete nothing: pgmq has no queues of this package."""
         return []
 
     def _unread(self) -> list[Finding]:
@@ -171,7 +162,7 @@ class PgmqAdminPart(NothingParked):
                 "workers",
                 WRONG,
                 f"no worker reads from {queue}: {count} message(s) are due for over "
-                f"{duration(PATIENCE_SECONDS)}",
+                f"{duration(_UNREAD_SECONDS)}",
                 f"start workers that consume from {queue}",
             )
             for queue, count in found
@@ -210,7 +201,7 @@ class PgmqCollecting(Collecting):
         super()._put_topic(*args, **kwargs)  # type: ignore[misc]
 
 
-class Outbox(recorded.Outbox[PlainMessage]):
+class Outbox(CallingOutbox[PlainMessage]):
     """Publishes many messages to pgmq, 100 messages in each transaction."""
 
     collecting = PgmqCollecting
@@ -254,4 +245,7 @@ class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
         return "their queue of pgmq, invisible"
 
     def bulk_publisher(self, *, window: int) -> BulkPublisher:
+        if self.has_store:
+            found: BulkPublisher = self.store_publisher(window)
+            return found
         return publisher(Outbox(self.client, window))

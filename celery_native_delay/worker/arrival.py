@@ -20,7 +20,7 @@ CLOCK_SKEW_US = 1_000_000
 #: goes back to the broker takes about as long to return.
 SHORTEST_WAIT_US = 100_000
 
-#: Microseconds that a task waits in the broker if the records that decide about it are unreachable.
+#: Microseconds that a task waits in the broker if the store that decides about it does not answer.
 AWAY_US = 5_000_000
 
 
@@ -101,8 +101,8 @@ class Arrival:
             expires_us = self.delayed.expires_ms * 1000
         return expires_us is not None and expires_us < self.now_us
 
-    def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
-        """Return the decision that the task waits 5 s, because the records are unreachable.
+    def until_store_answers(self, delivery_id: str | None = None) -> WaitUntil:
+        """Return the decision that the task waits 5 s, because the store does not answer.
 
         *delivery_id* is as in :class:`WaitUntil`.
         """

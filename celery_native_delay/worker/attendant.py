@@ -23,7 +23,7 @@ from ..errors import (
     ManagementUnavailable,
     NativeDelayError,
     NotPermitted,
-    RecordsUnavailable,
+    StoreUnavailable,
     described,
 )
 from ..finding import WRONG
@@ -194,7 +194,7 @@ class Attendant(Thread):
         else:
             self._look_seconds = LONGEST_LOOK_SECONDS
         self._next_look = monotonic() + self._look_seconds
-        with suppress(RecordsUnavailable):  # the gate that reads the records logs it
+        with suppress(StoreUnavailable):  # the gates log it
             part.sweep()
 
     def _divert(self) -> None:

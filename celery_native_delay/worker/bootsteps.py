@@ -13,12 +13,11 @@ from celery import bootsteps, signals
 from celery.worker.consumer.tasks import Tasks
 
 from ..app.delay import adopt_rates
-from ..app.installation import installation_of, keep_celerys_own_off, records_location
+from ..app.installation import installation_of, keep_celerys_own_off
 from ..app.retrying import teach_tasks
 from ..app.schedules import schedule_records, scheduler_class
 from ..errors import NativeDelayError, SettingsError, described
 from ..now import utc_now
-from ..records.opened import flush
 from ..settings import DelaySettings
 from ..transports.interface import (
     Promoter,
@@ -28,9 +27,10 @@ from ..transports.interface import (
     lines_of,
 )
 from .attendant import Attendant
-from .fencing import Fence
-from .gates import Moved, gates
+from .gates import gates
+from .once import Once
 from .rating import Rated
+from .revoked import Revoked
 from .scheduling import LeftToBeat, Scheduling
 from .strategies import GatedStrategies, Waker, forget_eta
 from .tallying import Tallying
@@ -56,7 +56,7 @@ def _move_tasks_of_raised_rates(app: Any) -> None:
 def _tried(step: Callable[[], T]) -> T | None:
     try:
         return step()
-    except Exception as exc:  # of the records, or of a callable in ``overrides``
+    except Exception as exc:  # of the store, or of a callable in ``overrides``
         logger.warning(
             "native delay: waiting tasks of a raised rate keep their old due times: %s",
             described(exc),
@@ -84,14 +84,15 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         if installation is None or not installation.enabled:
             return
         self._installation = installation
-        if installation.has("rates") or installation.has("schedules"):
+        asks = any(map(installation.has, ("rates", "schedules", "once")))
+        if asks or any(getattr(task, "once", False) for task in c.app.tasks.values()):
             _check_records(c.app, installation.settings())
         try:
             settings = installation.settings()
         except SettingsError:
             settings = DelaySettings()  # start() logs the error
         teach_tasks(installation)  # before the pool forks
-        self._moved = Moved(settings)
+        self._revoked = Revoked()
         self._tallying = Tallying(c, settings.rates_by_task)
         self._rated = Rated(settings, c.app.tasks) if settings.rates else None
         self._scheduling: Scheduling | None = None
@@ -100,8 +101,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         elif settings.schedules:
             self._scheduling = self.scheduling_class(c.app, c.timer)
         # Unique comes last: this gate takes the key's lease, after which the task must not wait.
-        fence = Fence(settings, str(c.hostname), records_location(c.app, settings))
-        passed = gates(settings, self._moved, self._scheduling, fence, self._rated, Unique(c.app))
+        once, unique = Once(c.app, settings), Unique(c.app)
+        passed = gates(settings, self._revoked, self._scheduling, self._rated, once, unique)
         c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)
         if settings.telemetry is not None:
             self._telemetry = Telemetry(installation, c, settings.telemetry)
@@ -135,11 +136,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
                 part.serve([queue.name for queue in c.task_consumer.queues])
             if self._rated is not None:
                 self._rated.come_back_late_us = round(part.comes_back_late_seconds * 1_000_000)
-            try:
-                prepared = part.prepare(where)
-            finally:  # even if that fails, no cancelled task may run
-                if self._moved.receipts is None:
-                    self._moved.receipts = part.receipts()
+            self._revoked.state = channel.state_of_revoked()
+            prepared = part.prepare(where)
         except (NativeDelayError, *c.connection.channel_errors) as exc:
             logger.critical(
                 "native delay is OFF in this worker, only immediate tasks run: %s (%s)",
@@ -182,7 +180,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._tallying.stop()
 
     def shutdown(self, c: Any) -> None:
-        for part in (self._scheduling, self._waker, self._rated, self._moved.receipts):
+        for part in (self._scheduling, self._waker, self._rated):
             if part is not None:
                 part.close()
         self._tallying.shutdown()
@@ -196,7 +194,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 
 
 def _check_records(app: Any, settings: DelaySettings) -> None:
-    """Raise NoRecords if rate limits or schedules need ``native_delay_records`` on this broker.
+    """Raise NoStore if rate limits, schedules or ``once`` need ``native_delay_store`` here.
 
     Raises SettingsError if schedules cannot read the entries of ``beat_scheduler``.
     """
@@ -213,6 +211,8 @@ def _check_records(app: Any, settings: DelaySettings) -> None:
             lines_of(connection.default_channel, settings).close()
         if schedules:
             schedule_records(connection.default_channel, settings)
+        if settings.once or any(getattr(task, "once", False) for task in app.tasks.values()):
+            connection.default_channel.records(settings)
 
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]
@@ -220,9 +220,3 @@ def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> No
     """Let Celery run a due task without the ETA timer, which is slow."""
     if installation_of(sender.app) is not None:
         forget_eta(request, utc_now())
-
-
-@signals.worker_process_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
-def flush_at_the_end_of_a_child(**_: Any) -> None:
-    """Let an ending pool process wait up to 0.3 s for its writes to Redis or a database."""
-    flush()

@@ -178,7 +178,7 @@ class Leases:
                 rules.LEASE_US // 1_000_000,
             )
 
-    # --- the records ---------------------------------------------------------------------
+    # --- the store -----------------------------------------------------------------------
 
     def _change(self, name: str, rule: Rule) -> Step:
         with self._records_lock:

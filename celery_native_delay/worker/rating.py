@@ -25,12 +25,13 @@ from celery.utils.log import get_logger
 from celery.worker import state
 
 from ..app.retrying import limit_of_call
-from ..errors import RecordsUnavailable, described
+from ..errors import StoreUnavailable, described
 from ..rates.line import Asked, Lines, places_in
 from ..rates.rate import Rate
 from ..records.waiting import PLACE
 from ..settings import DelaySettings
 from .arrival import SHORTEST_WAIT_US, Arrival, AskAgain, Ruling, WaitUntil
+from .in_time import in_time
 from .unique import give_back, take_locks
 
 logger = get_logger(__name__)
@@ -181,13 +182,13 @@ class Rated:
         may_start = wait is None and not is_behind
         try:
             if self.lines is None:
-                raise RecordsUnavailable("native delay is off in this worker")
+                raise StoreUnavailable("native delay is off in this worker")
             if may_start and (free_us := take_locks(arrival, entry.limits)) is not None:
                 self._remove(entry)
                 again = AskAgain(max(free_us - arrival.now_us, SHORTEST_WAIT_US) / 1e6)
                 kept = {PLACE: headers[PLACE]} if PLACE in headers else {}
                 return WaitUntil(free_us, None, again, kept)
-            turn = self.lines.ask(entry.limits, may_start=may_start)
+            turn = in_time(partial(self.lines.ask, entry.limits, may_start=may_start))
         except Exception as exc:
             give_back(arrival.consumer, headers)
             if not self._warned:
@@ -197,7 +198,7 @@ class Rated:
                     described(exc),
                 )
             self._remove(entry)
-            return arrival.until_records_answer()
+            return arrival.until_store_answers()
         self._warned = False
         if turn.starts:
             if headers.pop(PLACE, None) is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -13,7 +14,7 @@ from celery.utils.log import get_logger
 from ..app.schedules import Schedules
 from ..errors import described
 from ..schedules.state import EXPIRED, HEADER, occurrence_of
-from .arrival import Arrival, Drop, Ruling
+from .arrival import Arrival, AskAgain, Drop, Ruling
 
 logger = get_logger(__name__)
 
@@ -43,19 +44,24 @@ class Scheduling:
                 self._note_beat(str(headers.get("periodic_task_name") or arrival.name))
             return None
         redelivered = bool((arrival.message.delivery_info or {}).get("redelivered"))
+        message = arrival.message
         app, entry, number = occurrence
         schedules = self._schedules.of(app)
+        decided: Future[tuple[str | None, bool]] | None = getattr(message, "decided", None)
+        if decided is None:
+            # In another thread: the store and the broker may take their time.
+            decided = message.decided = Future()
+            decide = partial(_decide, schedules, entry, number, arrival, redelivered, decided)
+            self.in_thread(decide)
+        if not decided.done():
+            return AskAgain(0.0, True, from_here=True, begin_when=partial(_when, decided))
         try:
-            why = schedules.advance(
-                entry, number, arrival.id, redelivered=redelivered, discarded=arrival.discarded
-            )
-            runs = why is None and arrival.discarded is None
-            if runs:
-                why = schedules.send_anew(entry, arrival.name, arrival.id)
+            why, runs = decided.result()
         except Exception as exc:  # then the occurrence waits, so that no run is lost
             text = "native delay: schedule entry %s waits: %s"
             logger.warning(text, entry, described(exc))
-            return arrival.until_records_answer()
+            del message.decided
+            return arrival.until_store_answers()
         # Another gate may let the message wait again, longer than until the next occurrence.
         arrival.message.headers.pop(HEADER)
         if runs:
@@ -108,6 +114,34 @@ class Scheduling:
         self._thread.submit(_logged, job)
 
 
+def _decide(
+    schedules: Schedules,
+    entry: str,
+    number: int,
+    arrival: Arrival,
+    redelivered: bool,
+    decided: Future[tuple[str | None, bool]],
+) -> None:
+    """Publish the next occurrence; decide why this one is dropped, if so, and if it runs."""
+    try:
+        discarded = arrival.discarded
+        why = schedules.advance(
+            entry, number, arrival.id, redelivered=redelivered, discarded=discarded
+        )
+        runs = why is None and discarded is None
+        if runs:
+            why = schedules.send_anew(entry, arrival.name, arrival.id)
+    except BaseException as exc:  # the gate raises it
+        decided.set_exception(exc)
+    else:
+        decided.set_result((why, runs))
+
+
+def _when(decided: Future[Any], start: Callable[[], object]) -> None:
+    """Call *start* when the decision has been made, in the thread that made it."""
+    decided.add_done_callback(lambda _: start())
+
+
 class LeftToBeat(Scheduling):
     """Drops the occurrences of a draining app, whose entries ``celery beat`` sends again."""
 
@@ -124,5 +158,5 @@ class LeftToBeat(Scheduling):
 def _logged(job: Callable[[], object]) -> None:
     try:
         job()
-    except Exception as exc:  # of the records, or of a scheduler with a database
+    except Exception as exc:  # of the store, or of a scheduler with a database
         logger.warning("native delay: cannot publish schedule entries: %s", described(exc))

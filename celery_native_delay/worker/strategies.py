@@ -156,6 +156,8 @@ class GatedStrategies(dict[str, Any]):
                 first = number if ruling.from_here else 0
                 again = partial(self._soon, self._ask_again, task, first, qos)
                 ask = partial(self._after, ruling.after_seconds, again)
+                if ruling.begin_when is not None and not ruling.after_seconds:
+                    ask = again  # which any thread may call
                 _ = ask() if ruling.begin_when is None else ruling.begin_when(ask)
             case WaitUntil():
                 wait = Wait(

@@ -22,7 +22,6 @@ from celery.utils.log import get_logger
 
 from ..app.installation import Installation, installation_of
 from ..due_time import due_us_or_none
-from ..fence.run import HEADER
 from ..message import due_ms_of
 from ..rates.retry_after import RetryAfter
 from . import attempt
@@ -273,8 +272,7 @@ def waited(message: Any, *, now_ms: int) -> bool | None:
     if due_ms is None or wait is _UNTOLD:
         return None
     if wait is None:
-        # A message that a fence has put back does not say if the message waited before.
-        return False if due_ms <= now_ms and HEADER not in headers else None
+        return False if due_ms <= now_ms else None
     return True if wait.due_us <= due_ms * 1000 else None
 
 

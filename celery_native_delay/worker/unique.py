@@ -25,6 +25,7 @@ from ..now import time_ns
 from ..rates.line import Asked
 from ..texts import is_text
 from .arrival import Arrival, AskAgain, Ruling, WaitUntil
+from .in_time import in_time
 from .leases import Held, Leases, leases_of
 
 logger = get_logger(__name__)
@@ -45,17 +46,17 @@ class Unique:
         if mark is None or arrival.id in worker_state.revoked:
             return None
         rule = rules.receive if mark.until == "start" else rules.begin
-        is_here = partial(_is_here, arrival)
+        here, leases = partial(is_here, arrival), leases_of(self._app)
         try:
-            token, step = leases_of(self._app).begin(mark.name, arrival.id, is_here, rule)
+            token, step = in_time(lambda: leases.begin(mark.name, arrival.id, here, rule))
         except Exception as exc:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "native delay: unique tasks wait: the records of their keys cannot be read: %s",
+                    "native delay: unique tasks wait: the store of their keys cannot be read: %s",
                     described(exc),
                 )
-            return arrival.until_records_answer()
+            return arrival.until_store_answers()
         self._warned = False
         if step.free_us is not None:
             give_back(arrival.consumer, arrival.message.headers)
@@ -70,7 +71,7 @@ def _unique_mark_of(headers: Any) -> Mark | None:
     return mark if is_unique else None
 
 
-def _is_here(arrival: Arrival) -> bool:
+def is_here(arrival: Arrival) -> bool:
     """Return True while this worker holds the unacknowledged message, or runs the task."""
     unsettled = not arrival.message.acknowledged and arrival.is_connected
     return unsettled or arrival.id in worker_state.requests
@@ -92,7 +93,8 @@ def take_locks(arrival: Arrival, limits: Sequence[Asked]) -> int | None:
         name = name_of("concurrent", limit.name, limit.key or "")
         rule = partial(rules.share, most=most)
         leases = leases_of(arrival.consumer.app)
-        token, step = leases.begin(name, arrival.id, partial(_is_here, arrival), rule)
+        here = partial(is_here, arrival)
+        token, step = in_time(partial(leases.begin, name, arrival.id, here, rule))
         if step.free_us is not None:
             give_back(arrival.consumer, headers)
             return step.free_us

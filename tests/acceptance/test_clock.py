@@ -17,7 +17,6 @@ from celery_native_delay import Delay, Rate, RetryAfter, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.clock import Clock
 from celery_native_delay.testing import PrivateRedis
-from tests.acceptance.worker import FEW_LEVELS
 from tests.brokers import in_ci, installed_rabbitmq
 from tests.waiting import SLOWNESS, wait_until
 
@@ -533,19 +532,19 @@ def in_a_worker(names: Iterable[str], url: str, **settings: Any) -> dict[str, li
 
 @pytest.mark.parametrize("broker", ["redis", in_ci("rabbitmq")])
 def test_the_clock_does_as_a_worker_does(
-    request: pytest.FixtureRequest, records_redis: PrivateRedis, broker: str
+    request: pytest.FixtureRequest, store_redis: PrivateRedis, broker: str
 ) -> None:
     """On a busy machine a worker may be late: what differs is played again, with less beside it."""
     simulated = on_the_clock()
     assert all(simulated[name] for name in SCENARIOS)
     differing: dict[str, Any] = dict(SCENARIOS)
     for _ in range(TRIES):
-        records_redis.client.flushall()
-        url, settings = records_redis.url, {}
+        store_redis.client.flushall()
+        url, settings = store_redis.url, {}
         if broker == "rabbitmq":
             running = request.getfixturevalue("running_rabbitmq")
             url = running(installed_rabbitmq()).new_vhost()
-            settings = {"records": records_redis.url, "levels": FEW_LEVELS}
+            settings = {"store": store_redis.url}
         real = in_a_worker(differing, url, **settings)
         differing = {
             name: (simulated[name], real[name])

@@ -100,9 +100,9 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, records_redis: PrivateRedis) -> Iterator[Site]:
+def site(tmp_path: Path, store_redis: PrivateRedis) -> Iterator[Site]:
     pytest.importorskip("django_celery_beat")
-    site = Site(tmp_path, records_redis.url)
+    site = Site(tmp_path, store_redis.url)
     worker = site.worker()
     yield site
     worker.terminate()
@@ -157,11 +157,11 @@ ARMED_AGAIN = {
 
 
 def test_a_one_off_entry_that_is_armed_again_runs_again_however_soon(
-    tmp_path: Path, records_redis: PrivateRedis
+    tmp_path: Path, store_redis: PrivateRedis
 ) -> None:
     """The workers have not yet looked at the table since the entry ran."""
     pytest.importorskip("django_celery_beat")
-    site = Site(tmp_path, records_redis.url)
+    site = Site(tmp_path, store_redis.url)
     began = (
         "from celery_native_delay.app.schedules import Schedules\n"
         "schedules = Schedules(app)\n"

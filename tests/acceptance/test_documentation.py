@@ -114,23 +114,15 @@ def test_the_kombu_example_publishes_a_message_that_waits(example: Example, vhos
     assert b"ada@example.com" in bytes(message.body, "utf-8")
 
 
-def test_the_commands_for_waiting_tasks_work_as_shown(records_redis: PrivateRedis) -> None:
-    with install(Celery("shop", broker=records_redis.url, set_as_current=False)) as app:
+def test_the_commands_for_waiting_tasks_work_as_shown(store_redis: PrivateRedis) -> None:
+    with install(Celery("shop", broker=store_redis.url, set_as_current=False)) as app:
         task_id = app.send_task("shop.remind", ("ada",), countdown=60).id
         exec(only("see").text, {"app": app, "task_id": task_id})
         assert Delay(app).ls().tasks == ()
 
 
-def test_records_are_configured_as_shown() -> None:
-    class Conf:
-        def __setattr__(self, name: str, value: str) -> None:
-            assert DelaySettings(**{name.removeprefix("native_delay_"): value}).records == value
-
-    exec(only("records").text, {"app": SimpleNamespace(conf=Conf())})
-
-
-def test_a_key_has_one_task_as_shown(records_redis: PrivateRedis) -> None:
-    with install(Celery("shop", broker=records_redis.url, set_as_current=False)) as app:
+def test_a_key_has_one_task_as_shown(store_redis: PrivateRedis) -> None:
+    with install(Celery("shop", broker=store_redis.url, set_as_current=False)) as app:
         tasks = {name: app.signature(f"shop.{name}") for name in ("reindex", "notify", "import_")}
         names = {
             name: SimpleNamespace(name=task.task, s=lambda *args, task=task: task.clone(args))
@@ -143,12 +135,12 @@ def test_a_key_has_one_task_as_shown(records_redis: PrivateRedis) -> None:
 
 
 def test_rates_work_as_shown(
-    records_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    store_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turned_away = SimpleNamespace(status_code=429, headers={"Retry-After": "7"})
     requests = SimpleNamespace(get=lambda url: turned_away)
     monkeypatch.setitem(sys.modules, "requests", requests)
-    with Celery("shop", broker=records_redis.url, set_as_current=False) as app:
+    with Celery("shop", broker=store_redis.url, set_as_current=False) as app:
         names: dict[str, Any] = {"app": app}
         exec(only("rates").text, names)
         exec(only("retry-after").text, names)
@@ -168,9 +160,9 @@ def test_rates_work_as_shown(
 
 
 def test_schedules_work_as_shown(
-    records_redis: PrivateRedis, capsys: pytest.CaptureFixture[str]
+    store_redis: PrivateRedis, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Celery("shop", broker=records_redis.url, set_as_current=False) as app:
+    with Celery("shop", broker=store_redis.url, set_as_current=False) as app:
         app.conf.result_expires = None
         exec(only("schedules").text, {"app": app})
         Schedules(app).publish()

@@ -38,7 +38,6 @@ def demo_on(request: pytest.FixtureRequest) -> str:
     """A broker that `make demo BROKER=…` starts itself."""
     if request.param == "rabbitmq":
         installed(require_rabbitmq)
-        installed(require_redis)  # its records
     elif request.param == "sqs":
         installed(require_sqs)
     elif request.param == "embedded":

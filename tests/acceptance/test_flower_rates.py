@@ -158,7 +158,7 @@ def test_a_hostile_key_is_escaped(app: Celery, flower: FlowerProcess, chrome: Ch
 
 
 @pytest.mark.ci
-def test_unreachable_rate_records_hide_the_table(
+def test_an_unreachable_store_of_rates_hides_the_table(
     redis: PrivateRedis, flower: FlowerProcess, chrome: Chrome
 ) -> None:
     """The page names the URL without its password and the error; later it shows the table again."""
@@ -178,11 +178,11 @@ def test_unreachable_rate_records_hide_the_table(
 def test_without_rates_there_is_no_link_and_the_page_says_how_to_set_them(
     vhost_url: str, tmp_path: Path
 ) -> None:
-    """Also on RabbitMQ without records."""
+    """Also on RabbitMQ without a store."""
     with fleet_on(vhost_url, tmp_path) as fleet, flowers_on(fleet) as flowers:
         flower = flowers.start()
         assert "/delays/rates" not in flower.ask("/delays")[1]
         assert "see native_delay_rates" in flower.ask("/delays/rates")[1]
         status, said = flower.ask("/delays/rates/lines")
         assert status == 503
-        assert "native_delay_records" in said
+        assert "native_delay_store" in said

@@ -254,7 +254,7 @@ def test_a_hostile_name_is_escaped(flower: FlowerProcess, chrome: Chrome) -> Non
 
 
 @pytest.mark.ci
-def test_unreachable_records_hide_the_table(
+def test_an_unreachable_store_hides_the_table(
     redis: PrivateRedis, flower: FlowerProcess, chrome: Chrome
 ) -> None:
     page = SchedulesPage(chrome, flower)
@@ -272,11 +272,11 @@ def test_unreachable_records_hide_the_table(
 def test_without_schedules_there_is_no_link_and_the_page_says_how_to_set_them(
     vhost_url: str, tmp_path: Path
 ) -> None:
-    """Also on RabbitMQ without records."""
+    """Also on RabbitMQ without a store."""
     with fleet_on(vhost_url, tmp_path) as fleet, flowers_on(fleet) as flowers:
         flower = flowers.start()
         assert "/delays/schedules" not in flower.ask("/delays")[1]
         assert "see native_delay_schedules" in flower.ask("/delays/schedules")[1]
         status, said = flower.ask("/delays/schedules/entries")
         assert status == 503
-        assert "native_delay_records" in said
+        assert "native_delay_store" in said

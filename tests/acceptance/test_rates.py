@@ -1,17 +1,16 @@
-"""Rates of real workers: brokers that cannot count, unreachable records, other pools, failovers."""
+"""Rates of real workers: brokers that cannot count, an outage, other pools, failovers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from threading import Thread
 from time import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery.contrib.testing.worker import start_worker
 
-from celery_native_delay import Delay, NoRecords, Rate, SettingsError, install
+from celery_native_delay import Delay, NoStore, Rate, SettingsError, install
 from celery_native_delay.testing import PrivateRedis, private_redis
 from tests.acceptance.apps.tasks import new_app
 from tests.acceptance.worker import Fleet, fleet_on
@@ -28,7 +27,7 @@ RATES = {"native_delay_rates": {"call_api": "50/10s"}}
 @pytest.mark.parametrize(
     ("rate", "said"),
     [
-        ("50/10s", ("native_delay_rates needs records beside this broker", "native_delay_records")),
+        ("50/10s", ("keeps no keys, rates and schedules", "native_delay_store")),
         ("50/fortnight", ("expected a rate such as", "50/fortnight")),
     ],
 )
@@ -41,16 +40,16 @@ def test_a_worker_that_cannot_keep_its_rates_does_not_start(
     assert worker.process.wait(PATIENCE_SECONDS) != 0
     assert worker.log_lines(*said)
     assert fleet.record.runs() == []
-    with pytest.raises((NoRecords, SettingsError)):
+    with pytest.raises((NoStore, SettingsError)):
         Delay(fleet.app(**conf)).rates()
 
 
 @pytest.mark.parametrize(
     ("conf", "error"),
     [
-        ({"native_delay_rates": {"call_api": "1/s"}}, NoRecords),
+        ({"native_delay_rates": {"call_api": "1/s"}}, NoStore),
         ({"native_delay_rates": {"call_api": "50/fortnight"}}, SettingsError),
-        ({"native_delay_schedules": True}, NoRecords),
+        ({"native_delay_schedules": True}, NoStore),
     ],
 )
 def test_celerys_start_worker_raises_the_error_of_a_worker_that_cannot_start(
@@ -73,19 +72,10 @@ def test_celerys_start_worker_raises_the_error_of_a_worker_that_cannot_start(
     assert isinstance(raised[0], error), raised
 
 
-def test_rates_on_sqs_need_records() -> None:
-    app = install(new_app(broker_url="sqs://"), rates={"call_api": "1/s"})
-    connection = app.connection_for_write()
-    channel = connection.transport.delaying_channel
-    without_records = SimpleNamespace(delays=SimpleNamespace(records=None))
-    with pytest.raises(NoRecords, match="set native_delay_records"):
-        channel.lines(without_records, None)
-
-
 @on_one_version
-def test_rated_tasks_wait_while_the_records_are_unreachable(fleet: Fleet) -> None:
+def test_rated_tasks_wait_while_the_store_is_unreachable(fleet: Fleet) -> None:
     with private_redis() as records:
-        conf = RATES | {"native_delay_records": records.url}
+        conf = RATES | {"native_delay_store": records.url}
         app = fleet.app(**conf)
         worker = fleet.worker(**conf)
         first = app.send_task("call_api", ("ada",)).id
@@ -105,10 +95,10 @@ def test_rated_tasks_wait_while_the_records_are_unreachable(fleet: Fleet) -> Non
 
 @pytest.mark.redis
 @pytest.mark.parametrize("pool", [in_ci("threads"), in_ci("solo"), in_ci("gevent")])
-def test_rates_in_other_pools(records_redis: PrivateRedis, tmp_path: Path, pool: Any) -> None:
+def test_rates_in_other_pools(store_redis: PrivateRedis, tmp_path: Path, pool: Any) -> None:
     """Rate-limited tasks that are also delayed."""
     rates = {"native_delay_rates": {"call_api": {"limit": "40/4s", "key": "tenant", "burst": 3}}}
-    with fleet_on(records_redis.url, tmp_path, **rates) as fleet:
+    with fleet_on(store_redis.url, tmp_path, **rates) as fleet:
         app = fleet.app()
         fleet.worker(pool=pool)
         ids = [app.send_task("call_api", ("ada", number), countdown=1).id for number in range(30)]

@@ -56,12 +56,12 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
     conf: dict[str, Any] = {"native_delay_schedules": True}
     match request.param.split("-"):
         case ["redis"]:
-            records: PrivateRedis = request.getfixturevalue("records_redis")
+            redis: PrivateRedis = request.getfixturevalue("store_redis")
             # Workers requeue the messages of a killed worker after 5 s.
             restored = {f"unacked_restore_{name}": 1 for name in ("interval", "throttle")}
             restored |= {"visibility_timeout": 5, "unacked_mutex_expire": 5}
             conf["broker_transport_options"] = restored
-            with fleet_on(records.url, tmp_path, **conf) as fleet:
+            with fleet_on(redis.url, tmp_path, **conf) as fleet:
                 yield fleet
         case ["store"]:
             (tmp_path / "queue").mkdir()
@@ -76,12 +76,12 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
             url = server.new_vhost()
             conf |= {"native_delay_levels": FEW_LEVELS}
             if kind == "redis":
-                conf["native_delay_records"] = request.getfixturevalue("records_redis").url
+                conf["native_delay_store"] = request.getfixturevalue("store_redis").url
                 with fleet_on(url, tmp_path, **conf) as fleet:
                     yield fleet
             else:
                 with private_postgresql() as postgresql:
-                    conf["native_delay_records"] = postgresql.new_database()
+                    conf["native_delay_store"] = postgresql.new_database()
                     with fleet_on(url, tmp_path, **conf) as fleet:
                         yield fleet
             server.delete_vhost(vhost_name(url))
@@ -261,17 +261,15 @@ def test_runs_that_celery_discards_are_told(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("fleet", ["redis"], indirect=True)
-def test_a_lost_occurrence_is_published_again(fleet: Fleet, records_redis: PrivateRedis) -> None:
+def test_a_lost_occurrence_is_published_again(fleet: Fleet, store_redis: PrivateRedis) -> None:
     entries = {"tick": {"task": "note", "schedule": 5.0, "args": ["tick"]}}
     fleet.worker(beat_schedule=entries, tests_overdue_seconds=2, beat_max_loop_interval=1)
     fleet.record.wait_for(1)
     lost = [
-        key
-        for key in records_redis.client.scan_iter()
-        if key.endswith((b"due", b"messages", b"ids"))
+        key for key in store_redis.client.scan_iter() if key.endswith((b"due", b"messages", b"ids"))
     ]
     assert len(lost) >= 2
-    records_redis.client.delete(*lost)
+    store_redis.client.delete(*lost)
     before = len(fleet.record.runs())
     fleet.record.wait_for(before + 2)
 
@@ -307,14 +305,14 @@ def test_two_plain_beats_of_the_same_entries_are_noticed(fleet: Fleet) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("records", ["redis", "postgresql"])
+@pytest.mark.parametrize("store", ["redis", "postgresql"])
 @on_one_version
-def test_occurrences_wait_while_the_records_are_away(
-    vhost_url: str, tmp_path: Path, records: str
+def test_occurrences_wait_while_the_store_is_away(
+    vhost_url: str, tmp_path: Path, store: str
 ) -> None:
     """At boot, and in between; then each entry goes on, and no due time runs twice."""
-    with running_records(records) as (server, url):
-        conf = {"native_delay_schedules": True, "native_delay_records": url}
+    with running_store(store) as (server, url):
+        conf = {"native_delay_schedules": True, "native_delay_store": url}
         with fleet_on(vhost_url, tmp_path, native_delay_levels=FEW_LEVELS, **conf) as fleet:
             server.kill()
             workers = [fleet.worker(beat_schedule=TICKS) for _ in range(2)]
@@ -389,7 +387,7 @@ def wait_for_all_ticks(fleet: Fleet) -> list[Run]:
 
 
 @contextmanager
-def running_records(kind: str) -> Iterator[tuple[PrivateRedis | PrivatePostgreSQL, str]]:
+def running_store(kind: str) -> Iterator[tuple[PrivateRedis | PrivatePostgreSQL, str]]:
     if kind == "redis":
         with private_redis() as redis:
             yield redis, redis.url

@@ -40,17 +40,17 @@ KILLS = 2
 def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
     """On Redis, the short visibility timeout delivers messages again while their tasks run."""
     conf: dict[str, Any] = {"tests_lease_seconds": LEASE_SECONDS}
-    records: PrivateRedis = request.getfixturevalue("records_redis")
+    redis: PrivateRedis = request.getfixturevalue("store_redis")
     match getattr(request, "param", "redis"):
         case "redis":
             conf["broker_transport_options"] = {"visibility_timeout": 2}
-            with fleet_on(records.url, tmp_path, **conf) as fleet:
+            with fleet_on(redis.url, tmp_path, **conf) as fleet:
                 yield fleet
         case "rabbitmq":
             running = request.getfixturevalue("running_rabbitmq")
             server: PrivateRabbitMQ = running(installed_rabbitmq())
             url = server.new_vhost()
-            conf |= {"native_delay_levels": FEW_LEVELS, "native_delay_records": records.url}
+            conf |= {"native_delay_levels": FEW_LEVELS, "native_delay_store": redis.url}
             with fleet_on(url, tmp_path, **conf) as fleet:
                 yield fleet
             server.delete_vhost(vhost_name(url))

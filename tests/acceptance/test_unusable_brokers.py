@@ -188,12 +188,15 @@ def test_the_broker_for_development_says_what_to_install(shop: Shop) -> None:
 
 
 @on_one_version
-def test_records_whose_package_is_not_installed(shop: Shop, vhost_url: str) -> None:
+def test_a_store_whose_package_is_not_installed(shop: Shop, vhost_url: str) -> None:
     """Immediate tasks still run."""
     shop.broker, shop.hidden = vhost_url, "redis"
-    conf = {"native_delay_records": "redis://:s3cret@localhost", "native_delay_levels": FEW_LEVELS}
+    conf = {"native_delay_store": "redis://:s3cret@localhost", "native_delay_levels": FEW_LEVELS}
     shop.conf = json.dumps(conf)
-    said = "records in Redis need redis-py: pip install 'celery_native_delay[redis]'"
+    said = (
+        "a store in Redis needs redis-py: pip install 'celery_native_delay[redis]' "
+        "(No module named 'redis')"
+    )
     assert shop.error("-A", "shop", "delay", "ls") == said
     assert shop.raised(DELAYED).splitlines()[-1].endswith(f"UnsupportedBroker: {said}")
     assert shop.run("-c", f"import shop; {IMMEDIATE}").returncode == 0

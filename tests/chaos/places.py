@@ -75,16 +75,16 @@ def place(broker: str, folder: Path) -> Iterator[Place]:
     with ExitStack() as stack:
         match broker.split("-"):
             case ["rabbitmq", version, *kind]:
-                records: PrivateRedis | PrivatePostgreSQL
+                store: PrivateRedis | PrivatePostgreSQL
                 if kind:
-                    records = stack.enter_context(private_postgresql())
-                    records_url = records.new_database()
+                    store = stack.enter_context(private_postgresql())
+                    store_url = store.new_database()
                 else:
-                    records = stack.enter_context(private_redis())
-                    records_url = records.url
+                    store = stack.enter_context(private_redis())
+                    store_url = store.url
                 installed = require_rabbitmq(None if version == SYSTEM_RABBITMQ else version)
                 cluster, can_be_cut = _cluster(stack, installed.version)
-                yield _on_rabbitmq(cluster, records, records_url, can_be_cut=can_be_cut)
+                yield _on_rabbitmq(cluster, store, store_url, can_be_cut=can_be_cut)
             case ["redis"]:
                 yield _on_redis(stack.enter_context(private_sentinel(replicas=2)))
             case ["postgresql"]:
@@ -107,20 +107,16 @@ def _cluster(stack: ExitStack, version: str) -> tuple[PrivateRabbitMQCluster, bo
 
 def _on_rabbitmq(
     cluster: PrivateRabbitMQCluster,
-    records: PrivateRedis | PrivatePostgreSQL,
-    records_url: str,
+    store: PrivateRedis | PrivatePostgreSQL,
+    store_url: str,
     *,
     can_be_cut: bool,
 ) -> Place:
-    """RabbitMQ with records in Redis or PostgreSQL.
-
-    Due tasks wait for unreachable records: cancelled ones must not run.
-    """
+    """RabbitMQ with a store in Redis or PostgreSQL, in which all delayed tasks wait."""
     url = cluster.new_vhost()
     conf = {
         "queue_type": "quorum",
-        "native_delay_records": records_url,
-        "native_delay_records_away": "wait",
+        "native_delay_store": store_url,
         "native_delay_levels": 13,
     }
     nodes = len(cluster.nodes)
@@ -133,17 +129,22 @@ def _on_rabbitmq(
         FaultKind("node-paused", 2, 12, nodes): on_node(PrivateRabbitMQ.pause),
         FaultKind("rolling-restart", 0, 1): lambda _: _rolled(cluster),
         FaultKind("connections-dropped", 0, 0.5): partial(_dropped, lambda: _close_all(cluster)),
-        FaultKind("records-killed", 0.5, 3): partial(
-            _down, records.kill, records.start, "the records"
-        ),
+        FaultKind("store-killed", 0.5, 3): partial(_down, store.kill, store.start, "the store"),
+        FaultKind("store-restarted", 0, 1): partial(_down, store.stop, store.start, "the store"),
+        FaultKind("store-hung", 1, 12): lambda _: _hung(store),
         FaultKind("vhost-wiped", 0, 0.5, on_request=True, wipes=True): partial(
             _wiped, cluster.nodes[0], vhost_name(url.split(";")[0])
         ),
     }
     if can_be_cut:
         faults[FaultKind("partition", 8, 20, nodes)] = on_node(cluster.partition)
-    kept = "" if isinstance(records, PrivateRedis) else ", records in PostgreSQL"
-    return Place(f"RabbitMQ {cluster.version}, 3 nodes{kept}", url, conf, faults=faults)
+    kept = "Redis" if isinstance(store, PrivateRedis) else "PostgreSQL"
+    what = f"RabbitMQ {cluster.version}, 3 nodes, store in {kept}"
+    return Place(what, url, conf, faults=faults)
+
+
+def _hung(store: PrivateRedis | PrivatePostgreSQL) -> AbstractContextManager[str]:
+    return _paused_node(store) if isinstance(store, PrivateRedis) else _paused_database(store)
 
 
 @contextmanager

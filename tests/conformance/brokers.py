@@ -116,13 +116,19 @@ def knows_bindings(url: str) -> bool:
     return not url.startswith(("sqla+", "sqs://", "pgmq://"))
 
 
-def keeps_no_records(url: str) -> bool:
-    """True if the broker cannot keep records, so that they need a Redis or a database."""
-    return url.startswith(("amqp", "sqs://"))
+def needs_store(url: str) -> bool:
+    """True if tasks wait in the broker and cannot be listed there, unless a store is set."""
+    return url.startswith(("amqp", "sqs://", "pgmq://"))
+
+
+def own_store(url: str) -> str:
+    """The URL of the database of a pgmq, which can also be a store."""
+    name, folder = database_of(url)
+    return f"postgresql+psycopg://postgres@/{name}?host={folder}"
 
 
 def has_database_beside(broker: Broker) -> bool:
-    """True for the system's RabbitMQ; the records of RabbitMQ 4.3 and SQS are in a Redis."""
+    """True for the system's RabbitMQ; the store of RabbitMQ 4.3 and SQS is a Redis."""
     return isinstance(broker, RabbitMQ) and broker.server.installation.root is None
 
 
@@ -162,9 +168,6 @@ def options_of(url: str) -> dict[str, Any]:
 def settings_of(url: str) -> dict[str, Any]:
     """The settings that delayed tasks need on this broker."""
     scheme, _, path = url.partition("://")
-    if scheme == "pgmq":
-        name, folder = database_of(url)
-        return {"records": f"postgresql+psycopg://postgres@/{name}?host={folder}"}
     return {"store": Path(path, "store").read_text()} if scheme == "filesystem" else {}
 
 
@@ -327,7 +330,7 @@ class Pgmq:
 
     def wipe(self, url: str) -> None:
         self._execute(url, "SELECT pgmq.drop_queue(queue_name) FROM pgmq.list_queues()")
-        drop_tables(settings_of(url)["records"])
+        drop_tables(own_store(url))
         self._declare(url)
 
     def restart(self) -> None:

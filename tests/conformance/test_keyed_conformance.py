@@ -1,4 +1,4 @@
-"""Debounce, throttle and unique on every broker that keeps records of keys."""
+"""Debounce, throttle and unique on every broker, beside a store where it needs one."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from celery_native_delay import (
     DelayTooLong,
     InvalidDueTime,
     KeyedResult,
+    NoStore,
     UnsupportedBroker,
     Verdict,
     install,
@@ -34,13 +35,12 @@ from celery_native_delay.app.keyed import key_records
 from celery_native_delay.keyed.record import HEADER, name_of
 from celery_native_delay.keyed.records import KeyRecords
 from celery_native_delay.keyed.rules import Seen
-from celery_native_delay.transports.interface import Answer
 from pytest_celery_native_delay import IN_CI, installed
 from tests.conformance.brokers import (
     KEEPING_KEYS,
     Broker,
     has_database_beside,
-    keeps_no_records,
+    needs_store,
     options_of,
     settings_of,
     whole_seconds,
@@ -65,35 +65,35 @@ def reindexed(*args: Any) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="module")
-def records_beside(
+def store_beside(
     broker: Broker, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """Records for a broker that keeps none, in a Redis or in a database."""
+    """A store for a broker that needs one: a Redis, or a database."""
     if not has_database_beside(broker):
-        yield request.getfixturevalue("records_server").url
+        yield request.getfixturevalue("store_server").url
     elif IN_CI:
         installed(find_postgresql)
         with private_postgresql() as server:
             yield server.new_database()
     else:
-        yield f"sqlite:///{tmp_path_factory.mktemp('records')}/records.db"
+        yield f"sqlite:///{tmp_path_factory.mktemp('store')}/store.db"
 
 
 @pytest.fixture(scope="module")
 def app(
     broker: Broker, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Celery]:
-    """An installed app with results, and with records beside its broker if that keeps none."""
+    """An installed app with results, and with a store beside its broker if that needs one."""
     url = broker.new_space()
     more: dict[str, Any] = settings_of(url)
-    if keeps_no_records(url):
-        more["records"] = request.getfixturevalue("records_beside")
+    if needs_store(url):
+        more["store"] = request.getfixturevalue("store_beside")
     results = tmp_path_factory.mktemp("results")
     app = Celery("shop", broker=url, backend=f"file://{results}", set_as_current=False)
     app.conf.broker_transport_options = options_of(url)
     app.conf.task_default_queue = "jobs"
     app.task(name=TASK)(reindexed)
-    with attended(url):
+    with attended(url, **more):
         yield install(app, **SETTINGS, **more)
         app.close()
     broker.remove_space(url)
@@ -125,19 +125,7 @@ def reindex(app: Celery) -> Any:
 
 
 class Counting(Inbox):
-    """An inbox that drops cancelled and replaced messages, as a worker does."""
-
-    def __init__(self, connection: Any, settings: Any) -> None:
-        super().__init__(connection)
-        self.receipts = connection.default_channel.worker_part(settings).receipts()
-
-    def receive(self, body: Any, message: Any) -> None:
-        wait = message.native_delay
-        asked = self.receipts if wait is not None else None
-        if asked is None or asked.may_run(message.headers, wait) is Answer.RUN:
-            super().receive(body, message)
-        else:
-            message.ack()
+    """An inbox that knows the first argument of each task."""
 
     @property
     def args(self) -> list[Any]:
@@ -148,11 +136,9 @@ class Counting(Inbox):
 def jobs(app: Celery) -> Iterator[Counting]:
     """The arriving messages that a worker would run."""
     with app.connection_for_read() as connection:
-        counting = Counting(connection, app._native_delay.settings())
+        counting = Counting(connection)
         with connection.Consumer([Queue("jobs")], callbacks=[counting.receive]):
             yield counting
-        if counting.receipts is not None:
-            counting.receipts.close()
 
 
 def waiting_ids(delay: Delay, *ids: str) -> set[str]:
@@ -369,8 +355,8 @@ def test_a_producers_wrong_clock_changes_nothing(
 ) -> None:
     """The task is on time by the server's clock, and the replaced task does not run."""
     url, settings = app.conf.broker_url, settings_of(app.conf.broker_url)
-    if keeps_no_records(url):
-        settings = {"records": app._native_delay.settings().records}
+    if needs_store(url):
+        settings = {"store": app._native_delay.settings().store}
     if "sqlite" in f"{url}{settings}":
         pytest.skip("SQLite has the clock of whoever asks")
     given = json.dumps([url, options_of(url), SETTINGS | settings, TASK, key])
@@ -561,7 +547,7 @@ def test_wrong_arguments_of_keyed_calls_are_refused_with_the_reason(
         Delay(app).debounce(reindex.s(), key=key, seconds=5)
 
 
-def test_without_records_a_keyed_call_names_the_setting(app: Celery, key: str) -> None:
+def test_without_store_a_keyed_call_names_the_setting(app: Celery, key: str) -> None:
     url = app.conf.broker_url
     if not url.startswith("amqp"):
         url = "memory://"
@@ -569,7 +555,7 @@ def test_without_records_a_keyed_call_names_the_setting(app: Celery, key: str) -
         delay, signature = Delay(other), other.signature(TASK)
         for call in (delay.debounce, delay.throttle, partial(delay.unique, countdown=1)):
             times = {} if isinstance(call, partial) else {"seconds": 1}
-            with pytest.raises(UnsupportedBroker, match="with native_delay_records set"):
+            with pytest.raises((NoStore, UnsupportedBroker), match="set native_delay_store"):
                 call(signature, key=key, **times)  # type: ignore[arg-type]
 
 

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from celery_native_delay import Delay, DelaySettings, Rate, Waiting
-from celery_native_delay.fence.run import HEADER as FENCE
 from celery_native_delay.keyed.record import HEADER as UNIQUE
 from celery_native_delay.keyed.record import LOCKS
-from celery_native_delay.message import HEADER
+from celery_native_delay.message import HEADER, ONCE
 from celery_native_delay.rates.line import Asked
 from celery_native_delay.schedules.state import HEADER as OCCURRENCE
 from celery_native_delay.testing import PrivateRedis, private_redis
@@ -27,7 +26,7 @@ from celery_native_delay.worker.rating import PLACE
 from tests.acceptance.test_unique import children_of, phases, spans
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Run, fleet_on
 from tests.brokers import ON_SYSTEM, in_ci
-from tests.conformance.brokers import has_database_beside, keeps_no_records, options_of, settings_of
+from tests.conformance.brokers import has_database_beside, needs_store, options_of, settings_of
 from tests.lines import LOOKED_AT, most_in_a_window
 from tests.waiting import SLOWNESS, wait_until
 
@@ -44,8 +43,8 @@ RATE = Rate("40/4s", key="tenant")
 
 
 @pytest.fixture(scope="session")
-def records() -> Iterator[PrivateRedis]:
-    """The Redis beside RabbitMQ."""
+def store_server() -> Iterator[PrivateRedis]:
+    """The Redis that is the store of RabbitMQ and SQS."""
     with private_redis(config="databases 100") as server:
         yield server
 
@@ -54,14 +53,14 @@ _databases = count(1)
 
 
 def conf_of(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The configuration of an app whose broker, or records beside it, count rates."""
+    """The configuration of an app whose broker, or a store beside it, counts rates."""
     conf = {f"native_delay_{name}": value for name, value in settings_of(url).items()}
     conf |= {"broker_transport_options": options_of(url), "native_delay_levels": FEW_LEVELS}
-    if keeps_no_records(url) and has_database_beside(request.getfixturevalue("broker")):
-        conf["native_delay_records"] = f"sqlite:///{tmp_path}/records.db"
-    elif keeps_no_records(url):
-        server: PrivateRedis = request.getfixturevalue("records")
-        conf["native_delay_records"] = f"redis://127.0.0.1:{server.port}/{next(_databases)}"
+    if needs_store(url) and has_database_beside(request.getfixturevalue("broker")):
+        conf["native_delay_store"] = f"sqlite:///{tmp_path}/store.db"
+    elif needs_store(url):
+        server: PrivateRedis = request.getfixturevalue("store_server")
+        conf["native_delay_store"] = f"redis://127.0.0.1:{server.port}/{next(_databases)}"
     return conf
 
 
@@ -340,7 +339,7 @@ def test_malformed_messages_neither_end_a_worker_nor_hold_up_other_keys(fleet: F
         app.send_task("call_api", ("ada",), headers={UNIQUE: mark}),
         app.send_task("call_api", ("ada",), headers={LOCKS: [["\ud800", "a"], 5]}),
         app.send_task("call_api", ("ada",), headers={OCCURRENCE: occurrence}),
-        app.send_task("call_api", ("ada",), headers={FENCE: "\ud800/0/a"}),
+        app.send_task("call_api", ("ada",), headers={ONCE: "\ud800/0/a"}),
         app.send_task("call_api", ("\ud800",), countdown=1),
     ]
     ids = [each.id for each in hostile]

@@ -30,7 +30,7 @@ from tests.conformance.brokers import (
     KEEPING_KEYS,
     Broker,
     RabbitMQ,
-    keeps_no_records,
+    needs_store,
     options_of,
     settings_of,
 )
@@ -55,16 +55,16 @@ def plain_app(url: str, tmp_path: Path) -> Iterator[Celery]:
 
 @pytest.fixture
 def app(url: str, tmp_path: Path) -> Iterator[Celery]:
-    """An installed app, with records in SQLite if its broker keeps none.
+    """An installed app, with a store in SQLite if its broker needs one.
 
-    test_keyed_conformance has the records of such brokers in Redis or PostgreSQL.
+    test_keyed_conformance has the store of such brokers in Redis or PostgreSQL.
     """
     app = Celery("shop", broker=url, backend=f"file://{tmp_path}", set_as_current=False)
     app.conf.broker_transport_options = options_of(url)
     more: dict[str, Any] = settings_of(url)
-    if keeps_no_records(url):
-        more["records"] = f"sqlite:///{tmp_path}/records.db"
-    with attended(url):
+    if needs_store(url):
+        more["store"] = f"sqlite:///{tmp_path}/store.db"
+    with attended(url, **more):
         yield install(app, **SETTINGS | {"levels": LEVELS}, **more)
         app.close()
 
@@ -241,8 +241,9 @@ def test_tasks_are_cancelled_while_the_result_backend_is_unreachable(
 
 
 def test_cancel_covers_all_messages_of_an_id(app: Celery, delay: Delay) -> None:
+    """A task, and its retry that waits beside it."""
     send_task(app, 1, countdown=3600)
-    send_task(app, 1, countdown=7200)
+    send_task(app, 1, countdown=7200, retries=1)
     assert len(delay.show("order-1")) == 2
     outcome = delay.cancel("order-1")
     assert outcome

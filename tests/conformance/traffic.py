@@ -25,21 +25,21 @@ def plain(url: str, **transport_options: Any) -> Any:
     return Connection(url, transport_options=options_of(url) | transport_options)
 
 
-def delaying(url: str, *, transport_options: dict[str, Any] | None = None) -> Any:
-    """A kombu connection whose messages with an ETA ahead wait in the broker."""
-    option = {"native_delay": SETTINGS | settings_of(url)}
+def delaying(url: str, *, transport_options: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """A kombu connection whose messages with an ETA ahead wait in the broker or in a store."""
+    option = {"native_delay": SETTINGS | settings_of(url) | settings}
     return plain(url, **(option | (transport_options or {})))
 
 
 @contextmanager
-def attended(url: str) -> Iterator[None]:
+def attended(url: str, **own: Any) -> Iterator[None]:
     """Run a worker's background jobs until the block ends: prepare, promote, rescue."""
-    settings = DelaySettings.from_mapping(SETTINGS | settings_of(url))
+    settings = DelaySettings.from_mapping(SETTINGS | settings_of(url) | own)
     with ExitStack() as stack:
-        connection = stack.enter_context(delaying(url))
+        connection = stack.enter_context(delaying(url, **own))
         part: WorkerPart = connection.default_channel.worker_part(settings)
         part.prepare(url)
-        promoter = part.promoter(lambda **options: delaying(url, **options))
+        promoter = part.promoter(lambda **options: delaying(url, **own, **options))
         if promoter is not None:
             stack.enter_context(beside(promoter.run, stop=promoter.stop))
         ended = Event()

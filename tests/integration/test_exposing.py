@@ -19,7 +19,7 @@ def test_an_app_is_exposed_once_per_registry_until_close() -> None:
     app, registry = install(app_without_broker()), CollectorRegistry()
     exposed = expose(app, registry)
     try:
-        wait_until(lambda: registry.get_sample_value("celery_delay_store_up") == 0)
+        wait_until(lambda: registry.get_sample_value("celery_delay_broker_up") == 0)
         assert registry.get_sample_value("celery_delay_pending") is None
         with pytest.raises(ValueError, match="Duplicated timeseries"):
             expose(app, registry)

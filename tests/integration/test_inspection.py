@@ -17,7 +17,7 @@ import pytest
 from celery import Celery
 from kombu import Connection
 
-from celery_native_delay import Delay, DelaySettings, install
+from celery_native_delay import DelaySettings, install
 from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG
 from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, private_redis
 from celery_native_delay.transports.rabbitmq.declaring import apply
@@ -35,12 +35,11 @@ from tests.integration.traffic import (
     declare_queue,
     delaying,
     delays_of,
-    depth,
     inbox,
     parked_count,
 )
 from tests.traffic import publish
-from tests.waiting import PATIENCE_SECONDS, wait_until
+from tests.waiting import wait_until
 
 LEVEL = TOPOLOGY.level_queue(8)
 DELIVERY = TOPOLOGY.delivery_exchange
@@ -541,9 +540,9 @@ def test_status_prints_levels_waiting_parked_and_stuck_messages(
         f"{SLOW_TOPOLOGY.level_queue(128)} 2 min 8 s 2 0",
         "waiting 3",
         "next due within 2 min 8 s",
-        "overdue unknown (native_delay_records is not set)",
         "parked 1",
         "stuck 0",
+        "native_delay_store shows more: which tasks wait, and which are overdue",
         "wrong: parked: 1 message(s) are parked: they were due, and no queue was bound for them",
         REMEDY_OF_PARKED,
     ]
@@ -551,8 +550,6 @@ def test_status_prints_levels_waiting_parked_and_stuck_messages(
     assert told["name"] == SLOW_TOPOLOGY.name
     assert (told["waiting"], told["parked"], told["stuck"]) == (3, 1, 0)
     assert told["next_due_within_seconds"] == 128
-    assert (told["records"], told["overdue"], told["not_in_records"]) == (None, None, None)
-    assert told["in_levels"] == 3
     assert told["levels"][-1] == {
         "queue": SLOW_TOPOLOGY.level_queue(128),
         "ttl_seconds": 128.0,
@@ -564,61 +561,29 @@ def test_status_prints_levels_waiting_parked_and_stuck_messages(
     assert shop.told("status")["stuck"] is None
 
 
-def four_tasks(app: Celery) -> None:
-    """Send four tasks: one is cancelled, one moved, one overdue, one unchanged."""
-    for number, countdown in enumerate((7000, 7000, 0.3, 7000)):
-        app.send_task("shop.remind", task_id=f"task-{number}", countdown=countdown, queue="orders")
-    delay = Delay(app)
-    assert delay.cancel("task-0")
-    assert delay.reschedule("task-1", countdown=4230)
-
-    def matured() -> bool:
-        with app.connection_for_read() as connection:
-            return depth(connection, "orders") == 2  # and the one that says it is cancelled
-
-    wait_until(matured)
-
-
 @pytest.mark.ci
 @on_one_version
-def test_status_counts_tasks_by_the_records(
+def test_status_counts_what_waits_in_the_store_and_what_is_left_in_the_broker(
     tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str
 ) -> None:
-    """While the records are unreachable, it says so and counts messages in the levels."""
     settings = {"management_url": rabbitmq.management_url, "levels": 20}
-    with private_redis() as records:
-        shop = Project(tmp_path).write(APP, vhost_url, records=records.url, **settings)
-        with Celery("shop", broker=vhost_url, set_as_current=False) as app:
-            four_tasks(install(app, records=records.url, **settings))
+    with private_redis() as store:
+        for more in ({}, {"store": store.url}):
+            with Celery("shop", broker=vhost_url, set_as_current=False) as app:
+                install(app, **settings, **more)
+                app.send_task("shop.remind", countdown=7000, queue="orders")
+        shop = Project(tmp_path).write(APP, vhost_url, store=store.url, **settings)
         told = shop.told("status")
-        assert told["waiting"] == shop.told("ls")["total"] == 3
-        assert (told["in_levels"], told["not_in_records"], told["overdue"]) == (4, 2, 1)
-        assert 0 < told["overdue_seconds"] < PATIENCE_SECONDS + 60
-        assert told["next_due_within_seconds"] == 0
-        assert told["records"] == {"where": records.url, "error": None}
+        assert (told["waiting"], told["overdue"], told["in_broker"]) == (1, 0, 1)
+        assert told["waiting"] == shop.told("ls")["total"]
         lines = shop.lines("status")
-        waiting = lines.index("waiting 3")
-        assert re.fullmatch(r"next due overdue, then in 1 h (10|9) min", lines[waiting + 1])
-        assert re.fullmatch(
-            r"overdue 1, the first for .* s; no installed worker has received them",
-            lines[waiting + 2],
-        )
-        assert lines[waiting + 3].startswith(
-            "in levels 4 messages, 2 of them not in the records: of cancelled or rescheduled tasks"
-        )
+        assert "waiting 1" in lines
+        (advice,) = [line for line in lines if line.startswith("advice: broker:")]
+        assert "1 task(s) still wait in the broker" in advice
 
-        records.stop()
-        lines = shop.lines("status")
-        waiting = lines.index("waiting 4, with the messages of cancelled and rescheduled tasks")
-        assert lines[waiting + 1] == "next due within 2 h 17 min"
-        assert lines[waiting + 2] == "overdue unknown (the records are unreachable)"
-        assert lines[waiting + 3 : waiting + 5] == ["parked 0", "stuck 0"]
-        assert lines[waiting + 5].startswith(
-            f"records the records at {records.url} are unreachable: "
-        )
-        told = shop.told("status")
-        assert (told["waiting"], told["in_levels"], told["overdue"]) == (4, 4, None)
-        assert "are unreachable" in told["records"]["error"]
+        store.stop()
+        done = shop.delay("status")
+        assert (done.returncode, "does not work" in done.stderr) == (1, True)
 
 
 @on_one_version

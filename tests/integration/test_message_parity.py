@@ -23,6 +23,7 @@ from kombu import Connection
 
 from celery_native_delay.due_time import due_us
 from celery_native_delay.message import HEADER
+from celery_native_delay.store.dispatcher import Dispatcher
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from celery_native_delay.transports.interface import Rescue, Wait
 from celery_native_delay.transports.rabbitmq.channels import Publication
@@ -41,7 +42,7 @@ from tests.integration.traffic import (
     delays_of,
     depth,
 )
-from tests.traffic import PATIENCE_SECONDS, eta_in
+from tests.traffic import PATIENCE_SECONDS, beside, eta_in
 from tests.waiting import wait_until
 
 EXAMPLES = 10
@@ -314,20 +315,20 @@ class Site:
         return outcome
 
     def _moved(self, way: str, sent: Sent) -> None:
-        """The message is moved; the replaced message arrives much later, and a worker drops it."""
-        self._plainly(way, sent, "records", seconds=5)
-        outcome = self.records.move(sent.headers["id"], due_us(eta_in(DELAY_SECONDS)))
+        """The message waits in a store, and is moved there."""
+        self._plainly(way, sent, "stored", seconds=5)
+        outcome = self.waiting.move(sent.headers["id"], due_us(eta_in(DELAY_SECONDS)))
         assert outcome, outcome
 
     def _cancelled(self, way: str, sent: Sent) -> None:
         """The message is cancelled; a copy that announces it arrives at once."""
-        self._plainly(way, sent, "records", seconds=5)
-        outcome = self.records.cancel(sent.headers["id"])
+        self._plainly(way, sent, "stored", seconds=5)
+        outcome = self.waiting.cancel(sent.headers["id"])
         assert outcome, outcome
 
     @property
-    def records(self) -> Any:
-        channel = self.worker.default_channel
+    def waiting(self) -> Any:
+        channel = self.producers["stored"].default_channel
         return channel.waiting_tasks(channel.delays.settings)
 
     def receive(self, way: str, sent: Sent) -> dict[str, Any]:
@@ -345,7 +346,7 @@ class Site:
 
 @contextmanager
 def site_of(
-    url: str, worker_url: str, records: str, *, consumer: str, queue_type: str
+    url: str, worker_url: str, store: str, *, consumer: str, queue_type: str
 ) -> Iterator[Site]:
     with ExitStack() as stack:
 
@@ -356,10 +357,15 @@ def site_of(
         producers = {
             "confirmed": connection(),
             "unconfirmed": connection(confirm_publish=False),
-            "records": connection(records=records),
+            "stored": connection(store=store),
         }
         receiver = connection() if consumer == "installed" else stack.enter_context(Connection(url))
-        worker = connection(worker_url, records=records)
+        worker = connection(worker_url)
+        stored = producers["stored"].default_channel
+        dispatcher = Dispatcher(
+            stored.needed_store, lambda: stored.publisher_of(delaying(url, queue_type=queue_type))
+        )
+        stack.enter_context(beside(dispatcher.run, stop=dispatcher.stop))
         site = Site(plain, producers, worker, receiver)
         site.declare()
         yield site
@@ -373,7 +379,7 @@ def test_on_every_path_a_message_arrives_as_without_its_delay(
     rabbitmq: PrivateRabbitMQ,
     vhost_url: str,
     vhost: str,
-    records_redis: PrivateRedis,
+    store_redis: PrivateRedis,
     consumer: str,
     queue_type: str,
 ) -> None:
@@ -411,7 +417,7 @@ def test_on_every_path_a_message_arrives_as_without_its_delay(
                 ]
         assert not different, (drawn, different)
 
-    urls = vhost_url, rabbitmq.add_user(f"worker-{vhost}", "secret", vhost=vhost), records_redis.url
+    urls = vhost_url, rabbitmq.add_user(f"worker-{vhost}", "secret", vhost=vhost), store_redis.url
     with site_of(*urls, consumer=consumer, queue_type=queue_type) as site:
         every_message()
         assert site.rescued

@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 from kombu import Connection, Exchange, Queue
 
-from celery_native_delay import NoRecords, install
+from celery_native_delay import NoStore, install
 from celery_native_delay.app.doctor import examine
 from celery_native_delay.app.installation import delaying_channel
 from celery_native_delay.bulk import bulk
@@ -66,7 +66,7 @@ def test_a_message_is_not_delivered_before_its_due_time(connection: Any, queue: 
     assert late.lateness_seconds >= 0
 
 
-def test_doctor_finds_no_fault_without_records(database: str) -> None:
+def test_doctor_finds_no_fault_without_store(database: str) -> None:
     app = Celery("shop", broker="pgmq://", set_as_current=False)
     app.conf.broker_transport_options = options_of(database)
     assert examine(install(app)) == []
@@ -103,7 +103,7 @@ def test_bulk_sends_each_task_once(database: str, connection: Any) -> None:
     assert min(each.lateness_seconds for each in came if each.message.headers["eta"]) >= 0
 
 
-def test_without_records_commands_count_and_purge_but_list_no_tasks(connection: Any) -> None:
+def test_without_store_commands_count_and_purge_but_list_no_tasks(connection: Any) -> None:
     app = install(Celery("shop", broker="pgmq://", set_as_current=False))
     Queue("jobs")(connection.default_channel).declare()
     publish(connection, "late", "jobs", delay=60)
@@ -112,5 +112,5 @@ def test_without_records_commands_count_and_purge_but_list_no_tasks(connection: 
     part.serve(["jobs"])
     assert part.status().as_json() == {"waiting": 1, "parked": 0}
     assert part.purge() == 1
-    with pytest.raises(NoRecords, match="set native_delay_records"):
+    with pytest.raises(NoStore, match="set native_delay_store"):
         channel.waiting_tasks(settings)

@@ -11,7 +11,7 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from celery_native_delay import Rate, RecordsUnavailable
+from celery_native_delay import Rate, StoreUnavailable
 from celery_native_delay.rates.in_redis import RedisLines
 from celery_native_delay.rates.line import Asked, Line, ask_all, name_of
 from celery_native_delay.testing import PrivateRedis, private_redis
@@ -169,7 +169,7 @@ def test_an_unreachable_server_raises_and_is_tried_again(server: PrivateRedis) -
     assert lines.ask([Asked("shop.call_api", "new", Rate("1/h"))]).starts
     server.stop()
     for _ in range(2):
-        with pytest.raises(RecordsUnavailable, match="unreachable"):
+        with pytest.raises(StoreUnavailable, match="unreachable"):
             lines.ask([Asked("shop.call_api", "new", Rate("1/h"))])
     server.start()
     lines._link._failures._retry_at = 0

@@ -16,7 +16,7 @@ from celery import Celery, Task, signals
 from celery.contrib.testing.worker import start_worker
 from celery.schedules import BaseSchedule, crontab
 
-from celery_native_delay import Delay, NoRecords, SettingsError, install
+from celery_native_delay import Delay, NoStore, SettingsError, install
 from celery_native_delay.app.doctor import examine
 from celery_native_delay.app.schedules import Schedules
 from celery_native_delay.now import time_ns
@@ -462,13 +462,13 @@ def test_a_scheduler_that_cannot_be_read_is_a_problem_and_stops_the_worker(
                 pass
 
 
-def test_rabbitmq_without_records_refuses_schedules(vhost_url: str) -> None:
-    with app_on(vhost_url) as app, pytest.raises(NoRecords, match="native_delay_records"):
+def test_rabbitmq_without_store_refuses_schedules(vhost_url: str) -> None:
+    with app_on(vhost_url) as app, pytest.raises(NoStore, match="native_delay_store"):
         list(Delay(app).schedules())
 
 
 def test_celerys_start_worker_raises_the_error_about_schedules(vhost_url: str) -> None:
     """The worker runs in a thread; without the error start_worker would wait for ever."""
-    with app_on(vhost_url) as app, pytest.raises(NoRecords, match="native_delay_schedules"):
+    with app_on(vhost_url) as app, pytest.raises(NoStore, match="native_delay_schedules"):
         with start_worker(app, perform_ping_check=False):
             pass

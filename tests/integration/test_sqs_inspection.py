@@ -142,7 +142,7 @@ def test_plan_tells_hops_and_requests(shop: Project) -> None:
     assert "expected a duration in seconds, or such as 1h30m" in shop.delay("plan", "1y").stderr
 
 
-def test_ls_without_records_and_an_unreachable_broker_are_one_line_errors(
+def test_ls_without_store_and_an_unreachable_broker_are_one_line_errors(
     shop: Project,
 ) -> None:
     assert "cannot list its waiting messages" in shop.delay("ls").stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import sqlite3
@@ -11,8 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
-from time import sleep, time, time_ns
+from time import sleep, time
 from typing import Any
 
 import pytest
@@ -23,18 +21,16 @@ from sqlalchemy import create_engine, text
 from celery_native_delay import (
     Delay,
     DelaySettings,
-    RecordsUnavailable,
     StoreUnavailable,
     UnsupportedBroker,
-    Verdict,
     install,
 )
 from celery_native_delay.durations import seconds_of
 from celery_native_delay.records import database
-from celery_native_delay.transports.interface import Rescue
-from celery_native_delay.transports.sql import handover
-from celery_native_delay.transports.sql.dispatcher import Dispatcher
-from celery_native_delay.transports.sql.store import Store
+from celery_native_delay.store import interface
+from celery_native_delay.store.dispatcher import Dispatcher
+from celery_native_delay.store.interface import Store
+from celery_native_delay.store.opened import store_at
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
 from tests.conformance.traffic import delaying, waiting_count
 from tests.integration.project import Project
@@ -54,8 +50,13 @@ def folder_url(filesystem: Broker) -> str:
 
 
 def store_of(connection: Any) -> Store:
-    store: Store = connection.default_channel.delays.store
+    store: Store = connection.default_channel.needed_store
     return store
+
+
+def another(store: Any) -> Any:
+    """The same store, as another process opens it."""
+    return store_at(store.url, store.namespace, timeout_seconds=5)
 
 
 @contextmanager
@@ -65,15 +66,15 @@ def dispatching(url: str, *, own_store: bool = False, **settings: Any) -> Iterat
         part = connection.default_channel.worker_part(known)
         part.prepare(url)
         if own_store:  # as in another process
-            store = store_of(connection)
-            store = Store(store.url, store.namespace)
-            dispatcher = Dispatcher(store, lambda **options: delaying(url, **options))
+            channel = connection.default_channel
+            store = another(store_of(connection))
+            dispatcher = Dispatcher(store, lambda: channel.publisher_of(delaying(url)))
         else:
             dispatcher = part.promoter(lambda **options: delaying(url, **options))
         with beside(dispatcher.run, stop=dispatcher.stop):
             yield dispatcher
         if own_store:
-            store.engine.dispose()
+            store.close()
 
 
 def test_three_dispatchers_hand_over_each_message_once(url: str) -> None:
@@ -144,7 +145,7 @@ def test_a_message_that_its_destination_refuses_is_parked(
     folder_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After several attempts, while others are delivered."""
-    monkeypatch.setattr(handover, "TRIES", 2)
+    monkeypatch.setattr(interface, "REFUSALS_UNTIL_PARKED", 2)
     shop = Project(tmp_path, settings={**settings_of(folder_url), "namespace": "tests"}).write(
         SHOP, folder_url, transport_options=options_of(folder_url)
     )
@@ -156,17 +157,16 @@ def test_a_message_that_its_destination_refuses_is_parked(
         with dispatching(folder_url) as dispatcher:
             received.wait_for(150)
             store = store_of(connection)
-            wait_until(lambda: store.count_parked() == 1)
+            wait_until(lambda: store.census().parked == 1)
         assert (dispatcher.promoted, dispatcher.parked) == (150, 1)
-        with store.engine.connect() as rows:
-            (reason,) = rows.execute(text("SELECT reason FROM native_delay_message")).scalars()
-        assert reason.startswith("ChannelError: Cannot add file")
+        ((parked),) = store.parked(10)
+        assert parked.reason.startswith("ChannelError: Cannot add file")
     assert shop.told("status")["parked"] == 1
     listed = shop.told("parked", "list")
     assert (listed["parked"], listed["messages"][0]["id"]) == (1, "task-1")
-    assert shop.told("parked", "requeue")["still_parked"] == 1
-    assert shop.told("parked", "purge", "--yes") == {"purged": 1}
+    assert shop.told("parked", "requeue")["waiting_again"] == 1
     assert shop.told("parked", "list") == {"parked": 0, "messages": []}
+    assert shop.told("parked", "purge", "--yes") == {"purged": 0}
 
 
 SHOP = """
@@ -180,93 +180,16 @@ install(app, **settings)
 """
 
 
-@pytest.mark.ci
-def test_a_message_that_the_database_refuses_is_parked_and_rescued(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Here the name of its queue is longer than kombu's column; it is rescued once it fits."""
-    monkeypatch.setattr(handover, "TRIES", 1)
-    with running_broker("filesystem-postgresql", pytest.fail) as postgresql:
-        url = f"sqla+{settings_of(postgresql.new_space())['store']}"
-        queue = "q" * 201
-        with delaying(url) as connection, inbox(connection, "jobs") as received:
-            publish(connection, "refused", queue, delay=1)
-            for number in range(50):
-                publish(connection, number, "jobs", delay=1)
-            with dispatching(url):
-                received.wait_for(50)
-            store = store_of(connection)
-            assert store.count_parked() == 1
-            part = connection.default_channel.worker_part(DelaySettings())
-            assert part.rescue().still_parked == 1
-            with store.engine.begin() as transaction:
-                transaction.execute(text("ALTER TABLE kombu_queue ALTER name TYPE varchar(300)"))
-            assert part.rescue().delivered == 1
-            assert part.rescue() == Rescue()
-            with store.engine.begin() as transaction:
-                count = transaction.execute(text("SELECT count(*) FROM kombu_message"))
-                assert count.scalar_one() == 51
-            connection.default_channel.session.close()
-            connection.default_channel._open()[0].dispose()
-
-
-# ---- in one transaction -------------------------------------------------------------------------
-
-
-def test_a_hand_over_within_one_database_is_one_transaction(tmp_path: Path) -> None:
-    """If the process dies between insert and delete, both are rolled back."""
-    url = f"sqla+sqlite:///{tmp_path}/broker.db"
-    with delaying(url) as connection, Connection(url) as plain:
-        publish(connection, "hello", "jobs", delay=60)
-        store = store_of(connection)
-        hand_over = handover.hand_over_on(plain.default_channel, store)
-        due_us = time_ns() // 1000 + 61_000_000
-
-        def dies() -> None:
-            with store.taking(until_us=due_us) as batch:
-                assert hand_over(batch, park=False) is None
-                assert len(batch.delivered) == 1
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            dies()
-        assert plain.default_channel._size("jobs") == 0
-        plain.default_channel.session.rollback()
-        with store.taking(until_us=due_us) as batch:
-            hand_over(batch, park=False)
-        assert plain.default_channel._size("jobs") == 1
-        assert store.next_due_us() is None
-        stored = plain.default_channel.session.execute(text("SELECT payload FROM kombu_message"))
-        assert json.loads(stored.scalar_one())["headers"]["native_delay"]["v"] == 1
-
-
-def test_a_message_that_cannot_be_deleted_is_delivered_once(folder_url: str) -> None:
-    """As with a full disk; the delete is tried every 5 s."""
-    with delaying(folder_url) as connection, inbox(connection, "jobs") as received:
-        publish(connection, "hello", "jobs", delay=1)
-        store = store_of(connection)
-        with store.engine.begin() as transaction:
-            transaction.execute(text(FULL))
-        with dispatching(folder_url) as dispatcher:
-            wait_until(lambda: dispatcher._backoff.seconds > 1)
-            assert store.census().overdue == 1
-            with store.engine.begin() as transaction:
-                transaction.execute(text("DROP TRIGGER full"))
-            wait_until(lambda: store.census().waiting == 0)
-        publish(connection, "the last one", "jobs")
-        assert [arrival.body for arrival in received.wait_for(2)] == ["hello", "the last one"]
-
-
 def test_a_publish_to_a_locked_sqlite_file_raises(
     folder_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "_BUSY_MS", 100)
     with delaying(folder_url) as connection:
         publish(connection, "hello", "jobs", delay=60)
-        other = Store(store_of(connection).url, "tests")
+        other = another(store_of(connection))
         with (
             other.engine.begin(),
-            pytest.raises(StoreUnavailable, match=r"cannot be used: database is locked"),
+            pytest.raises(StoreUnavailable, match=r"does not work: database is locked"),
         ):
             publish(connection, "refused", "jobs", delay=60)
         other.engine.dispose()
@@ -290,8 +213,8 @@ def test_a_dispatcher_lets_others_write_to_a_sqlite_file(folder_url: str) -> Non
 
 TEN_THOUSAND_MORE = """
 WITH RECURSIVE numbers(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < 10000)
-INSERT INTO native_delay_message (namespace, due_us, queue, envelope, task_id)
-SELECT namespace, due_us, queue, envelope, task_id FROM native_delay_message, numbers
+INSERT INTO native_delay_task (namespace, digest, task_id, state, next_us, refusals, entry)
+SELECT namespace, n, task_id, state, next_us, refusals, entry FROM native_delay_task, numbers
 """
 
 
@@ -303,12 +226,6 @@ def may_write(connection: sqlite3.Connection) -> bool:
         return False
     connection.execute("ROLLBACK")
     return True
-
-
-FULL = """
-CREATE TRIGGER full BEFORE DELETE ON native_delay_message
-BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END
-"""
 
 
 # ---- outages ------------------------------------------------------------------------------------
@@ -346,9 +263,7 @@ def test_a_delayed_publish_raises_while_the_store_is_unreachable(folder_url: str
     with delaying(folder_url) as connection, inbox(connection, "jobs") as received:
         publish(connection, "before", "jobs", delay=60)
         with away(space_of(folder_url) / "delays.db"):
-            with pytest.raises(
-                StoreUnavailable, match=r"delays\.db cannot be used: unable to open"
-            ):
+            with pytest.raises(StoreUnavailable, match=r"delays\.db does not work: unable to open"):
                 publish(connection, "lost?", "jobs", delay=60)
             publish(connection, "now", "jobs")
             assert received.wait_for(1)[0].body == "now"
@@ -366,12 +281,12 @@ def test_a_broker_that_is_away_is_tried_again_and_its_messages_are_not_to_blame(
         store = store_of(connection)
         aside = queues.rename(queues.with_name("aside"))
         with dispatching(folder_url):
-            wait_until(lambda: "dispatching what is due failed, next attempt in" in caplog.text)
-            assert (store.census().overdue, store.count_parked()) == (1, 0)
+            wait_until(lambda: "due tasks wait in sqlite:" in caplog.text)
+            assert store.census().parked == 0
             aside.rename(queues)
             with inbox(connection, "jobs") as received:
                 assert received.wait_for(1)[0].body == "hello"
-            wait_until(lambda: "dispatching what is due works again" in caplog.text)
+            wait_until(lambda: "are published again" in caplog.text)
     assert "No such file or directory" in caplog.text
 
 
@@ -382,17 +297,17 @@ def test_the_command_line_declares_looks_and_promotes(folder_url: str, tmp_path:
         SHOP, folder_url, transport_options=options_of(folder_url)
     )
     store = space_of(folder_url) / "delays.db"
-    name = f"tests of sqlite:///{store}"
-    assert shop.lines("declare") == [f"{name}: its tables are there, in version 1"]
+    name = f"sqlite:///{store}"
+    assert shop.lines("declare") == [f"{name} is ready"]
     assert shop.lines("verify") == [f"{name}: as expected"]
     assert shop.lines("plan", "90") == [
-        f"1 min 30 s waits 1 min 30 s in {name}, then goes to 'celery'"
+        f"1 min 30 s waits 1 min 30 s in tests of {name}, then goes to 'celery'"
     ]
     with delaying(folder_url) as connection:
         publish(connection, "hello", "jobs", delay=1)
         waiting = store_of(connection)
         with waiting.engine.begin() as transaction:
-            transaction.execute(text("UPDATE native_delay_message SET due_us = due_us - 60000000"))
+            transaction.execute(text("UPDATE native_delay_task SET next_us = next_us - 60000000"))
     told = shop.delay("doctor").stdout
     overdue = re.search(r"1 message\(s\) overdue, the first for (.+), and nothing promotes", told)
     assert overdue is not None
@@ -408,7 +323,7 @@ def test_the_command_line_declares_looks_and_promotes(folder_url: str, tmp_path:
         assert promote.stdout.readline().startswith(f"promote runs: sqlite:///{store} holds")
         wait_until(lambda: not waiting.census().waiting)
         with away(store):
-            assert "cannot be used: unable to open" in shop.delay("status").stderr
+            assert "does not work: unable to open" in shop.delay("status").stderr
         promote.send_signal(signal.SIGTERM)
         told, _ = promote.communicate(timeout=PATIENCE_SECONDS)
     assert told == "1 message(s) promoted, 0 parked\n"
@@ -473,31 +388,15 @@ def store_of_app(app: Celery) -> Store:
         return store_of(connection)
 
 
-def test_a_cancel_during_the_hand_over_comes_too_late(app: Celery, delay: Delay) -> None:
-    """The dispatcher locks the row, and then deletes it."""
-    outcomes = []
+def test_an_unreachable_store_raises_store_unavailable(app: Celery, delay: Delay) -> None:
     send_task(app, 1, countdown=3600)
-    due_us = delay.ls().tasks[0].due_us
-    store = store_of_app(app)
-    canceller = Thread(target=lambda: outcomes.append(delay.cancel("order-1")))
-    with store.taking(until_us=due_us) as batch:
-        canceller.start()
-        canceller.join(0.3)
-        assert canceller.is_alive()
-        batch.delivered += [message.id for message in batch.messages]
-    canceller.join(PATIENCE_SECONDS)
-    assert [outcome.verdict for outcome in outcomes] == [Verdict.TOO_LATE]
-    assert delay.count() == 0
-
-
-def test_an_unreachable_store_raises_records_unavailable(app: Celery, delay: Delay) -> None:
-    send_task(app, 1, countdown=3600)
-    store = store_of_app(app)
-    present, store.engine = store.engine, Store("sqlite:////nowhere/delays.db", "x").engine
+    store: Any = store_of_app(app)
+    nowhere: Any = store_at("sqlite:////nowhere/delays.db", "x", timeout_seconds=5)
+    present, store.engine = store.engine, nowhere.engine
     try:
-        with pytest.raises(RecordsUnavailable, match="unable to open database file"):
+        with pytest.raises(StoreUnavailable, match="unable to open database file"):
             delay.count()
-        with pytest.raises(RecordsUnavailable):
+        with pytest.raises(StoreUnavailable):
             delay.cancel("order-1")
     finally:
         store.engine = present

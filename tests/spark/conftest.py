@@ -9,14 +9,11 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from celery_native_delay.fence.in_records import Runs
-from celery_native_delay.records.opened import records_at
 from pytest_celery_native_delay import IN_CI
 
 #: What keeps a test's app small: few and short delay levels, as in tests.integration.traffic.
@@ -36,13 +33,6 @@ install(app, **{settings!r})
 def remind(number=0, text="", extra=None):
     pass
 """
-
-
-@contextmanager
-def runs_at(records_url: str) -> Iterator[Runs]:
-    """The fenced runs in the records at *records_url*."""
-    with closing(records_at(records_url, LEVELS["namespace"])) as records:
-        yield Runs(records)
 
 
 _UNRAISABLE = pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")

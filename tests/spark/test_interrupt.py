@@ -13,22 +13,18 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from celery_native_delay.fence.run import ABORTED
 from celery_native_delay.spark import FanOut
-from tests.spark.conftest import runs_at
 from tests.waiting import wait_until
 
 
-@pytest.mark.parametrize("fenced", [False, True], ids=["plain", "fenced"])
 def test_an_interrupted_driver_logs_what_it_has_sent(
     spark: Any,
     make_app: Callable[..., str],
     native_delay_redis: Any,
     native_delay_redis_url: str,
     caplog: pytest.LogCaptureFixture,
-    fenced: bool,
 ) -> None:
-    """With a fence no task of it runs. Executors stop, and Spark's job ends."""
+    """Executors stop, and Spark's job ends."""
     df = spark.range(20_000, numPartitions=2).selectExpr("id as number", "0D as wait")
     fan_out = FanOut(
         df,
@@ -38,7 +34,6 @@ def test_an_interrupted_driver_logs_what_it_has_sent(
         past="send",
         kwargs=["number"],
         run_id="r",
-        fence=fenced,
         max_rate=200,
     )
 
@@ -61,15 +56,9 @@ def test_an_interrupted_driver_logs_what_it_has_sent(
         # without which format("celery") is unknown to later tests; this sets it again.
         spark.createDataFrame([], "id long")
     presses.join()
-    then = "no task of it runs" if fenced else "tasks that were sent will run"
     account = r"run r was interrupted: ([\d,]+) sent, ([\d,]+) confirmed, ([\d,]+) in doubt"
-    (found,) = re.finditer(rf"{account}; {then}", caplog.text)
+    (found,) = re.finditer(rf"{account}; tasks that were sent will run", caplog.text)
     sent, confirmed, in_doubt = (int(count.replace(",", "")) for count in found.groups())
     assert (sent, confirmed, in_doubt) == (arrived(), arrived(), 0)
     assert 100 <= sent < 20_000
     wait_until(lambda: not spark.sparkContext.statusTracker().getActiveJobsIds())
-    if fenced:
-        with runs_at(native_delay_redis_url) as runs:
-            (record,) = runs.load(["r:shop.remind"])
-        assert record is not None
-        assert record.state == ABORTED

@@ -14,10 +14,9 @@ pytest.importorskip("pyspark.sql.datasource", reason="Spark 3.5 has no data sour
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import functions as f
 
-from celery_native_delay.fence.run import HEADER, Fate, Stamp, fate
+from celery_native_delay.message import ONCE
 from celery_native_delay.spark import task_id_of
 from tests.integration.traffic import inbox
-from tests.spark.conftest import runs_at
 from tests.spark.test_fan_out import number_of
 
 MakeApp = Callable[..., str]
@@ -91,18 +90,17 @@ def test_a_bad_row_fails_the_job_unless_on_reject_is_skip(
     assert 7 not in {number_of(arrival) for arrival in letters.arrivals}
 
 
-@pytest.mark.parametrize("fenced", [False, True], ids=["plain", "fenced"])
+@pytest.mark.parametrize("once", [False, True], ids=["plain", "once"])
 def test_a_stream_replays_a_batch_with_the_same_task_ids(
     spark: Any,
     make_app: MakeApp,
     native_delay_rabbitmq_url: str,
-    native_delay_redis_url: str,
     tmp_path: Path,
-    fenced: bool,
+    once: bool,
 ) -> None:
-    """With a fence a committed batch is not sent again."""
+    """With the option once, workers run one of the two messages."""
     source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
-    app = make_app(native_delay_rabbitmq_url, records=native_delay_redis_url)
+    app = make_app(native_delay_rabbitmq_url)
 
     def run() -> None:
         stream = spark.readStream.schema("number long, at timestamp").json(str(source))
@@ -110,7 +108,7 @@ def test_a_stream_replays_a_batch_with_the_same_task_ids(
             stream.writeStream.format("celery")
             .options(app=app, task="shop.remind", eta_col="at", past="send", kwargs_cols="number")
             .options(id_cols="number", run_id="stream", checkpointLocation=str(checkpoint))
-            .option("fence", fenced)
+            .option("once", once)
             .trigger(availableNow=True)
             .start()
         )
@@ -130,15 +128,9 @@ def test_a_stream_replays_a_batch_with_the_same_task_ids(
         (checkpoint / "commits" / name).unlink()
     run()
     with inbox(native_delay_rabbitmq_url, "plain") as letters:
-        numbers = (1, 2, 3) if fenced else (1, 2, 3, 3)
-        came = letters.wait_for(len(numbers))
+        came = letters.wait_for(4)
     ids = sorted((number_of(a), a.message.headers["id"]) for a in came)
     batches = {1: 0, 2: 0, 3: 1}
-    expected = [(n, task_id_of(f"stream-{batches[n]}", "shop.remind", n)) for n in numbers]
+    expected = [(n, task_id_of(f"stream-{batches[n]}", "shop.remind", n)) for n in (1, 2, 3, 3)]
     assert ids == expected
-    stamps = [Stamp.parse(a.message.headers[HEADER]) for a in came if HEADER in a.message.headers]
-    assert len({stamp.run for stamp in stamps}) == (2 if fenced else 0)
-    with runs_at(native_delay_redis_url) as runs:
-        records = [record for stamp in stamps for record in runs.load([stamp.run])]
-    fates = [fate(each, stamp) for each, stamp in zip(records, stamps, strict=True) if each]
-    assert fates == [Fate.RUN] * len(stamps)
+    assert {bool(a.message.headers.get(ONCE)) for a in came} == {once}

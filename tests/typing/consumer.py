@@ -96,7 +96,7 @@ def plain_kombu() -> dict[str, str]:
 def settings() -> float:
     chosen = DelaySettings(levels=20, resolution=0.25)
     chosen.levels = 21  # type: ignore[misc]
-    assert_type(chosen.records, str | None)
+    assert_type(chosen.store, str | None)
     return chosen.longest_delay_seconds
 
 

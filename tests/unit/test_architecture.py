@@ -78,22 +78,22 @@ NEVER_IN_A_TASK = (
     "flower/",
     "metrics/",
     "spark/",
+    "store/dispatcher.py",
     "testing/",
     "transports/redis/promoter.py",
-    "transports/sql/dispatcher.py",
-    "transports/sql/handover.py",
     "transports/sqs/relay.py",
     "worker/attendant.py",
     "worker/bootsteps.py",
-    "worker/fencing.py",
+    "worker/once.py",
     "worker/rating.py",
+    "worker/revoked.py",
     "worker/scheduling.py",
     "worker/strategies.py",
     "worker/unique.py",
 )
 
 #: Functions of other modules that run in a thread of this package.
-IN_A_THREAD = ("_run_job", "_send_in_time", "_renew_all", "put_back")
+IN_A_THREAD = ("_send_in_time", "_renew_all", "put_back")
 
 
 def in_tasks(tree: ast.AST) -> Iterator[ast.AST]:

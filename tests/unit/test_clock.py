@@ -393,7 +393,7 @@ def test_a_test_may_use_the_task_ids_of_an_earlier_test(app: Celery, ran: list[A
     assert ran == ["in time"] * 2
 
 
-@pytest.mark.parametrize("setting", [{"records": "redis://nowhere"}, {"telemetry": "/nowhere"}])
+@pytest.mark.parametrize("setting", [{"store": "redis://nowhere"}, {"telemetry": "/nowhere"}])
 def test_the_clock_replaces_what_a_setting_names(
     app: Celery, ran: list[Any], setting: dict[str, str]
 ) -> None:

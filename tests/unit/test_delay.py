@@ -16,8 +16,8 @@ from celery_native_delay import (
     DelayTooLong,
     InvalidDueTime,
     InvalidQuery,
-    RecordsUnavailable,
     SettingsError,
+    StoreUnavailable,
     Verdict,
     delay_headers,
     install,
@@ -64,7 +64,7 @@ def test_a_cancel_whose_answer_was_lost_raises_that_its_outcome_is_unknown(
         return outcome
 
     monkeypatch.setattr(Delay, "_cancel", lose_the_first_answer)
-    with pytest.raises(RecordsUnavailable, match="it was changed, or it has run"):
+    with pytest.raises(StoreUnavailable, match="it was changed, or it has run"):
         delay.cancel(sent[0])
     assert delay.cancel(sent[1])
     assert [task.id for task in delay.ls()] == [sent[2].id]
@@ -239,8 +239,8 @@ def test_the_error_for_a_keyword_with_the_prefix_says_to_leave_the_prefix_out() 
     assert str(refused.value) == (
         "expected settings without their prefix here, got native_delay_levels: write levels=31"
     )
-    with pytest.raises(SettingsError, match=r"write records=…$"):
-        install(app, native_delay_records="redis://:secret@localhost")
+    with pytest.raises(SettingsError, match=r"write store=…$"):
+        install(app, native_delay_store="redis://:secret@localhost")
     with pytest.raises(SettingsError, match="unknown setting native_delay_levles; did you mean"):
         install(app, native_delay_levles=31)
     with pytest.raises(SettingsError, match="got native_delay_fused_bits: write fused_bits=4"):

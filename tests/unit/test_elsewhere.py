@@ -159,11 +159,11 @@ def test_a_message_with_an_invalid_eta_stays() -> None:
 
 
 def test_settings_are_read_from_the_names_of_a_set() -> None:
-    like = DelaySettings(records="redis://")
+    like = DelaySettings(store="redis://")
     wanted = [
-        DelaySettings(records="redis://", namespace="shop.eu", levels=28, resolution=1.0),
-        DelaySettings(records="redis://", levels=20, resolution=0.02, fused_bits=0),
-        DelaySettings(records="redis://", queue_type="classic"),
+        DelaySettings(store="redis://", namespace="shop.eu", levels=28, resolution=1.0),
+        DelaySettings(store="redis://", levels=20, resolution=0.02, fused_bits=0),
+        DelaySettings(store="redis://", queue_type="classic"),
     ]
     names = [hop.queue for each in wanted for hop in Topology(each).level_queues]
     found = sets_of([*names, "celery_delay.v1.parked", "celery_delayed_3", "x.v1.99x1ms"], like)

@@ -10,7 +10,7 @@ import flower as stock
 import pytest
 from celery import Celery
 
-from celery_native_delay import RecordsUnavailable, SettingsError, install
+from celery_native_delay import SettingsError, StoreUnavailable, install
 from celery_native_delay.flower.app import PatchedTemplates, patched
 from celery_native_delay.flower.asking import Asking
 
@@ -31,7 +31,7 @@ def test_a_request_that_hangs_times_out() -> None:
     asking = Asking(install(Celery("slow", broker="redis://", set_as_current=False)))
     ends = Event()
     try:
-        with pytest.raises(RecordsUnavailable, match=r"within 0\.05 s"):
+        with pytest.raises(StoreUnavailable, match=r"within 0\.05 s"):
             asyncio.run(asking.delay(lambda _: ends.wait(20), within_seconds=0.05))
     finally:
         ends.set()

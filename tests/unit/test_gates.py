@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from celery_native_delay.errors import StoreUnavailable
 from celery_native_delay.message import Delayed
+from celery_native_delay.records.interface import RecordName, Snapshot
 from celery_native_delay.settings import DelaySettings
-from celery_native_delay.transports.interface import Answer
 from celery_native_delay.worker.arrival import (
     AWAY_US,
     Announce,
     Arrival,
     AskAgain,
     Drop,
-    Ruling,
     WaitUntil,
 )
-from celery_native_delay.worker.gates import (
-    Moved,
-    cancelled,
-    early,
-    expired,
-    gates,
-)
+from celery_native_delay.worker.gates import cancelled, early, expired, gates
+from celery_native_delay.worker.revoked import Revoked
 
 NOW_US = 1_795_176_000_000_000
 IN_A_MINUTE = "2026-11-20T12:01:00+00:00"
@@ -36,44 +30,6 @@ WAITED = Delayed("d-1", NOW_US, "", "celery")
 def arrival(delayed: Delayed | None = None, **headers: Any) -> Arrival:
     message = SimpleNamespace(headers={"id": "1", "task": "t", **headers}, native_delay=delayed)
     return Arrival(message, message.headers, None, NOW_US)
-
-
-class WaitingTasks:
-    """Receipts that always give *answer*."""
-
-    def __init__(self, answer: Answer) -> None:
-        self.answer = answer
-
-    def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
-        return self.answer
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize(
-    ("answer", "records_away", "ruling"),
-    [
-        (Answer.RUN, "wait", None),
-        (Answer.DROP, "wait", Drop("it was cancelled or rescheduled")),
-        (Answer.AWAY, "wait", WaitUntil(NOW_US + AWAY_US, "d-1", AskAgain(5.0))),
-        (Answer.AWAY, "run", None),
-    ],
-)
-def test_the_gate_for_moved_tasks(answer: Answer, records_away: str, ruling: Ruling | None) -> None:
-    moved = Moved(DelaySettings(records_away=records_away))
-    moved.receipts = WaitingTasks(answer)
-    assert moved(arrival(WAITED)) == ruling
-    assert moved(arrival()) is None, "it did not wait"
-    moved.receipts = None
-    assert moved(arrival(WAITED)) is None, "there are no records"
-
-
-def test_a_cancelled_task_does_not_wait_for_unreachable_records() -> None:
-    """It would lose its mark "cancelled" if it were put back."""
-    moved = Moved(DelaySettings(records_away="wait"))
-    moved.receipts = WaitingTasks(Answer.AWAY)
-    assert moved(arrival(WAITED._replace(cancelled=True))) is None
 
 
 def test_a_cancelled_task_is_announced() -> None:
@@ -98,12 +54,52 @@ def test_an_early_task_waits_in_the_broker() -> None:
     assert early(arrival(WAITED._replace(cancelled=True), eta=IN_A_MINUTE)) is None
 
 
-def test_the_order_of_the_gates() -> None:
-    """A replaced copy is not announced. The records are not asked about an early task yet."""
+class State:
+    """The state in a store that knows one cancelled task, or does not answer."""
 
-    def fence(_: Arrival) -> None:
+    def __init__(self, *, away: bool = False) -> None:
+        self.texts: dict[RecordName, str | None] = {RecordName("cancelled", "1"): "1"}
+        self.away = away
+
+    def read(self, name: RecordName) -> Snapshot:
+        if self.away:
+            raise StoreUnavailable("it is down")
+        return Snapshot(NOW_US, self.texts.get(name))
+
+    def change(self, name: RecordName, decide: Any) -> Any:
+        change = decide(self.read(name))
+        self.texts[name] = change.text
+        return change.answer
+
+
+def revoked(state: State | None) -> Revoked:
+    gate = Revoked()
+    gate.state = state  # type: ignore[assignment]
+    return gate
+
+
+def test_a_task_cancelled_while_it_waited_in_the_broker_is_announced_each_time_it_comes() -> None:
+    """The broker may deliver it again before the worker has acknowledged it."""
+    gate = revoked(State())
+    for _ in range(2):
+        assert gate(arrival(WAITED)) == Announce()
+    assert gate(arrival(WAITED, id="2")) is None
+    assert gate(arrival()) is None, "it did not wait"
+    assert gate(arrival(WAITED._replace(stored=True))) is None, "it waited in the store"
+    assert revoked(None)(arrival(WAITED)) is None, "there is no store, or all tasks wait in it"
+
+
+def test_a_task_that_waited_in_the_broker_waits_while_the_store_is_away() -> None:
+    waits = WaitUntil(NOW_US + AWAY_US, "d-1", AskAgain(5.0))
+    assert revoked(State(away=True))(arrival(WAITED)) == waits
+
+
+def test_the_order_of_the_gates() -> None:
+    """The store is not asked about an early task yet."""
+
+    def once(_: Arrival) -> None:
         return None
 
-    moved = Moved(DelaySettings())
-    assert gates(DelaySettings(), moved, None, fence) == (early, moved, cancelled, expired, fence)
-    assert early not in gates(DelaySettings(adopt=False), moved, None, fence)
+    first = revoked(None)
+    assert gates(DelaySettings(), first, None, once) == (early, first, cancelled, expired, once)
+    assert early not in gates(DelaySettings(adopt=False), first, None, once)

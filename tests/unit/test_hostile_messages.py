@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,27 +15,26 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from celery_native_delay import DelaySettings, Rate
-from celery_native_delay.fence.run import HEADER as FENCE
-from celery_native_delay.fence.run import Record
 from celery_native_delay.keyed.record import HEADER as UNIQUE
 from celery_native_delay.keyed.record import LOCKS
 from celery_native_delay.keyed.rules import Step
-from celery_native_delay.message import HEADER, Delayed
+from celery_native_delay.message import HEADER, ONCE, Delayed
 from celery_native_delay.rates.in_records import RecordLines
-from celery_native_delay.records.opened import RecordsLocation, records_at
 from celery_native_delay.schedules.state import HEADER as OCCURRENCE
-from celery_native_delay.transports.interface import Answer
+from celery_native_delay.store.opened import store_at
 from celery_native_delay.transports.rabbitmq.wrapping import unwrap
-from celery_native_delay.transports.recorded import member_of
 from celery_native_delay.transports.virtual.wrapping import unwrapped
+from celery_native_delay.worker import in_time, unique
+from celery_native_delay.worker import once as worker_once
 from celery_native_delay.worker import scheduling as worker_scheduling
-from celery_native_delay.worker import unique
 from celery_native_delay.worker.arrival import AWAY_US, Arrival, AskAgain, Ruling, WaitUntil
-from celery_native_delay.worker.fencing import Fence
-from celery_native_delay.worker.gates import Moved, gates
+from celery_native_delay.worker.gates import gates
+from celery_native_delay.worker.once import Once
 from celery_native_delay.worker.rating import PLACE, Rated
+from celery_native_delay.worker.revoked import Revoked
 from celery_native_delay.worker.scheduling import Scheduling
 from celery_native_delay.worker.unique import Unique
+from tests.waiting import PATIENCE_SECONDS
 
 NOW_US = 1_795_176_000_000_000
 RATED = "shop.call_api"
@@ -99,7 +98,7 @@ HEADERS = st.fixed_dictionaries(
         "kwargs": ANYTHING,
         HEADER: OURS,
         PLACE: ANYTHING | PLACES,
-        FENCE: ANYTHING | STAMPS,
+        ONCE: ANYTHING | STAMPS,
         UNIQUE: MARKS,
         OCCURRENCE: OCCURRENCES,
         "celery_beat_task": ANYTHING,
@@ -113,7 +112,7 @@ ODD_HEADERS: dict[str, Any] = {
     "id": "\ud800",
     "tenant": "\ud800",
     PLACE: json.dumps(dict.fromkeys(LINES, 10**30)),
-    FENCE: "\ud800/0/a",
+    ONCE: "\ud800/0/a",
     UNIQUE: {"v": 1, "kind": "unique", "key": "\ud800", "until": "start"},
     LOCKS: [["\ud800", "a"]],
     OCCURRENCE: {"v": 1, "entry": "\ud800", "number": 10**400},
@@ -127,16 +126,6 @@ KEYS: list[Any] = [
     lambda args, kwargs, headers: args[0],
     lambda args, kwargs, headers: object(),
 ]
-
-
-class WaitingTasks:
-    """Receipts that encode the ids that they are asked about, as a Redis client does."""
-
-    def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
-        (member_of(headers, delayed.delivery_id) or "").encode()
-        return Answer.RUN
-
-    def close(self) -> None: ...
 
 
 class Leases:
@@ -163,6 +152,9 @@ class Schedules:
         assert (name.encode(), number, redelivered) is not None
         return None
 
+    def send_anew(self, name: str, task: str, task_id: str) -> str | None:
+        return None
+
     def note_run(self, name: str) -> None: ...
 
     def note_beat(self, name: str) -> None: ...
@@ -174,11 +166,18 @@ def no_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine is no store that hangs."""
+    monkeypatch.setattr(in_time._within, "seconds", PATIENCE_SECONDS)
+
+
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordLines]:
     folder: Path = tmp_path_factory.mktemp("lines")
-    with closing(records_at(f"sqlite:///{folder}/store.db", "test")) as records:
-        yield RecordLines(records)
+    store = store_at(f"sqlite:///{folder}/store.db", "test", timeout_seconds=5)
+    with closing(store):
+        yield RecordLines(store.state)
 
 
 @pytest.fixture
@@ -187,12 +186,6 @@ def scheduling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheduling]:
     app = SimpleNamespace(conf=SimpleNamespace(beat_max_loop_interval=0))
     with closing(Scheduling(app, None)) as gate:
         yield gate
-
-
-def looked_up(run: str) -> Record:
-    """The record of a fenced run; its name must be encodable, as a server needs it."""
-    run.encode()
-    return Record("committed", 0.0, winners={"0": "a"})
 
 
 def messages(headers: dict[str, Any], payload: Any, consumer: Any) -> Iterator[Arrival]:
@@ -224,7 +217,8 @@ def test_no_gate_raises_or_keeps_a_task_for_ever(
     payload: Any,
 ) -> None:
     """A value that cannot be encoded is ignored as a key, a place or a mark."""
-    monkeypatch.setattr(unique, "leases_of", lambda app: Leases())
+    for module in (unique, worker_once):
+        monkeypatch.setattr(module, "leases_of", lambda app: Leases())
     limits = [
         Rate("10000/s", key=key, overrides=lambda key: {"ada": "9000/s", "": "none"}.get(key)),
         Rate("10000/s", key=key, name="all", concurrent=2),
@@ -232,14 +226,13 @@ def test_no_gate_raises_or_keeps_a_task_for_ever(
     delay = DelaySettings(rates={RATED: limits})
     rated = Rated(delay, {RATED: SimpleNamespace(run=call_api)})
     rated.lines = lines
-    moved = Moved(delay)
-    moved.receipts = WaitingTasks()
-    fence = Fence(delay, "worker", RecordsLocation("redis://nowhere", "celery_delay"))
-    monkeypatch.setattr(fence, "_looked_up", looked_up)
+    revoked = Revoked()
+    revoked.state = lines._records
+    once = Once(SimpleNamespace(tasks={}), delay)
     consumer = SimpleNamespace(app=None, pool=SimpleNamespace(num_processes=2))
     asks_for_ever = WaitUntil(NOW_US + AWAY_US, otherwise=AskAgain(AWAY_US / 1e6))
     for arrival in messages({**headers}, payload, consumer):
-        for gate in gates(delay, moved, scheduling, fence, rated, Unique(None)):
+        for gate in gates(delay, revoked, scheduling, rated, once, Unique(None)):
             ruling: Ruling | None = gate(arrival)
             assert ruling != asks_for_ever
             if gate is rated and ruling is not None:  # it has a place, and may take its locks

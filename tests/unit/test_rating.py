@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from celery.worker import state
 
-from celery_native_delay import DelaySettings, Rate, RecordsUnavailable, SettingsError
+from celery_native_delay import DelaySettings, Rate, SettingsError, StoreUnavailable
 from celery_native_delay.rates.line import Asked, Turn, places_in
 from celery_native_delay.worker import rating
 from celery_native_delay.worker.arrival import AWAY_US, Arrival, AskAgain, Ruling, WaitUntil
@@ -125,7 +125,7 @@ def test_a_task_with_a_short_wait_waits_in_the_worker() -> None:
     assert task.message.headers[PLACE] == ADAS.format(123)
 
 
-@pytest.mark.parametrize("lines", [None, Lines(RecordsUnavailable("away"))])
+@pytest.mark.parametrize("lines", [None, Lines(StoreUnavailable("away"))])
 def test_a_task_waits_while_the_records_are_unreachable(lines: Lines | None) -> None:
     gate = Rated(SETTINGS, TASKS)
     gate.lines = lines
@@ -336,7 +336,7 @@ def test_when_a_task_is_put_back_the_next_one_asks() -> None:
     here = Here(gate)
     here.asks(1, 10)
     here.asks(2, 20)
-    lines.turn = RecordsUnavailable("away")
+    lines.turn = StoreUnavailable("away")
     assert isinstance(here.asks(1, 10), WaitUntil)
     assert here.woken == [2]
     lines.turn = Turn(5_000_000, 20)

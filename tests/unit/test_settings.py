@@ -12,7 +12,11 @@ import pytest
 from celery_native_delay import DelaySettings, SettingsError
 from celery_native_delay.settings import check_settings
 
-STORE = 'None or a SQLAlchemy URL of a database that outlives the process, such as "sqlite:////var/lib/shop/delays.db"'
+STORE = (
+    "None, the URL of a Redis that starts with redis://, rediss:// or redis+socket://, or is "
+    "sentinel://host:26379,host2:26379/service/0, or a "
+    'SQLAlchemy URL of a database that outlives the process, such as "postgresql+psycopg://host/shop"'
+)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +37,7 @@ def test_a_store_in_memory_is_refused_without_showing_its_password(url: str) -> 
     assert "secret" not in str(refused.value) or "://" not in url
 
 
-@pytest.mark.parametrize("name", ["records", "management_url"])
+@pytest.mark.parametrize("name", ["store", "management_url"])
 def test_a_wrong_url_is_refused_without_showing_its_password(name: str) -> None:
     with pytest.raises(SettingsError, match=r"got 'sentinel://ada:.*@host/0'") as refused:
         check_settings({name: "sentinel://ada:secret@host/0"})
@@ -63,9 +67,13 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
         ("fused_bits", 60),
         ("queue_type", "classic"),
         ("confirm_publish", False),
-        ("records", "redis+socket:///run/redis.sock"),
-        ("records", "postgresql+psycopg://shop:secret@db/shop"),
-        ("records_away", "wait"),
+        ("store", "redis+socket:///run/redis.sock"),
+        ("store", "sentinel://:secret@a:26379,b:26379/shop/0"),
+        ("store", "postgresql+psycopg://shop:secret@db/shop"),
+        ("store_tasks", ["shop.remind", "billing.*"]),
+        ("store_timeout_seconds", 0.5),
+        ("once", ["shop.*"]),
+        ("once_days", 30),
         ("store", "sqlite:///delays.db"),
         ("store", "sqlite:////var/delays.db?synchronous=full"),
         ("store", "mysql+mysqldb://u:p@h/d"),
@@ -79,7 +87,6 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
         ("management_url", "https://guest:guest@rabbit:15671"),
         ("telemetry", "/var/log/shop/telemetry"),
         ("telemetry", "telemetry"),
-        ("fence_policy", "drop"),
     ],
 )
 def test_values_that_are_accepted(name: str, value: Any) -> None:
@@ -90,10 +97,7 @@ def test_values_that_are_accepted(name: str, value: Any) -> None:
 
 NAMESPACE = "1 to 64 letters, digits, _, - or inner dots"
 LEVELS = "a whole number from 1 to 60"
-RECORDS = (
-    "None, the URL of a Redis that starts with redis://, rediss:// or redis+socket://, or a "
-    'SQLAlchemy URL of a database that outlives the process, such as "postgresql+psycopg://host/shop"'
-)
+TASKS = 'a list of task names such as ["shop.remind", "billing.*"]'
 RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
 
 
@@ -149,22 +153,24 @@ RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
         ("declare", "no", "True or False"),
         ("management_url", "rabbit:15672", "None or an http(s) URL"),
         ("management_url", 15672, "None or an http(s) URL"),
-        ("records", "stream", RECORDS),
-        ("records", "amqp://", RECORDS),
-        ("records", "redis://store:many", RECORDS),
-        ("records_away", True, '"run" or "wait"'),
+        ("store", "stream", STORE),
+        ("store", "amqp://", STORE),
+        ("store", "redis://store:many", STORE),
+        ("store_tasks", "shop.*", TASKS),
+        ("once", [""], TASKS),
+        ("once_days", 0, "days above 0, and at most 3660"),
+        ("store_timeout_seconds", 0, "seconds above 0, and at most 3600"),
         ("store", True, STORE),
         ("strict", "yes", "True or False"),
         ("telemetry", "", "None or the path of a folder"),
         ("telemetry", True, "None or the path of a folder"),
-        ("fence_policy", "hold", '"run" or "drop"'),
-        ("fence_policy", None, '"run" or "drop"'),
     ],
 )
 def test_the_error_for_a_bad_value_names_the_expectation_and_the_value(
     name: str, value: Any, expected: str
 ) -> None:
-    shown = tuple(value) if name == "landing_exchanges" and isinstance(value, list) else value
+    is_list = name in ("landing_exchanges", "once") and isinstance(value, list)
+    shown = tuple(value) if is_list else value
     text = f"expected native_delay_{name} to be {expected}, got {shown!r}"
     for refuse in (check_settings, DelaySettings.from_mapping):
         with pytest.raises(SettingsError) as refused:

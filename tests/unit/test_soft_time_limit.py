@@ -15,7 +15,7 @@ import celery_native_delay
 from celery_native_delay import RetryAfter, install
 from celery_native_delay.app import keyed, retrying
 from celery_native_delay.records.redis_link import RedisLink
-from celery_native_delay.transports.virtual import watching
+from celery_native_delay.transports import watching
 from celery_native_delay.worker.leases import Leases
 
 
@@ -31,29 +31,13 @@ class Interrupted(SimpleNamespace):
 
 
 def redis_link() -> RedisLink:
-    link = RedisLink(ConnectionPool(), "the records", timeout_seconds=1)
-    link._post_connection = Interrupted(disconnect=lambda: None)
-    return link
-
-
-def post() -> None:
-    link = redis_link()
-    try:
-        link.post("return 1", ())
-    finally:
-        assert link._post_connection is None  # half of a command may be written
+    return RedisLink(ConnectionPool(), "the records", timeout_seconds=1)
 
 
 def connect() -> None:
     link = redis_link()
     link._pool = SimpleNamespace(connection_class=interrupted, connection_kwargs={})
     link.run("return 1", ())
-
-
-def flush() -> None:
-    link = redis_link()
-    link._sent_at.append(0.0)
-    link.flush()
 
 
 def hold() -> None:
@@ -78,7 +62,7 @@ def settle() -> None:
         assert leases._unwritten  # the key is freed later
 
 
-@pytest.mark.parametrize("call", [post, connect, flush, hold, revoke, look, settle])
+@pytest.mark.parametrize("call", [connect, hold, revoke, look, settle])
 def test_the_soft_time_limit_passes_through(call: Callable[[], Any]) -> None:
     with pytest.raises(SoftTimeLimitExceeded):
         call()

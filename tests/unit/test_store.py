@@ -14,10 +14,11 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from celery_native_delay import SettingsError
-from celery_native_delay.records.database import engine_of, same_database
+from celery_native_delay.records.database import engine_of
 from celery_native_delay.records.sql import METADATA as RECORDS_METADATA
-from celery_native_delay.transports.sql.schema import METADATA, VERSION
-from celery_native_delay.transports.sql.store import Store
+from celery_native_delay.settings import DelaySettings
+from celery_native_delay.store.opened import store_of
+from celery_native_delay.store.sql import METADATA
 from celery_native_delay.urls import without_password
 
 # ---- URLs --------------------------------------------------------------------------------------
@@ -45,22 +46,6 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
-        ("sqlite:////var/a.db", "sqlite+pysqlite:////var/x/../a.db?synchronous=full", True),
-        ("sqlite:///a.db", "sqlite:///b.db", False),
-        ("postgresql://a:b@db/shop", "postgresql+psycopg://c:d@db/shop", True),
-        ("postgresql:///shop?host=/run/1", "postgresql:///shop?host=/run/2", False),
-        ("postgresql://db/shop", "mysql://db/shop", False),
-        ("postgresql://db/shop", "postgresql://db/shop?options=-csearch_path%3Dshop", False),
-        ("postgresql://db:5432/shop", "postgresql://db:5433/shop", False),
-    ],
-)
-def test_urls_of_the_same_database_are_recognized(one: str, other: str, same: bool) -> None:
-    assert same_database(one, other) is same
-
-
-@pytest.mark.parametrize(
     ("url", "said"),
     [
         ("nosuch://db/shop", "nosuch"),
@@ -82,7 +67,7 @@ GOLDEN = Path(__file__).parent / "golden"
 DIALECTS = [sqlite.dialect(), postgresql.dialect(), mysql.dialect()]
 
 #: The tables of records are made when one is first used; each text in them has a version.
-FROZEN = {f"store_v{VERSION}": METADATA, "records": RECORDS_METADATA}
+FROZEN = {"store": METADATA, "records": RECORDS_METADATA}
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
@@ -122,7 +107,7 @@ def test_a_relative_path_of_a_database_file_is_warned_about_once(
 ) -> None:
     """Producers are warned as well: in a web server's folder it may be another file."""
     for _ in range(2):
-        Store.of(url, "tests")
+        store_of(DelaySettings(store=url))
     assert caplog.text.count("is another file for each folder") == told
 
 

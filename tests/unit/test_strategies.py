@@ -17,10 +17,9 @@ from kombu.asynchronous import Hub
 from kombu.asynchronous.timer import Timer as KombuTimer
 
 from celery_native_delay.due_time import due_us
-from celery_native_delay.fence.run import HEADER
 from celery_native_delay.message import Delayed
 from celery_native_delay.settings import DelaySettings
-from celery_native_delay.transports.interface import Answer, Wait
+from celery_native_delay.transports.interface import Wait
 from celery_native_delay.worker import strategies
 from celery_native_delay.worker.arrival import (
     Arrival,
@@ -30,7 +29,8 @@ from celery_native_delay.worker.arrival import (
     Ruling,
     WaitUntil,
 )
-from celery_native_delay.worker.gates import Moved, gates
+from celery_native_delay.worker.gates import gates
+from celery_native_delay.worker.revoked import Revoked
 from celery_native_delay.worker.strategies import GatedStrategies, Waker, forget_eta
 from celery_native_delay.worker.tallying import Tallying
 
@@ -148,23 +148,17 @@ class Adopted:
 
 @dataclass
 class Worker:
-    """Strategies around one that notes Celery's calls; the records always give *answer*."""
+    """Strategies around one that notes Celery's calls."""
 
     takes: bool = True
-    answer: Answer = Answer.RUN
-    runs_unasked: bool = True
-    fence: Gate = lambda arrival: None
+    gate: Gate = lambda arrival: None
     ran: list[tuple[Any, ...]] = field(default_factory=list)
     adopted: list[Adopted] = field(default_factory=list)
     acked: list[tuple[Any, ...]] = field(default_factory=list)
     consumer: Consumer = field(default_factory=Consumer)
 
     def strategies(self) -> GatedStrategies:
-        away = "run" if self.runs_unasked else "wait"
-        settings = DelaySettings(records_away=away)
-        moved = Moved(settings)
-        moved.receipts = self
-        passed = gates(settings, moved, self.fence)
+        passed = gates(DelaySettings(), Revoked(), self.gate)
         strategies = GatedStrategies(self.consumer, passed, self._put_back, Tallying(self.consumer))
         strategies["t"] = lambda *args, **kwargs: self.ran.append((args, kwargs))
         return strategies
@@ -175,12 +169,6 @@ class Worker:
         outcomes = {"ran": self.ran, "adopted": self.adopted, "acked": self.acked}
         [outcome] = [name for name, calls in outcomes.items() if calls]
         return outcome
-
-    def may_run(self, headers: dict[str, Any], delayed: Delayed) -> Answer:
-        return self.answer
-
-    def close(self) -> None:
-        """Receipts have this method."""
 
     def _put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
         if self.takes:
@@ -343,21 +331,21 @@ def ask_again(worker: Worker) -> None:
     worker.consumer.soon.pop()()
 
 
-def fenced(**more: Any) -> dict[str, Any]:
-    return {"id": "1", "task": "t", HEADER: "run/0/0-a", **more}
+def headers(**more: Any) -> dict[str, Any]:
+    return {"id": "1", "task": "t", **more}
 
 
 def test_no_later_gate_is_asked_about_a_task_that_is_early() -> None:
     gate = Asking()
-    assert Worker(fence=gate).receives(Message(fenced(eta=in_seconds(60)))) == "adopted"
+    assert Worker(gate=gate).receives(Message(headers(eta=in_seconds(60)))) == "adopted"
     assert gate.arrivals == []
 
 
 def test_a_task_that_cannot_wait_passes_on_to_the_next_gate() -> None:
-    """At once, or after the broker has refused it. A fenced task never runs without its gate."""
+    """At once, or after the broker has refused it. A gated task never runs without its gate."""
     gate = Asking(AskAgain(0.5))
-    worker = Worker(fence=gate, takes=False)
-    message = Message(fenced(eta=in_seconds(60)))
+    worker = Worker(gate=gate, takes=False)
+    message = Message(headers(eta=in_seconds(60)))
     worker.strategies()["t"](message, None, worker._ack, "reject", [])
     assert len(gate.arrivals) == 1
     worker.takes = True
@@ -375,11 +363,11 @@ def test_a_task_whose_gate_is_asked_again_passes_in_the_consumers_thread(
 ) -> None:
     """Then it runs as without a lookup, with its ETA still in the message."""
     gate, ran = Asking(), []
-    worker = Worker(fence=gate)
+    worker = Worker(gate=gate)
     strategies = worker.strategies()
     strategies["t"] = lambda message, *_: ran.append(message.headers.get("eta"))
     eta = in_seconds(-1)
-    message = Message(fenced(eta=eta), waited)
+    message = Message(headers(eta=eta), waited)
     strategies["t"](message, None, None, None, None)
     [arrival] = gate.arrivals
     assert (arrival.name, arrival.id, arrival.queue, arrival.is_connected) == (
@@ -404,7 +392,7 @@ def test_a_dropped_task_is_acknowledged_logged_and_sent_as_an_event(
     consumer.event_dispatcher = SimpleNamespace(
         enabled=True, send=lambda event, **fields: sent.append((event, fields))
     )
-    worker = Worker(consumer=consumer, fence=lambda _: Drop("it lost", "lost", {"run": "r"}))
+    worker = Worker(consumer=consumer, gate=lambda _: Drop("it lost", "lost", {"run": "r"}))
     with caplog.at_level("INFO"):
         assert worker.receives(Message({"id": "1", "task": "t"})) == "acked"
     assert sent == [("lost", {"uuid": "1", "name": "t", "run": "r"})]
@@ -423,7 +411,7 @@ def test_after_an_error_in_a_gate_the_task_waits_in_the_broker(
 
     In the worker's memory, a gate that always fails would collect the whole queue.
     """
-    worker = Worker(fence=faulty)
+    worker = Worker(gate=faulty)
     now_us = due_us(in_seconds(0))
     message = Message({"id": "1", "task": "t"}, delayed() if waited else None)
     assert worker.receives(message) == "adopted"
@@ -437,7 +425,7 @@ def test_after_an_error_in_a_gate_the_task_waits_in_the_broker(
 def test_a_faulty_gate_is_asked_again_if_the_task_cannot_wait_in_the_broker() -> None:
     """The task takes its place in the prefetch meanwhile: the worker gets no other for it."""
     faults = [faulty]
-    worker = Worker(takes=False, fence=lambda arrival: faults.pop()(arrival) if faults else None)
+    worker = Worker(takes=False, gate=lambda arrival: faults.pop()(arrival) if faults else None)
     worker.strategies()["t"](Message({"id": "1", "task": "t"}), None, worker._ack, "reject", [])
     assert (worker.ran, worker.adopted, worker.acked) == ([], [], [])
     ask_again(worker)
@@ -446,7 +434,7 @@ def test_a_faulty_gate_is_asked_again_if_the_task_cannot_wait_in_the_broker() ->
 
 def test_the_gate_of_a_task_that_cannot_wait_is_asked_again() -> None:
     gate = Asking(WaitUntil(2**60, otherwise=AskAgain(1.0)))
-    worker = Worker(takes=False, fence=gate)
+    worker = Worker(takes=False, gate=gate)
     worker.strategies()["t"](Message({"id": "1"}), None, worker._ack, "reject", [])
     ask_again(worker)
     ask_again(worker)
@@ -457,7 +445,7 @@ def test_the_gate_of_a_task_that_cannot_wait_is_asked_again() -> None:
 def test_an_invalid_task_is_rejected_when_it_passes_its_gates_again() -> None:
     """No other code would reject it, and an error would end the consumer."""
     gate, invalid = Asking(), []
-    worker = Worker(fence=gate)
+    worker = Worker(gate=gate)
     worker.consumer.on_invalid_task = lambda *args: invalid.append(args)  # type: ignore[attr-defined]
     strategies = worker.strategies()
 
@@ -465,7 +453,7 @@ def test_an_invalid_task_is_rejected_when_it_passes_its_gates_again() -> None:
         raise InvalidTaskError("no task")
 
     strategies["t"] = strategy
-    message = Message(fenced())
+    message = Message(headers())
     strategies["t"](message, "payload", None, None, None)
     ask_again(worker)
     [(payload, rejected, exc)] = invalid
@@ -487,23 +475,20 @@ def test_a_message_that_expired_while_it_waited_is_discarded() -> None:
     assert hasattr(logger, "critical"), "what Celery's ack_log_error wants"
 
 
-# ---- cancelled and moved tasks -----------------------------------------------------------
+# ---- cancelled tasks -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("answer", [Answer.RUN, Answer.AWAY])
-def test_a_cancelled_task_goes_to_celery_at_once(
-    answer: Answer,
-) -> None:
+def test_a_cancelled_task_goes_to_celery_at_once() -> None:
     """If it were put back it would lose its mark and run. The canceller's clock may be ahead."""
     cancelled = delayed(ms_from_now(-1))._replace(cancelled=True)
-    worker = Worker(answer=answer, runs_unasked=False)
+    worker = Worker()
     assert worker.receives(Message({"id": "1", "eta": in_seconds(60)}, cancelled)) == "ran"
 
 
 def test_the_gate_of_an_undecided_task_is_asked_again() -> None:
     """The task stays unacknowledged. It does not run if its connection was lost meanwhile."""
     rulings: list[Ruling | None] = [AskAgain(0.5)]
-    worker = Worker(fence=lambda arrival: rulings[-1])
+    worker = Worker(gate=lambda arrival: rulings[-1])
     message = Message({"id": "1", "task": "t"}, delayed())
     strategies = worker.strategies()
     strategies["t"](message, None, worker._ack, "reject", ["callback"])

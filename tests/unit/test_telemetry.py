@@ -16,7 +16,6 @@ from celery.contrib.testing.worker import start_worker
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_native_delay import install
-from celery_native_delay.fence.run import HEADER
 from celery_native_delay.message import Delayed
 from celery_native_delay.worker import bootsteps, telemetry
 from celery_native_delay.worker.telemetry import (
@@ -153,7 +152,7 @@ def test_the_outcome_of_an_attempt(
         ("1970-01-01T00:00:01+00:00", None, False),
         # The worker held the task, so it was sent in time by any producer.
         ("1970-01-01T00:01:00+00:00", None, None),
-        # A fence put the task back, or the records were unreachable.
+        # The store did not answer, so the task was put back.
         ("1970-01-01T00:00:01+00:00", Delayed("d", 1_500_000, "", "celery"), None),
         (None, None, None),
         ("tomorrow", None, None),
@@ -164,12 +163,6 @@ def test_whether_a_message_waited_for_its_due_time(
 ) -> None:
     message = SimpleNamespace(headers={"task": "note", "eta": eta}, native_delay=trace)
     assert waited(message, now_ms=2000) is expected
-
-
-def test_for_a_fenced_message_without_our_header_it_is_unknown_if_it_waited() -> None:
-    """On Redis a message that was put back looks the same."""
-    headers = {"task": "note", "eta": "1970-01-01T00:00:01+00:00", HEADER: "r:0:1"}
-    assert waited(SimpleNamespace(headers=headers, native_delay=None), now_ms=2000) is None
 
 
 def test_the_eta_that_is_hidden_from_celery_still_counts() -> None:

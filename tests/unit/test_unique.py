@@ -14,7 +14,7 @@ from celery import Celery, signals, states
 from celery.exceptions import Reject, Retry
 from celery.worker import state as worker_state
 
-from celery_native_delay import Rate, RecordsUnavailable, install
+from celery_native_delay import Rate, StoreUnavailable, install
 from celery_native_delay.keyed.record import HEADER, LOCKS, Mark, Record, Run
 from celery_native_delay.keyed.records import KeyRecords
 from celery_native_delay.keyed.rules import LEASE_US, Rule, Seen, Step
@@ -42,7 +42,7 @@ class Records(KeyRecords):
     def read(self, name: str) -> Seen:
         assert name == self.name
         if self.is_away:
-            raise RecordsUnavailable("it does not answer")
+            raise StoreUnavailable("it does not answer")
         return Seen(NOW_US, self.record)
 
     def change(self, name: str, rule: Rule, put: Any = None) -> tuple[Seen, Step]:
@@ -312,8 +312,8 @@ def test_a_task_waits_while_its_record_is_unreachable_with_one_warning(
             assert gate(arrival()) == WaitUntil(NOW_US + AWAY_US, otherwise=AskAgain(5.0))
     (told,) = caplog.records
     assert told.getMessage() == (
-        "native delay: unique tasks wait: the records of their keys cannot be read: "
-        "RecordsUnavailable: it does not answer"
+        "native delay: unique tasks wait: the store of their keys cannot be read: "
+        "StoreUnavailable: it does not answer"
     )
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from celery_native_delay import InvalidQuery, Outcome, Query, Verdict, Waiting
 from celery_native_delay.records.waiting import edges
-from celery_native_delay.transports.rabbitmq.entry import Entry, waiting
 
 SECOND_US = 1_000_000
 
@@ -153,22 +152,11 @@ def test_an_outcome_is_true_if_the_change_was_made() -> None:
     assert not Outcome("a", Verdict.TOO_LATE)
     assert str(Outcome("a", Verdict.DONE)) == "a cancelled"
     assert str(Outcome("a", Verdict.DONE, due_us=0)) == "a is due 1970-01-01T00:00:00.000+00:00"
+    noted = Outcome("a", Verdict.NOTED)
+    assert noted
+    assert str(noted) == "a: noted, it will not run if it still waits in the broker"
     assert str(Outcome("a", Verdict.UNKNOWN)) == "a: nothing waits under this id"
     assert "handed over" not in repr(Outcome("a", Verdict.UNKNOWN))
     assert str(Outcome("a", Verdict.TOO_LATE)) == "a: too late, it was delivered meanwhile"
     refused = Outcome("a", Verdict.IMPOSSIBLE, reason="it is no task")
     assert str(refused) == "a: it is no task"
-
-
-def test_an_entry_in_the_records_holds_the_whole_message() -> None:
-    headers = {"task": "shop.remind", "id": "order-7", "argsrepr": "(b'\\n',)", "x": b"\xff"}
-    properties = {"application_headers": headers, "priority": 3, "content_encoding": "binary"}
-    entry = Entry(properties, b"\x00\n\xff{}", "shop", "orders.new", "orders", 12)
-    assert Entry.decoded(entry.encoded()) == entry
-    seen = waiting("order-7:d1", entry.encoded(), 5)
-    assert (seen.id, seen.name, seen.queue, seen.delivery_id) == (
-        "order-7",
-        "shop.remind",
-        "orders",
-        "d1",
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from amqp.exceptions import NotFound, ResourceLocked
@@ -12,11 +12,10 @@ from ...errors import NativeDelayError
 from ...finding import Finding
 from ...settings import DelaySettings
 from ..interface import Backlog, ParkedTask, Rescue, Told
-from ..recorded import RecordsStatus, with_records
 from .declaring import not_declared, permissions_explained
 from .inspection import examine, verify
 from .management import ManagementAPI, management_of
-from .parking import count, peek, purge, rescue
+from .parking import count, peek, rescue
 from .pruning import Pruning
 from .status import Status, levels, status
 
@@ -26,7 +25,6 @@ class RabbitMQAdminPart:
         self._channel = channel
         self._delays = channel.delays
         self._settings = settings
-        self._records = self._delays.records
         self._topology = self._delays.topology
         self.name: str = self._topology.name
         self.parking: str = self._topology.parking_queue
@@ -58,20 +56,16 @@ class RabbitMQAdminPart:
 
     def status(self) -> Status:
         with permissions_explained(self._topology):
-            found = status(self._delays, self._api(), self._queues)
-        return replace(found, records=RecordsStatus.read(self._channel, self._settings))
+            return status(self._delays, self._api(), self._queues)
 
     def backlog(self) -> Backlog:
         """Count waiting messages over AMQP, without the management API."""
         with permissions_explained(self._topology):
             found, parked = tuple(levels(self._delays)), count(self._delays)
-        backlog = Backlog(sum(level.waiting for level in found), parked, found)
-        return with_records(backlog, self._channel, self._settings)
+        return Backlog(sum(level.waiting for level in found), parked, found)
 
     def purge(self) -> int:
         with permissions_explained(self._topology):
-            if self._records is not None:
-                self._records.purge()
             return sum(self._purged(hop.queue) for hop in self._topology.level_queues)
 
     def uninstall(self) -> list[str]:
@@ -84,8 +78,6 @@ class RabbitMQAdminPart:
                 f"messages wait in {found.name}.*: wait until `celery -A PROJ delay status` shows "
                 f"none, or use --move-to-eta"
             )
-        if self._records is not None:
-            self._records.clear()
         return [f"{found.queues} queue(s) and {found.exchanges} exchange(s) {found.name}.*"]
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
@@ -103,7 +95,7 @@ class RabbitMQAdminPart:
 
     def purge_parked(self) -> int:
         with permissions_explained(self._topology):
-            return self._purged(self.parking) if self._records is None else purge(self._delays)
+            return self._purged(self.parking)
 
     def pruning(self) -> Pruning:
         return Pruning(self._delays, self._api(), self._settings)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from secrets import token_hex
-from struct import error as struct_error
 from threading import local
 from time import time_ns
 from typing import Any
@@ -14,24 +13,19 @@ from typing import Any
 import amqp
 from amqp.exceptions import (
     AccessRefused,
-    FrameSyntaxError,
-    MessageNacked,
     NotFound,
     RecoverableConnectionError,
 )
 
-from ...due_time import check_due, eta_of, units_until
+from ...due_time import check_due, units_until
 from ...errors import CannotDelay, NativeDelayError, NotConfirmed, TopologyMismatch
 from ...message import HEADER, Delayed
-from ...records.interface import IndexEntry
-from ...records.publishing import RecordedPublish
 from ...settings import DelaySettings
-from ..moving import expires_ms_of
-from ..recorded import records_beside
+from ...store.interface import Store
+from ...store.opened import store_of
 from .address import landing_address
 from .channels import Nacked, OwnChannel, Publication, WindowChannel
 from .declaring import Declarer, broker_version, not_declared, not_permitted
-from .entry import Entry, forget, record
 from .mirror import Mirror, remember
 from .preparation import Preparation, Prepared
 from .routes import Routes
@@ -43,10 +37,6 @@ from .wrapping import COUNTED_BY_THE_QUEUE, wrap
 #: ``Producer.publish`` makes anew, tells a retry from the next message.
 _failed = local()
 
-#: After these errors the broker does not have the message. Either the broker refused the message,
-#: or py-amqp could not encode it (a text of more than 255 bytes where AMQP allows no more).
-_NOT_SENT = (MessageNacked, NotFound, FrameSyntaxError, NativeDelayError, struct_error)
-
 
 class Delays:
     """Publishes delayed messages on one AMQP connection."""
@@ -57,6 +47,7 @@ class Delays:
         """If *refusal* is an error, every publish of a delayed message raises *refusal*."""
         self.connection = connection
         self.settings = settings
+        self._refusal = refusal
         self._longest_delay_seconds = settings.longest_delay_seconds
         self.topology = Topology(settings)
         self.mirror = Mirror(self.topology)
@@ -74,9 +65,18 @@ class Delays:
         return str(self.connection.client.userid or "guest")
 
     @cached_property
-    def records(self) -> Any:
-        """Return this virtual host's storage in ``native_delay_records``; None if not set."""
-        return records_beside(self.settings, self.connection.virtual_host)
+    def store(self) -> Store | None:
+        """Return this virtual host's store in ``native_delay_store``; None if not set."""
+        if self._refusal is not None:
+            raise self._refusal
+        if self.settings.store is None:
+            return None
+        return store_of(self.settings, self.place)
+
+    @property
+    def place(self) -> str:
+        """The virtual host, which tells this broker from others of the same namespace."""
+        return str(self.connection.virtual_host)
 
     @cached_property
     def _limits_priority(self) -> bool:
@@ -107,7 +107,6 @@ class Delays:
         """Publish a delayed message; return False, without publishing, if the message is due."""
         confirmed = self.settings.confirm_publish
         limit_seconds = timeout_seconds or self.settings.confirm_timeout_seconds
-        headers = publication.message.properties.get("application_headers")
         call = getattr(publication.message, "publish_call", None)
         call = publication.message if call is None else call
         failed_call, delivery_id = getattr(_failed, "publish", None) or (None, "")
@@ -129,10 +128,6 @@ class Delays:
             )
         except NotConfirmed:
             _failed.publish = None  # kombu does not try again
-            raise
-        except _NOT_SENT:
-            if self.records is not None:
-                forget(self.records, headers or {}, delivery_id)
             raise
         _failed.publish = None
         return True
@@ -183,37 +178,6 @@ class Delays:
         if not exchange and not self.mirror.is_pending:
             remember(self._declared_queues, routing_key, self.mirror.version)
 
-    def publish_keyed(self, keyed: RecordedPublish, message: amqp.Message, like: Delayed) -> None:
-        """Publish the message of a debounced, throttled or unique task.
-
-        *like* has the destination and the expiry of the message; its due time is not used.
-        """
-        message = _in_bytes(message)
-        properties, body = message.properties, message.body
-        headers = properties.get("application_headers") or {}
-
-        def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> IndexEntry:
-            now_us = time_ns() // 1000 - clock_ahead_us
-            self.units(due_us, now_us=now_us)  # or DelayTooLong
-            own = {**properties, "application_headers": {**headers, "eta": eta_of(due_us)}}
-            expires_ms = like.expires_ms or expires_ms_of(own, now_us=now_us)
-            where = like.exchange, like.routing_key, like.queue, expires_ms
-            delayed = Delayed(delivery_id, due_us, *where)
-            message = amqp.Message(body, **own)
-            limit_seconds = self.settings.confirm_timeout_seconds
-            with self._answers_within(limit_seconds):
-                self.put_back(
-                    message,
-                    delayed,
-                    recorded=False,
-                    clock_ahead_us=clock_ahead_us,
-                    confirm_timeout_seconds=limit_seconds,
-                )
-            member = f"{keyed.task_id}:{delivery_id}"
-            return IndexEntry(member, due_us, Entry(own, body, *where).encoded())
-
-        keyed.settle(self.records, put)
-
     # --- putting back --------------------------------------------------------------------
 
     def put_back(
@@ -221,16 +185,9 @@ class Delays:
         message: amqp.Message,
         delayed: Delayed,
         *,
-        recorded: bool = True,
-        clock_ahead_us: int = 0,
         confirm_timeout_seconds: float | None = None,
     ) -> None:
-        """Publish a received message again, so that the message waits until the due time.
-
-        If *recorded* is True, store a copy in ``native_delay_records``, if set. This machine's
-        clock is *clock_ahead_us* microseconds ahead of the clock that set the due time. By default,
-        there is no limit for the broker's confirm: a worker must not publish a task twice.
-        """
+        """Publish a received message again, so that the message waits until the due time."""
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:
             self.mirror.queue_bound_once(routing_key if queue is None else queue)
@@ -238,7 +195,7 @@ class Delays:
         landing = (
             queue is None and exchange != "" and self.routes.needs_landing(exchange, routing_key)
         )
-        now_us = time_ns() // 1000 - clock_ahead_us
+        now_us = time_ns() // 1000
         units = units_until(
             delayed.due_us, now_us=now_us, resolution_ms=self.topology.resolution_ms
         )
@@ -253,7 +210,6 @@ class Delays:
             units=units,
             landing=landing,
             user=self.user,
-            recorded=recorded,
         )
         self._send(
             publication,
@@ -291,7 +247,6 @@ class Delays:
         units: int,
         landing: bool,
         user: str | None = None,
-        recorded: bool = True,
     ) -> Publication:
         """Add this package's header, routing key and expiration to a delayed message."""
         topology = self.topology
@@ -324,8 +279,6 @@ class Delays:
         else:
             key = topology.routing_key(units, topology.address(exchange, routing_key))
         wrapped = amqp.Message(message.body, **properties)
-        if recorded and self.records is not None:
-            record(self.records, message, wrapped, delayed)
         return Publication(wrapped, topology.entry_exchange(units), key)
 
     def _confirming(self) -> WindowChannel:

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from time import time_ns
 from typing import Any
 
 import amqp
 from amqp.exceptions import AMQPError, MessageNacked, NotFound
 
-from ...errors import CannotDelay, ManagementUnavailable, RecordsUnavailable, UnsupportedBroker
-from ...keyed.records import KeyRecords
-from ...records.interface import IndexEntry, MessageState
+from ...errors import CannotDelay, ManagementUnavailable, UnsupportedBroker
+from ...records.cancelled import was_cancelled
 from ...records.publishing import RecordedPublish
 from ...settings import DelaySettings
-from ..moving import Found, Moving, MovingPart, Reach, Source, Void
-from ..recorded import member_of, records_beside
+from ...store.entry import Entry
+from ..moving import Found, Moving, MovingPart, Reach, Source
 from .channels import OwnChannel, Publication, WindowChannel, received
 from .declaring import permissions_explained
 from .delays import Delays
@@ -34,7 +32,6 @@ from .elsewhere import (
     read_ours,
     sets_of,
 )
-from .entry import Entry
 from .management import ManagementAPI, management_of
 from .topology import Topology
 
@@ -102,44 +99,13 @@ class QueueSource(Source):
 class SetSource(QueueSource):
     """Reads the waiting messages of all delay queues with one name prefix."""
 
-    def __init__(
-        self, delays: Delays, topology: Topology, settings: DelaySettings, *, here: bool
-    ) -> None:
+    def __init__(self, delays: Delays, topology: Topology) -> None:
         # The longest TTL comes first: a message that moves to a shorter one is found later.
         queues = [hop.queue for hop in reversed(topology.level_queues)]
         super().__init__(delays, topology.name, queues, self._read_set)
-        self._topology = topology
-        #: True if messages stay on this broker (*here*), and both sets of levels share the records.
-        self.keeps_keys = here and topology.settings.namespace == settings.namespace
-
-    @cached_property
-    def _records(self) -> Any:
-        return records_beside(self._topology.settings, self._delays.connection.virtual_host)
-
-    def key_records(self) -> KeyRecords | None:
-        return None if self._records is None else KeyRecords(self._records)
 
     def _read_set(self, *message: Any, **_: Any) -> Found:
-        found = read_ours(*message)
-        if not isinstance(found, Moving) or found.delayed.cancelled:
-            return found
-        member = member_of(found.headers, found.delayed.delivery_id)
-        if self._records is None or member is None:
-            return found
-        if not self.keeps_keys:
-            may_run = self._records.received(member)  # the former records forget the message
-            if may_run is None:
-                raise RecordsUnavailable(
-                    f"the records of {self.name}, which tell its cancelled tasks, are unreachable: "
-                    f"run this again when they answer"
-                )
-            return found if may_run else Void()
-        match self._records.state_of(member):
-            case MessageState.VOID:
-                return Void()
-            case MessageState.KNOWN:
-                return replace(found, known=True)
-        return found
+        return read_ours(*message)
 
 
 class RabbitMQMovingPart(MovingPart):
@@ -148,7 +114,8 @@ class RabbitMQMovingPart(MovingPart):
         self._delays: Delays = channel.delays
         self._settings = settings
         self._topology = self._delays.topology
-        self.name: str = self._topology.name
+        store = channel.store
+        self.name: str = self._topology.name if store is None else store.where
         self._plain: WindowChannel | None = None
 
     # --- into our levels -----------------------------------------------------------------
@@ -156,28 +123,46 @@ class RabbitMQMovingPart(MovingPart):
     def prepare(self, queues: Sequence[Any]) -> None:
         with permissions_explained(self._topology):
             super().prepare(queues)
-            self._delays.prepare(consuming=True)
+            if self._channel.store is not None:
+                self._channel.store.prepare()
+            if not self._channel.keeps_all_in_store:
+                self._delays.prepare(consuming=True)
 
     def take_in(self, moving: Moving, keyed: RecordedPublish | None = None) -> bool:
         if self._settings.drains:
             self._publish_plainly(moving.as_plain())
             return not moving.again
-        member = member_of(moving.headers, moving.delayed.delivery_id)
-        if moving.again and not moving.known and self._is_in_records(member):
+        if keyed is not None or self._channel.waits_in_store(moving.headers):
+            self._store(moving, keyed)
             return True
-        message = amqp.Message(moving.body, **moving.properties)
         self._delays.check_reach(moving.delayed.due_us)
         try:
-            if keyed is not None:
-                self._delays.publish_keyed(keyed, message, moving.delayed)
-                return not moving.again
-            self._delays.put_back(message, moving.delayed, recorded=False)
+            self._delays.put_back(amqp.Message(moving.body, **moving.properties), moving.delayed)
         except NotFound as exc:
             raise CannotDelay(f"there is no exchange {moving.delayed.exchange!r}") from exc
         except MessageNacked as exc:
             raise CannotDelay(str(exc)) from exc
-        self._record(moving, member)
         return not moving.again
+
+    def _store(self, moving: Moving, keyed: RecordedPublish | None) -> None:
+        delayed, state = moving.delayed, self._channel.needed_store.state
+        task_id = moving.task_id
+        cancelled = delayed.cancelled or (task_id is not None and was_cancelled(state, task_id))
+        entry = Entry(
+            delayed.due_us,
+            delayed.exchange,
+            delayed.routing_key,
+            moving.properties,
+            moving.body,
+            delayed.delivery_id,
+            delayed.queue,
+            delayed.expires_ms,
+            cancelled,
+        )
+        if keyed is None:
+            self._channel.store_one(entry)
+        else:
+            self._channel.store_keyed(keyed, entry)
 
     def _publish_plainly(self, moving: Moving) -> None:
         """Publish a task with an ETA to its own exchange, or to its only queue."""
@@ -200,28 +185,11 @@ class RabbitMQMovingPart(MovingPart):
                 f"no queue is bound to the exchange {where[0]!r} with the routing key {where[1]!r}"
             )
 
-    def _record(self, moving: Moving, member: str | None) -> None:
-        records, delayed = self._delays.records, moving.delayed
-        is_over = delayed.cancelled or delayed.due_us <= time_ns() // 1000
-        if records is None or member is None or moving.known or is_over:
-            return
-        where = delayed.exchange, delayed.routing_key, delayed.queue
-        entry = Entry(moving.properties, moving.body, *where, delayed.expires_ms)
-        records.note(IndexEntry(member, delayed.due_us, entry.encoded()))
-
-    def _is_in_records(self, member: str | None) -> bool:
-        records = self._delays.records
-        if records is None or member is None:
-            return False
-        with suppress(RecordsUnavailable):
-            return bool(records.state_of(member) is MessageState.KNOWN)
-        return False
-
     # --- sources -------------------------------------------------------------------------
 
     def own_sources(self) -> list[Source]:
         found = [self._topology, *self._topologies("", here=True)]
-        return [SetSource(self._delays, each, self._settings, here=True) for each in found]
+        return [SetSource(self._delays, each) for each in found]
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
         kind, _, name = (what or "").partition(":")
@@ -232,9 +200,11 @@ class RabbitMQMovingPart(MovingPart):
                 return self._celerys(name, reaches)
             case "sets":
                 return self._sets(name, here=True)
+            case "broker" if self._channel.store is not None:
+                return [SetSource(self._delays, self._topology)]
         raise UnsupportedBroker(
-            f"expected celery, celery:PREFIX, sets, sets:NAMESPACE or the URL of another broker, "
-            f"got {what!r}"
+            f"expected celery, celery:PREFIX, sets, sets:NAMESPACE, broker (with "
+            f"native_delay_store) or the URL of another broker or store, got {what!r}"
         )
 
     def _celerys(self, prefix: str, reaches: Sequence[Reach]) -> list[Source]:
@@ -247,7 +217,7 @@ class RabbitMQMovingPart(MovingPart):
 
     def _sets(self, name: str, *, here: bool) -> list[Source]:
         found = self._topologies(name, here=here)
-        return [SetSource(self._delays, each, self._settings, here=here) for each in found]
+        return [SetSource(self._delays, each) for each in found]
 
     def _topologies(self, name: str, *, here: bool) -> list[Topology]:
         """Return the topology of each name prefix of delay queues.

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 from amqp.exceptions import AccessRefused, ChannelError, ConnectionError, NotAllowed, NotFound
 from kombu.exceptions import OperationalError
 
-from ...errors import RefusedMessage, errors_ignored
+from ...errors import RefusedMessage, StoreUnavailable, errors_ignored
 from .. import outbox
 from ..outbox import BATCH, OutboxBatch
+from ..stored_bulk import StoredBatch, StoredMessage, packed, write
 from .channels import WindowChannel
 from .template import FramedPublication, FramedTask
 from .topology import is_delay_name
@@ -21,7 +22,7 @@ from .topology import is_delay_name
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Message = FramedPublication | FramedTask
+Message = FramedPublication | FramedTask | StoredMessage
 
 NACKED = "the broker refused it (basic.nack)"
 
@@ -34,7 +35,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
     """Keeps the messages of a bulk publisher until RabbitMQ confirms the messages."""
 
     #: py-amqp raises AttributeError if the connection was lost meanwhile.
-    lost = (ConnectionError, OSError, OperationalError, AttributeError)
+    lost = (ConnectionError, OSError, OperationalError, AttributeError, StoreUnavailable)
 
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
@@ -87,15 +88,25 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
         return [put.refused(reason) for put in puts]
 
     def _packed(self, puts: list[Message]) -> Iterable[OutboxBatch[Message]]:
-        return (OutboxBatch(puts),)
+        stored, others = packed(puts)
+        return (*stored, OutboxBatch(others)) if others else stored
 
     def _write(self) -> None:
         self._connect()
         while self._batches:
-            if isinstance(self._batches[0], SingleMessage):
+            if isinstance(self._batches[0], StoredBatch):
+                self._write_rows(self._batches[0])
+            elif isinstance(self._batches[0], SingleMessage):
                 self._send_alone()
             else:
                 self._process_answers(self._write_next)
+
+    def _write_rows(self, batch: StoredBatch) -> None:
+        store = self._connection.delays.store
+        for reason, puts in write(store, batch).items():
+            self._refuse(reason, puts)
+        self._batches.popleft()
+        self._count()
 
     def _write_next(self, channel: WindowChannel) -> None:
         channel.send_all(self._batches.popleft().puts)
@@ -148,6 +159,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
             self._process_answers(lambda channel: channel.read_down_to(0))
             return
         (put,) = self._batches.popleft().puts
+        assert not isinstance(put, StoredMessage)
         reason = ""
         try:
             channel.send_all([put])

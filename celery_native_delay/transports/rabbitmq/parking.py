@@ -20,7 +20,6 @@ from ..interface import Rescue
 from .address import queue_of_address
 from .channels import Nacked, OwnChannel, Publication, WindowChannel, received
 from .delays import Delays
-from .entry import forget
 from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id, unwrap
 
 logger = logging.getLogger(__name__)
@@ -151,22 +150,6 @@ def peek(delays: Delays, *, limit: int) -> list[Parked]:
         channel.close()
 
 
-def purge(delays: Delays) -> int:
-    """Delete all undeliverable due messages; return the number of deleted messages."""
-    left = total = count(delays)
-    if not total:
-        return 0
-    with closing(_Arrivals(delays)) as arrivals:
-        while left > 0 and (batch := arrivals.take(min(left, BATCH))):
-            left -= len(batch)
-            arrivals.settle(batch)
-            for parked in map(_parked, batch):
-                if parked.delayed is not None and delays.records is not None:
-                    headers = parked.properties["application_headers"]
-                    forget(delays.records, headers, parked.delayed.delivery_id)
-    return total - left
-
-
 def _parked(message: amqp.Message) -> Parked:
     message = received(message)
     unwrapped = unwrap(message.properties, message.delivery_info)
@@ -254,11 +237,7 @@ def _wait_again(work: _RescueState, parked: Parked, delayed: Delayed) -> None:
         # The message may have parked because a queue with a TTL was missing.
         work.delays.prepare(redeclare=True)
         work.redeclared = True
-    work.delays.put_back(
-        amqp.Message(parked.message.body, **parked.properties),
-        delayed,
-        recorded=not delayed.cancelled,
-    )
+    work.delays.put_back(amqp.Message(parked.message.body, **parked.properties), delayed)
 
 
 def _publish_original(

@@ -13,11 +13,12 @@ from ...durations import duration
 from ...errors import ManagementUnavailable
 from ...finding import WRONG, Finding
 from ..interface import LevelQueue
-from ..recorded import RecordsStatus
-from ..virtual.status import parked_finding
+from ..status import parked_finding
 from .delays import Delays
 from .management import ManagementAPI
 from .parking import count
+
+_SHOWS_MORE = "native_delay_store shows more: which tasks wait, and which are overdue"
 
 
 @dataclass(frozen=True)
@@ -57,31 +58,15 @@ class Status:
     landings: list[LandingStatus]
     parked: int
     next_due_within_seconds: float | None
+    #: True if no store beside the broker shows more.
+    alone: bool
     #: The app's queues with messages and without a consumer.
     unconsumed: list[UnconsumedQueue]
-    records: RecordsStatus | None = None
-
-    @property
-    def in_levels(self) -> int:
-        return sum(level.waiting or 0 for level in self.levels)
 
     @property
     def waiting(self) -> int:
-        """Return the number of waiting tasks, including overdue tasks."""
-        known = self._known
-        return self.in_levels if known is None else known.ahead + known.overdue
-
-    @property
-    def not_in_records(self) -> int | None:
-        """Return how many delayed messages are missing from the list of waiting tasks.
-
-        Return None if the list is not configured or unreachable.
-        """
-        return None if self._known is None else self.in_levels - self._known.ahead
-
-    @property
-    def _known(self) -> RecordsStatus | None:
-        return self.records if self.records and self.records.error is None else None
+        """Return the number of messages in the delay queues."""
+        return sum(level.waiting or 0 for level in self.levels)
 
     @property
     def stuck(self) -> int | None:
@@ -90,24 +75,11 @@ class Status:
         return sum(known) + sum(landing.held for landing in self.landings) if known else None
 
     def as_json(self) -> dict[str, Any]:
-        known = self._known
-        told = asdict(self) | {
-            "waiting": self.waiting,
-            "in_levels": self.in_levels,
-            "not_in_records": self.not_in_records,
-            "overdue": known and known.overdue,
-            "overdue_seconds": known and known.overdue_seconds,
-            "stuck": self.stuck,
-            "records": self.records and {"where": self.records.where, "error": self.records.error},
-        }
-        if known is not None:
-            told["next_due_within_seconds"] = 0 if known.overdue else known.next_due_seconds
-        return told
+        return asdict(self) | {"waiting": self.waiting, "stuck": self.stuck}
 
     def findings(self) -> list[Finding]:
-        """Report parked and overdue messages, and queues without a worker."""
-        found = [] if self._known is None else self._known.findings(parked=self.parked)
-        found += [
+        """Report parked messages, and queues without a worker."""
+        found = [
             Finding(
                 "workers",
                 WRONG,
@@ -142,55 +114,16 @@ class Status:
             for landing in self.landings
         ]
         stuck = "unknown (management API not reachable)" if self.stuck is None else self.stuck
-        records = self.records and (self.records.error or self.records.where)
+        due = self.next_due_within_seconds
+        within = "-" if due is None else f"within {duration(due, up=True)}"
         return [
             *lines,
-            *(self._counted() if self._known is None else self._listed(self._known)),
+            f"waiting   {self.waiting}",
+            f"next due  {within}",
             f"parked    {self.parked}",
             f"stuck     {stuck}",
-            *([f"records   {records}"] if records else []),
+            *([_SHOWS_MORE] if self.alone else []),
         ]
-
-    def _counted(self) -> list[str]:
-        due = self.next_due_within_seconds
-        why, most = "native_delay_records is not set", ""
-        if self.records is not None:
-            why = "the records are unreachable"
-            most = ", with the messages of cancelled and rescheduled tasks"
-        return [
-            f"waiting   {self.waiting}{most if self.waiting else ''}",
-            f"next due  {'-' if due is None else f'within {duration(due, up=True)}'}",
-            f"overdue   unknown ({why})",
-        ]
-
-    def _listed(self, known: RecordsStatus) -> list[str]:
-        due, overdue = known.next_due_seconds, known.overdue
-        until = "-" if due is None else f"in {duration(due)}"
-        if overdue:
-            until = "overdue" if due is None else f"overdue, then {until}"
-        lines = [f"waiting   {self.waiting}", f"next due  {until}"]
-        if overdue:
-            since = duration(known.overdue_seconds)
-            parked = ", parked ones included" if self.parked else ""
-            late = f"the first for {since}; no installed worker has received them{parked}"
-            lines.append(f"overdue   {overdue}, {late}")
-        else:
-            lines.append("overdue   0")
-        return [*lines, f"in levels {self.in_levels}{self._explained(known)}"]
-
-    def _explained(self, known: RecordsStatus) -> str:
-        more = self.in_levels - known.ahead
-        if more > 0:
-            return (
-                f" messages, {more} of them not in the records: of cancelled or rescheduled tasks "
-                f"(they stay until their old due time), or sent without native_delay_records"
-            )
-        if more < 0:
-            return (
-                f" messages; {-more} tasks of the records are not in these levels, but between two "
-                f"levels, in levels of other settings, or lost"
-            )
-        return ""
 
 
 def status(delays: Delays, api: ManagementAPI, consumed: Iterable[Any] = ()) -> Status:
@@ -221,7 +154,9 @@ def status(delays: Delays, api: ManagementAPI, consumed: Iterable[Any] = ()) -> 
     nearest = next((level for level in levels if level.waiting), None)
     within = None if nearest is None else 2 * nearest.ttl_seconds
     unconsumed = list(_unconsumed(delays, [queue.name for queue in consumed]))
-    return Status(topology.name, levels, landings, count(delays), within, unconsumed)
+    alone = delays.settings.store is None
+    parked = count(delays)
+    return Status(topology.name, levels, landings, parked, within, alone, unconsumed)
 
 
 def _unconsumed(delays: Delays, names: Iterable[str]) -> Iterator[UnconsumedQueue]:

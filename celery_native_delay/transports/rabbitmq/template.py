@@ -20,13 +20,10 @@ from amqp.serialization import dumps
 from ...due_time import check_due, milliseconds_up, units_until
 from ...errors import RefusedMessage
 from ...message import HEADER
-from ...records.interface import Index, IndexEntry
 from .. import bulk_publisher
 from ..bulk_publisher import RandomIds, TaskValues
 from .channels import Publication
-from .entry import Entry
 from .topology import Topology
-from .wrapping import unwrap
 
 FRAME = Struct(">BHI")
 FRAME_END = b"\xce"
@@ -262,7 +259,6 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
         template: Template,
         to: tuple[str, str],
         delays: Any,
-        properties: Mapping[str, Any],
         body: bytes,
     ) -> None:
         super().__init__(body)
@@ -270,10 +266,6 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
         self._to = to
         self._longest_seconds: float = delays.settings.longest_delay_seconds
         self._topology: Topology = delays.topology
-        self._records: Index | None = delays.records
-        self._properties = {
-            name: value for name, value in properties.items() if name != "application_headers"
-        }
         self._address = self._topology.address(*to)
         #: A cached function: exchange and routing key for a delay in units. Raises DelayTooLong.
         self._entry = lru_cache(maxsize=4096)(self._entry_of)
@@ -290,10 +282,7 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
             same = _is_made_by(template, fields, publication)
         except ValueError:
             return None
-        opened = unwrap(properties, None)
-        if not same or opened is None:
-            return None
-        return cls(template, message.to, channel.delays, opened[0], fields.body)
+        return cls(template, message.to, channel.delays, fields.body) if same else None
 
     @staticmethod
     def headers_of(message: FramedPublication) -> Mapping[str, Any]:
@@ -322,13 +311,6 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
         exchange, key = self._entry(units)  # or DelayTooLong
         expiration = str(topology.first_ttl_ms(units, remaining_us=due_us - now_us))
         fields = TaskFields(exchange, key, *values, ids.hex(), milliseconds_up(due_us), expiration)
-        if self._records is not None:
-            headers = self._template.headers(fields)
-            own = {"correlation_id": fields.task_id, "application_headers": headers}
-            properties = {**self._properties, **own}
-            entry = Entry(properties, fields.body, *self._to)
-            member = f"{fields.task_id}:{fields.delivery_id}"
-            self._records.note(IndexEntry(member, due_us, entry.encoded()))
         return FramedTask(self._template, fields, self._to)
 
     def _entry_of(self, units: int) -> tuple[str, str]:

@@ -15,16 +15,21 @@ from kombu.transport import pyamqp
 
 from ...errors import SettingsError
 from ...message import Delayed, due_of
+from ...now import time_ns
 from ...per_process import in_forked_children
 from ...records.publishing import publish_of, underway
 from ...settings import DelaySettings
+from ...store.entry import Entry
+from ...store.interface import Row
+from ...store.opened import load
 from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..interface import AdminPart, WorkerPart
 from ..moving import MovingPart
-from ..recorded import RecordedChannel
+from ..stored_bulk import StoredMessage, template_class
+from ..storing import StoringChannel
 from .channels import Publication
 from .delays import Delays
-from .entry import Republisher
+from .from_store import RowPublisher, entry_of, entry_of_wait
 from .mirror import is_internal
 from .template import FramedPublication, TaskTemplate
 from .wrapping import unwrap
@@ -36,6 +41,9 @@ if TYPE_CHECKING:
 #: lost without an error when the broker pauses (memory alarm, failover).
 TCP_USER_TIMEOUT_MS = 60_000
 
+#: Seconds that a dispatcher waits for the confirms of a batch. Its lease on the batch is longer.
+PUBLISH_SECONDS = 20.0
+
 
 class Message(pyamqp.Message):  # type: ignore[misc]
     """A received message, with the properties that the user published."""
@@ -46,11 +54,11 @@ class Message(pyamqp.Message):  # type: ignore[misc]
     raw_body: bytes = b""
 
 
-class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
+class Channel(StoringChannel, pyamqp.Channel):  # type: ignore[misc]
     """An AMQP channel that delays messages with a future ETA."""
 
     Message = Message
-    republisher = Republisher
+    entry_of_wait = staticmethod(entry_of_wait)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -62,15 +70,18 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         delays: Delays = self.connection.delays
         return delays
 
-    def worker_part(self, settings: DelaySettings) -> WorkerPart:
+    def own_worker_part(self, settings: DelaySettings) -> WorkerPart:
         from .worker_part import RabbitMQWorkerPart
 
         return RabbitMQWorkerPart(self, settings)
 
-    def admin_part(self, settings: DelaySettings) -> AdminPart:
+    def own_admin_part(self, settings: DelaySettings) -> AdminPart:
         from .admin_part import RabbitMQAdminPart
 
         return RabbitMQAdminPart(self, settings)
+
+    def publisher_of(self, connection: Any) -> RowPublisher:
+        return RowPublisher(connection, timeout_seconds=PUBLISH_SECONDS)
 
     def moving_part(self, settings: DelaySettings) -> MovingPart:
         from .moving import RabbitMQMovingPart
@@ -95,9 +106,14 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         connection, headers = self.connection, msg.properties.get("application_headers")
         keyed = underway.get() and publish_of(headers)
         if keyed is not None and connection is not None:
-            connection.delays.publish_keyed(keyed, msg, Delayed("", 0, exchange, routing_key))
+            self.store_keyed(keyed, self._entry(msg, exchange, routing_key, due_us=0))
             return None
         due_us = due_of(headers)
+        if due_us is not None and connection is not None and self.waits_in_store(headers):
+            if due_us > time_ns() // 1000:
+                self.store_one(self._entry(msg, exchange, routing_key, due_us=due_us))
+                return None
+            due_us = None
         if due_us is not None and connection is not None and not connection.drains:
             waits = connection.delays.publish(
                 Publication(msg, exchange, routing_key, mandatory=False),
@@ -119,6 +135,10 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
             confirm_timeout=confirm_timeout,
             **kwargs,
         )
+
+    @staticmethod
+    def _entry(message: Any, exchange: str, routing_key: str, *, due_us: int) -> Entry:
+        return entry_of(message, exchange, routing_key, due_us=due_us, now_us=time_ns() // 1000)
 
     def prepare_message(
         self,
@@ -202,7 +222,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
 
     def basic_consume(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
         """Bind *queue* to the exchange for due messages, then consume from *queue*."""
-        if not is_internal(queue):
+        if not is_internal(queue) and not self.delays.settings.is_all_in_store:
             self.delays.preparation.prepare_to_consume(queue)
         return super().basic_consume(queue, *args, **kwargs)
 
@@ -227,7 +247,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
 class BulkChannel(Channel):
     """A channel that collects messages for a bulk publisher and sends nothing."""
 
-    collected: list[FramedPublication]
+    collected: list[FramedPublication | StoredMessage]
     returned: list[Any]
 
     def basic_publish(
@@ -240,7 +260,13 @@ class BulkChannel(Channel):
         **__: Any,
     ) -> None:
         publication = Publication(msg, exchange, routing_key, mandatory)
-        due_us = due_of(msg.properties.get("application_headers"))
+        headers = msg.properties.get("application_headers")
+        due_us = due_of(headers)
+        if due_us is not None and due_us > time_ns() // 1000 and self.waits_in_store(headers):
+            self.check_reach(due_us)
+            entry = self._entry(msg, exchange, routing_key, due_us=due_us)
+            self.collected.append(StoredMessage(Row.of(entry)))
+            return
         if due_us is not None and not self.connection.drains:
             publication = self.delays.into_levels(publication, due_us=due_us)
         self.collected.append(FramedPublication(publication, (exchange, routing_key)))
@@ -304,6 +330,8 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
         options = getattr(self.client, "transport_options", None) or {}
         if asks_for_delays(options.get(OPTION)):
             self.Connection = Connection
+            with suppress(SettingsError):  # the connection keeps it for the first publish
+                load(settings_from_option(options[OPTION]))
         return super().establish_connection()
 
     def export(
@@ -332,7 +360,7 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
         from ..bulk_publisher import BulkPublisher
         from .outbox import Outbox
 
-        return BulkPublisher(Outbox(self.client, window), TaskTemplate)
+        return BulkPublisher(Outbox(self.client, window), template_class(TaskTemplate))
 
 
 class SSLTransport(Transport, pyamqp.SSLTransport):  # type: ignore[misc]

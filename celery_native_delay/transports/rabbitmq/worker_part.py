@@ -12,14 +12,13 @@ from ...errors import NotPermitted, PublishRefused
 from ...finding import Finding
 from ...message import Delayed
 from ..interface import Rescue, Wait, WorkerPart
-from ..recorded import RecordedWorkerPart
 from .delays import Delays
 from .management import management_of, overriding_policies, refusing_queues
 from .mirror import diverted
 from .parking import rescue, rescue_in_turn
 
 
-class RabbitMQWorkerPart(RecordedWorkerPart):
+class RabbitMQWorkerPart(WorkerPart):
     def serve(self, queues: Sequence[str]) -> None:
         """Bind the queues by their names, also those that look like queues for replies."""
         for queue in queues:
@@ -105,7 +104,7 @@ class RabbitMQWorkerPart(RecordedWorkerPart):
             wait.queue,
             expires_ms=None if earlier is None else earlier.expires_ms,
         )
-        self._delays.put_back(message, delayed, recorded=wait.delivery_id is None)
+        self._delays.put_back(message, delayed)
 
     def rescue(self) -> Rescue | None:
         return self._permitted(rescue)

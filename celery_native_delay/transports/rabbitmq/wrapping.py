@@ -113,7 +113,7 @@ def unwrap(
     # The message's last exchange is one of ours. If the message passed a landing queue or was
     # rescued, the last exchange is the user's own.
     ours = is_delay_name(info.get("exchange", ""))
-    if not ours and due_ms_of(headers) != header["due"]:
+    if not ours and due_ms_of(headers) != header.get("eta", header["due"]):
         # A worker without this package retried the task. The retry has a copy of the header, but
         # was not delayed.
         opened["application_headers"] = _without_our_deaths(headers, {})
@@ -126,7 +126,7 @@ def unwrap(
     for name in ("expiration", "priority", "user_id"):
         if name in header:
             opened[name] = header[name]
-    if ours:
+    if ours or delayed.queue is not None:
         info["exchange"], info["routing_key"] = delayed.exchange, delayed.routing_key
     return opened, info, delayed
 

@@ -8,8 +8,8 @@ from typing import Any
 from ...finding import WRONG, Finding
 from ...redis_server import clocks
 from ..interface import ParkedTask, Rescue, Told
-from ..virtual.admin_part import AdminPart, parked_task, refuse_waiting
-from ..virtual.status import Status
+from ..status import Status, refuse_waiting
+from ..virtual.admin_part import AdminPart, parked_task
 from .entry import opened_entry
 from .store import Census, Store
 from .worker_part import rescue
@@ -18,7 +18,7 @@ from .worker_part import rescue
 class RedisAdminPart(AdminPart):
     def __init__(self, channel: Any) -> None:
         self._delays = channel.delays
-        self._store: Store = self._delays.store
+        self._store: Store = self._delays.own
         self.name = self._delays.keys.space
         self.parking = self._delays.keys.parked
 

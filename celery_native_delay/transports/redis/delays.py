@@ -14,10 +14,10 @@ from ...records.interface import IndexEntry
 from ...records.publishing import RecordedPublish
 from ...redis_server import Server, check_server, clock_ahead_seconds, keeping, server_of
 from ...settings import DelaySettings
+from ..status import Status
 from ..virtual import delays
-from ..virtual.status import Status
-from ..virtual.watching import warn_if_nothing_promotes
 from ..virtual.wrapping import due_then, encoded, wrapped
+from ..watching import warn_if_nothing_promotes
 from .entry import Destination, entry_of
 from .keys import Keys, member_of
 from .store import BrokerRecords, Store
@@ -27,19 +27,23 @@ class Delays(delays.Delays):
     """Publishes delayed messages to Redis on one kombu channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
-        super().__init__(settings)
+        super().__init__(channel, settings)
         self.keys = Keys(channel.global_keyprefix or "", settings.namespace)
-        self._channel = channel
-        self._place = f"{self.keys.space} of {channel.connection.client.as_uri()}"
-        self._store: Store | None = None
+        self._shown = f"{self.keys.space} of {channel.connection.client.as_uri()}"
+        self._own: Store | None = None
         self._server: Server | None = None
 
     @property
-    def store(self) -> Store:
+    def place(self) -> str:
+        return f"{super().place}.{self.keys.prefix}"
+
+    @property
+    def own(self) -> Store:
+        """Return the waiting messages in this Redis broker."""
         pool = self._channel.pool
-        if self._store is None or self._store.client.connection_pool is not pool:
-            self._store = Store(redis.Redis(connection_pool=pool), self.keys)
-        return self._store
+        if self._own is None or self._own.client.connection_pool is not pool:
+            self._own = Store(redis.Redis(connection_pool=pool), self.keys)
+        return self._own
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -50,14 +54,14 @@ class Delays(delays.Delays):
         """Check once per channel that the Redis server can store delayed messages."""
         self.check_settings()
         if self._server is None:
-            server = server_of(self.store.client)
+            server = server_of(self.own.client)
             check_server(server, prefix=self.keys.prefix)
             self._server = server
         return self._server
 
     def dangers(self) -> list[Finding]:
         """Report Redis settings that can cause message loss, such as eviction."""
-        server = server_of(self.store.client, thoroughly=True)
+        server = server_of(self.own.client, thoroughly=True)
         return list(keeping(server, check="server", kept="delayed messages"))
 
     def publish(
@@ -70,16 +74,16 @@ class Delays(delays.Delays):
         """
         member, entry = self.stored(message, destination, due_us=due_us)
         if batch is None:
-            self.store.add(member, due_us, entry)
+            self.own.add(member, due_us, entry)
         else:
-            name, arguments = self.store.add_command(member, due_us, entry)
+            name, arguments = self.own.add_command(member, due_us, entry)
             batch.add(name, *arguments)
         self.watch()
 
     @property
     def records(self) -> BrokerRecords:
         """Return the storage for task state, such as debounce keys, in this Redis broker."""
-        return BrokerRecords(self.store)
+        return BrokerRecords(self.own)
 
     def publish_keyed(
         self, keyed: RecordedPublish, message: dict[str, Any], destination: Destination
@@ -93,9 +97,7 @@ class Delays(delays.Delays):
 
     def watch(self) -> None:
         """Log a warning if messages are overdue and no process moves due messages."""
-        warn_if_nothing_promotes(
-            self._place, lambda: Status.of(self.keys.space, self.store.census())
-        )
+        warn_if_nothing_promotes(self._shown, lambda: Status.of(self.keys.space, self.own.census()))
 
     def stored(
         self, message: dict[str, Any], destination: Destination, *, due_us: int
@@ -113,10 +115,10 @@ class Delays(delays.Delays):
         properties = {**message["properties"], "delivery_tag": str(uuid4())}
         wait_us = due_us - time_ns() // 1000
         entry = self._entry({**message, "properties": properties}, destination, due_us)
-        self.store.add(member, self.store.now_us() + wait_us, entry)
+        self.own.add(member, self.own.now_us() + wait_us, entry)
 
     def clock_ahead_seconds(self) -> float:
-        return clock_ahead_seconds(self.store.client)
+        return clock_ahead_seconds(self.own.client)
 
     @staticmethod
     def _entry(message: dict[str, Any], destination: Destination, due_us: int) -> bytes:

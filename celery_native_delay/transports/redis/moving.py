@@ -27,7 +27,8 @@ _KNOWN_SECONDS = 30 * 86_400
 class RedisMovingPart(moving.MovingPart):
     def __init__(self, channel: Any) -> None:
         super().__init__(channel)
-        self.name = channel.delays.keys.space
+        if channel.store is None:
+            self.name = channel.delays.keys.space
 
     def prepare(self, queues: Any) -> None:
         self._channel.delays.prepare()
@@ -42,8 +43,10 @@ class RedisMovingPart(moving.MovingPart):
         return [*super().sources(what, reaches), *held_by_queues(self._channel, reaches)]
 
     def _has(self, message: dict[str, Any], queue: str) -> bool:
+        if self._channel.store is not None:
+            return False
         destination = self._channel.destination(queue, message)
-        store: Store = self._channel.delays.store
+        store: Store = self._channel.delays.own
         member = member_of(message, destination.keys[0])
         return store.client.zscore(store.keys.due, member) is not None
 
@@ -58,7 +61,7 @@ class RedisSource(Source):
 
     def __init__(self, channel: Any) -> None:
         channel.delays.prepare()
-        self._store: Store = channel.delays.store
+        self._store: Store = channel.delays.own
         self._records = KeyRecords(channel.delays.records)
         self._queue_of = channel.queue_of
         self.name = self._store.keys.space
@@ -126,7 +129,7 @@ class PlainSource(Source):
 
 def held_by_queues(channel: Any, reaches: Sequence[Reach]) -> Iterator[PlainSource]:
     """Find tasks with a future ETA, in normal queues and among unacknowledged messages."""
-    store: Store = channel.delays.store
+    store: Store = channel.delays.own
     prefix, client = store.keys.prefix, store.client
     way_out = "let an installed worker consume its queue, which puts it into the store"
     queues = {reach.queue for reach in reaches}

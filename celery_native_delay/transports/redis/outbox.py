@@ -181,7 +181,7 @@ class Outbox(virtual.Outbox[RedisMessage, ScriptBatch]):
 
     def _forget(self) -> None:
         with suppress(exceptions.ResponseError):
-            self.channel.delays.store.client.delete(self._keys.taken(self._name))
+            self.channel.delays.own.client.delete(self._keys.taken(self._name))
 
     def _lose(self) -> None:
         connection, self._connection = self._connection, None

@@ -26,7 +26,7 @@ from redis.exceptions import RedisError, TimeoutError
 
 from ...backoff import Backoff
 from ...errors import NativeDelayError
-from ..virtual.watching import SHOW_SECONDS, Sign
+from ..watching import SHOW_SECONDS, Sign
 from .store import BATCH, HandedOver, Rounds
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Promoter:
             rounds = Rounds(pool.make_connection(), delays.keys, version=delays.version)
             alarm = _Alarm(pool.make_connection(), delays.keys.wake)
             try:
-                self._sign = Sign(delays.store.show_promoting, RedisError)
+                self._sign = Sign(delays.own.show_promoting, RedisError)
                 rounds.connect()
                 alarm.arm(self._stop_reader)
                 yield rounds, alarm

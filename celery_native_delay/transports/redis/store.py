@@ -20,8 +20,8 @@ from ...records.redis import RedisRecords
 from ...records.redis_link import digest_of
 from ...records.redis_listing import throw_away
 from ...redis_server import now_us
-from ..virtual import status
-from ..virtual.watching import SHOWN_SECONDS
+from .. import status
+from ..watching import SHOWN_SECONDS
 from .keys import Keys
 from .scripts import ADD, ALLOW_OOM, CENSUS, HAND_OVER, REMOVE, REPLACE
 
@@ -164,12 +164,9 @@ class BrokerRecords(RedisRecords):
     """Stores task state, such as debounce keys, in the Redis broker."""
 
     needs_connection = True
-    has_marks = False
 
     def __init__(self, store: Store) -> None:
-        self.keys = store.keys
-        self._of_broker = store.keys.wake, store.keys.parked
-        self._patient = store
+        super().__init__(store, store.keys, (store.keys.wake, store.keys.parked))
 
 
 class Rounds:

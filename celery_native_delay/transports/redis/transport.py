@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from ssl import VerifyMode
 from typing import Any
-from urllib.parse import urlencode
 
 from kombu.transport import redis
 from redis.exceptions import RedisError
@@ -17,7 +15,6 @@ from redis.exceptions import RedisError
 from ...errors import SettingsError, UnsupportedBroker
 from ...rates.line import Lines
 from ...records.interface import Records
-from ...records.opened import RecordsLocation
 from ...records.publishing import RecordedPublish
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings
@@ -59,12 +56,12 @@ class RedisDelayingChannel(DelayingChannel):
     QoS = QoS
     delays_class = Delays
 
-    def worker_part(self, settings: DelaySettings) -> WorkerPart:
+    def own_worker_part(self, settings: DelaySettings) -> WorkerPart:
         from .worker_part import RedisWorkerPart
 
         return RedisWorkerPart(self, settings)
 
-    def admin_part(self, settings: DelaySettings) -> AdminPart:
+    def own_admin_part(self, settings: DelaySettings) -> AdminPart:
         from .admin_part import RedisAdminPart
 
         return RedisAdminPart(self)
@@ -75,11 +72,15 @@ class RedisDelayingChannel(DelayingChannel):
         return RedisMovingPart(self)
 
     def waiting_tasks(self, settings: DelaySettings) -> WaitingTasks:
+        if self.store is not None:
+            return super().waiting_tasks(settings)
         from .waiting import RedisWaitingTasks
 
         return RedisWaitingTasks(self)
 
     def lines(self: Any, settings: DelaySettings) -> Lines:
+        if self.store is not None:
+            return super().lines(settings)
         from ...rates.in_redis import RedisLines
 
         return RedisLines(self.pool, self.delays.keys.space, self.connection.client.as_uri())
@@ -93,17 +94,23 @@ class RedisDelayingChannel(DelayingChannel):
         )
 
     def records(self, settings: DelaySettings) -> Records:
+        if self.store is not None:
+            return super().records(settings)
         self.delays.prepare()
         records: Records = self.delays.records
         return records
 
     def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: RecordedPublish) -> None:
-        self.delays.publish_keyed(keyed, message, self.destination(queue, message))
+        if self.store is not None:
+            super().let_wait_keyed(queue, message, keyed)
+        else:
+            self.delays.publish_keyed(keyed, message, self.destination(queue, message))
 
     def _put_fanout(
         self: Any, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
     ) -> Any:
-        self.check_unkeyed(message, exchange)
+        if self.put_broadcast(exchange, message, routing_key):
+            return None
         due_us = self.due_of(message)
         if due_us is None:
             return super()._put_fanout(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
@@ -173,27 +180,9 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         return Keys(prefix, settings.namespace).due
 
-    def own_records(self, settings: DelaySettings) -> RecordsLocation | None:
-        """Return the address of this Redis, which also stores task state, such as debounce keys."""
-        prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
-        url = self.client.as_uri(include_password=True)
-        options = {}
-        if isinstance(self.client.ssl, dict):
-            options = {
-                name: value.name.removeprefix("CERT_").lower()
-                if isinstance(value, VerifyMode)
-                else value
-                for name, value in self.client.ssl.items()
-                if value is not None
-            }
-            url = f"rediss://{url.partition('://')[2]}"
-        if isinstance(self.client.credential_provider, str):
-            options["credential_provider"] = self.client.credential_provider
-        if options:
-            url = f"{url}?{urlencode(options)}"
-        return RecordsLocation(url, f"{prefix}{settings.namespace}")
-
     def bulk_publisher(self, *, window: int) -> Any:
+        if self.has_store:
+            return self.store_publisher(window)
         from ..virtual.template import publisher
         from .outbox import Outbox
 
@@ -222,6 +211,3 @@ class SentinelTransport(Transport, redis.SentinelTransport):  # type: ignore[mis
 
     Channel = redis.SentinelChannel
     delaying_channel = SentinelChannel
-
-    def own_records(self, settings: DelaySettings) -> None:
-        """Return None instead of the server's URL, because Sentinel may choose another server."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from ...errors import RecordsUnavailable
+from ...errors import StoreUnavailable
 from ...records.redis_listing import RedisListing
 from ...records.waiting import Outcome, Waiting
 from ..virtual.waiting import changed, waiting_of
@@ -28,7 +28,7 @@ class RedisWaitingTasks(RedisListing):
         self._delays.prepare()
         self._queue_of = channel.queue_of
         keys = self._delays.keys
-        client = self._delays.store.client
+        client = self._delays.own.client
         super().__init__(client, keys)
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
@@ -36,7 +36,7 @@ class RedisWaitingTasks(RedisListing):
         if outcome and due_us is None:
             # Due messages are moved into their queues now, so that they are not listed as waiting.
             with self._explained():
-                self._delays.store.promote(version=self._delays.version)
+                self._delays.own.promote(version=self._delays.version)
         return outcome
 
     def _replace(
@@ -49,7 +49,7 @@ class RedisWaitingTasks(RedisListing):
         cancelled: bool,
         **_: int,
     ) -> tuple[str, int] | None:
-        store: Store = self._delays.store
+        store: Store = self._delays.own
         destination, envelope = opened_entry(entry)
         new_due_us = time_ns() // 1000 if due_us is None else due_us
         new = changed(envelope, new_due_us, cancelled=cancelled)
@@ -68,4 +68,4 @@ class RedisWaitingTasks(RedisListing):
         try:
             yield
         except RedisError as exc:
-            raise RecordsUnavailable(f"waiting tasks cannot be listed: {exc}") from exc
+            raise StoreUnavailable(f"waiting tasks cannot be listed: {exc}") from exc

@@ -18,7 +18,7 @@ _ROUND = 100
 class RedisWorkerPart(WorkerPart):
     def prepare(self, where: str) -> str:
         server = self._delays.prepare()
-        census = self._delays.store.census()
+        census = self._delays.own.census()
         return (
             f"{where} ({server}) holds delayed tasks under {self._delays.keys.space}: "
             f"{census.waiting} waiting, {census.parked} parked; promoting in this worker; "
@@ -43,7 +43,7 @@ class RedisWorkerPart(WorkerPart):
 
 def rescue(delays: Any) -> Rescue:
     """Try again to deliver due but undeliverable messages; return the counts."""
-    store, version = delays.store, delays.version
+    store, version = delays.own, delays.version
     outcome = Rescue()
     before_us = store.now_us()
     for _ in range(_ROUND):

@@ -1,4 +1,4 @@
-"""Subclasses of kombu's transports for brokers that cannot delay: messages wait in a database.
+"""Subclasses of kombu's transports for brokers that cannot delay: all tasks wait in a store.
 
 Examples are the transports ``filesystem``, ``mongodb`` and ``sqlalchemy``. Each subclass is
 created at the first use of its transport. Without the transport option ``native_delay``, the
@@ -7,8 +7,9 @@ subclass behaves exactly like kombu's transport.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
 from queue import Empty
 from threading import Event
 from types import SimpleNamespace
@@ -20,121 +21,131 @@ from kombu.transport import virtual
 from kombu.utils.imports import symbol_by_name
 from kombu.utils.json import dumps
 
-from ...errors import NativeDelayError, UnsupportedBroker
-from ...rates.line import Lines
-from ...records.interface import Records
-from ...records.opened import RecordsLocation
-from ...records.publishing import RecordedPublish, underway
-from ...records.waiting import WaitingTasks
-from ...settings import DelaySettings, is_store_url
+from ...errors import CannotDelay, UnsupportedBroker
+from ...finding import WRONG, Finding
+from ...records.publishing import underway
+from ...settings import DelaySettings, is_a_store_url
+from ...store.entry import Entry
+from ...store.interface import Store
+from ...store.opened import store_of
 from ...urls import without_password
 from ..aliases import OPTION, originals
-from ..interface import AdminPart, WorkerPart
-from ..moving import MovingPart
+from ..interface import Backlog, NothingParked, Told, Wait, WorkerPart
+from ..moving import Source
+from ..virtual import delays
 from ..virtual.channel import DelayingChannel, DelayingTransport, Message
+from ..virtual.moving import MovingPart
+from ..virtual.store_source import StoreSource
 from .whole_files import is_folder, is_next_unfinished, put_file
 
 
-class StoreDelayingChannel(DelayingChannel):
-    """A mixin for kombu's channels: delayed messages wait in a database."""
+class Delays(delays.Delays):
+    """Knows the store in which all delayed tasks of this broker wait."""
 
-    def make_delays(self: Any, settings: DelaySettings) -> Any:
-        url = self.connection.store_url(settings)
-        delays: Any
-        try:
-            _require_sqlalchemy()
-        except UnsupportedBroker as exc:
-            delays = _Refusing(exc)
-        else:
-            from .delays import Delays
-
-            delays = Delays(settings, url)
-        if not is_store_url(url):
-            delays.refusal = UnsupportedBroker(
-                "expected native_delay_store to be the URL of a database, such as "
+    @cached_property
+    def store(self) -> Store | None:
+        self.check_settings()
+        url = self._channel.connection.store_url(self.settings)
+        if url is None or not is_a_store_url(url):
+            raise UnsupportedBroker(
+                "expected native_delay_store to be the URL of a database or of a Redis, such as "
                 "sqlite:////var/lib/shop/delays.db: this broker cannot delay by itself"
             )
-        return delays
+        return store_of(self.settings, url=url)
 
-    def worker_part(self, settings: DelaySettings) -> WorkerPart:
-        _require_sqlalchemy()
-        from .worker_part import StoreWorkerPart
 
-        return StoreWorkerPart(self, settings)
+class StoreDelayingChannel(DelayingChannel):
+    """A mixin for kombu's channels: all delayed tasks wait in a store."""
 
-    def admin_part(self, settings: DelaySettings) -> AdminPart:
-        _require_sqlalchemy()
-        from .admin_part import StoreAdminPart
+    delays_class = Delays
+    keeps_all_in_store = True
 
-        return StoreAdminPart(self)
+    def returns_to_store(self, headers: Mapping[str, Any] | None) -> bool:
+        return True
 
-    def moving_part(self, settings: DelaySettings) -> MovingPart:
-        _require_sqlalchemy()
-        from .moving import StoreMovingPart
-
+    def moving_part(self, settings: DelaySettings) -> StoreMovingPart:
         return StoreMovingPart(self)
 
-    def waiting_tasks(self, settings: DelaySettings) -> WaitingTasks:
-        _require_sqlalchemy()
-        from .waiting import StoreWaitingTasks
+    def own_worker_part(self, settings: DelaySettings) -> WorkerPart:
+        return NoWorkerPart(self, settings)
 
-        return StoreWaitingTasks(self)
-
-    def lines(self, settings: DelaySettings) -> Lines:
-        from ...rates.in_records import RecordLines
-
-        return RecordLines(self.records(settings))
-
-    def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> None:
-        self.delays.publish(message, queue, due_us=due_us)
-
-    def records(self, settings: DelaySettings) -> Records:
-        records: Records = self.delays.records
-        return records
-
-    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: RecordedPublish) -> None:
-        self.delays.publish_keyed(keyed, message, queue)
+    def own_admin_part(self, settings: DelaySettings) -> NoAdminPart:
+        return NoAdminPart()
 
     def _put_fanout(
         self, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
     ) -> Any:
-        self.check_unkeyed(message, exchange)
-        due_us = self.due_of(message)
-        if due_us is None:
-            return super()._put_fanout(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
-        return self.delays.publish(message, "", due_us=due_us)
+        if not self.put_broadcast(exchange, message, routing_key):
+            super()._put_fanout(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
 
 
-def _require_sqlalchemy() -> None:
-    """Raise UnsupportedBroker if SQLAlchemy 2 is not installed."""
-    try:
-        from . import store  # noqa: F401
-    except ImportError as exc:
-        raise UnsupportedBroker(
-            f"messages wait in a database here, which needs SQLAlchemy 2: "
-            f"pip install 'celery_native_delay[sql]' ({exc})"
-        ) from exc
+class StoreMovingPart(MovingPart):
+    """Moves tasks out of the store of a broker that cannot delay."""
+
+    def _source(self) -> Source:
+        return StoreSource(self._channel.needed_store)
+
+    def own_sources(self) -> list[Source]:
+        return []
 
 
-class _Refusing:
-    """Replaces ``Delays`` if SQLAlchemy is not installed: every method call raises an error."""
+class NoWorkerPart(WorkerPart):
+    """A worker's operations on a broker in which nothing waits."""
 
-    def __init__(self, refusal: NativeDelayError) -> None:
-        self.refusal = refusal
+    def prepare(self, where: str) -> str:
+        return "nothing"
 
-    def __getattr__(self, name: str) -> Any:
-        raise self.refusal
+    def put_one_back(self, wait: Wait) -> None:
+        raise CannotDelay("expected a store: this broker cannot delay by itself")
+
+    def dangers(self) -> list[Finding]:
+        """Report a problem if the filesystem transport reads and writes different folders."""
+        if not is_folder(self._channel):
+            return []
+        out, into = self._channel.data_folder_out, self._channel.data_folder_in
+        if Path(out).absolute() == Path(into).absolute():
+            return []
+        problem = (
+            f"due messages go to data_folder_out, {out}, and this worker consumes from "
+            f"data_folder_in, {into}"
+        )
+        way_out = "name the same folder twice in broker_transport_options"
+        return [Finding("folders", WRONG, problem, way_out)]
+
+
+class NoAdminPart(NothingParked):
+    """The commands' operations on a broker in which nothing waits."""
+
+    name = parking = "nothing"
+
+    def declare(self, queues: Sequence[Any]) -> Told:
+        return Told({}, [])
+
+    def verify(self) -> list[Finding]:
+        return []
+
+    def examine(self) -> list[Finding]:
+        return []
+
+    def status(self) -> Told:
+        return Told({}, [])
+
+    def uninstall(self) -> list[str]:
+        return []
+
+    def backlog(self) -> Backlog:
+        return Backlog(0, 0)
+
+    def purge(self) -> int:
+        return 0
 
 
 class StoreDelayingTransport(DelayingTransport):
-    """A mixin for kombu's transports: delayed messages wait in a database."""
+    """A mixin for kombu's transports: delayed tasks wait in a store."""
 
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)  # type: ignore[call-arg]
         self._woken: Event | None = None
-        if self.delaying:
-            with suppress(UnsupportedBroker):  # the first delayed publish raises it
-                _require_sqlalchemy()  # the import takes up to a second
 
     def waker(self) -> Callable[[], None]:
         """Return a thread-safe function that lets kombu poll the broker at once."""
@@ -152,23 +163,17 @@ class StoreDelayingTransport(DelayingTransport):
             self._woken.clear()
             raise
 
-    def waits_in(self: Any, settings: DelaySettings) -> str:
-        return f"{settings.namespace} of {without_password(self.store_url(settings))}"
+    def store_url(self, settings: DelaySettings) -> str | None:
+        """Return the URL of the store; None if there is none."""
+        return settings.store
 
-    def own_records(self: Any, settings: DelaySettings) -> RecordsLocation | None:
-        """Return the address of the database that stores task state, such as debounce keys."""
+    def waits_in(self: Any, settings: DelaySettings) -> str:
         url = self.store_url(settings)
-        return RecordsLocation(url, settings.namespace) if is_store_url(url) else None
+        where = "native_delay_store, which is not set" if url is None else without_password(url)
+        return f"{settings.namespace} of {where}"
 
     def bulk_publisher(self: Any, *, window: int) -> Any:
-        _require_sqlalchemy()
-        from ..virtual.template import publisher
-        from .outbox import Outbox
-
-        return publisher(Outbox(self.client, window))
-
-    def store_url(self, settings: DelaySettings) -> str:
-        return settings.store or "native_delay_store, which is not set"
+        return self.store_publisher(window)
 
 
 class FolderChannel(StoreDelayingChannel):
@@ -177,8 +182,18 @@ class FolderChannel(StoreDelayingChannel):
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
         if self.due_of(message) is not None or underway.get() is not None:
             return super()._put(queue, message, **kwargs)
+        return self._put_file(queue, message)
+
+    def put_due(self: Any, message: dict[str, Any], entry: Entry) -> None:
+        queues = [entry.queue]
+        if entry.queue is None:
+            queues = [bound.queue for bound in self.get_table(entry.exchange)]
+        for queue in queues:
+            self._put_file(queue, message)
+
+    def _put_file(self, queue: str, message: dict[str, Any]) -> None:
         try:
-            return put_file(self, queue, dumps(message))
+            put_file(self, queue, dumps(message))
         except OSError as exc:
             raise ChannelError(f"Cannot add a file for {queue!r} to directory: {exc}") from exc
 
@@ -201,7 +216,7 @@ class DatabaseChannel(StoreDelayingChannel):
 
 
 class DatabaseTransport(StoreDelayingTransport):
-    """A mixin for sqlalchemy transports: by default, messages wait in the broker's database."""
+    """A mixin for sqlalchemy transports: by default, tasks wait in the broker's database."""
 
     def establish_connection(self: Any) -> Any:
         options = self.client.transport_options
@@ -220,7 +235,7 @@ def _for_engines(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def delaying(kombus: type[virtual.Transport]) -> type[virtual.Transport]:
-    """Create a subclass of kombu's transport that stores delayed messages in a database."""
+    """Create a subclass of kombu's transport whose delayed tasks wait in a store."""
     plain = kombus.Channel
     is_database = hasattr(plain, "_engine_from_config")
     mixin: type = StoreDelayingChannel

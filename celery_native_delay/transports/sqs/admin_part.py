@@ -7,8 +7,7 @@ from typing import Any
 
 from ...errors import NativeDelayError
 from ...finding import UNCHECKED, WRONG, Finding
-from ..interface import Backlog, Told
-from ..recorded import NothingParked, RecordsStatus, with_records
+from ..interface import Backlog, NothingParked, Told
 from .delay_queue import (
     LONGEST_NAME,
     advice,
@@ -33,24 +32,20 @@ _DELAYED = "ApproximateNumberOfMessagesDelayed"
 class Status:
     """Approximate counts of waiting messages in SQS, for ``delay status``."""
 
-    def __init__(
-        self, name: str, queues: list[dict[str, Any]], listed: RecordsStatus | None = None
-    ) -> None:
+    def __init__(self, name: str, queues: list[dict[str, Any]]) -> None:
         self.name = name
         #: For each queue: delayed messages in the queue (*here*) and in its delay queue
         #: (*on_the_way*), and *overdue* messages in the delay queue, which no worker receives.
         self.queues = queues
         self.waiting = sum(each["here"] + (each["on_the_way"] or 0) for each in queues)
         self.overdue = sum(each["overdue"] for each in queues)
-        self._listed = listed
 
     def as_json(self) -> dict[str, Any]:
-        names = ("name", "queues", "waiting", "overdue")
-        return {"parked": 0, **{name: getattr(self, name) for name in names}}
+        return {"parked": 0, **vars(self)}
 
     def findings(self) -> list[Finding]:
-        """Report messages that no relay receives from a delay queue, and overdue tasks."""
-        found = [] if self._listed is None else self._listed.findings(parked=0)
+        """Report messages that no relay receives from a delay queue."""
+        found = []
         for each in self.queues:
             if each["overdue"]:
                 problem = (
@@ -122,24 +117,19 @@ class SqsAdminPart(NothingParked):
                 f"that have done their wait, and none lies there"
             )
             found.append(Finding("relaying", UNCHECKED, problem, f"make sure of it: {_RELAY}"))
-        records = self._delays.records
-        return [*found, *(() if records is None else records.findings())]
+        return found
 
     def status(self) -> Status:
-        listed = RecordsStatus.read(self._channel, self._delays.settings)
-        return Status(self.name, self._counted(), listed)
+        return Status(self.name, self._counted())
 
     def backlog(self) -> Backlog:
-        backlog = Backlog(Status(self.name, self._counted()).waiting, 0)
-        return with_records(backlog, self._channel, self._delays.settings)
+        return Backlog(self.status().waiting, 0)
 
     def purge(self) -> int:
-        """Purge the delay queues, and remove the waiting tasks from ``native_delay_records``.
+        """Purge the delay queues.
 
         Returns the approximate number of messages that were in the delay queues.
         """
-        if self._delays.records is not None:
-            self._delays.records.purge()
         purged = 0
         for queue, name in self._named():
             attributes = self._attributes(queue)
@@ -169,8 +159,6 @@ class SqsAdminPart(NothingParked):
                 url = self._delays.queues.url(source)
                 with administered(name, "sqs:DeleteQueue"):
                     self._delays.queues.client(source).delete_queue(QueueUrl=url)
-        if self._delays.records is not None:
-            self._delays.records.clear()
         return [name for _, name, attributes in found if attributes is not None]
 
     def _named(self) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from botocore.exceptions import ClientError
 from ...durations import duration
 from ...errors import CannotDelay, NotPermitted, TopologyMismatch
 from ...settings import DelaySettings
-from ..virtual import recorded
+from ..virtual import delays
 from . import hops
 from .delay_queue import (
     LONGEST_NAME,
@@ -41,13 +41,17 @@ class KnownDelayQueue(NamedTuple):
     most_bytes: int = MOST_BYTES  # the largest message that the destination accepts
 
 
-class Delays(recorded.Delays):
+class Delays(delays.SendingDelays):
     """Publishes delayed messages on one SQS channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(channel, settings)
         self.queues = Queues(channel)
         self._known: dict[str, KnownDelayQueue] = {}
+
+    @property
+    def place(self) -> str:
+        return f"{super().place}.{self._channel.queue_name_prefix}"
 
     def send(self, put: SqsMessage, *, now_us: int) -> None:
         """Send a message to the destination queue or, for long delays, to the delay queue."""

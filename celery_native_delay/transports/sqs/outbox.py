@@ -21,7 +21,7 @@ from botocore.exceptions import (
 
 from ..outbox import OutboxBatch
 from ..virtual.collecting import Collecting, PlainMessage
-from ..virtual.recorded import Outbox as RecordedOutbox
+from ..virtual.outbox import CallingOutbox
 from .delay_queue import can_delay, delay_queue_of
 from .delays import Delays
 from .entry import SqsMessage, in_requests
@@ -63,10 +63,10 @@ class SqsCollecting(Collecting):
             delays.queues.url(put.queue)
 
 
-class Outbox(RecordedOutbox[SqsMessage | PlainMessage]):
+class Outbox(CallingOutbox[SqsMessage | PlainMessage]):
     """Sends delayed messages to SQS, ten per request, and immediate messages one by one."""
 
-    lost = (*RecordedOutbox.lost, BotoCoreError, ClientError, NotYet)
+    lost = (*CallingOutbox.lost, BotoCoreError, ClientError, NotYet)
     collecting = SqsCollecting
 
     def is_lasting(self, error: BaseException) -> bool:

@@ -11,13 +11,12 @@ from kombu.transport import SQS
 
 from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
-from ..virtual import recorded
-from ..virtual.channel import DelayingTransport
+from ..virtual.channel import DelayingChannel, DelayingTransport
 from .delay_queue import can_delay
 from .delays import Delays, leave_to_celery
 
 
-class Channel(recorded.Channel, SQS.Channel):  # type: ignore[misc]
+class Channel(DelayingChannel, SQS.Channel):  # type: ignore[misc]
     """kombu's SQS channel, which can also delay messages."""
 
     delays_class = Delays
@@ -36,12 +35,12 @@ class Channel(recorded.Channel, SQS.Channel):  # type: ignore[misc]
         self.delays.check_reach(due_us)
         return self.delays.publish(queue, message, due_us=due_us)
 
-    def worker_part(self, settings: DelaySettings) -> WorkerPart:
+    def own_worker_part(self, settings: DelaySettings) -> WorkerPart:
         from .worker_part import SqsWorkerPart
 
         return SqsWorkerPart(self, settings)
 
-    def admin_part(self, settings: DelaySettings) -> AdminPart:
+    def own_admin_part(self, settings: DelaySettings) -> AdminPart:
         from .admin_part import SqsAdminPart
 
         return SqsAdminPart(self)
@@ -57,6 +56,8 @@ class Transport(DelayingTransport, SQS.Transport):  # type: ignore[misc]
         self.urls_by_queue: dict[str, str] = {}
 
     def bulk_publisher(self, *, window: int) -> Any:
+        if self.has_store:
+            return self.store_publisher(window)
         from ..virtual.template import publisher
         from .outbox import Outbox
 

@@ -14,8 +14,7 @@ from ...durations import duration
 from ...errors import TopologyMismatch
 from ...finding import Finding
 from ...settings import DelaySettings
-from ..interface import Wait
-from ..recorded import RecordedWorkerPart
+from ..interface import Wait, WorkerPart
 from . import hops
 from .delay_queue import can_delay, delay_queue_of, mismatches, why_not_made
 from .relay import Relay
@@ -23,7 +22,7 @@ from .relay import Relay
 logger = logging.getLogger(__name__)
 
 
-class SqsWorkerPart(RecordedWorkerPart):
+class SqsWorkerPart(WorkerPart):
     comes_back_late_seconds = 2.0  # delays are rounded up, and kombu pauses a second
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
@@ -63,7 +62,6 @@ class SqsWorkerPart(RecordedWorkerPart):
                 message,
                 due_us=wait.due_us,
                 delivery_id=wait.delivery_id or message_id,
-                recorded=wait.delivery_id is None,
             )
         except (ClientError, BotoCoreError) as exc:
             raise OperationalError(str(exc)) from exc

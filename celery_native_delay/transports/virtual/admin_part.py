@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ...errors import NativeDelayError
 from ..interface import Backlog, ParkedTask
-from .status import Census, Status
+from ..status import Status
 from .wrapping import unwrapped
 
 
@@ -30,15 +29,6 @@ class AdminPart:
 
     def purge_parked(self) -> int:
         return int(self._store.purge(parked=True))
-
-
-def refuse_waiting(name: str, census: Census) -> None:
-    """Raise NativeDelayError if messages wait or are parked."""
-    if census.waiting or census.parked:
-        raise NativeDelayError(
-            f"{name}: {census.waiting} message(s) wait and {census.parked} are parked: run this "
-            f"again"
-        )
 
 
 def parked_task(envelope: str | bytes) -> ParkedTask:

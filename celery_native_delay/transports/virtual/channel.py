@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -12,11 +13,13 @@ from kombu.transport import virtual
 from ...errors import CannotDelay, SettingsError
 from ...message import Delayed, due_of
 from ...now import time_ns
-from ...records.interface import Records
 from ...records.publishing import RecordedPublish, publish_of, underway
 from ...settings import DelaySettings
+from ...store.entry import Entry
+from ...store.opened import load
 from ..aliases import OPTION, asks_for_delays, settings_from_option
-from ..interface import without_records
+from ..storing import StoringChannel
+from .from_store import ChannelPublisher, entry_of, entry_of_wait
 from .wrapping import due_then, unwrapped
 
 
@@ -33,10 +36,11 @@ class Message(virtual.Message):  # type: ignore[misc]
         self.headers, self.native_delay = unwrapped(self.headers, self.properties)
 
 
-class DelayingChannel:
+class DelayingChannel(StoringChannel):
     """A mixin that lets channels of kombu's virtual transports delay messages."""
 
     Message = Message
+    entry_of_wait = staticmethod(entry_of_wait)
 
     delays_class: ClassVar[Callable[..., Any]]
     """The class that publishes delayed messages to this broker."""
@@ -54,14 +58,38 @@ class DelayingChannel:
 
     def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: RecordedPublish) -> Any:
         """Publish a message that has a debounce, throttle or unique key."""
-        raise without_records(self)
+        self.store_keyed(keyed, entry_of(message, queue, due_us=0))
 
-    def records(self, settings: DelaySettings) -> Records:
-        """Return the storage for task state, such as debounce keys.
+    def moving_part(self, settings: DelaySettings) -> Any:
+        from .moving import MovingPart
 
-        Raises UnsupportedBroker if no storage is configured.
+        return MovingPart(self)
+
+    def publisher_of(self, connection: Any) -> ChannelPublisher:
+        return ChannelPublisher(connection)
+
+    def put_due(self: Any, message: dict[str, Any], entry: Entry) -> None:
+        """Publish the message of a due row, which no clock delays again."""
+        if entry.queue is None:
+            super()._put_fanout(entry.exchange, message, entry.routing_key)  # type: ignore[misc]
+        else:
+            super()._put(entry.queue, message)  # type: ignore[misc]
+
+    def put_broadcast(self: Any, exchange: str, message: dict[str, Any], routing_key: str) -> bool:
+        """Store a delayed message for a fanout exchange. Returns False if it does not wait there.
+
+        Raises CannotDelay if the message has a debounce, throttle or unique key.
         """
-        raise without_records(self)
+        if publish_of(message.get("headers")) is not None:
+            raise CannotDelay(
+                f"expected a task with a key to go to a queue, got the exchange {exchange!r}, "
+                f"which broadcasts: name its queue"
+            )
+        due_us = self.due_of(message)
+        if due_us is None or not self.waits_in_store(message.get("headers")):
+            return False
+        self.store_one(entry_of(message, None, due_us=due_us))
+        return True
 
     @property
     def delays(self) -> Any:
@@ -108,6 +136,11 @@ class DelayingChannel:
         due_us = self.due_of(message)
         if due_us is None:
             return super()._put(queue, message, **kwargs)  # type: ignore[misc]
+        return self._put_delayed(queue, message, due_us, **kwargs)
+
+    def _put_delayed(self, queue: str, message: dict[str, Any], due_us: int, **kwargs: Any) -> Any:
+        if self.waits_in_store(message.get("headers")):
+            return self.store_one(entry_of(message, queue, due_us=due_us))
         return self.let_wait(queue, message, due_us=due_us, **kwargs)
 
     def _put_keyed(
@@ -117,15 +150,7 @@ class DelayingChannel:
         if due_us is None:
             return self.let_wait_keyed(queue, message, keyed)
         # The first queue's copy has replaced the waiting message; this copy is for another queue.
-        return self.let_wait(queue, due_then(message, due_us), due_us=due_us, **kwargs)
-
-    def check_unkeyed(self, message: dict[str, Any], exchange: str) -> None:
-        """Raise CannotDelay if a fanout message has a debounce, throttle or unique key."""
-        if publish_of(message.get("headers")) is not None:
-            raise CannotDelay(
-                f"expected a task with a key to go to a queue, got the exchange {exchange!r}, "
-                f"which broadcasts: name its queue"
-            )
+        return self._put_delayed(queue, due_then(message, due_us), due_us, **kwargs)
 
     def basic_consume(
         self: Any,
@@ -156,4 +181,18 @@ class DelayingTransport:
     def establish_connection(self: Any) -> Any:
         if self.delaying:
             self.Channel = self.delaying_channel
+            with suppress(SettingsError):  # the channel keeps it for the first publish
+                load(settings_from_option((self.client.transport_options or {}).get(OPTION)))
         return super().establish_connection()  # type: ignore[misc]
+
+    @property
+    def has_store(self: Any) -> bool:
+        """True if ``native_delay_store`` is set."""
+        option = (self.client.transport_options or {}).get(OPTION)
+        return settings_from_option(option).store is not None
+
+    def store_publisher(self: Any, window: int) -> Any:
+        """Return a bulk publisher of an app whose tasks wait in a store."""
+        from .store_outbox import store_publisher
+
+        return store_publisher(self.client, window)

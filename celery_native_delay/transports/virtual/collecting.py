@@ -53,13 +53,13 @@ class Collecting:
     returned: list[bytes]
     _is_routed = False
 
-    def put_for(self, queue: str, message: dict[str, Any]) -> CollectedMessage:
+    def put_for(self, queue: str, message: dict[str, Any]) -> Any:
         """Encode *message* for *queue*; the bulk publisher sends the result."""
         raise NotImplementedError
 
     def put_for_all(
         self, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
-    ) -> CollectedMessage:
+    ) -> Any:
         """Encode a delayed message for a fanout exchange; the bulk publisher sends the result."""
         raise NotImplementedError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
 from base64 import b64decode
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -27,7 +26,17 @@ _KOMBUS = ("body_encoding", "delivery_info", "delivery_tag")
 
 
 class MovingPart(moving.MovingPart):
-    """Migrates waiting messages (``delay migrate``) into or out of a Redis broker or a database."""
+    """Migrates waiting messages (``delay migrate``) into or out of one of kombu's brokers."""
+
+    def __init__(self, channel: Any) -> None:
+        super().__init__(channel)
+        store = channel.store
+        self.name = channel.connection.client.as_uri() if store is None else store.where
+
+    def prepare(self, queues: Sequence[Any]) -> None:
+        if self._channel.store is not None:
+            self._channel.store.prepare()
+        super().prepare(queues)
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
         """Return this broker's waiting messages, if ``delay migrate --from`` is the broker's URL.
@@ -35,12 +44,14 @@ class MovingPart(moving.MovingPart):
         Then *what* is None. If ``--from`` is a name, such as ``celery``, *what* is the name. For
         a name, this method raises UnsupportedBroker: only RabbitMQ has such sources.
         """
+        if what == "broker" and self._channel.store is not None:
+            return [self._source()]
         if what is not None:
             raise UnsupportedBroker(
                 f"--from {what} is about RabbitMQ, and this app's broker is "
                 f"{self._channel.connection.client.as_uri()}: give the URL of the one to move from"
             )
-        return self.own_sources()
+        return [self._source()]
 
     def own_sources(self) -> list[Source]:
         return [self._source()]
@@ -68,13 +79,16 @@ class MovingPart(moving.MovingPart):
         # While the message is not due, its task id tells that the message is here.
         return not moving.again or (is_ahead and moving.task_id is not None)
 
-    @abstractmethod
     def _has(self, message: dict[str, Any], queue: str) -> bool:
-        """Return True if *message* already waits for *queue*."""
+        """Return True if *message* already waits for *queue*; a store takes it once anyway."""
+        return False
 
-    @abstractmethod
     def _source(self) -> Source:
         """Return this broker's waiting messages as a :class:`Source`."""
+        raise UnsupportedBroker(
+            f"{self._channel.connection.client.as_uri()} hands out a waiting message only when it "
+            f"is due: its tasks wait there, and later ones in the store"
+        )
 
     def _queues(self, exchange: str, routing_key: str) -> list[str]:
         if not exchange:

@@ -8,7 +8,7 @@ from typing import Any
 from kombu.utils.json import dumps
 
 from ...due_time import eta_of
-from ...message import HEADER, VERSION, Delayed, cancel, due_ms_of, is_own, undo_cancel
+from ...message import HEADER, STORED, VERSION, Delayed, cancel, due_ms_of, is_own, undo_cancel
 from ...texts import is_text
 
 
@@ -81,5 +81,6 @@ def unwrapped(
         exchange=info.get("exchange") or "",
         routing_key=info.get("routing_key") or "",
         cancelled=undo_cancel(opened, header),
+        stored=bool(header.get(STORED)),
     )
     return opened, delayed

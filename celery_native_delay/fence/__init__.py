@@ -1,1 +1,0 @@
-"""If Spark repeats a partition, workers run the tasks of only one attempt."""

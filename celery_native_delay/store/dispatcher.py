@@ -1,0 +1,211 @@
+"""Publishes tasks of a store when they are due.
+
+Every worker runs a dispatcher, and so does ``delay promote``. One of them leads: it takes each row
+when it is due. The others take only rows that are late, so that they help an overloaded leader, and
+replace one that was killed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from secrets import token_hex
+from threading import Event
+from time import monotonic
+from typing import Protocol
+
+from ..backoff import Backoff
+from ..errors import NativeDelayError, StoreUnavailable
+from .entry import Entry
+from .interface import Refusal, Store, Taken
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two renewals of the lead, and two looks at leases and pauses that have ended.
+_LEAD_SECONDS = 1.5
+_RELEASE_SECONDS = 1.0
+
+#: A dispatcher that does not lead looks so often, in seconds, and takes rows so late, in µs.
+_SECOND_LOOK_SECONDS = 1.0
+_SECOND_LATE_US = 1_000_000
+
+#: Seconds between attempts after a failure: the first pause, and the longest.
+RETRY_SECONDS = (0.1, 5.0)
+
+
+class Publisher(Protocol):
+    """Publishes due messages to the broker, each where its producer sent it."""
+
+    def publish(self, entries: Sequence[Entry]) -> list[str | None]:
+        """Publish messages, and wait for the broker's confirms.
+
+        Returns for each message None, or the reason of the broker's refusal. If the connection is
+        lost on the way, the list is shorter. If it is lost before the first message, or in doubt,
+        raises an error of the connection.
+        """
+
+    def close(self) -> None: ...
+
+
+class Dispatcher:
+    """A loop that publishes the due tasks of a store."""
+
+    def __init__(self, store: Store, connect: Callable[[], Publisher]) -> None:
+        """*connect* opens a connection to the broker."""
+        self.promoted = 0
+        self.parked = 0
+        self._store = store
+        self._connect = connect
+        self._publisher: Publisher | None = None
+        self._id = token_hex(8)
+        self._leads = False
+        self._lead_at = self._release_at = 0.0
+        self._stopping = Event()
+        #: An item ends the present pause, or else the next one. Signal handlers may put it.
+        self._alarm: SimpleQueue[None] = SimpleQueue()
+        self._sleeps_until_us = 0
+        self._backoff = Backoff(*RETRY_SECONDS)
+        self._is_failing = False
+
+    def run(self) -> None:
+        """Publish due tasks until :meth:`stop` is called; go on after every error."""
+        self._store.on_add = self._note_added
+        try:
+            while not self._stopping.is_set():
+                self._step()
+        finally:
+            self._store.on_add = lambda due_us: None
+            self._disconnect()
+            with suppress(NativeDelayError):
+                self._store.resign(self._id)
+
+    def stop(self) -> None:
+        """Make :meth:`run` return soon. Any thread or signal handler may call this."""
+        self._stopping.set()
+        self._alarm.put(None)
+
+    def publish_due(self) -> int:
+        """Publish everything that is due now, without a loop; return the number."""
+        before = self.promoted
+        while self._deliver(0).rows:
+            pass
+        return self.promoted - before
+
+    def next_due_us(self) -> int | None:
+        """Return the due time of the first waiting task, in microseconds; None if none waits."""
+        return self._store.next_due_us()
+
+    # --- one round -------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        try:
+            self._keep_up()
+            # From here on, every row that this process adds wakes the dispatcher.
+            self._sleeps_until_us = 1 << 62
+            taken = self._deliver(0 if self._leads else _SECOND_LATE_US)
+        except Exception as error:  # the loop must survive any error of a driver
+            self._disconnect()
+            self._wait_after(error)
+            return
+        if self._is_failing:
+            self._is_failing = False
+            logger.warning("native delay: the tasks in %s are published again", self._store.where)
+        self._backoff.reset()
+        if not taken.rows:
+            self._sleep(taken)
+
+    def _keep_up(self) -> None:
+        now = monotonic()
+        if now >= self._lead_at:
+            self._leads = self._store.leads(self._id)
+            self._lead_at = now + _LEAD_SECONDS
+        if now >= self._release_at:
+            self._release_at = now + _RELEASE_SECONDS
+            if released := self._store.release():
+                logger.debug("native delay: %d task(s) are tried again", released)
+
+    def _deliver(self, late_us: int) -> Taken:
+        """Take a batch, publish it, and settle it in the store."""
+        taken = self._store.take(late_us=late_us)
+        if not taken.rows:
+            return taken
+        try:
+            if self._publisher is None:
+                self._publisher = self._connect()
+            reasons = self._publisher.publish([Entry.decoded(row.entry) for row in taken.rows])
+        except BaseException:
+            with suppress(StoreUnavailable):  # else the lease ends
+                self._store.settle(taken, (), ())
+            raise
+        pairs = list(zip(taken.rows, reasons, strict=False))
+        published = [row for row, reason in pairs if reason is None]
+        refused = [Refusal.of(row, reason) for row, reason in pairs if reason is not None]
+        self._store.settle(taken, published, refused)
+        self.promoted += len(published)
+        if refused:
+            self._tell_of(refused)
+        return taken
+
+    def _tell_of(self, refused: Sequence[Refusal]) -> None:
+        parked = sum(each.parks for each in refused)
+        self.parked += parked
+        if parked:
+            logger.error(
+                "native delay: parked %d task(s) that the broker has refused 8 times: %s; see "
+                "`celery -A PROJ delay parked list`",
+                parked,
+                refused[-1].reason,
+            )
+        if later := len(refused) - parked:
+            logger.warning(
+                "native delay: the broker refused %d due task(s), which are tried again: %s",
+                later,
+                refused[-1].reason,
+            )
+
+    # --- pauses ----------------------------------------------------------------------------
+
+    def _note_added(self, due_us: int) -> None:
+        if self._leads and due_us < self._sleeps_until_us:
+            self._alarm.put(None)
+
+    def _sleep(self, taken: Taken) -> None:
+        seconds = self._store.look_seconds if self._leads else _SECOND_LOOK_SECONDS
+        until_us = taken.now_us + round(seconds * 1_000_000)
+        if self._leads and taken.next_us is not None:
+            until_us = min(until_us, taken.next_us)
+        self._sleeps_until_us = until_us
+        self._pause((until_us - taken.now_us) / 1_000_000)
+
+    def _pause(self, seconds: float) -> None:
+        if self._stopping.is_set():
+            return
+        with suppress(Empty):
+            self._alarm.get(timeout=max(seconds, 0))
+            while True:
+                self._alarm.get_nowait()
+
+    def _wait_after(self, error: Exception) -> None:
+        if self._stopping.is_set():
+            return
+        is_expected = isinstance(error, NativeDelayError | OSError)
+        logger.warning(
+            "native delay: due tasks wait in %s, next attempt in %.1f s: %s: %s",
+            self._store.where,
+            self._backoff.seconds,
+            type(error).__name__,
+            error,
+            exc_info=None if is_expected else error,
+        )
+        self._is_failing = True
+        self._sleeps_until_us = 0
+        self._lead_at = 0.0
+        self._pause(self._backoff.failed())
+
+    def _disconnect(self) -> None:
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            with suppress(Exception):  # the connection is given up anyway
+                publisher.close()

@@ -1,0 +1,88 @@
+"""Opens the store that ``native_delay_store`` names, once per process."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+
+from ..errors import UnsupportedBroker
+from ..per_process import PerProcess
+from ..settings import DelaySettings
+from ..texts import digest_of
+from ..urls import is_redis_url
+from .interface import Store
+
+logger = logging.getLogger(__name__)
+
+#: Stores of the parent process after a fork. The child keeps these objects, because freeing the
+#: objects would close the parent's connections.
+_inherited: list[Store] = []
+
+_stores: PerProcess[tuple[str, str], Store] = PerProcess(_inherited.append)
+
+#: The longest namespace that fits into the tables.
+_LONGEST_NAMESPACE = 64
+
+
+def store_of(settings: DelaySettings, place: str = "", *, url: str | None = None) -> Store:
+    """Return this process's store of one app.
+
+    *place* tells brokers of the same namespace apart, such as a virtual host. *url* is the database
+    of a broker that is its own store; by default ``native_delay_store`` names the store.
+
+    Raises:
+        UnsupportedBroker: the Python package for this kind of store is not installed.
+    """
+    address = url or settings.store
+    assert address is not None
+    namespace = ".".join(filter(None, (settings.namespace, place)))
+    if len(namespace) > _LONGEST_NAMESPACE:
+        namespace = digest_of(namespace)
+    seconds = settings.store_timeout_seconds
+    key = address, namespace
+    return _stores.get(key, lambda: store_at(address, namespace, timeout_seconds=seconds))
+
+
+def load(settings: DelaySettings) -> None:
+    """Import what the store needs, so that the first delayed publish does not wait for it."""
+    with suppress(ImportError):  # the first delayed publish raises it
+        if settings.store is None:
+            return
+        if is_redis_url(settings.store):
+            from . import redis  # noqa: F401
+        else:
+            from . import sql  # noqa: F401
+
+
+def forget_store(url: str, namespace: str) -> None:
+    """Close this process's connections to the store at *url*."""
+    store = _stores.forget((url, namespace))
+    if store is not None:
+        store.close()
+
+
+def store_at(url: str, namespace: str, *, timeout_seconds: float) -> Store:
+    """Make a client of the store at *url*. Nothing is connected yet."""
+    if is_redis_url(url):
+        try:
+            from .redis import RedisStore
+        except ImportError as exc:
+            raise UnsupportedBroker(
+                f"a store in Redis needs redis-py: pip install 'celery_native_delay[redis]' ({exc})"
+            ) from exc
+        return RedisStore(url, namespace, timeout_seconds=timeout_seconds)
+    try:
+        from .sql import SqlStore
+    except ImportError as exc:
+        raise UnsupportedBroker(
+            f"a store in a database needs SQLAlchemy 2: pip install 'celery_native_delay[sql]' "
+            f"({exc})"
+        ) from exc
+    store = SqlStore(url, namespace, timeout_seconds=timeout_seconds)
+    if store.is_file and not store.has_absolute_path:
+        logger.warning(
+            "native delay: %s is another file for each folder that a process starts in: name it "
+            "with four slashes, as in sqlite:////var/lib/shop/delays.db",
+            store.where,
+        )
+    return store

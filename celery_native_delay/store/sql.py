@@ -1,0 +1,537 @@
+"""A store in a database: PostgreSQL, SQLite, MySQL or MariaDB."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, TypeVar
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Index,
+    Integer,
+    MetaData,
+    SmallInteger,
+    String,
+    Table,
+    Text,
+    and_,
+    bindparam,
+    case,
+    delete,
+    exc,
+    func,
+    inspect,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.dialects import mysql, postgresql, sqlite
+
+from ..errors import CannotDelay, NativeDelayError, StoreUnavailable
+from ..finding import UNCHECKED, WRONG, Finding, clock_finding
+from ..now import time_ns
+from ..records.database import Database, clock_ahead_seconds, now_us
+from ..records.interface import Change, Decide, Publish, RecordName, Snapshot
+from ..records.sql import LONG_TEXT, SqlRecords
+from ..records.sql_listing import SqlListing
+from ..records.waiting import Waiting, WaitingTasks
+from ..texts import digest_of, storable
+from ..within import Within
+from .entry import Entry, waiting_of
+from .interface import (
+    BATCH,
+    LEASE_SECONDS,
+    Census,
+    ParkedRow,
+    Refusal,
+    Row,
+    Store,
+    Taken,
+    TakenRow,
+    WaitingRow,
+)
+
+T = TypeVar("T")
+
+METADATA = MetaData()
+
+#: The states of a row. The numbers are in the table. A cancelled row is published at once, so that
+#: a worker announces the task as revoked; it is not listed any more.
+WAITING, TAKEN, PARKED, CANCELLED, CANCELLED_AND_TAKEN = 0, 1, 2, 3, 4
+
+#: One row per waiting task. Never change the columns: changed columns need another table.
+TASKS = Table(
+    "native_delay_task",
+    METADATA,
+    # SQLite numbers rows by itself only if the type is INTEGER.
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
+    Column("namespace", String(64), nullable=False),
+    # A digest of the row's name, which may be too long for an index of MySQL.
+    Column("digest", String(32), nullable=False),
+    # For searches by task id. MySQL cannot index longer texts.
+    Column("task_id", String(255), nullable=False),
+    Column("state", SmallInteger, nullable=False),
+    # When a dispatcher takes the row: its due time, the end of a lease, or the next attempt after a
+    # refusal. In microseconds since the epoch.
+    Column("next_us", BigInteger, nullable=False),
+    Column("taken_by", String(32)),
+    Column("refusals", SmallInteger, nullable=False),
+    Column("reason", Text),
+    Column("entry", LONG_TEXT, nullable=False),
+    Index("native_delay_task_next", "namespace", "state", "next_us"),
+    Index("native_delay_task_id", "namespace", "task_id"),
+    Index("native_delay_task_name", "namespace", "digest", unique=True),
+)
+
+_ROW = TASKS.c
+
+#: The columns that a row of the same name overwrites.
+_OVERWRITTEN = ("task_id", "state", "next_us", "taken_by", "refusals", "reason", "entry")
+
+_MINE = _ROW.namespace == bindparam("mine")
+_WAITS = _ROW.state == WAITING
+_LISTED = _ROW.state.in_((WAITING, PARKED))
+
+_NEXT = select(func.min(_ROW.next_us)).where(_MINE, _ROW.state == bindparam("which"))
+_DUE = (
+    select(_ROW.id, _ROW.entry, _ROW.refusals)
+    .where(_MINE, _ROW.state == bindparam("which"), _ROW.next_us <= bindparam("until"))
+    .order_by(_ROW.next_us)
+    .limit(BATCH)
+    .with_for_update(skip_locked=True)
+)
+_THESE = _ROW.id.in_(bindparam("ids", expanding=True))
+_TAKE = (
+    update(TASKS)
+    .where(_THESE)
+    .values(state=_ROW.state + 1, taken_by=bindparam("token"), next_us=bindparam("lease"))
+)
+_STILL_TAKEN = _ROW.taken_by == bindparam("token")
+_PUBLISHED = delete(TASKS).where(_THESE, _STILL_TAKEN)
+_REFUSED = (
+    update(TASKS)
+    .where(_ROW.id == bindparam("one"), _STILL_TAKEN)
+    .values(
+        state=case((bindparam("parks", type_=Boolean), PARKED), else_=_ROW.state - 1),
+        taken_by=None,
+        next_us=bindparam("at"),
+        refusals=bindparam("count"),
+        reason=bindparam("why"),
+    )
+)
+_GIVEN_BACK = (
+    update(TASKS)
+    .where(_MINE, _STILL_TAKEN)
+    .values(state=_ROW.state - 1, taken_by=None, next_us=bindparam("at"))
+)
+_RELEASE = (
+    update(TASKS)
+    .where(_MINE, _ROW.state == bindparam("which"), _ROW.next_us <= bindparam("until"))
+    .values(state=bindparam("then"), taken_by=None, next_us=bindparam("at"))
+)
+
+#: The states of rows that become free when their lease or pause has ended, and the next states.
+_FREED = {TAKEN: WAITING, CANCELLED_AND_TAKEN: CANCELLED, PARKED: WAITING}
+
+#: Later than any time in microseconds.
+_EVER = 1 << 62
+
+#: Refusals that are counted. The number must fit into its column.
+_MOST_REFUSALS = 30_000
+
+
+class _Timed(Database):
+    """A database whose calls end in time, whatever the driver does."""
+
+    _within: Within | None = None
+    """None for SQLite, whose own time limit is enough."""
+
+    def do(self, work: Callable[[Connection], T]) -> T:
+        return self._in_time(lambda: super(_Timed, self).do(work))
+
+    def look_up(self, work: Callable[[Connection], T]) -> T:
+        return self._in_time(lambda: super(_Timed, self).look_up(work))
+
+    def _in_time(self, call: Callable[[], T]) -> T:
+        if self._within is None:
+            return call()
+        try:
+            return self._within(call)
+        except TimeoutError as error:
+            reason = str(error) or f"no answer within {self._within.seconds:g} s"
+            raise self._unavailable(reason) from error
+
+    def _unavailable(self, reason: str) -> NativeDelayError:
+        return StoreUnavailable(f"the store at {self.where} does not work: {reason}")
+
+
+class SqlStore(_Timed, Store):
+    """The waiting tasks of one namespace in a database."""
+
+    tables = METADATA
+
+    def __init__(self, url: str, namespace: str, *, timeout_seconds: float) -> None:
+        Store.__init__(self)
+        super().__init__(url, setting="native_delay_store")
+        self.namespace = namespace
+        self.is_file = self.engine.dialect.name == "sqlite"
+        self.look_seconds = 0.05 if self.is_file else 0.25
+        self._within = None if self.is_file else Within(timeout_seconds)
+        self._mine = {"mine": namespace}
+
+    @property
+    def has_absolute_path(self) -> bool:
+        """False if a SQLite file is named relative to the folder in which a process starts."""
+        path = (self.engine.url.database or "").removeprefix("file:")
+        return Path(path).is_absolute()
+
+    @cached_property
+    def state(self) -> SqlState:
+        return SqlState(self)
+
+    def tasks(self, delays: Any) -> WaitingTasks:
+        return SqlTasks(self, delays)
+
+    def prepare(self) -> None:
+        if not self.is_ready:
+            self.do(lambda connection: None)
+
+    def make_tables(self) -> None:
+        super().make_tables()
+        self.state.tables.create_all(self.engine)
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    # --- in ------------------------------------------------------------------------------
+
+    def add(self, rows: Sequence[Row]) -> None:
+        written = [self.row(row) for row in rows]
+        # The same row in another order would be a deadlock with another producer.
+        written.sort(key=lambda row: str(row["digest"]))
+        try:
+            self.do(lambda connection: connection.execute(self.upsert, written))
+        except StoreUnavailable as error:
+            if isinstance(error.__cause__, exc.DataError | exc.IntegrityError):
+                raise CannotDelay(f"{self.where} refuses the task: {error}") from error
+            raise
+        self.on_add(min(row.due_us for row in rows))
+
+    def row(self, row: Row) -> dict[str, Any]:
+        return {
+            "namespace": self.namespace,
+            "digest": digest_of(row.name),
+            "task_id": storable(row.task_id)[:255],
+            "state": WAITING,
+            "next_us": row.due_us,
+            "taken_by": None,
+            "refusals": 0,
+            "reason": None,
+            "entry": row.entry,
+        }
+
+    @cached_property
+    def upsert(self) -> Any:
+        """The statement that writes rows, and overwrites rows of the same names."""
+        if self.engine.dialect.name in ("mysql", "mariadb"):
+            into = mysql.insert(TASKS)
+            return into.on_duplicate_key_update(
+                {name: into.inserted[name] for name in _OVERWRITTEN}
+            )
+        kind: Any = sqlite if self.is_file else postgresql
+        added = kind.insert(TASKS)
+        return added.on_conflict_do_update(
+            index_elements=[_ROW.namespace, _ROW.digest],
+            set_={name: added.excluded[name] for name in _OVERWRITTEN},
+        )
+
+    # --- out -----------------------------------------------------------------------------
+
+    def next_due_us(self) -> int | None:
+        def looked(connection: Connection) -> int | None:
+            firsts = (self._first_us(connection, state) for state in (CANCELLED, WAITING))
+            return min((us for us in firsts if us is not None), default=None)
+
+        return self.look_up(looked)
+
+    def _first_us(self, connection: Connection, state: int) -> int | None:
+        first: int | None = connection.execute(_NEXT, self._mine | {"which": state}).scalar()
+        return first
+
+    def take(self, *, late_us: int = 0) -> Taken:
+        def looked(connection: Connection) -> tuple[int, int | None, int | None]:
+            cancelled_us = self._first_us(connection, CANCELLED)
+            return now_us(connection), cancelled_us, self._first_us(connection, WAITING)
+
+        # One state after another, because an index finds the first rows of one state only.
+        at_us, cancelled_us, next_us = self.look_up(looked)
+        until_us = at_us - late_us
+        due = {CANCELLED: cancelled_us, WAITING: next_us}
+        states = [state for state, us in due.items() if us is not None and us <= until_us]
+        if not states:
+            return Taken("", (), at_us, next_us)
+        token = token_hex(16)
+
+        def taken(connection: Connection) -> Sequence[Any]:
+            which = self._mine | {"until": until_us, "which": states[0]}
+            rows = connection.execute(_DUE, which).all()
+            if rows:
+                lease_us = at_us + round(LEASE_SECONDS * 1_000_000)
+                these = {"ids": [row.id for row in rows], "token": token, "lease": lease_us}
+                connection.execute(_TAKE, these)
+            return rows
+
+        rows = [TakenRow(row.id, row.entry, row.refusals) for row in self.do(taken)]
+        return Taken(token, rows, at_us, next_us)
+
+    def settle(
+        self, taken: Taken, published: Sequence[TakenRow], refused: Sequence[Refusal]
+    ) -> None:
+        def settled(connection: Connection) -> None:
+            mine = {"token": taken.token}
+            if published:
+                ids = [row.key for row in published]
+                connection.execute(_PUBLISHED, mine | {"ids": ids})
+            at_us = now_us(connection)
+            if refused:
+                connection.execute(_REFUSED, [mine | _refused(each, at_us) for each in refused])
+            if len(published) + len(refused) < len(taken.rows):
+                connection.execute(_GIVEN_BACK, self._mine | mine | {"at": at_us})
+
+        self.do(settled)
+
+    def release(self, *, parked: bool = False) -> int:
+        def released(connection: Connection) -> int:
+            at_us = now_us(connection)
+            released = 0
+            for state, then in _FREED.items():
+                until_us = _EVER if parked and state == PARKED else at_us
+                which = {"which": state, "until": until_us, "then": then, "at": at_us}
+                released += connection.execute(_RELEASE, self._mine | which).rowcount
+            return released
+
+        return self.do(released)
+
+    # --- seen ----------------------------------------------------------------------------
+
+    def census(self) -> Census:
+        counts = select(_ROW.state, func.count()).where(_MINE).group_by(_ROW.state)
+        late = select(func.count()).where(_MINE, _WAITS, _ROW.next_us <= bindparam("until"))
+
+        def counted(connection: Connection) -> Census:
+            at_us = now_us(connection)
+            found: dict[int, int] = dict(connection.execute(counts, self._mine).all())
+            first_us = self._first_us(connection, WAITING)
+            overdue = connection.execute(late, self._mine | {"until": at_us}).scalar()
+            return Census(
+                found.get(WAITING, 0),
+                found.get(TAKEN, 0) + found.get(CANCELLED_AND_TAKEN, 0),
+                found.get(PARKED, 0),
+                int(overdue or 0),
+                None if first_us is None else int(first_us) - at_us,
+                False,
+            )
+
+        return self.look_up(counted)._replace(promoting=self._is_dispatched())
+
+    def parked(self, limit: int) -> list[ParkedRow]:
+        asked = select(_ROW.entry, _ROW.reason).where(_MINE, _ROW.state == PARKED)
+        asked = asked.order_by(_ROW.id).limit(limit)
+        rows = self.look_up(lambda connection: connection.execute(asked, self._mine).all())
+        return [ParkedRow(Entry.decoded(row.entry), row.reason or "") for row in rows]
+
+    def rows_after(self, row: WaitingRow | None, *, limit: int) -> list[WaitingRow]:
+        asked = select(_ROW.id, _ROW.next_us, _ROW.entry).where(_MINE, _WAITS)
+        if row is not None:
+            same_time = and_(_ROW.next_us == row.next_us, _ROW.id > row.key)
+            asked = asked.where(or_(_ROW.next_us > row.next_us, same_time))
+        asked = asked.order_by(_ROW.next_us, _ROW.id).limit(limit)
+        found = self.look_up(lambda connection: connection.execute(asked, self._mine).all())
+        return [WaitingRow(each.id, each.next_us, each.entry) for each in found]
+
+    def remove(self, key: Any, entry: str) -> bool:
+        this = delete(TASKS).where(_ROW.id == key, _WAITS, _ROW.entry == entry)
+        return bool(self.do(lambda connection: connection.execute(this).rowcount))
+
+    def now_us(self) -> int:
+        return self.look_up(now_us)
+
+    def purge(self, *, parked: bool) -> int:
+        these = delete(TASKS).where(_MINE, _ROW.state == (PARKED if parked else WAITING))
+        return self.do(lambda connection: connection.execute(these, self._mine).rowcount)
+
+    def clear(self) -> int:
+        these = delete(TASKS).where(_MINE)
+        rows = self.do(lambda connection: connection.execute(these, self._mine).rowcount)
+        return rows + self.state.clear()
+
+    def is_made(self) -> bool:
+        """Return True if the tables exist. This call creates nothing, not even SQLite's file."""
+        path = Path((self.engine.url.database or "").removeprefix("file:").partition("?")[0])
+        if self.is_file and not path.exists():
+            return False
+
+        def found() -> bool:
+            with self.explained(), self.engine.connect() as connection:
+                seen = inspect(connection)
+                tables = (*self.tables.sorted_tables, *self.state.tables.sorted_tables)
+                return all(seen.has_table(table.name) for table in tables)
+
+        return self._in_time(found)
+
+    def findings(self) -> list[Finding]:
+        try:
+            if not self.is_made():
+                problem = f"{self.where} has none of our tables"
+                way_out = (
+                    "start a worker or run `celery -A PROJ delay declare`, which make them, or "
+                    "correct native_delay_store, in workers and producers"
+                )
+                return [Finding("store", WRONG, problem, way_out)]
+            # The statement fails if this user may not write, although no row matches.
+            nothing = delete(TASKS).where(_ROW.id < 0)
+            self.do(lambda connection: connection.execute(nothing))
+            ahead_seconds = self.look_up(clock_ahead_seconds)
+        except StoreUnavailable as error:
+            way_out = (
+                "start the database, or correct native_delay_store in workers and producers; its "
+                "user must be able to write"
+            )
+            return [Finding("store", WRONG, str(error), way_out)]
+        if ahead_seconds is None:
+            problem = f"the clock of {self.where}: it is not known how to ask for it"
+            return [
+                Finding("clocks", UNCHECKED, problem, "have all machines follow one time server")
+            ]
+        effect = "delayed tasks are early or late by that"
+        return list(clock_finding("the database's clock", ahead_seconds, effect))
+
+
+class SqlState(_Timed, SqlRecords):
+    """The state of keys, rates and schedules; a change of a key and its row is one transaction."""
+
+    def __init__(self, store: SqlStore) -> None:
+        super().__init__(store.url, store.namespace, engine=store.engine)
+        self._store = store
+        self._within = store._within
+
+    def make_tables(self) -> None:
+        self._store.make_tables()
+        self.is_ready = True
+
+    def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
+        due_us: int | None = None
+
+        def decide_and_note(snapshot: Snapshot) -> Change[T]:
+            nonlocal due_us
+            change = decide(snapshot)
+            due_us = change.due_us
+            return change
+
+        answer = super().change(name, decide_and_note, publish)
+        if due_us is not None:
+            self._store.on_add(due_us)
+        return answer
+
+    def _messages(
+        self, connection: Connection, task_id: str, *, locked: bool
+    ) -> tuple[tuple[Any, int], ...]:
+        asked = select(_ROW.id, _ROW.next_us, _ROW.state).where(
+            _MINE, _ROW.task_id == storable(task_id)[:255], _LISTED
+        )
+        rows = connection.execute(
+            asked.with_for_update() if locked else asked, {"mine": self._store.namespace}
+        )
+        return tuple((row.id, 0 if row.state == PARKED else row.next_us) for row in rows)
+
+    def _cancel(self, connection: Connection, members: Sequence[Any]) -> None:
+        connection.execute(delete(TASKS).where(_THESE), {"ids": list(members)})
+
+    def _publish(self, connection: Connection, due_us: int, publish: Publish | None) -> None:
+        assert publish is not None
+        row: Row = publish(due_us, "", time_ns() // 1000 - now_us(connection))
+        connection.execute(self._store.upsert, self._store.row(row))
+
+
+class SqlTasks(SqlListing):
+    """Lists, cancels and reschedules the waiting tasks in a database."""
+
+    def __init__(self, store: SqlStore, delays: Any) -> None:
+        self._store = store
+        self._delays = delays
+        mine = (_ROW.namespace == store.namespace) & _WAITS
+        shown = (_ROW.id, _ROW.entry)
+        super().__init__(mine, _ROW.next_us, (_ROW.id,), _ROW.entry, shown)
+
+    def _look_up(self, work: Callable[[Connection], T]) -> T:
+        return self._store.look_up(work)
+
+    def _decoded(self, row: Any) -> Waiting | None:
+        return waiting_of(row.entry)
+
+    def _of_task(self, task_id: str) -> Any:
+        of_task = _ROW.task_id == storable(task_id)[:255]
+        return select(_ROW.id, _ROW.entry, _ROW.state).where(
+            _ROW.namespace == self._store.namespace, of_task
+        )
+
+    def _found(self, task_id: str) -> list[tuple[int, str, Waiting]]:
+        asked = self._of_task(task_id).where(_LISTED).order_by(_ROW.next_us)
+        rows = self._look_up(lambda connection: connection.execute(asked).all())
+        found = ((row.id, row.entry, waiting_of(row.entry)) for row in rows)
+        return [
+            (row_id, entry, task)
+            for row_id, entry, task in found
+            if task is not None and task.id == task_id
+        ]
+
+    def _replace(
+        self,
+        member: int,
+        entry: str,
+        task: Waiting,
+        due_us: int | None,
+        *,
+        cancelled: bool,
+        **_: int,
+    ) -> tuple[int, int] | None:
+        before = Entry.decoded(entry)
+
+        def replaced(connection: Connection) -> int | None:
+            new_us = now_us(connection) if due_us is None else due_us
+            this: Any
+            if cancelled and not before.is_task:  # its consumer would not know the mark
+                this = delete(TASKS)
+            else:
+                new = before.revoked(new_us) if cancelled else before.moved(new_us)
+                state = CANCELLED if cancelled else WAITING
+                values = {"state": state, "next_us": new_us, "refusals": 0, "reason": None}
+                this = update(TASKS).values(values | {"entry": new.encoded()})
+            as_it_was = (_ROW.id == member, _LISTED, _ROW.entry == entry)
+            return new_us if connection.execute(this.where(*as_it_was)).rowcount else None
+
+        new_us = self._store.do(replaced)
+        if new_us is None:
+            return None
+        self._store.on_add(new_us)
+        return member, new_us
+
+    def _is_taken(self, task_id: str) -> bool:
+        taken = self._of_task(task_id).where(_ROW.state == TAKEN)
+        return self._look_up(lambda connection: connection.execute(taken).first()) is not None
+
+
+def _refused(refusal: Refusal, at_us: int) -> dict[str, Any]:
+    return {
+        "one": refusal.row.key,
+        "parks": refusal.parks,
+        "at": at_us + refusal.pause_us,
+        "count": min(refusal.row.refusals + 1, _MOST_REFUSALS),
+        "why": storable(refusal.reason),
+    }

@@ -1,0 +1,198 @@
+"""Write many tasks into a store: rows in batches, most of them made from a template."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping, Sequence
+from json.encoder import encode_basestring_ascii as as_json
+from operator import itemgetter
+from secrets import token_hex
+from typing import Any, NamedTuple
+
+from ..errors import CannotDelay, RefusedMessage
+from ..store.entry import Entry
+from ..store.interface import Row, Store
+from .bulk_publisher import RandomIds, TaskTemplate, TaskValues
+from .outbox import OutboxBatch
+
+
+class StoredMessage:
+    """A task to write into the store."""
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+
+    @property
+    def due_us(self) -> int:
+        return self.row.due_us
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.row.entry)
+
+    def encode(self, *_: int) -> None:
+        """Do nothing: a row is text already."""
+
+    def refused(self, reason: str) -> RefusedMessage:
+        entry = Entry.decoded(self.row.entry)
+        where = entry.exchange, entry.routing_key
+        return RefusedMessage(reason, *where, entry.headers, entry.body, entry.delivery_id)
+
+
+class StoredBatch(OutboxBatch[Any]):
+    """Rows that are written together."""
+
+
+def packed(puts: Sequence[Any]) -> tuple[list[StoredBatch], list[Any]]:
+    """Divide messages into batches for the store, and the other messages."""
+    rows = [put for put in puts if isinstance(put, StoredMessage)]
+    others = [put for put in puts if not isinstance(put, StoredMessage)]
+    return [StoredBatch(rows)] if rows else [], others
+
+
+def write(store: Store, batch: OutboxBatch[Any]) -> dict[str, list[StoredMessage]]:
+    """Write a batch, and return the messages that the store refused, by reason.
+
+    It may be repeated: a row of the same name is in the store once. Raises StoreUnavailable if the
+    store does not answer.
+    """
+    refused: dict[str, list[StoredMessage]] = {}
+    try:
+        store.add([put.row for put in batch.puts])
+    except CannotDelay:  # one bad row must not cost the others
+        for put in batch.puts:
+            try:
+                store.add([put.row])
+            except CannotDelay as exc:
+                refused.setdefault(str(exc), []).append(put)
+    return refused
+
+
+class _Fields(NamedTuple):
+    """The texts that differ between the rows of similar tasks."""
+
+    due_us: str
+    delivery_id: str
+    task_id: str
+    eta: str
+    argsrepr: str
+    kwargsrepr: str
+    body: str
+
+
+class StoredTemplate(TaskTemplate):
+    """Makes rows of tasks that have the same destination and options."""
+
+    def __init__(self, entry: Entry, longest_seconds: float) -> None:
+        super().__init__(_body_of(entry))
+        headers, properties = dict(entry.headers), dict(entry.properties)
+        self._is_base64 = properties.get("body_encoding") == "base64"
+        self._longest_seconds = longest_seconds
+        marks = _Fields(*(f"{name} {token_hex(16)}" for name in _Fields._fields))
+        task_id = headers["id"]
+        headers |= {name: getattr(marks, name) for name in ("eta", "argsrepr", "kwargsrepr")}
+        headers["id"] = marks.task_id
+        if headers.get("root_id") == task_id:
+            headers["root_id"] = marks.task_id
+        properties |= {"application_headers": headers, "correlation_id": marks.task_id}
+        if "delivery_tag" in properties:  # of kombu's virtual transports
+            properties["delivery_tag"] = marks.delivery_id
+        # A number cannot be a mark, so the due time stands between two others.
+        marked = Entry(
+            _DUE_MARK,
+            entry.exchange,
+            entry.routing_key,
+            properties,
+            marks.body.encode(),
+            marks.delivery_id,
+            entry.queue,
+        ).encoded()
+        named = {f'"{mark}"': at for at, mark in enumerate(marks)}
+        named |= {str(_DUE_MARK): 0, marks.body: 6}
+        pieces = re.split(f"({'|'.join(map(re.escape, named))})", marked)
+        self._form = "%s".join(piece.replace("%", "%%") for piece in pieces[::2])
+        order = [named[piece] for piece in pieces[1::2]]
+        self._in_order: Callable[[Sequence[str]], tuple[str, ...]] = itemgetter(*order)
+        self._queue = entry.queue
+        self._like = entry
+
+    @classmethod
+    def of(cls, message: StoredMessage, channel: Any) -> StoredTemplate | None:
+        entry = Entry.decoded(message.row.entry)
+        headers = entry.headers
+        is_plain = (
+            entry.is_task
+            and entry.expires_ms is None
+            and entry.properties.get("correlation_id") == headers["id"]
+            and not headers.get("retries")
+            and {"eta", "argsrepr", "kwargsrepr"} <= headers.keys()
+        )
+        if not is_plain:
+            return None
+        template = cls(entry, channel.delays.settings.longest_delay_seconds)
+        return template if template.makes(message, values_of(entry)) else None
+
+    @staticmethod
+    def headers_of(message: StoredMessage) -> Mapping[str, Any]:
+        told: Mapping[str, Any] = Entry.decoded(message.row.entry).told()["application_headers"]
+        return told
+
+    def makes(self, message: StoredMessage, values: TaskValues) -> bool:
+        entry = Entry.decoded(message.row.entry)
+        return self._row(entry.due_us, entry.delivery_id, values) == message.row
+
+    def another(
+        self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues
+    ) -> StoredMessage:
+        channel.delays.check_reach(due_us)
+        return StoredMessage(self._row(due_us, ids.uuid(), values))
+
+    def _row(self, due_us: int, delivery_id: str, values: TaskValues) -> Row:
+        task_id, eta, argsrepr, kwargsrepr, body = values
+        fields = _Fields(
+            str(due_us),
+            as_json(delivery_id),
+            as_json(task_id),
+            as_json(eta),
+            as_json(argsrepr),
+            as_json(kwargsrepr),
+            b64encode(body).decode() if self._is_base64 else body.decode(),
+        )
+        name = self._like.name_of(task_id)
+        return Row(name, task_id, due_us, self._form % self._in_order(fields))
+
+
+#: Stands for the due time in a template: no message has this number.
+_DUE_MARK = 8_970_163_845_120_771_093
+
+
+def values_of(entry: Entry) -> TaskValues:
+    """Return the values by which similar tasks differ."""
+    headers = entry.headers
+    known = (headers["id"], headers["eta"], headers["argsrepr"], headers["kwargsrepr"])
+    return (*known, _body_of(entry))
+
+
+def _body_of(entry: Entry) -> bytes:
+    is_base64 = entry.properties.get("body_encoding") == "base64"
+    return b64decode(entry.body) if is_base64 else entry.body
+
+
+def template_class(theirs: type[TaskTemplate]) -> type[TaskTemplate]:
+    """Return a template class for rows of a store, and for the messages of *theirs*."""
+
+    class Template(theirs):  # type: ignore[misc, valid-type]
+        @classmethod
+        def of(cls, message: Any, channel: Any) -> TaskTemplate | None:
+            if isinstance(message, StoredMessage):
+                return StoredTemplate.of(message, channel)
+            found: TaskTemplate | None = theirs.of(message, channel)
+            return found
+
+        @staticmethod
+        def headers_of(message: Any) -> Mapping[str, Any]:
+            known = StoredTemplate if isinstance(message, StoredMessage) else theirs
+            return known.headers_of(message)
+
+    return Template

@@ -1,0 +1,375 @@
+"""Lets tasks wait in ``native_delay_store`` beside any broker.
+
+A task waits in one place: in the store, if there is one and ``native_delay_store_tasks`` names the
+task, or if the task has a key, a rate or a schedule; else in the broker.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from threading import Thread
+from typing import Any
+
+from ..due_time import check_due
+from ..errors import StoreUnavailable
+from ..finding import ADVICE, WRONG, Finding
+from ..message import Delayed
+from ..now import time_ns
+from ..rates.line import Lines
+from ..records.cancelled import note_cancelled
+from ..records.interface import Records
+from ..records.publishing import RecordedPublish
+from ..records.waiting import WaitingTasks
+from ..settings import DelaySettings
+from ..store.dispatcher import Dispatcher, Publisher
+from ..store.entry import Entry
+from ..store.interface import ParkedRow, Row, Store
+from ..urls import is_redis_url
+from .interface import (
+    AdminPart,
+    Backlog,
+    ExpectsQueues,
+    ParkedTask,
+    Promoter,
+    Rescue,
+    ServesQueues,
+    Told,
+    Wait,
+    WorkerPart,
+    without_store,
+)
+from .status import Status, refuse_waiting
+from .watching import warn_if_nothing_promotes
+
+
+class StoringChannel:
+    """A channel mixin: tasks wait in the store, if there is one."""
+
+    connection: Any
+    delays: Any
+
+    @property
+    def keeps_all_in_store(self) -> bool:
+        """True if no task waits in the broker."""
+        return bool(self.delays.settings.is_all_in_store)
+
+    @property
+    def store(self) -> Store | None:
+        """The store beside this broker, or None if tasks wait in the broker."""
+        store: Store | None = self.delays.store
+        return store
+
+    @property
+    def needed_store(self) -> Store:
+        """The store; raises NoStore if there is none."""
+        if self.store is None:
+            raise without_store(self)
+        return self.store
+
+    def records(self, settings: DelaySettings) -> Records:
+        """Return the state of keys, rates and schedules; raise NoStore without a store."""
+        return self.needed_store.state
+
+    def waiting_tasks(self, settings: DelaySettings) -> WaitingTasks:
+        """Return the tasks that wait in the store; raise NoStore without a store."""
+        found = self.needed_store.tasks(self.delays)
+        if not self.keeps_all_in_store:
+            found.note_elsewhere = self._note_cancelled
+        return found
+
+    def state_of_revoked(self) -> Records | None:
+        """Return the state that knows cancelled tasks whose messages wait in the broker."""
+        return None if self.store is None else self.store.state
+
+    def _note_cancelled(self, task_id: str) -> None:
+        """Let workers announce a task as revoked when its message comes from the broker."""
+        longest_us = round(self.delays.settings.longest_delay_seconds * 1_000_000)
+        note_cancelled(self.needed_store.state, task_id, kept_us=longest_us)
+
+    def lines(self, settings: DelaySettings) -> Lines:
+        """Return the lines of rate-limited tasks; raise NoStore without a store."""
+        store: Any = self.needed_store
+        if not is_redis_url(store.url):
+            from ..rates.in_records import RecordLines
+
+            return RecordLines(store.state)
+        from ..rates.in_redis import RedisLines
+
+        return RedisLines(store.client.connection_pool, store.keys.space, store.where)
+
+    # --- publishing ------------------------------------------------------------------------
+
+    def waits_in_store(self, headers: Mapping[str, Any] | None) -> bool:
+        """Return True if a message with these headers waits in the store, if it is delayed."""
+        return not self.delays.settings.drains and self.returns_to_store(headers)
+
+    def returns_to_store(self, headers: Mapping[str, Any] | None) -> bool:
+        """Return True if a message that a worker puts back waits in the store."""
+        settings: DelaySettings = self.delays.settings
+        task = str((headers or {}).get("task") or "")
+        return self.store is not None and settings.waits_in_store(task)
+
+    def store_one(self, entry: Entry) -> None:
+        """Write the message of a delayed task into the store."""
+        self.check_reach(entry.due_us)
+        self.needed_store.add([Row.of(entry)])
+        self._watch()
+
+    def _watch(self) -> None:
+        """Log a warning if tasks are overdue and no process dispatches them."""
+        store = self.needed_store
+        warn_if_nothing_promotes(store.where, lambda: Status.of(store.where, store.census()))
+
+    def store_keyed(self, keyed: RecordedPublish, entry: Entry) -> None:
+        """Change the state of a key or schedule entry, and write its task, in one step."""
+
+        def row(due_us: int, delivery_id: str, clock_ahead_us: int) -> Row:
+            self.check_reach(due_us, ahead_us=clock_ahead_us)
+            return Row.of(entry.due_at(due_us))
+
+        keyed.settle(self.needed_store.state, row)
+        self._watch()
+
+    def check_reach(self, due_us: int, *, ahead_us: int = 0) -> None:
+        """Raise DelayTooLong for a due time too far away.
+
+        This machine's clock is *ahead_us* microseconds ahead of the clock that set the due time.
+        """
+        check_due(
+            due_us,
+            now_us=time_ns() // 1000 - ahead_us,
+            longest_delay_seconds=self.delays.settings.longest_delay_seconds,
+        )
+
+    # --- parts -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def own_worker_part(self, settings: DelaySettings) -> WorkerPart:
+        """Return what a worker needs for tasks that wait in this broker."""
+
+    @abstractmethod
+    def own_admin_part(self, settings: DelaySettings) -> AdminPart:
+        """Return what the commands need for tasks that wait in this broker."""
+
+    @abstractmethod
+    def entry_of_wait(self, wait: Wait) -> Entry:
+        """Return the message of a task that a worker puts back, for one queue."""
+
+    @abstractmethod
+    def publisher_of(self, connection: Any) -> Publisher:
+        """Return a publisher of due messages over a kombu connection."""
+
+    def worker_part(self, settings: DelaySettings) -> WorkerPart:
+        own = self.own_worker_part(settings)
+        return own if self.store is None else StoreWorkerPart(self, settings, own)
+
+    def admin_part(self, settings: DelaySettings) -> AdminPart:
+        own = self.own_admin_part(settings)
+        return own if self.store is None else StoreAdminPart(self, settings, own)
+
+
+class StoreWorkerPart(WorkerPart):
+    """The operations of a worker whose tasks wait in a store, and perhaps in the broker, too."""
+
+    comes_back_late_seconds = 0.3  # other processes look for the row every 0.25 s
+
+    def __init__(self, channel: StoringChannel, settings: DelaySettings, own: WorkerPart) -> None:
+        super().__init__(channel, settings)
+        self._own = own
+        self._store = channel.needed_store
+
+    def serve(self, queues: Sequence[str]) -> None:
+        if isinstance(self._own, ServesQueues):
+            self._own.serve(queues)
+
+    def prepare(self, where: str) -> str:
+        """Prepare the store and, if some tasks wait there, the broker."""
+        try:
+            self._store.prepare()
+            census = self._store.census()
+            found = f"{census.waiting} waiting, {census.parked} parked"
+        except StoreUnavailable as exc:
+            found = f"it does not answer yet ({exc})"
+        told = f"{self._store.where} holds delayed tasks of {where}: {found}"
+        if self._channel.keeps_all_in_store:
+            return f"{told}; {self.terms}"
+        return f"{told}; other tasks wait in the broker: {self._own.prepare(where)}"
+
+    def dangers(self) -> list[Finding]:
+        return self._store.findings() + self._own.dangers()
+
+    def put_back(self, waits: Sequence[Wait]) -> list[Exception | None]:
+        stored = [wait for wait in waits if self._is_stored(wait)]
+        stays = [wait for wait in waits if not self._is_stored(wait)]
+        into_store = iter(super().put_back(stored))
+        into_broker = iter(self._own.put_back(stays) if stays else ())
+        return [next(into_store if self._is_stored(wait) else into_broker) for wait in waits]
+
+    def _is_stored(self, wait: Wait) -> bool:
+        # A task of a rate has its place in the headers.
+        return bool(wait.headers) or self._channel.returns_to_store(wait.message.headers)
+
+    def put_one_back(self, wait: Wait) -> None:
+        self._store.add([Row.of(self._channel.entry_of_wait(wait))])
+
+    def rescue(self) -> Rescue | None:
+        """Publish messages that are parked in the broker; let the dispatcher try parked rows."""
+        return self._rescued(self._own.rescue)
+
+    def rescue_in_turn(self) -> Rescue | None:
+        return self._rescued(self._own.rescue_in_turn)
+
+    def _rescued(self, own: Callable[[], Rescue | None]) -> Rescue | None:
+        outcome = Rescue() if self._channel.keeps_all_in_store else own()
+        self._store.release(parked=True)
+        return outcome
+
+    def promoter(self, connect: Callable[..., Any]) -> Any:
+        dispatcher = Dispatcher(self._store, lambda: self._channel.publisher_of(connect()))
+        own = self._own.promoter(connect)
+        return dispatcher if own is None else _Both(dispatcher, own)
+
+    def sweep(self) -> int:
+        return int(getattr(self._store.state, "sweep", int)())
+
+
+class _Both:
+    """Runs the dispatcher of a store beside the promoter of its broker."""
+
+    def __init__(self, dispatcher: Dispatcher, own: Promoter) -> None:
+        self._dispatcher = dispatcher
+        self._own = own
+
+    @property
+    def promoted(self) -> int:
+        return self._dispatcher.promoted + self._own.promoted
+
+    @property
+    def parked(self) -> int:
+        return self._dispatcher.parked + self._own.parked
+
+    def run(self) -> None:
+        beside = Thread(target=self._own.run, name="native-delay-own-promoter", daemon=True)
+        beside.start()
+        self._dispatcher.run()
+        beside.join()
+
+    def stop(self) -> None:
+        self._dispatcher.stop()
+        self._own.stop()
+
+
+class StoreAdminPart:
+    """The operations of the ``delay`` commands for tasks that wait in a store."""
+
+    def __init__(self, channel: StoringChannel, settings: DelaySettings, own: AdminPart) -> None:
+        self._channel = channel
+        self._settings = settings
+        self._store = channel.needed_store
+        self.own = own
+        """The part of the broker, in which other tasks wait, or waited before."""
+        self.name = self._store.where
+        self.parking = f"{self._store.where} (parked)"
+
+    def expect(self, queues: Sequence[Any]) -> None:
+        if isinstance(self.own, ExpectsQueues):
+            self.own.expect(queues)
+
+    def serve(self, queues: Sequence[str]) -> None:
+        if isinstance(self.own, ServesQueues):
+            self.own.serve(queues)
+
+    def declare(self, queues: Sequence[Any]) -> Told:
+        """Create the store's tables, the app's queues and, if tasks wait there, delay queues."""
+        self._store.prepare()
+        told = Told({"store": self.name}, [f"{self.name} is ready"])
+        if self._channel.keeps_all_in_store:
+            for queue in queues:
+                queue(self._channel).declare()
+            return told
+        own = self.own.declare(queues)
+        return Told({**told.facts, **own.as_json()}, [*told.sentences, *own.lines(_no_table)])
+
+    def verify(self) -> list[Finding]:
+        return [] if self._channel.keeps_all_in_store else self.own.verify()
+
+    def examine(self) -> list[Finding]:
+        found = self._store.findings()
+        if not any(finding.level == WRONG and finding.check == "store" for finding in found):
+            found += self._status().findings()
+        if not self._channel.keeps_all_in_store:
+            return found + self.own.examine()
+        return found + self._left_in_broker(self.own.backlog().waiting)
+
+    def status(self) -> Told:
+        status = self._status()
+        facts, sentences, found = status.as_json(), status.lines(_no_table), status.findings()
+        if self._channel.keeps_all_in_store:
+            left = self.own.backlog().waiting
+            return Told(facts | {"in_broker": left}, sentences, found + self._left_in_broker(left))
+        own = self.own.status()
+        lines = [f"{self.name}:", *sentences, "", "in the broker:", *own.lines(_no_table)]
+        return Told({**facts, "broker": own.as_json()}, lines, found + own.findings())
+
+    def backlog(self) -> Backlog:
+        own = self.own.backlog()
+        try:
+            census = self._store.census()
+        except StoreUnavailable:
+            return replace(own, store_answers=False)
+        return replace(
+            own,
+            waiting=own.waiting + census.waiting,
+            parked=own.parked + census.parked,
+            store_answers=True,
+            until_first_us=census.until_first_us,
+            in_store=census.waiting,
+        )
+
+    def purge(self) -> int:
+        return self._store.purge(parked=False) + self.own.purge()
+
+    def uninstall(self) -> list[str]:
+        refuse_waiting(self.name, self._store.census())
+        return [*self.own.uninstall(), f"{self._store.clear()} item(s) of {self.name}"]
+
+    def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
+        found = self.own.parked(limit=limit)
+        if found is None:
+            return None
+        total, tasks = found
+        rows = [_parked(row) for row in self._store.parked(max(limit - len(tasks), 0))]
+        return total + self._store.census().parked, tasks + rows
+
+    def requeue(self) -> Rescue | None:
+        own = self.own.requeue()
+        if own is not None:
+            own.waiting_again += self._store.release(parked=True)
+        return own
+
+    def purge_parked(self) -> int:
+        return self._store.purge(parked=True) + self.own.purge_parked()
+
+    def _status(self) -> Status:
+        return Status.of(self.name, self._store.census())
+
+    @staticmethod
+    def _left_in_broker(number: int) -> list[Finding]:
+        """Report tasks that wait in the broker, from before the store was set."""
+        if not number:
+            return []
+        problem = f"{number} task(s) still wait in the broker, where nothing can change them"
+        way_out = "move them into the store: `celery -A PROJ delay migrate --from broker`"
+        return [Finding("broker", ADVICE, problem, way_out)]
+
+
+def _parked(row: ParkedRow) -> ParkedTask:
+    entry = row.entry
+    like = Delayed(entry.delivery_id, entry.due_us, entry.exchange, entry.routing_key, entry.queue)
+    return ParkedTask.of(entry.headers, like)
+
+
+def _no_table(headings: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    return "\n".join("  ".join(map(str, row)) for row in (headings, *rows))

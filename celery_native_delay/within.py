@@ -1,0 +1,77 @@
+"""Calls with a time limit, for drivers that have none: they run in threads of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+#: Calls that run at the same time. Further calls wait for one of these to return.
+MOST_AT_ONCE = 8
+
+_Job = tuple[Callable[[], Any], "Future[Any]"]
+
+
+class Within:
+    """Runs calls in daemon threads, and waits for each call at most *seconds*.
+
+    A call that takes longer raises TimeoutError, and goes on in its thread: it may still succeed.
+    """
+
+    def __init__(self, seconds: float, *, name: str = "native-delay-calls") -> None:
+        self.seconds = seconds
+        self._name = name
+        self._forget_threads()
+        if hasattr(os, "register_at_fork"):  # not on Windows
+            os.register_at_fork(after_in_child=self._forget_threads)
+
+    def _forget_threads(self) -> None:
+        self._idle: SimpleQueue[SimpleQueue[_Job]] = SimpleQueue()
+        self._count = 0
+        self._counting = Lock()
+
+    def __call__(self, call: Callable[[], T]) -> T:
+        """Return the result of *call*, or raise its error, or TimeoutError."""
+        jobs = self._free_thread()
+        future: Future[T] = Future()
+        jobs.put((call, future))
+        return future.result(self.seconds)
+
+    def _free_thread(self) -> SimpleQueue[_Job]:
+        try:
+            return self._idle.get_nowait()
+        except Empty:
+            pass
+        with self._counting:
+            is_new = self._count < MOST_AT_ONCE
+            self._count += is_new
+        if is_new:
+            jobs: SimpleQueue[_Job] = SimpleQueue()
+            Thread(target=self._run, args=(jobs,), name=self._name, daemon=True).start()
+            return jobs
+        try:
+            return self._idle.get(timeout=self.seconds)
+        except Empty:
+            raise TimeoutError(f"{MOST_AT_ONCE} earlier calls have not returned") from None
+
+    def _run(self, jobs: SimpleQueue[_Job]) -> None:
+        while True:
+            call, future = jobs.get()
+            try:
+                result = call()
+            except BaseException as exc:  # the caller's thread raises it
+                error: BaseException | None = exc
+            else:
+                error = None
+            # Before the caller goes on, so that its next call finds this thread.
+            self._idle.put(jobs)
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+            del call, future, error

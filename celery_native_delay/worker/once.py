@@ -1,0 +1,106 @@
+"""Runs a task that is ``once`` a single time, however often its message is delivered.
+
+Before the task runs, its worker claims the task's id and retry number in the store. After a success
+the claim stays for days, and further deliveries are acknowledged and not run. If the worker dies,
+its claim ends with its lease, and the next delivery runs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from celery import signals, states
+from celery.utils.log import get_logger
+from celery.worker import state as worker_state
+
+from ..app.installation import installation_of
+from ..errors import described
+from ..keyed import rules
+from ..keyed.record import name_of
+from ..message import ONCE
+from ..records.waiting import number_of
+from ..settings import DelaySettings
+from ..texts import storable
+from .arrival import Arrival, AskAgain, Drop, Ruling, WaitUntil
+from .in_time import in_time
+from .leases import Held, leases_of
+from .unique import PAUSE_SECONDS, is_here
+
+logger = get_logger(__name__)
+
+#: Microseconds of a day.
+_DAY_US = 86_400_000_000
+
+
+class Once:
+    """A check before a task runs: drop it if it has run, wait if it is running."""
+
+    def __init__(self, app: Any, settings: DelaySettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._warned = False
+
+    def __call__(self, arrival: Arrival) -> Ruling | None:
+        if not arrival.has_headers or not self._is_once(arrival):
+            return None
+        if arrival.id in worker_state.revoked:
+            return None
+        name = _name(arrival.name, arrival.id, arrival.fields.get("retries"))
+        here = partial(is_here, arrival)
+        leases = leases_of(self._app)
+        try:
+            token, step = in_time(lambda: leases.begin(name, arrival.id, here, rules.claim_once))
+        except Exception as exc:
+            if not self._warned:
+                self._warned = True
+                logger.warning("native delay: tasks that are once wait: %s", described(exc))
+            return arrival.until_store_answers()
+        self._warned = False
+        if step.stands is not None:
+            return Drop("it has run already, and it is once")
+        if step.free_us is not None:
+            return WaitUntil(step.free_us, otherwise=AskAgain(PAUSE_SECONDS))
+        arrival.message.headers[ONCE] = token
+        return None
+
+    def _is_once(self, arrival: Arrival) -> bool:
+        if arrival.fields.get(ONCE) or self._settings.is_once(arrival.name):
+            return True
+        return bool(getattr(self._app.tasks.get(arrival.name), "once", False))
+
+
+def _name(task: str, task_id: str, retries: Any) -> str:
+    return name_of("once", storable(task), f"{storable(task_id)}:{number_of(retries)}")
+
+
+def _claim_of(task: Any) -> tuple[str, str] | None:
+    """Return the name and the token of a running task's claim; None without a claim."""
+    request = task.request
+    token = vars(request).get(ONCE)
+    if not isinstance(token, str) or request.is_eager or installation_of(task.app) is None:
+        return None
+    return _name(task.name, request.id, request.retries), token
+
+
+@signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
+def renew(sender: Any = None, **_: Any) -> None:
+    """Renew the claim while the task runs."""
+    if (claim := _claim_of(sender)) is not None:
+        name, token = claim
+        leases_of(sender.app).hold(Held(name, sender.request.id, lambda: True, token, runs=True))
+
+
+@signals.task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
+def settle(sender: Any = None, state: Any = None, **_: Any) -> None:
+    """Keep the claim of a task that succeeded; free the claim of any other."""
+    claim = _claim_of(sender)
+    installation = None if claim is None else installation_of(sender.app)
+    if claim is None or installation is None:
+        return
+    name, token = claim
+    rule = partial(rules.end, token=token)
+    if state == states.SUCCESS:
+        kept_us = round(installation.settings().once_days * _DAY_US)
+        rule = partial(rules.ran_once, task_id=sender.request.id, kept_us=kept_us)
+    leases_of(sender.app).settle(name, rule, token=token)

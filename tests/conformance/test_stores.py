@@ -1,0 +1,622 @@
+"""A store of waiting tasks in each kind of server: Redis, PostgreSQL, SQLite, MariaDB.
+
+No broker is needed: a publisher in memory stands for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
+from threading import Thread
+from time import monotonic, time_ns
+from typing import Any
+
+import pytest
+from redis.connection import AbstractConnection
+from sqlalchemy import event
+
+from celery_native_delay import Query, Verdict
+from celery_native_delay.errors import StoreUnavailable
+from celery_native_delay.records.cancelled import note_cancelled, was_cancelled
+from celery_native_delay.records.interface import Change, RecordName, Snapshot
+from celery_native_delay.records.waiting import WaitingTasks
+from celery_native_delay.store.dispatcher import Dispatcher
+from celery_native_delay.store.entry import Entry
+from celery_native_delay.store.interface import (
+    BATCH,
+    REFUSALS_UNTIL_PARKED,
+    Refusal,
+    Row,
+    Store,
+)
+from celery_native_delay.store.opened import store_at
+from celery_native_delay.testing import private_redis, require_redis
+from pytest_celery_native_delay import installed
+from tests.brokers import in_ci
+from tests.postgresql import find_postgresql, private_postgresql
+from tests.waiting import wait_until
+
+HOUR_US = 3_600_000_000
+NAME = RecordName("key", "unique:shop.remind:user:7")
+
+
+@pytest.fixture(
+    scope="module",
+    params=["sqlite", pytest.param("redis", marks=pytest.mark.redis), in_ci("postgresql")],
+)
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path_factory.mktemp('store')}/store.db"
+    elif request.param == "redis":
+        installed(require_redis)
+        with private_redis() as redis:
+            yield redis.url
+    else:
+        installed(find_postgresql)
+        with private_postgresql() as postgresql:
+            yield postgresql.new_database()
+
+
+def opened(url: str, namespace: str) -> Store:
+    return store_at(url, namespace, timeout_seconds=10)
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    """An empty store of a namespace that no other test uses."""
+    found = opened(url, f"test{time_ns() % 10**12}")
+    yield found
+    found.close()
+
+
+class Broker:
+    """A publisher that keeps what it gets, and refuses or fails if told so."""
+
+    def __init__(self) -> None:
+        self.published: list[Entry] = []
+        self.refuses: set[str] = set()
+        self.is_away = False
+
+    def publish(self, entries: Any) -> list[str | None]:
+        if self.is_away:
+            raise ConnectionError("the broker is away")
+        self.published += [entry for entry in entries if entry.task_id not in self.refuses]
+        return ["no such queue" if entry.task_id in self.refuses else None for entry in entries]
+
+    def close(self) -> None: ...
+
+    @property
+    def ids(self) -> list[str]:
+        return [entry.task_id for entry in self.published]
+
+
+class Limits:
+    """No due time is too far."""
+
+    def check_reach(self, due_us: int) -> None: ...
+
+
+def now_us() -> int:
+    return time_ns() // 1000
+
+
+def entry(number: int, *, wait_us: int = HOUR_US, **headers: Any) -> Entry:
+    own = {"task": "shop.remind", "id": f"order-{number}", "retries": 0, "eta": None, **headers}
+    return Entry(
+        now_us() + wait_us,
+        "shop",
+        "orders.new",
+        {"application_headers": own, "correlation_id": own["id"]},
+        f"body {number}".encode(),
+        f"delivery-{number}",
+    )
+
+
+def add(store: Store, *numbers: int, **options: Any) -> None:
+    store.add([Row.of(entry(number, **options)) for number in numbers])
+
+
+def tasks(store: Store) -> WaitingTasks:
+    return store.tasks(Limits())
+
+
+def listed(store: Store) -> list[str]:
+    return [task.id for task in tasks(store).page().tasks]
+
+
+def dispatched(store: Store, broker: Broker | None = None) -> list[str]:
+    """Publish all that is due; returns the ids of the published tasks."""
+    broker = broker or Broker()
+    before = len(broker.ids)
+    Dispatcher(store, lambda: broker).publish_due()
+    return broker.ids[before:]
+
+
+def put(store: Store, text: str) -> None:
+    store.state.change(NAME, lambda seen: Change(text, seen.now_us + HOUR_US, None))
+
+
+# ---- messages -------------------------------------------------------------------------------
+
+
+def test_a_task_is_published_as_its_producer_published_it(store: Store) -> None:
+    waits = entry(1, wait_us=-1)
+    store.add([Row.of(waits)])
+    assert listed(store) == ["order-1"]
+    broker = Broker()
+    assert dispatched(store, broker) == ["order-1"]
+    assert broker.published == [waits]
+    assert store.census()[:4] == (0, 0, 0, 0)
+    assert listed(store) == []
+
+
+@pytest.mark.parametrize("body", [b"", b"=x", b"\0\n\xff", "käse\n\n[]".encode()])
+def test_a_body_may_have_any_bytes(store: Store, body: bytes) -> None:
+    one = entry(1, wait_us=-1, x="\0\ud800")
+    odd = Entry(*[getattr(one, name) for name in one.__dataclass_fields__][:4], body, "d", "q", 7)
+    store.add([Row.of(odd)])
+    broker = Broker()
+    dispatched(store, broker)
+    assert broker.published == [odd]
+
+
+def test_tasks_are_published_when_they_are_due_earliest_first(store: Store) -> None:
+    for number, wait_us in ((3, -1_000_000), (1, -3_000_000), (2, -2_000_000), (4, HOUR_US)):
+        add(store, number, wait_us=wait_us)
+    assert dispatched(store) == ["order-1", "order-2", "order-3"]
+    assert listed(store) == ["order-4"]
+    assert store.next_due_us() is not None
+
+
+def test_the_same_task_and_retry_is_in_the_store_once_however_often_it_is_sent(
+    store: Store,
+) -> None:
+    for wait_us in (HOUR_US, -5, -7):
+        add(store, 1, wait_us=wait_us)
+    add(store, 1, wait_us=-1, retries=1)
+    assert dispatched(store) == ["order-1", "order-1"]
+
+
+def test_a_batch_of_rows_is_written_all_or_none(store: Store) -> None:
+    add(store, *range(BATCH + 100), wait_us=-1)
+    assert store.census().waiting == BATCH + 100
+    assert len(dispatched(store)) == BATCH + 100
+
+
+def test_namespaces_share_nothing(store: Store, url: str) -> None:
+    other = opened(url, "other")
+    add(store, 1, wait_us=-1)
+    put(store, "mine")
+    assert (other.census().waiting, other.state.read(NAME).text) == (0, None)
+    assert dispatched(other) == []
+    other.close()
+
+
+# ---- dispatchers ----------------------------------------------------------------------------
+
+
+def test_two_dispatchers_never_take_the_same_row(store: Store, url: str) -> None:
+    other = opened(url, store.namespace)
+    add(store, *range(50), wait_us=-1)
+    taken = [store.take(), other.take()]
+    assert sorted(len(each.rows) for each in taken) == [0, 50]
+    for each, own in zip(taken, (store, other), strict=True):
+        own.settle(each, each.rows, ())
+    assert store.census().waiting == store.census().taken == 0
+    other.close()
+
+
+def test_rows_that_were_not_published_are_due_again_at_once(store: Store) -> None:
+    add(store, 1, 2, wait_us=-1)
+    broker = Broker()
+    broker.is_away = True
+    with pytest.raises(ConnectionError):
+        dispatched(store, broker)
+    assert sorted(listed(store)) == ["order-1", "order-2"]
+    broker.is_away = False
+    assert sorted(dispatched(store, broker)) == ["order-1", "order-2"]
+
+
+def test_rows_of_a_dispatcher_that_died_are_due_when_its_lease_ends(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("sql", "redis"):
+        monkeypatch.setattr(f"celery_native_delay.store.{module}.LEASE_SECONDS", 2.0)
+    add(store, 1, wait_us=-1)
+    dead = store.take()
+    assert listed(store) == []
+    assert store.release() == 0
+    wait_until(lambda: store.release() > 0)
+    assert listed(store) == ["order-1"]
+    assert dispatched(store) == ["order-1"]
+    store.settle(dead, dead.rows, ())
+    assert dispatched(store) == []
+
+
+def test_a_task_that_is_sent_again_while_a_dispatcher_has_it_waits_again(store: Store) -> None:
+    add(store, 1, wait_us=-1)
+    taken = store.take()
+    add(store, 1)
+    store.settle(taken, taken.rows, ())
+    assert listed(store) == ["order-1"]
+
+
+def test_a_refused_task_is_tried_again_then_parked_and_stops_no_other(store: Store) -> None:
+    add(store, 1, 2, wait_us=-1)
+    broker = Broker()
+    broker.refuses.add("order-1")
+    assert dispatched(store, broker) == ["order-2"]
+    (waits,) = tasks(store).page().tasks
+    assert waits.due_us < now_us() + HOUR_US
+    for _ in range(REFUSALS_UNTIL_PARKED - 1):
+        assert tasks(store).move("order-1", None)
+        taken = store.take()
+        (row,) = taken.rows
+        again = row._replace(refusals=REFUSALS_UNTIL_PARKED - 1)
+        store.settle(taken, (), [Refusal.of(again, "no such queue")])
+        if store.census().parked:
+            break
+    ((parked),) = store.parked(10)
+    assert (parked.entry.task_id, parked.reason) == ("order-1", "no such queue")
+    assert (store.census().waiting, store.census().parked, listed(store)) == (0, 1, [])
+    assert dispatched(store, broker) == []
+    broker.refuses.clear()
+    assert store.release(parked=True) == 1
+    assert dispatched(store, broker) == ["order-1"]
+
+
+def test_the_pause_after_a_refusal_doubles_up_to_an_hour() -> None:
+    rows = [(refusals, 1 << refusals) for refusals in range(7)] + [(12, 3600), (30_000, 3600)]
+    for refusals, seconds in rows:
+        row: Any = type("Row", (), {"refusals": refusals})()
+        assert Refusal.of(row, "").pause_us == seconds * 1_000_000
+
+
+def test_one_dispatcher_leads_and_another_follows_when_it_is_gone(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("celery_native_delay.store.interface.LEADING_SECONDS", 0.3)
+    assert store.leads("a")
+    assert not store.leads("b")
+    assert store.leads("a"), "it renews"
+    assert store.census().promoting
+    wait_until(lambda: store.leads("b"))
+    store.resign("a")
+    assert store.leads("b")
+    store.resign("b")
+    assert not store.census().promoting
+
+
+def test_a_dispatcher_publishes_what_its_own_process_adds_without_delay(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row with an earlier due time wakes it, however long it sleeps."""
+    monkeypatch.setattr(store, "look_seconds", 3600)
+    broker = Broker()
+    dispatcher = Dispatcher(store, lambda: broker)
+    thread = Thread(target=dispatcher.run)
+    thread.start()
+    wait_until(lambda: store.census().promoting)
+    add(store, 1, wait_us=100_000)
+    wait_until(lambda: broker.ids == ["order-1"])
+    dispatcher.stop()
+    thread.join()
+    assert not store.census().promoting
+
+
+# ---- seeing and changing --------------------------------------------------------------------
+
+
+def test_a_cancelled_task_is_not_listed_and_is_published_at_once_as_cancelled(
+    store: Store,
+) -> None:
+    add(store, 1, 2)
+    assert tasks(store).cancel("order-1").verdict is Verdict.DONE
+    assert tasks(store).cancel("order-1").verdict is Verdict.UNKNOWN
+    assert (listed(store), tasks(store).count(), store.census().waiting) == (["order-2"], 1, 1)
+    broker = Broker()
+    assert dispatched(store, broker) == ["order-1"]
+    assert broker.published[0].cancelled
+
+
+def test_a_cancelled_task_whose_broker_is_away_stays_unlisted(store: Store) -> None:
+    add(store, 1)
+    tasks(store).cancel("order-1")
+    taken = store.take()
+    assert len(taken.rows) == 1
+    store.settle(taken, (), ())
+    assert (listed(store), store.census().waiting) == ([], 0)
+    assert dispatched(store) == ["order-1"]
+
+
+def test_it_is_too_late_for_a_task_that_a_dispatcher_has_taken(store: Store) -> None:
+    add(store, 1, wait_us=-1)
+    taken = store.take()
+    for change in (tasks(store).cancel, lambda one: tasks(store).move(one, None)):
+        assert change("order-1").verdict is Verdict.TOO_LATE
+    store.settle(taken, taken.rows, ())
+    assert tasks(store).cancel("order-1").verdict is Verdict.UNKNOWN
+
+
+def test_a_moved_task_is_due_at_its_new_time(store: Store) -> None:
+    add(store, 1, 2)
+    at_us = now_us() + 2 * HOUR_US
+    assert tasks(store).move("order-1", at_us).due_us == at_us
+    assert listed(store) == ["order-2", "order-1"]
+    assert tasks(store).move("order-2", None)
+    broker = Broker()
+    assert dispatched(store, broker) == ["order-2"]
+    assert broker.published[0].due_us <= now_us()
+
+
+def test_of_a_cancel_and_a_dispatcher_at_the_same_time_one_wins(store: Store, url: str) -> None:
+    other = opened(url, store.namespace)
+    add(store, *range(60), wait_us=-1)
+    outcomes: list[Any] = []
+
+    def cancel() -> None:
+        outcomes.extend(tasks(other).cancel(f"order-{number}") for number in range(60))
+
+    thread = Thread(target=cancel)
+    thread.start()
+    broker = Broker()
+    dispatched(store, broker)
+    thread.join()
+    dispatched(store, broker)
+    cancelled = {each.id for each in outcomes if each}
+    assert {one.task_id for one in broker.published if one.cancelled} == cancelled
+    assert sorted(broker.ids) == sorted(f"order-{number}" for number in range(60))
+    other.close()
+
+
+def test_counts_and_times_of_many_tasks(store: Store) -> None:
+    for number in range(20):
+        add(store, number, wait_us=HOUR_US * (number + 1))
+    found = tasks(store)
+    assert found.count() == 20
+    assert found.count(Query(name="shop.remind")) == 20
+    assert found.count(Query.parse("order-13")) == 1
+    span = found.span()
+    assert span is not None
+    assert found.counts([span[0], span[1], span[1] + 1]) == [19, 1]
+    assert [task.id for task in found.page(offset=5, limit=2).tasks] == ["order-5", "order-6"]
+
+
+def test_purging_removes_what_waits_or_what_is_parked(store: Store) -> None:
+    add(store, 1, 2)
+    assert store.purge(parked=False) == 2
+    assert store.purge(parked=True) == 0
+    assert listed(store) == []
+
+
+def test_rows_can_be_read_and_removed_one_after_another(store: Store) -> None:
+    """As `delay migrate` does."""
+    at_us = now_us() + HOUR_US
+    waits = [Row.of(entry(number).due_at(at_us)) for number in range(7)]
+    store.add(waits)
+    seen, row = [], None
+    while rows := store.rows_after(row, limit=3):
+        row = rows[-1]
+        seen += [Entry.decoded(each.entry).task_id for each in rows]
+        assert all(store.remove(each.key, each.entry) for each in rows)
+        assert not store.remove(row.key, row.entry)
+    assert sorted(seen) == sorted(each.task_id for each in waits)
+
+
+# ---- state ----------------------------------------------------------------------------------
+
+
+def test_a_rule_sees_a_state_and_changes_it(store: Store) -> None:
+    def counted(seen: Snapshot) -> Change[int]:
+        number = int(seen.text or 0) + 1
+        return Change(str(number), seen.now_us + HOUR_US, number)
+
+    state = store.state
+    assert [state.change(NAME, counted) for _ in range(3)] == [1, 2, 3]
+    assert state.load([NAME, RecordName("key", "other")]) == ["3", None]
+    state.change(NAME, lambda seen: Change(None, 0, None))
+    assert state.load([NAME]) == [None]
+    assert state.load([]) == []
+
+
+def test_names_and_texts_may_be_long_and_in_any_language(store: Store) -> None:
+    long = RecordName("key", "鍵\0" * 1000)
+    store.state.change(long, lambda seen: Change("値" * 100_000, seen.now_us + HOUR_US, None))
+    assert store.state.load([long]) == ["値" * 100_000]
+
+
+def test_a_state_that_is_kept_no_longer_is_none(store: Store) -> None:
+    store.state.change(NAME, lambda seen: Change("over", seen.now_us - 5_000_000, None))
+    wait_until(lambda: store.state.load([NAME]) == [None])
+    assert store.state.change(NAME, lambda seen: Change("new", seen.now_us, seen.text)) is None
+
+
+def test_concurrent_changes_of_one_state_are_not_lost(store: Store, url: str) -> None:
+    def counted(seen: Snapshot) -> Change[None]:
+        return Change(str(int(seen.text or 0) + 1), seen.now_us + HOUR_US, None)
+
+    def count_up() -> None:
+        own = opened(url, store.namespace)
+        for _ in range(25):
+            own.state.change(NAME, counted)
+        own.close()
+
+    threads = [Thread(target=count_up) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.state.load([NAME]) == ["100"]
+
+
+def test_states_that_expire_last_are_listed_first(store: Store) -> None:
+    for number in (2, 1, 3):
+        name = RecordName("rate", str(number))
+        kept_us = number * HOUR_US
+        store.state.change(
+            name, lambda seen, kept_us=kept_us: Change("x", seen.now_us + kept_us, None)
+        )
+    _, found = store.state.latest("rate", 2)
+    assert [name for name, _ in found] == ["3", "2"]
+
+
+def test_a_task_cancelled_in_the_broker_is_known_until_its_message_has_come(
+    store: Store,
+) -> None:
+    note_cancelled(store.state, "order-1", kept_us=HOUR_US)
+    assert [was_cancelled(store.state, "order-1") for _ in range(2)] == [True, True]
+    assert not was_cancelled(store.state, "order-2")
+
+
+def keyed(state_after: str, number: int) -> tuple[Any, Any]:
+    """A rule that replaces the key's task by another one, and the other one's row."""
+
+    def decide(seen: Snapshot) -> Change[int]:
+        return Change(state_after, seen.now_us + HOUR_US, len(seen.messages), now_us(), True)
+
+    def publish(due_us: int, delivery_id: str, ahead_us: int) -> Row:
+        return Row.of(entry(number).due_at(due_us))
+
+    return decide, publish
+
+
+def test_a_key_and_its_task_change_in_one_step(store: Store) -> None:
+    for number in (1, 2, 3):
+        decide, publish = keyed(json.dumps({"id": f"order-{number}"}), number)
+        assert store.state.change(NAME, decide, publish) == (number > 1)
+    assert store.state.read(NAME).text == '{"id": "order-3"}'
+    assert [member for member, _ in store.state.read(NAME).messages] != []
+    assert dispatched(store) == ["order-3"]
+    assert store.state.read(NAME).messages == ()
+
+
+def test_a_key_does_not_replace_a_task_that_a_dispatcher_has_taken(store: Store) -> None:
+    decide, publish = keyed('{"id": "order-1"}', 1)
+    store.state.change(NAME, decide, publish)
+    taken = store.take()
+    decide, publish = keyed('{"id": "order-2"}', 2)
+    assert store.state.change(NAME, decide, publish) == 0
+    store.settle(taken, taken.rows, ())
+    assert dispatched(store) == ["order-2"]
+
+
+# ---- killed in between each step ----------------------------------------------------------------
+
+
+def killed_before(step: int, url: str, namespace: str, work: Callable[[Store], None]) -> bool:
+    """Run *work* in a process that kills itself before this step; False if it has fewer steps.
+
+    A step is a command to the Redis, or a statement or a commit in the database.
+    """
+    child = os.fork()
+    if child == 0:  # no exception may leave this block
+        try:
+            steps, send = count(), AbstractConnection.send_packed_command
+
+            def begin(*_: Any) -> None:
+                if next(steps) == step:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            def begin_and_send(connection: Any, *command: Any, **options: Any) -> None:
+                begin()
+                send(connection, *command, **options)
+
+            AbstractConnection.send_packed_command = begin_and_send
+            store: Any = opened(url, namespace)
+            if hasattr(store, "engine"):
+                event.listen(store.engine, "before_cursor_execute", begin)
+                event.listen(store.engine, "commit", begin)
+            work(store)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert ended in (0, -signal.SIGKILL)
+    return ended != 0
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_process_killed_in_between_any_steps_has_replaced_all_or_nothing(url: str) -> None:
+    """Either the old task waits under the old state, or the new one under the new state."""
+    old, new = '{"id": "order-1"}', '{"id": "order-2"}'
+
+    def replace_old(store: Store) -> None:
+        store.state.change(NAME, *keyed(new, 2))
+
+    found = []
+    for step in count():
+        namespace = f"killed{step}-{time_ns() % 10**12}"
+        store = opened(url, namespace)
+        store.state.change(NAME, *keyed(old, 1))
+        was_killed = killed_before(step, url, namespace, replace_old)
+        found.append((store.state.read(NAME).text, dispatched(store)))
+        assert found[-1] in ((old, ["order-1"]), (new, ["order-2"]))
+        store.close()
+        if not was_killed:
+            break
+    assert found[-1] == (new, ["order-2"])
+    assert step > 2
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_dispatcher_killed_in_between_any_steps_loses_nothing(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("sql", "redis"):
+        monkeypatch.setattr(f"celery_native_delay.store.{module}.LEASE_SECONDS", 0.1)
+    for step in count():
+        namespace = f"killed{step}-{time_ns() % 10**12}"
+        store = opened(url, namespace)
+        add(store, 1, wait_us=-1)
+        read, write = os.pipe()
+
+        def publish(own: Store, write: int = write) -> None:
+            class Pipe(Broker):
+                def publish(self, entries: Any) -> list[str | None]:
+                    os.write(write, b"x" * len(entries))
+                    return [None for _ in entries]
+
+            Dispatcher(own, Pipe).publish_due()
+
+        was_killed = killed_before(step, url, namespace, publish)
+        os.close(write)
+        came = len(os.read(read, 10))
+        os.close(read)
+        while store.census().taken:
+            store.release()
+        came += len(dispatched(store))
+        assert came == 1 or (was_killed and came == 2)
+        store.close()
+        if not was_killed:
+            break
+
+
+# ---- a store that is away ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "sqlite:////no/such/folder/store.db"])
+def test_an_unreachable_store_raises_in_a_bounded_time(url: str) -> None:
+    store = store_at(url, "test", timeout_seconds=5)
+    began = monotonic()
+    for call in (
+        lambda: add(store, 1),
+        lambda: store.state.read(NAME),
+        lambda: listed(store),
+        store.take,
+        store.census,
+    ):
+        with pytest.raises(StoreUnavailable, match=r"the store at .* does not work"):
+            call()
+    (finding, *_) = store.findings()
+    assert "does not" in finding.problem
+    assert monotonic() - began < 60
+    with suppress(StoreUnavailable):
+        store.close()
+
+
+def test_a_healthy_store_has_no_fault_that_loses_something(store: Store) -> None:
+    assert [each for each in store.findings() if "answer" in each.problem] == []
