@@ -1,8 +1,7 @@
-"""The command ``delay plan``: show a message's path, or the load of the delay queues."""
+"""The command ``delay plan``: show a message's path through the delay queues."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
@@ -19,37 +18,8 @@ _SHOWN = 10
 _Told: TypeAlias = tuple[dict[str, Any], list[str]]
 
 
-class _Range(click.ParamType):  # type: ignore[type-arg]
-    """A click type for FROM..TO, in seconds; one duration alone is both FROM and TO."""
-
-    name = "duration"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[float, float]:
-        first, _, last = str(value).partition("..")
-        seconds = Duration(at_least=0)
-        found = seconds.convert(first, param, ctx), seconds.convert(last or first, param, ctx)
-        if found[0] > found[1]:
-            self.fail(f"expected FROM..TO with FROM before TO, got {value}", param, ctx)
-        return found
-
-
 @command(name="plan")
-@click.argument("seconds", type=Duration(), metavar="[DURATION]", required=False)
-@click.option(
-    "--rate",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Messages sent per second: show the load of all, not the path of one message.",
-)
-@click.option(
-    "--delay",
-    "delays",
-    type=_Range(),
-    multiple=True,
-    metavar="DURATION[..DURATION]",
-    help="With --rate: the delay, such as 60 or a range 1m..10m. Several are equally frequent.",
-)
+@click.argument("seconds", type=Duration(), metavar="DURATION")
 @click.option("--queue", default="celery", show_default=True, help="The destination queue.")
 @click.option(
     "--transport", type=click.Choice(["rabbitmq", "sqs"]), help="Plan for this broker instead."
@@ -57,82 +27,31 @@ class _Range(click.ParamType):  # type: ignore[type-arg]
 @as_json_option
 def plan(
     ctx: click.Context,
-    seconds: float | None,
-    rate: float | None,
-    delays: tuple[tuple[float, float], ...],
+    seconds: float,
     queue: str,
     transport: str | None,
     as_json: bool,
 ) -> None:
     """Show the path of a delayed message through the delay queues. Needs no broker.
 
-    The path lists each hop: one delay queue, or on SQS one wait of up to 15 minutes. With --rate
-    and --delay, show the load: waiting messages, memory, and messages per second of each queue.
+    The path lists each hop: one delay queue, or on SQS one wait of up to 15 minutes.
     """
     from ..due_time import check_countdown
     from ..transports.rabbitmq.topology import Topology
 
-    if (seconds is None) is (rate is None) or (rate is None) is bool(delays):
-        raise click.UsageError("give a DURATION, or a load: --rate and --delay")
     chosen = settings(ctx)
-    longest = max((last for _, last in delays), default=seconds or 0.0)
-    check_countdown(longest, longest_delay_seconds=chosen.longest_delay_seconds)
+    check_countdown(seconds, longest_delay_seconds=chosen.longest_delay_seconds)
     apps: Any = None if transport else fitting_connection(ctx, chosen).transport
     on_sqs = transport == "sqs" or getattr(apps, "driver_type", "") == "sqs"
-    topology = None if on_sqs or hasattr(apps, "waits_in") else Topology(chosen)
-    if seconds is None:
-        assert rate is not None
-        report, lines = _load(topology, rate, delays)
-    elif topology is not None:
-        report, lines = _levels(topology, seconds, queue)
-    elif on_sqs:
+    if on_sqs:
         report, lines = _hops(seconds, queue)
-    else:
+    elif hasattr(apps, "waits_in"):
         key, waits = apps.waits_in(chosen), max(round(seconds, 6), 0)
         report = {"waits_seconds": waits, "key": key, "hops": []}
         lines = [_waits(seconds, waits, f"in {key}", queue)]
-    if seconds is not None:
-        report = {"delay_seconds": seconds, **report}
-    say(as_json, report, "\n".join(lines))
-
-
-def _load(topology: Topology | None, rate: float, ranges: tuple[tuple[float, float], ...]) -> _Told:
-    """Return the load of the delay queues if *rate* messages per second are published."""
-    from ..durations import duration
-    from ..transports.rabbitmq.load import CEILINGS, MEMORY_BYTES, Delays, queue_loads
-
-    delays = [Delays(*(round(end * 1_000_000) for end in ends)) for ends in ranges]
-    waiting = rate * sum(one.mean_seconds for one in delays) / len(delays)
-    report: dict[str, Any] = {"per_second": rate, "waiting": round(waiting)}
-    said = " or ".join(
-        " to ".join(duration(end, exact=True) for end in dict.fromkeys(ends)) for ends in ranges
-    )
-    lines = [f"{rate:,g} message(s) a second that wait {said}"]
-    if topology is None:
-        return report, [*lines, f"{waiting:,.0f} wait"]
-    queues = queue_loads(topology, rate, delays)
-    hops = sum(one.per_second for one in queues) / rate
-    memory_bytes = round(waiting * MEMORY_BYTES)
-    report |= {
-        "hops_per_message": hops,
-        "memory_bytes": memory_bytes,
-        "queues": [asdict(one) | {"waiting": round(one.waiting)} for one in queues],
-    }
-    rows = [
-        (
-            one.queue,
-            duration(one.ttl_seconds, exact=True),
-            round(one.per_second, 1),
-            each["waiting"],
-        )
-        for one, each in zip(queues, report["queues"], strict=True)
-    ]
-    lines += [
-        f"{hops:.2f} hops each; {waiting:,.0f} wait, in {_bytes(memory_bytes)} of memory",
-        table(("level queue", "waits", "a second", "waiting"), rows),
-        f"compare: {CEILINGS}",
-    ]
-    return report, lines
+    else:
+        report, lines = _levels(Topology(chosen), seconds, queue)
+    say(as_json, {"delay_seconds": seconds, **report}, "\n".join(lines))
 
 
 def _levels(topology: Topology, seconds: float, queue: str) -> _Told:
@@ -185,8 +104,3 @@ def _waits(seconds: float, waits_seconds: float, where: str, queue: str) -> str:
 
     asked, kept = duration(seconds, exact=True), duration(waits_seconds, exact=True)
     return f"{asked} waits {kept} {where}, then goes to {queue!r}"
-
-
-def _bytes(number: float) -> str:
-    exponent = min((len(f"{number:.0f}") - 1) // 3, 4)
-    return f"{number / 1000**exponent:,.1f} {('B', 'kB', 'MB', 'GB', 'TB')[exponent]}"

@@ -698,47 +698,6 @@ def test_plan_needs_no_broker(project: Project) -> None:
     assert "expected" in the_error(project.delay("plan", "nan"))
 
 
-def test_plan_of_a_load_prints_the_rate_of_each_level_queue(project: Project) -> None:
-    """Half of the messages wait 0.4 s, the others 0 to 0.4 s."""
-    project.write(APP, DEAD_URL)
-    load = "plan", "--rate", "100", "--delay", "0.4", "--delay", "0..0.4"
-    told = project.told(*load)
-    assert (told["per_second"], told["waiting"], told["memory_bytes"]) == (100, 30, 69_000)
-    by_queue = {each["queue"]: each for each in told["queues"]}
-    # 20 units are 16 + 4; of 1 to 20 units five include 16, and nine include 4.
-    assert by_queue[TOPOLOGY.level_queue(16)]["per_second"] == pytest.approx(62.5, abs=0.01)
-    assert by_queue[TOPOLOGY.level_queue(4)]["per_second"] == pytest.approx(72.5, abs=0.01)
-    assert by_queue[TOPOLOGY.level_queue(4)]["ttl_seconds"] == 0.08
-    all_hops = sum(each["per_second"] for each in told["queues"])
-    assert told["hops_per_message"] == pytest.approx(all_hops / 100)
-    first, hops, *_, ceilings = project.lines(*load)
-    assert first == "100 message(s) a second that wait 0.4 s or 0 s to 0.4 s"
-    assert re.fullmatch(r"\d\.\d\d hops each; 30 wait, in 69\.0 kB of memory", hops)
-    _, hops, *_ = project.lines("plan", "--rate", "1e6", "--delay", "5")
-    assert hops.endswith(" in 11.5 GB of memory")
-    assert "through a single level queue" in ceilings
-    on_sqs = project.told("plan", "--rate", "100", "--delay", "0.4", "--transport", "sqs")
-    assert on_sqs == {"per_second": 100, "waiting": 40}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        ((), "a DURATION, or a load: --rate and --delay"),
-        (("90", "--rate", "5", "--delay", "1"), "a DURATION, or a load"),
-        (("--rate", "5"), "a DURATION, or a load"),
-        (("--delay", "5"), "a DURATION, or a load"),
-        (("--rate", "0", "--delay", "1"), "0"),
-        (("--rate", "5", "--delay", "2..1"), "expected FROM..TO"),
-        (("--rate", "5", "--delay", "soon"), "expected a duration"),
-        (("--rate", "5", "--delay", "1..6"), "native_delay_levels"),
-    ],
-)
-def test_plan_refuses_wrong_options(project: Project, arguments: tuple[str, ...], why: str) -> None:
-    project.write(APP, DEAD_URL)
-    assert why in the_error(project.delay("plan", *arguments))
-
-
 def test_an_unreachable_broker_is_a_one_line_error(project: Project) -> None:
     project.write(APP, DEAD_URL)
     with ThreadPoolExecutor() as pool:  # each waits for a second try

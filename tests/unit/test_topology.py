@@ -25,7 +25,6 @@ from celery_native_delay.transports.rabbitmq.address import (
     topic_binding_address,
     topic_matches,
 )
-from celery_native_delay.transports.rabbitmq.load import Delays, queue_loads
 from celery_native_delay.transports.rabbitmq.topology import (
     Binding,
     Declaration,
@@ -533,35 +532,6 @@ def test_a_message_can_never_expire_in_the_parking_queue() -> None:
     exchanges = {d.name: d for d in levels.plan() if isinstance(d, Exchange)}
     for units in (1, 2, 480, levels.max_units):
         assert "alternate-exchange" not in exchanges[levels.entry_exchange(units)].arguments
-
-
-# ---- how a load is split over the level queues -----------------------------------------------
-
-
-@given(
-    fused_bits=st.sampled_from([0, 3, 7]),
-    first_us=st.integers(0, 30_000),
-    width_us=st.sampled_from([0, 1, 999, 1_000, 3_333]),
-)
-def test_the_load_of_each_queue_is_the_sum_over_all_delays(
-    fused_bits: int, first_us: int, width_us: int
-) -> None:
-    levels = topology(levels=8, resolution=0.001, fused_bits=fused_bits)
-    delays = range(first_us, first_us + width_us + 1)
-    passed = Counter(
-        hop.queue
-        for delay_us in delays
-        for hop in levels.path(units_until(delay_us, now_us=0, resolution_ms=1))
-    )
-    found = queue_loads(levels, len(delays), [Delays(delays[0], delays[-1])])
-    assert {one.queue: pytest.approx(one.per_second) for one in found} == passed
-
-
-def test_several_delays_are_equally_frequent() -> None:
-    minute, hour = (Delays(us, us) for us in (60_000_000, 3_600_000_000))
-    found = queue_loads(topology(), 100, [minute, hour])
-    assert sum(one.waiting for one in found) == pytest.approx(100 * (60 + 3600) / 2)
-    assert {one.per_second for one in found} == {50}
 
 
 if __name__ == "__main__":
