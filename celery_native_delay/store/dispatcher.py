@@ -8,7 +8,7 @@ replace one that was killed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from secrets import token_hex
@@ -19,7 +19,7 @@ from typing import Protocol
 from ..backoff import Backoff
 from ..errors import NativeDelayError, StoreUnavailable
 from .entry import Entry
-from .interface import Refusal, Store, Taken
+from .interface import Refusal, Store, Taken, TakenRow
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +38,12 @@ RETRY_SECONDS = (0.1, 5.0)
 class Publisher(Protocol):
     """Publishes due messages to the broker, each where its producer sent it."""
 
-    def publish(self, entries: Sequence[Entry]) -> list[str | None]:
+    def publish(self, entries: Sequence[Entry]) -> Mapping[int, str | None]:
         """Publish messages, and wait for the broker's confirms.
 
-        Returns for each message None, or the reason of the broker's refusal. If the connection is
-        lost on the way, the list is shorter. If it is lost before the first message, or in doubt,
-        raises an error of the connection.
+        Returns, by the index in *entries*, None for a confirmed message, or the reason of the
+        broker's refusal. If the connection is lost on the way, messages in doubt are missing. If
+        nothing is known of any message, raises an error of the connection.
         """
 
     def close(self) -> None: ...
@@ -131,22 +131,42 @@ class Dispatcher:
         taken = self._store.take(late_us=late_us)
         if not taken.rows:
             return taken
+        outcomes: list[tuple[TakenRow, str | None]] = []
         try:
-            if self._publisher is None:
-                self._publisher = self._connect()
-            reasons = self._publisher.publish([Entry.decoded(row.entry) for row in taken.rows])
+            self._publish(taken.rows, outcomes)
         except BaseException:
             with suppress(StoreUnavailable):  # else the lease ends
-                self._store.settle(taken, (), ())
+                self._settle(taken, outcomes)
             raise
-        pairs = list(zip(taken.rows, reasons, strict=False))
-        published = [row for row, reason in pairs if reason is None]
-        refused = [Refusal.of(row, reason) for row, reason in pairs if reason is not None]
+        self._settle(taken, outcomes)
+        return taken
+
+    def _publish(
+        self, rows: Sequence[TakenRow], outcomes: list[tuple[TakenRow, str | None]]
+    ) -> None:
+        """Publish rows, and note each outcome: None, or the reason why the row is refused."""
+        readable: list[tuple[TakenRow, Entry]] = []
+        for row in rows:
+            try:
+                readable.append((row, Entry.decoded(row.entry)))
+            except ValueError as exc:
+                outcomes.append((row, f"the row cannot be read: {exc}"))
+        # A row that was refused before is sent alone, as it may close the channel again.
+        batches = [[each for each in readable if not each[0].refusals]]
+        batches += [[each] for each in readable if each[0].refusals]
+        if self._publisher is None:
+            self._publisher = self._connect()
+        for batch in filter(None, batches):
+            told = self._publisher.publish([entry for _, entry in batch])
+            outcomes += [(batch[at][0], reason) for at, reason in told.items()]
+
+    def _settle(self, taken: Taken, outcomes: Sequence[tuple[TakenRow, str | None]]) -> None:
+        published = [row for row, reason in outcomes if reason is None]
+        refused = [Refusal.of(row, reason) for row, reason in outcomes if reason is not None]
         self._store.settle(taken, published, refused)
         self.promoted += len(published)
         if refused:
             self._tell_of(refused)
-        return taken
 
     def _tell_of(self, refused: Sequence[Refusal]) -> None:
         parked = sum(each.parks for each in refused)

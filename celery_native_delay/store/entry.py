@@ -101,8 +101,12 @@ class Entry:
 
     @classmethod
     def decoded(cls, text: str) -> Entry:
+        """Decode the text; raises ValueError if a later release of this package wrote it."""
         line, _, body = text.partition("\n")
-        _, due_us, exchange, key, queue, expires_ms, delivery_id, cancelled, known = loads(line)
+        version, *fields = loads(line)
+        if version != VERSION:
+            raise ValueError(f"expected version {VERSION} of its text, got {version}")
+        due_us, exchange, key, queue, expires_ms, delivery_id, cancelled, known = fields
         data = b64decode(body[1:]) if body.startswith("=") else body.encode()
         return cls(
             due_us, exchange, key, known, data, delivery_id, queue, expires_ms, bool(cancelled)
@@ -156,9 +160,14 @@ class Entry:
 
 
 def waiting_of(text: str) -> Waiting | None:
-    """Decode a waiting task, without its body; return None for a cancelled task."""
-    known = _plain_json(text[: text.index("\n")])
-    _, due_us, exchange, routing_key, queue, _, delivery_id, cancelled, properties = known
+    """Decode a waiting task, without its body.
+
+    Returns None for a cancelled task, and for a row of a later release.
+    """
+    version, *fields = _plain_json(text[: text.index("\n")])
+    if version != VERSION:
+        return None
+    due_us, exchange, routing_key, queue, _, delivery_id, cancelled, properties = fields
     if cancelled:
         return None
     headers = properties.get("application_headers") or {}

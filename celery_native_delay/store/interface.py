@@ -14,7 +14,8 @@ answer in time, or refuses the call.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..finding import Finding
@@ -122,6 +123,15 @@ class ParkedRow(NamedTuple):
 
     entry: Entry
     reason: str
+
+    @classmethod
+    def all_of(cls, rows: Iterable[tuple[str, str]]) -> list[ParkedRow]:
+        """Decode entries with their reasons, without those of a later release."""
+        found = []
+        for entry, reason in rows:
+            with suppress(ValueError):
+                found.append(cls(Entry.decoded(entry), reason))
+        return found
 
 
 class Store(ABC):

@@ -342,12 +342,11 @@ class RedisStore(Store):
             return []
         entries = self.link.ask("HMGET", self.keys.messages, *names)
         told = self.link.ask("HMGET", self.keys.refusals, *names)
-        pairs = zip(entries, told, strict=True)
-        return [
-            ParkedRow(Entry.decoded(entry.decode()), (why or b"").decode().partition(" ")[2])
-            for entry, why in pairs
+        return ParkedRow.all_of(
+            (entry.decode(), (why or b"").decode().partition(" ")[2])
+            for entry, why in zip(entries, told, strict=True)
             if entry is not None
-        ]
+        )
 
     def rows_after(self, row: WaitingRow | None, *, limit: int) -> list[WaitingRow]:
         last = (0, b"") if row is None else (row.next_us, row.key)

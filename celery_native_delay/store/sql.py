@@ -344,7 +344,7 @@ class SqlStore(_Timed, Store):
         asked = select(_ROW.entry, _ROW.reason).where(_MINE, _ROW.state == PARKED)
         asked = asked.order_by(_ROW.id).limit(limit)
         rows = self.look_up(lambda connection: connection.execute(asked, self._mine).all())
-        return [ParkedRow(Entry.decoded(row.entry), row.reason or "") for row in rows]
+        return ParkedRow.all_of((row.entry, row.reason or "") for row in rows)
 
     def rows_after(self, row: WaitingRow | None, *, limit: int) -> list[WaitingRow]:
         asked = select(_ROW.id, _ROW.next_us, _ROW.entry).where(_MINE, _WAITS)

@@ -81,11 +81,14 @@ class Broker:
         self.refuses: set[str] = set()
         self.is_away = False
 
-    def publish(self, entries: Any) -> list[str | None]:
+    def publish(self, entries: Any) -> dict[int, str | None]:
         if self.is_away:
             raise ConnectionError("the broker is away")
         self.published += [entry for entry in entries if entry.task_id not in self.refuses]
-        return ["no such queue" if entry.task_id in self.refuses else None for entry in entries]
+        return {
+            at: "no such queue" if entry.task_id in self.refuses else None
+            for at, entry in enumerate(entries)
+        }
 
     def close(self) -> None: ...
 
@@ -576,7 +579,7 @@ def test_a_dispatcher_killed_in_between_any_steps_loses_nothing(
 
         def publish(own: Store, write: int = write) -> None:
             class Pipe(Broker):
-                def publish(self, entries: Any) -> list[str | None]:
+                def publish(self, entries: Any) -> dict[int, str | None]:
                     os.write(write, b"x" * len(entries))
                     return [None for _ in entries]
 

@@ -29,7 +29,7 @@ from celery_native_delay.durations import seconds_of
 from celery_native_delay.records import database
 from celery_native_delay.store import interface
 from celery_native_delay.store.dispatcher import Dispatcher
-from celery_native_delay.store.interface import Store
+from celery_native_delay.store.interface import Row, Store
 from celery_native_delay.store.opened import store_at
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
 from tests.conformance.traffic import delaying, waiting_count
@@ -288,6 +288,39 @@ def test_a_broker_that_is_away_is_tried_again_and_its_messages_are_not_to_blame(
                 assert received.wait_for(1)[0].body == "hello"
             wait_until(lambda: "are published again" in caplog.text)
     assert "No such file or directory" in caplog.text
+
+
+@pytest.mark.rabbitmq
+def test_what_rabbitmq_refuses_is_parked_and_doubles_no_other(
+    vhost_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing exchange, a header that AMQP cannot hold, a row of a later release."""
+    monkeypatch.setattr(interface, "REFUSALS_UNTIL_PARKED", 1)
+    own: dict[str, Any] = {"store": f"sqlite:///{tmp_path}/delays.db"}
+    with delaying(vhost_url, **own) as connection, inbox(connection, "jobs") as received:
+        due = time() + 1.5
+        for number in range(100):
+            publish(connection, number, "jobs", delay=due - time())
+            if number % 20 == 0:
+                key = f"gone-{number}"
+                publish(connection, key, "jobs", delay=due - time(), exchange=key)
+            if number % 25 == 0:
+                headers = {"too_large": 1 << 70}
+                publish(connection, number, "jobs", delay=due - time(), headers=headers)
+        store: Any = store_of(connection)
+        later = Row("later", "later", round(due * 1e6), '[2,"of a later release"]\nbody')
+        store.add([later])
+        known = DelaySettings.from_mapping({"namespace": "tests", **own})
+        part = connection.default_channel.worker_part(known)
+        wait_until(lambda: time() > due)
+        dispatcher = part.promoter(lambda **options: delaying(vhost_url, **own, **options))
+        with beside(dispatcher.run, stop=dispatcher.stop):
+            wait_until(lambda: store.census().parked == 5 + 4 + 1)
+            publish(connection, "last", "jobs")
+            arrivals = received.wait_for(101)
+        assert sorted(arrival.body for arrival in arrivals[:-1]) == list(range(100))
+        assert (dispatcher.promoted, dispatcher.parked) == (100, 10)
+        assert len(store.parked(20)) == 9  # without the row that this release cannot read
 
 
 @pytest.mark.ci

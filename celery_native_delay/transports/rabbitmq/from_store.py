@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from secrets import token_hex
 from time import monotonic
 from typing import Any
 
 import amqp
-from amqp.exceptions import ChannelError
+from amqp.exceptions import ChannelError, FrameSyntaxError
 
 from ...errors import errors_ignored
 from ...message import HEADER
 from ...store.entry import Entry
 from ..interface import Wait
 from ..moving import expires_ms_of
-from .channels import Publication, WindowChannel
+from .channels import OwnChannel, Publication, WindowChannel
 from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id
 
 _NO_ROUTE = "no queue is bound for it (NO_ROUTE)"
 _NACKED = "the broker refused it (basic.nack)"
+
+#: What py-amqp raises for values that AMQP does not have, such as an integer of 65 bits.
+_UNENCODABLE = (FrameSyntaxError, struct.error, TypeError, ValueError)
 
 
 def entry_of(
@@ -75,19 +79,54 @@ class RowPublisher:
         self._connection = connection.connection
         self._user = str(self._connection.client.userid or "guest")
         self._channel: WindowChannel | None = None
+        #: Exchanges that were there at the last look, since the channel was last closed.
+        self._exchanges: set[str] = set()
+        self._lost = (OSError, *connection.connection_errors)
+        self._lost_by: BaseException | None = None
 
     def close(self) -> None:
         with errors_ignored():  # the connection is given up anyway
             self._kombus.close()
 
-    def publish(self, entries: Sequence[Entry]) -> list[str | None]:
-        publications = [self._publication(entry) for entry in entries]
+    def publish(self, entries: Sequence[Entry]) -> dict[int, str | None]:
+        deadline = monotonic() + self._timeout_seconds
+        outcomes: dict[int, str | None] = {}
+        waiting: dict[int, Publication] = {}
+        for at, entry in enumerate(entries):
+            publication = self._publication(entry)
+            if (reason := self._reason_against(publication.exchange)) is not None:
+                outcomes[at] = reason
+            else:
+                waiting[at] = publication
         try:
-            return self._sent(publications)
-        except ChannelError:
-            # The broker refused one message by closing the channel: find out which.
-            self._channel = None
-        return [self._sent_alone(each) for each in publications]
+            if self._send(waiting, outcomes, deadline):
+                return outcomes
+            # The broker refused a message by closing the channel: find out which.
+            for at, publication in waiting.items():
+                if at not in outcomes:
+                    self._send({at: publication}, outcomes, deadline)
+        except self._lost as exc:
+            self._lost_by = exc
+            if not outcomes:
+                raise
+        return outcomes
+
+    def _reason_against(self, exchange: str) -> str | None:
+        """Return why the broker refuses all messages for an exchange; None if it exists.
+
+        A publish to a missing exchange would close the channel, and leave the messages before it in
+        doubt.
+        """
+        if not exchange or exchange in self._exchanges:
+            return None
+        channel = OwnChannel(self._connection)
+        try:
+            channel.exchange_declare(exchange, "", passive=True)
+        except ChannelError as exc:
+            return str(exc.reply_text)
+        channel.close()
+        self._exchanges.add(exchange)
+        return None
 
     def _publication(self, entry: Entry) -> Publication:
         properties = entry.told()
@@ -97,24 +136,43 @@ class RowPublisher:
             return Publication(message, "", entry.queue)
         return Publication(message, entry.exchange, entry.routing_key)
 
-    def _sent(self, publications: Sequence[Publication]) -> list[str | None]:
-        channel = self._open()
-        for each in publications:
-            channel.send(each)
-            channel.read_ready()
-        channel.read_down_to(0, deadline=monotonic() + self._timeout_seconds)
-        reasons = {id(each): _NO_ROUTE for each in channel.take_returned()}
-        reasons |= {id(each): _NACKED for each in channel.take_nacked()}
-        return [reasons.get(id(each)) for each in publications]
+    def _send(
+        self, messages: Mapping[int, Publication], outcomes: dict[int, str | None], deadline: float
+    ) -> bool:
+        """Send messages, and note their outcomes; return False if the broker closed the channel.
 
-    def _sent_alone(self, publication: Publication) -> str | None:
+        Raises an error of the connection, also if no confirm came before *deadline*.
+        """
+        channel = self._open()
+        sent: dict[int, Publication] = {}
         try:
-            return self._sent([publication])[0]
+            for at, publication in messages.items():
+                try:
+                    channel.send(publication)
+                except _UNENCODABLE as exc:  # nothing was written
+                    outcomes[at] = f"{type(exc).__name__}: {exc}"
+                    continue
+                sent[at] = publication
+                channel.read_ready()
+            channel.read_down_to(0, deadline=deadline)
         except ChannelError as exc:
             self._channel = None
-            return str(exc.reply_text)
+            self._exchanges.clear()
+            if len(messages) == 1:
+                outcomes |= dict.fromkeys(messages, str(exc.reply_text))
+            return False
+        finally:
+            in_doubt = {id(each) for each in channel.unconfirmed}
+            reasons = {id(each): _NO_ROUTE for each in channel.take_returned()}
+            reasons |= {id(each): _NACKED for each in channel.take_nacked()}
+            for at, publication in sent.items():
+                if id(publication) not in in_doubt:
+                    outcomes[at] = reasons.get(id(publication))
+        return True
 
     def _open(self) -> WindowChannel:
+        if self._lost_by is not None:
+            raise self._lost_by
         if self._channel is None or self._channel.connection is None:
             self._channel = WindowChannel(self._connection)
         return self._channel

@@ -77,19 +77,18 @@ class ChannelPublisher:
         with errors_ignored():  # the connection is given up anyway
             self._connection.close()
 
-    def publish(self, entries: Sequence[Entry]) -> list[str | None]:
-        reasons: list[str | None] = []
-        for entry in entries:
+    def publish(self, entries: Sequence[Entry]) -> dict[int, str | None]:
+        outcomes: dict[int, str | None] = {}
+        for at, entry in enumerate(entries):
             try:
                 self._channel.put_due(message_of(entry), entry)
-                reasons.append(None)
+                outcomes[at] = None
             except self._lost:
-                if not reasons:
+                if not outcomes:
                     raise
-                # The rows so far are settled, and the others are tried again.
-                return reasons
+                return outcomes
             except SoftTimeLimitExceeded:  # under the test clock, in a task
                 raise
             except Exception as error:  # a transport may raise anything
-                reasons.append(f"{type(error).__name__}: {error}")
-        return reasons
+                outcomes[at] = f"{type(error).__name__}: {error}"
+        return outcomes
