@@ -1,4 +1,4 @@
-"""The commands ``delay migrate`` (move waiting messages) and ``prune`` (delete old queues)."""
+"""The command ``delay migrate``, which moves waiting messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ import click
 
 from .group import (
     as_json_option,
-    broker,
     command,
     confirm,
     print_json,
@@ -26,7 +24,6 @@ from .group import (
 
 if TYPE_CHECKING:
     from ..app.moving import Account
-    from ..transports.moving import Remnant
 
 
 @command(name="migrate")
@@ -102,51 +99,6 @@ def migrate(
         ctx.exit(1 if stopped or any(account.refused for account in accounts) else 0)
 
 
-@command(name="prune")
-@click.option(
-    "--namespace",
-    "namespaces",
-    multiple=True,
-    help="A namespace that no app uses any more: look for its delay levels, too.",
-)
-@click.option("--dry-run", is_flag=True, help="Only list what would be deleted.")
-@yes_option
-@as_json_option
-def prune(
-    ctx: click.Context, namespaces: tuple[str, ...], dry_run: bool, force: bool, as_json: bool
-) -> None:
-    """Delete this package's empty delay queues of earlier settings.
-
-    The command also deletes Celery's own empty delay queues, and Celery's own delay bindings on
-    your topic exchanges. Before you run the command, stop all producers that delay with plain
-    Celery on this virtual host. Before the command deletes queues, it lists them and asks for
-    confirmation. Queues with messages are not deleted: move their messages with `delay migrate`.
-    """
-    from ..app.moving import reaches_of
-
-    with broker(ctx) as part:
-        if not hasattr(part, "pruning"):
-            raise click.UsageError(
-                f"expected RabbitMQ: {part.name} leaves no queues of earlier settings"
-            )
-        pruning = part.pruning()
-        found = pruning.remnants(namespaces, reaches_of(ctx.obj.app))
-        if not as_json:
-            _show_remnants(found)
-        chosen = [] if dry_run else [remnant for remnant in found if not remnant.waiting]
-        if chosen and not force:
-            confirm(f"Delete {', '.join(remnant.name for remnant in chosen)}?")
-        left = pruning.prune(chosen) if chosen else []
-        filled = {remnant.name for remnant in left}
-        deleted = [remnant.name for remnant in chosen if remnant.name not in filled]
-    if as_json:
-        print_json({"found": [asdict(remnant) for remnant in found], "deleted": deleted})
-    elif found and not dry_run:
-        for remnant in left:
-            click.echo(f"{remnant.name} stays: it got {remnant.waiting} message(s) meanwhile")
-        click.echo(f"{len(deleted)} of {len(found)} deleted")
-
-
 # ---- private ---------------------------------------------------------------------------------
 
 
@@ -203,14 +155,3 @@ def _show(
             click.echo(f"{account.source}: {len(account.doubtful)} may run twice (listed above)")
     again = "; interrupted: run it again for the rest" if interrupted else ""
     click.echo(f"{moved:,} message(s) moved into {into}{again}")
-
-
-def _show_remnants(found: Sequence[Remnant]) -> None:
-    if not found:
-        click.echo("found no levels of earlier settings or of Celery's own delayed delivery")
-        return
-    rows = [(each.name, each.waiting, each.queues, each.exchanges) for each in found]
-    click.echo(table(("found", "waiting", "queues", "exchanges"), rows))
-    for remnant in found:
-        for binding in remnant.bindings:
-            click.echo(printable(f"{remnant.name}: binding of {binding}"))

@@ -1,4 +1,4 @@
-"""The broker operations that ``delay migrate`` and ``delay prune`` call."""
+"""The broker operations that ``delay migrate`` calls."""
 
 from __future__ import annotations
 
@@ -168,22 +168,6 @@ class MovingPart(ABC):
             NativeDelayError: the message cannot wait on this broker, and was not sent.
             NotPublished: another task already has the debounce, throttle or unique key.
         """
-
-
-@dataclass(frozen=True)
-class Remnant:
-    """Outdated delay queues and exchanges that ``delay prune`` can delete.
-
-    The queues come from former settings of this package, or from Celery's own delayed delivery.
-    *waiting* is the number of messages in these queues. *bindings* are bindings that Celery added
-    to the app's queues.
-    """
-
-    name: str
-    waiting: int
-    queues: int
-    exchanges: int
-    bindings: tuple[str, ...] = ()
 
 
 def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""``delay migrate | prune``: move waiting messages unchanged into the app's delay levels."""
+"""``delay migrate``: move waiting messages unchanged into the app's delay levels."""
 
 from __future__ import annotations
 
@@ -745,74 +745,18 @@ def test_a_place_in_a_rates_queue_is_kept_on_the_same_broker_only(
         assert places == {"order-1": None, "order-2": '{"reminders": 17}'}
 
 
-# ---- prune -------------------------------------------------------------------------------------
+# ---- what is left ------------------------------------------------------------------------------
 
 
-def test_prune_lists_and_deletes_unused_levels(
-    app: Celery, rabbitmq: PrivateRabbitMQ, vhost: str, vhost_url: str, settings: dict[str, Any]
+def test_doctor_names_the_queues_of_earlier_settings_and_of_celery(
+    app: Celery, vhost_url: str, settings: dict[str, Any]
 ) -> None:
-    """Empty levels of ours, Celery's levels, and Celery's bindings; everything else stays."""
-    with celerys_levels(vhost_url) as plain:
-        send(plain, 1, 400)
-    with (
-        an_app(vhost_url, **settings, **EARLIER) as old,
-        an_app(vhost_url, **settings, levels=10) as fuller,
-    ):
-        send(old, 2, 400)
-        send(fuller, 3, 100)
-    migrated(app, "celery", f"sets:{topology_of(old).name}")
-    send(app, 4, 400)
-    left, kept = topology_of(old).name, topology_of(fuller).name
-    done = command(app, "prune", "--dry-run")
-    assert done.exit_code == 0
-    assert "orders from shop: #.orders.#" in done.output
-    assert names_of(rabbitmq, vhost, left)
-
-    done = command(app, "prune", "--yes", "--json")
-    assert done.exit_code == 0, done.output
-    assert set(json.loads(done.stdout)["deleted"]) == {"celery_delayed_*", left}
-    assert not names_of(rabbitmq, vhost, left)
-    assert not names_of(rabbitmq, vhost, "celery_delayed")
-    assert names_of(rabbitmq, vhost, kept)
-    bound = {
-        (each["destination"], each["routing_key"])
-        for each in rabbitmq.api("GET", f"/exchanges/{vhost}/shop/bindings/source")
-    }
-    assert bound == {("orders", "orders.#"), ("parcels", "parcel")}
-    assert {message.headers["id"] for message in in_levels(app)} == {
-        f"order-{number}" for number in (1, 2, 4)
-    }
-    found = json.loads(command(app, "prune", "--dry-run", "--json").stdout)["found"]
-    assert [each["name"] for each in found] == [kept]
-
-
-def names_of(rabbitmq: PrivateRabbitMQ, vhost: str, beginning: str) -> list[str]:
-    return [
-        each["name"]
-        for kind in ("queues", "exchanges")
-        for each in rabbitmq.api("GET", f"/{kind}/{vhost}")
-        if each["name"].startswith(beginning)
-    ]
-
-
-@pytest.mark.ci
-@on_one_version
-def test_prune_leaves_levels_that_get_a_message_meanwhile(
-    app: Celery, vhost_url: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with an_app(vhost_url, **settings, **EARLIER) as old:
+    """They are advice, and the remedy names the source of ``delay migrate``."""
+    with celerys_levels(vhost_url), an_app(vhost_url, **settings, **EARLIER) as old:
         send(old, 1, 400)
-        migrated(app, "sets")
-        pruning = "celery_native_delay.transports.rabbitmq.pruning.sleep"
-        monkeypatch.setattr(pruning, lambda _: send(old, 2, 400))
-        told = json.loads(command(app, "prune", "--yes", "--json").stdout)
-        assert told["deleted"] == []
-        assert [message.headers["id"] for message in in_levels(old)] == ["order-2"]
-
-
-def test_only_rabbitmq_has_anything_to_prune(store_redis: PrivateRedis) -> None:
-    with an_app(store_redis.url) as redis_app:
-        done = command(redis_app, "prune")
-        assert (done.exit_code, "no queues of earlier settings" in done.output) == (2, True), (
-            done.output
-        )
+        found = json.loads(command(app, "verify", "--json").stdout)["findings"]
+    advice = {each["problem"]: each["remedy"] for each in found if each["level"] == "advice"}
+    ours = advice[f"{topology_of(old).name}: delay queues of an earlier setting"]
+    celerys_own = advice["celery_delayed_*: delay queues of Celery's own delayed delivery"]
+    assert "--from sets" in ours
+    assert "--from celery" in celerys_own

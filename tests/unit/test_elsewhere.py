@@ -16,7 +16,6 @@ from celery_native_delay.transports.rabbitmq.elsewhere import (
     CelerysLevels,
     celerys_levels,
     deliveries_of,
-    foreign_bindings,
     read_celerys,
     read_ours,
     sets_of,
@@ -195,24 +194,3 @@ def test_deliveries_are_read_from_the_brokers_headers() -> None:
     assert deliveries_of({}) == 0
     assert deliveries_of({"application_headers": {"x-delivery-count": 3}}) == 3
     assert deliveries_of({"application_headers": {"x-acquired-count": 7}}) == 7
-
-
-# ---- leftovers of Celery's own delays ----------------------------------------------------------
-
-
-def test_bindings_that_celery_added_are_told_from_the_apps_own() -> None:
-    bound = [
-        ("shop", "orders", "orders.#"),
-        ("shop", "orders", "#.orders.#"),
-        ("mail", "mails", "welcome"),
-        ("mail", "mails", "#.welcome"),
-        ("mail", "all", "#.welcome"),  # somebody's own: that queue has no `welcome`
-        ("mail", "#", "#"),
-    ]
-    own = [*REACHES, Reach("mail", "topic", "#.welcome", "all")]
-    assert list(foreign_bindings(bound, own)) == [
-        ("mail", "mails", "#.welcome"),
-        ("shop", "orders", "#.orders.#"),
-    ]
-    declared = Reach("mail", "topic", "#.welcome", "mails")
-    assert list(foreign_bindings(bound, [*own, declared])) == [("shop", "orders", "#.orders.#")]

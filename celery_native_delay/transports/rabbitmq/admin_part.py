@@ -8,7 +8,6 @@ from typing import Any
 
 from amqp.exceptions import NotFound, ResourceLocked
 
-from ...errors import NativeDelayError
 from ...finding import Finding
 from ...settings import DelaySettings
 from ..interface import Backlog, ParkedTask, Rescue, Told
@@ -16,7 +15,7 @@ from .declaring import not_declared, permissions_explained
 from .inspection import examine, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, rescue
-from .pruning import Pruning
+from .removing import remove_all
 from .status import Status, levels, status
 
 
@@ -71,14 +70,7 @@ class RabbitMQAdminPart:
     def uninstall(self) -> list[str]:
         if not self._settings.declare:
             raise not_declared(f"this app does not delete {self._topology.space}.*")
-        pruning = self.pruning()
-        found = pruning.everything()
-        if found.waiting or pruning.prune([found]):
-            raise NativeDelayError(
-                f"messages wait in {found.name}.*: wait until `celery -A PROJ delay status` shows "
-                f"none, or use --move-to-eta"
-            )
-        return [f"{found.queues} queue(s) and {found.exchanges} exchange(s) {found.name}.*"]
+        return [remove_all(self._delays, self._api())]
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
         with permissions_explained(self._topology):
@@ -96,9 +88,6 @@ class RabbitMQAdminPart:
     def purge_parked(self) -> int:
         with permissions_explained(self._topology):
             return self._purged(self.parking)
-
-    def pruning(self) -> Pruning:
-        return Pruning(self._delays, self._api(), self._settings)
 
     def _purged(self, queue: str) -> int:
         try:

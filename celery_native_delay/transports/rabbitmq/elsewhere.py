@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from secrets import token_hex
 from typing import Any
@@ -171,21 +171,3 @@ def deliveries_of(properties: Mapping[str, Any]) -> int:
     """Return the delivery count that a quorum queue wrote into the message's headers."""
     headers = properties.get("application_headers") or {}
     return max(int(headers.get(name, 0)) for name in ("x-delivery-count", "x-acquired-count"))
-
-
-# ---- what Celery left behind -------------------------------------------------------------------
-
-
-def foreign_bindings(
-    bound: Iterable[tuple[str, str, str]], reaches: Iterable[Reach]
-) -> Iterator[tuple[str, str, str]]:
-    """Yield the bindings ``#.<key>`` that Celery's delayed delivery added beside ``<key>``.
-
-    A binding is a tuple of exchange, queue and routing key. *bound* are all bindings; *reaches* are
-    the app's own bindings, which are never yielded.
-    """
-    there = set(bound)
-    own = {(each.exchange, each.queue, each.routing_key) for each in reaches}
-    for exchange, queue, routing_key in sorted(there - own):
-        if routing_key.startswith("#.") and (exchange, queue, routing_key[2:]) in there:
-            yield exchange, queue, routing_key
