@@ -46,7 +46,7 @@ $(PYTHON):
 	@$(PYTHON3) -c 'import ensurepip' 2>/dev/null || scripts/install_packages.sh python3-venv
 	$(PYTHON3) -m venv $(VENV)
 
-brokers: ## install RabbitMQ, Redis and PostgreSQL for the tests; for 4.3, too: NATIVE_DELAY_TEST_43=1
+brokers: ## install RabbitMQ, Redis, PostgreSQL and MariaDB for the tests; for 4.3, too: NATIVE_DELAY_TEST_43=1
 	scripts/setup_brokers.sh --all
 
 # At home a broker (or a Java, a Chromium) that cannot be installed is a reason to skip its tests, in CI to fail.

@@ -3,7 +3,7 @@
 #
 #     scripts/setup_brokers.sh               RabbitMQ and Redis, the system's own packages
 #     scripts/setup_brokers.sh --rabbitmq    RabbitMQ alone
-#     scripts/setup_brokers.sh --all         also PostgreSQL, as a timeout store
+#     scripts/setup_brokers.sh --all         also PostgreSQL and MariaDB, for stores
 #     scripts/setup_brokers.sh --with-4.3    all of them and RabbitMQ 4.3, from Debian testing in a folder of
 #                                            its own; implied by CI=true or NATIVE_DELAY_TEST_43=1
 #
@@ -16,12 +16,12 @@ here=$(dirname "$0")
 
 with_43=no
 with_redis=yes
-with_postgresql=no
+with_databases=no
 case "${1-}" in
     "") ;;
     --rabbitmq) with_redis=no ;;
-    --all) with_postgresql=yes ;;
-    --with-4.3) with_postgresql=yes with_43=yes ;;
+    --all) with_databases=yes ;;
+    --with-4.3) with_databases=yes with_43=yes ;;
     *) echo "usage: $0 [--rabbitmq | --all | --with-4.3]" >&2; exit 2 ;;
 esac
 if [ "${CI-}" = true ] || [ "${NATIVE_DELAY_TEST_43-}" = 1 ]; then with_43=yes; fi
@@ -45,6 +45,7 @@ install_system() {
 not_at_boot() {
     if [ -d /run/systemd/system ]; then
         if [ "$(id -u)" = 0 ]; then as_root=; else as_root="sudo -n"; fi
+        case $1 in mariadb-server) set -- mariadb ;; esac
         $as_root systemctl disable --quiet "$1"
     fi
 }
@@ -55,9 +56,11 @@ if [ "$with_redis" = yes ]; then
     install_system Redis redis-server \
         /usr/bin/redis-server /opt/homebrew/bin/redis-server /usr/local/bin/redis-server
 fi
-if [ "$with_postgresql" = yes ]; then
+if [ "$with_databases" = yes ]; then
     install_system PostgreSQL postgresql /usr/lib/postgresql/*/bin/postgres \
         /opt/homebrew/bin/postgres /usr/local/bin/postgres
+    install_system MariaDB mariadb-server /usr/sbin/mariadbd /usr/bin/mariadbd \
+        /opt/homebrew/bin/mariadbd /usr/local/bin/mariadbd
 fi
 if [ "$with_43" = yes ]; then
     root=${NATIVE_DELAY_RABBITMQ_43_ROOT:-$HOME/.cache/celery_native_delay/rabbitmq-4.3}

@@ -11,6 +11,8 @@ _CONFORMING = re.compile(
     r"/test_(\w*conformance)\.py.*[\[-](redis|valkey|filesystem(?:-postgresql)?|sqla|sqs)[\]-]"
 )
 
+_STORE = re.compile(r"test_stores\.py.*\[(redis|postgresql|mariadb)[\]-]")
+
 #: What the names of groups and tests begin with, longest first; unit tests fill the gaps.
 _ORDER = [
     r"RabbitMQ \S+: mortal",
@@ -30,7 +32,8 @@ def scope_of(nodeid: str) -> str:
     """The name of a test's group; the test's own id if it needs no group.
 
     A group has the tests of one file for one RabbitMQ version, or the tests of one file that share
-    a worker on another broker. All Spark tests share one session, which takes ten seconds to start.
+    a worker on another broker, or a store's server. All Spark tests share one session, which takes
+    ten seconds to start.
     """
     if nodeid.startswith("tests/spark/"):
         return "Spark"
@@ -39,6 +42,8 @@ def scope_of(nodeid: str) -> str:
         return f"RabbitMQ {version[1]}: {'mortal' if _MORTAL.search(nodeid) else file}"
     if broker := _CONFORMING.search(nodeid):
         return f"{broker[1]} on {broker[2]}"
+    if store := _STORE.search(nodeid):
+        return f"store in {store[1]}"
     if part := re.search(r"(?:integration|acceptance)/test_sqs_(\w+)", nodeid):
         return f"SQS: {part[1]}"
     if "test_tasks.py" in nodeid:

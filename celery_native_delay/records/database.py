@@ -128,11 +128,14 @@ def _sqlite(place: URL) -> Engine:
     return engine
 
 
+# unix_timestamp(now()) is an hour wrong in the hour that a local time zone repeats in autumn.
+_MYSQL_TIME = text("SELECT timestampdiff(MICROSECOND, '1970-01-01', utc_timestamp(6)) * 0.000001")
+
 #: The statement that asks a server for its time, in seconds since the epoch.
 _TIMES = {
     "postgresql": text("SELECT extract(epoch FROM clock_timestamp())"),
-    "mysql": text("SELECT unix_timestamp(now(6))"),
-    "mariadb": text("SELECT unix_timestamp(now(6))"),
+    "mysql": _MYSQL_TIME,
+    "mariadb": _MYSQL_TIME,
 }
 
 

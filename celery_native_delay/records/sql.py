@@ -33,6 +33,17 @@ METADATA = MetaData()
 
 LONG_TEXT = Text().with_variant(LONGTEXT(), "mysql", "mariadb")  # MySQL's TEXT ends at 64 kB
 
+#: Options of our tables. By default, MySQL takes "Shop", "shop" and "shop " for the same name.
+TABLE_OPTIONS: dict[str, Any] = {
+    f"{dialect}_{option}": value
+    for dialect in ("mysql", "mariadb")
+    for option, value in {
+        "engine": "InnoDB",
+        "charset": "utf8mb4",
+        "collate": "utf8mb4_bin",
+    }.items()
+}
+
 #: Never change the columns: changed columns need a table with another name. Each stored state, in
 #: the column *text*, has its own version.
 RECORDS = Table(
@@ -47,6 +58,7 @@ RECORDS = Table(
     # The record is valid until then, in microseconds since the epoch.
     Column("kept_us", BigInteger, nullable=False),
     TableIndex("native_delay_record_kept", "owner", "kind", "kept_us"),
+    **TABLE_OPTIONS,
 )
 
 _RECORD = RECORDS.c

@@ -38,7 +38,7 @@ from ..finding import UNCHECKED, WRONG, Finding, clock_finding
 from ..now import time_ns
 from ..records.database import Database, clock_ahead_seconds, now_us
 from ..records.interface import Change, Decide, Publish, RecordName, Snapshot
-from ..records.sql import LONG_TEXT, SqlRecords
+from ..records.sql import LONG_TEXT, TABLE_OPTIONS, SqlRecords
 from ..records.sql_listing import SqlListing
 from ..records.waiting import Waiting, WaitingTasks
 from ..texts import digest_of, storable
@@ -65,6 +65,8 @@ METADATA = MetaData()
 #: a worker announces the task as revoked; it is not listed any more.
 WAITING, TAKEN, PARKED, CANCELLED, CANCELLED_AND_TAKEN = 0, 1, 2, 3, 4
 
+_LONGEST_ID = 255
+
 #: One row per waiting task. Never change the columns: changed columns need another table.
 TASKS = Table(
     "native_delay_task",
@@ -74,8 +76,8 @@ TASKS = Table(
     Column("namespace", String(64), nullable=False),
     # A digest of the row's name, which may be too long for an index of MySQL.
     Column("digest", String(32), nullable=False),
-    # For searches by task id. MySQL cannot index longer texts.
-    Column("task_id", String(255), nullable=False),
+    # For searches by task id, see _short(). MySQL cannot index longer texts.
+    Column("task_id", String(_LONGEST_ID), nullable=False),
     Column("state", SmallInteger, nullable=False),
     # When a dispatcher takes the row: its due time, the end of a lease, or the next attempt after a
     # refusal. In microseconds since the epoch.
@@ -87,6 +89,7 @@ TASKS = Table(
     Index("native_delay_task_next", "namespace", "state", "next_us"),
     Index("native_delay_task_id", "namespace", "task_id"),
     Index("native_delay_task_name", "namespace", "digest", unique=True),
+    **TABLE_OPTIONS,
 )
 
 _ROW = TASKS.c
@@ -227,7 +230,7 @@ class SqlStore(_Timed, Store):
         return {
             "namespace": self.namespace,
             "digest": digest_of(row.name),
-            "task_id": storable(row.task_id)[:255],
+            "task_id": _short(row.task_id),
             "state": WAITING,
             "next_us": row.due_us,
             "taken_by": None,
@@ -443,7 +446,7 @@ class SqlState(_Timed, SqlRecords):
         self, connection: Connection, task_id: str, *, locked: bool
     ) -> tuple[tuple[Any, int], ...]:
         asked = select(_ROW.id, _ROW.next_us, _ROW.state).where(
-            _MINE, _ROW.task_id == storable(task_id)[:255], _LISTED
+            _MINE, _ROW.task_id == _short(task_id), _LISTED
         )
         rows = connection.execute(
             asked.with_for_update() if locked else asked, {"mine": self._store.namespace}
@@ -476,7 +479,7 @@ class SqlTasks(SqlListing):
         return waiting_of(row.entry)
 
     def _of_task(self, task_id: str) -> Any:
-        of_task = _ROW.task_id == storable(task_id)[:255]
+        of_task = _ROW.task_id == _short(task_id)
         return select(_ROW.id, _ROW.entry, _ROW.state).where(
             _ROW.namespace == self._store.namespace, of_task
         )
@@ -525,6 +528,12 @@ class SqlTasks(SqlListing):
     def _is_taken(self, task_id: str) -> bool:
         taken = self._of_task(task_id).where(_ROW.state == TAKEN)
         return self._look_up(lambda connection: connection.execute(taken).first()) is not None
+
+
+def _short(task_id: str) -> str:
+    # MySQL ignores a space at the end of a text.
+    is_exact = len(task_id) <= _LONGEST_ID and not task_id.endswith(" ")
+    return storable(task_id) if is_exact else digest_of(task_id)
 
 
 def _refused(refusal: Refusal, at_us: int) -> dict[str, Any]:
