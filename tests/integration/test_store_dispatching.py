@@ -375,6 +375,7 @@ def test_without_a_store_a_delayed_publish_names_the_setting(url: str) -> None:
 def test_different_filesystem_folders_for_in_and_out_are_reported(folder_url: str) -> None:
     with delaying(folder_url) as connection:
         part = connection.default_channel.worker_part(DelaySettings(**settings_of(folder_url)))
+        part.prepare("here")
         assert part.dangers() == []
         connection.default_channel.transport_options["data_folder_out"] = "elsewhere"
         (said,) = connection.channel().worker_part(DelaySettings()).dangers()

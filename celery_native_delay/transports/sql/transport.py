@@ -185,11 +185,10 @@ class FolderChannel(StoreDelayingChannel):
         return self._put_file(queue, message)
 
     def put_due(self: Any, message: dict[str, Any], entry: Entry) -> None:
-        queues = [entry.queue]
-        if entry.queue is None:
-            queues = [bound.queue for bound in self.get_table(entry.exchange)]
-        for queue in queues:
-            self._put_file(queue, message)
+        bound = self.get_table(entry.exchange) if entry.queue is None else ()
+        for queue in [entry.queue] if entry.queue else [each.queue for each in bound]:
+            # Without the folder, the broker is away: this is an OSError, and refuses no message.
+            put_file(self, queue, dumps(message))
 
     def _put_file(self, queue: str, message: dict[str, Any]) -> None:
         try:
