@@ -221,7 +221,7 @@ def test_until_start_frees_the_key_when_the_task_starts(fleet: Fleet) -> None:
     fleet.worker(concurrency=2)
     alone = app.signature("alone", args=("a", 3.0))
     first = delay.unique(alone, key="a", until="start")
-    wait_until(lambda: phases(fleet))
+    wait_until(lambda: bool(phases(fleet)))
     second = wait_until(
         lambda: next(
             (

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from celery import Celery, Task
-from celery.signals import task_prerun
+from celery.signals import task_postrun, task_prerun
 from kombu import Exchange, Queue
 
 CONF_VARIABLE = "ACCEPTANCE_CONF"
@@ -184,6 +184,16 @@ def define_tasks(app: Celery) -> None:
         if not died.exists():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    @app.task(name="killed_after", shared=False, bind=True, acks_late=True)
+    def killed_after(self: Task) -> None:
+        """Kill the worker after this task has succeeded, and before its message is acknowledged."""
+
+        def kill(**_: Any) -> None:
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+
+        note_phase("killed_after", self.request.id, "ends")
+        task_postrun.connect(kill, weak=False)
 
 
 def note_phase(key: str, task_id: str, phase: str) -> None:
