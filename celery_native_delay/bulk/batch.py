@@ -37,7 +37,6 @@ from ..now import moment, time_ns
 from ..transports.aliases import OPTION, asks_for_delays
 from ..transports.bulk_publisher import RandomIds
 from .kinds import Kinds, Made, Sample
-from .plain_publishing import PlainPublishing
 
 #: Options of ``send`` that an encoded message may contain: only tasks with equal options share it.
 _TEMPLATE_OPTIONS = frozenset(
@@ -109,7 +108,7 @@ class Bulk:
             raise ValueError(f"expected window to be a whole number from 1, got {window!r}")
         self.result = BulkResult()
         self._app = installation.app
-        self._plain = PlainPublishing(installation)
+        self._installation = installation
         self._window = window or installation.settings().confirm_window
         self._check = check
         self._timeout_seconds = timeout_seconds
@@ -126,7 +125,7 @@ class Bulk:
         with self._app.connection_for_write() as connection:
             check_broker(connection)
             self._publisher = connection.transport.bulk_publisher(window=self._window)
-        self._kinds = Kinds(self._plain, self._publisher, self._iso)
+        self._kinds = Kinds(self._installation, self._publisher, self._iso)
         self._app.finalize()
         self._tasks = self._app._tasks
         self._timezone = self._app.timezone
@@ -195,10 +194,10 @@ class Bulk:
         if options:
             # 1, 1.0 and True are equal keys, but give different messages.
             key = (key, tuple(options.items()), tuple(map(type, options.values())))
-        sent, made, hooks = False, None, ()
+        sent, made, may_copy = False, None, False
         if options.keys() <= _TEMPLATE_OPTIONS and _hashable(key):
-            hooks = self._kinds.hooks(key, known)
-            kind = self._kinds.of(key, hooks)
+            may_copy = self._kinds.may_copy(key)
+            kind = self._kinds.of(key) if may_copy else None
             if kind is not None:
                 made = self._made(known, args, kwargs or {}, eta, countdown, task_id)
                 if made is not None and kind.serves(made, self._publisher.outbox.connects):
@@ -208,8 +207,8 @@ class Bulk:
             when = {"eta": eta, "countdown": countdown, "task_id": task_id}
             way = task if known is None else known
             self._apply_async(way, (args, kwargs), when | options)
-            if hooks:
-                self._kinds.learn(Sample(key, known, hooks, task_id, bool(countdown), made))
+            if may_copy:
+                self._kinds.learn(Sample(key, known, task_id, bool(countdown), made))
         result.sent += 1
         if result.sent % _LOOK_EVERY == 0:
             result.refused += self._publisher.outbox.take_refused()
@@ -253,6 +252,10 @@ class Bulk:
         else:
             return None
         args = args or ()  # as Celery does, so that argsrepr is the same
+        try:
+            body = (_ENCODER.encode((args, kwargs))[:-1] + _NO_CANVAS).encode()
+        except (TypeError, ValueError):  # such as Pydantic models, which apply_async dumps
+            return None
         if known is not None and getattr(known, "typing", False):
             known.__header__(*args, **kwargs)
         values = (
@@ -260,7 +263,7 @@ class Bulk:
             text,
             self._repr(args, self._repr_sizes[0]),
             self._repr(kwargs, self._repr_sizes[1]),
-            (_ENCODER.encode((args, kwargs))[:-1] + _NO_CANVAS).encode(),
+            body,
         )
         return Made(at_us, due_us, values)
 

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 from celery import Task
 
+from ..app.installation import Installation
 from ..due_time import due_us as due_us_of
 from ..errors import InvalidDueTime
 from ..message import HEADER
 from ..now import time_ns
 from ..transports.bulk_publisher import BulkPublisher, TaskTemplate, TaskValues
-from .plain_publishing import PlainPublishing, same
+from .publish_hooks import hook_now, hook_of
 
 logger = logging.getLogger("celery_native_delay.bulk")
 
@@ -38,8 +39,6 @@ class Kind:
     """Tasks with the same name, route and options, and their reusable encoded message."""
 
     learnt: TaskTemplate
-    #: The result of :meth:`.PlainPublishing.hooks` for the first message.
-    hooks: tuple[Any, ...]
     #: The batch's number of connects at the first message. A reconnect makes the message invalid.
     connects: int
     #: If not None, only tasks with these encoded arguments can use the message.
@@ -63,7 +62,6 @@ class Sample(NamedTuple):
     key: Any
     #: The task if the app has registered it.
     known: Task | None
-    hooks: tuple[Any, ...]
     task_id: str
     by_countdown: bool
     made: Made | None
@@ -73,38 +71,31 @@ class Kinds:
     """The message templates of a batch: one per task name, route and options."""
 
     def __init__(
-        self, plain: PlainPublishing, publisher: BulkPublisher, iso: Callable[[int], str]
+        self, installation: Installation, publisher: BulkPublisher, iso: Callable[[int], str]
     ) -> None:
-        self._plain = plain
+        self._installation = installation
         self._publisher = publisher
         self._iso = iso
         self._kinds: dict[Any, Kind] = {}
-        #: Keys of kinds for which a copy differed from the message of ``apply_async``.
+        #: Keys of kinds whose messages other code sees or changes, or differ for another reason.
         self._without_template: set[Any] = set()
-        #: For each kind whose messages other code sees or changes: the publishing functions.
-        self._observed: dict[Any, tuple[Any, ...]] = {}
         self._logged: set[str] = set()
 
-    def hooks(self, key: Any, known: Task | None) -> tuple[Any, ...]:
-        """Return the functions that publish tasks of the kind *key*; () if no copies may be sent.
+    def may_copy(self, key: Any) -> bool:
+        """Return True if a task of the kind *key* (name, route and options) may be a copy now."""
+        hook = hook_now()
+        if hook:
+            self._log(logging.INFO, hook)
+        return not hook and key not in self._without_template
 
-        *known* is the task, or None if the app has not registered the task.
-        """
-        return () if key in self._without_template else self._plain.hooks(known)
-
-    def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:
-        """Return the stored template for tasks with this *key* (name, route and options), or None.
-
-        *hooks* are the functions that now publish the task. If other functions published the
-        template's message, the result is None, too.
-        """
-        kind = self._kinds.get(key)
-        return kind if kind is not None and same(kind.hooks, hooks) else None
+    def of(self, key: Any) -> Kind | None:
+        """Return the template of tasks of the kind *key*, or None."""
+        return self._kinds.get(key)
 
     def learn(self, sample: Sample) -> None:
         """Store a published task's message as a template, or check the stored template with it."""
         key, now_us = sample.key, time_ns() // 1000
-        kind = self.of(key, sample.hooks)
+        kind = self._kinds.get(key)
         connects = self._publisher.outbox.connects
         if kind is None or kind.connects != connects or now_us > kind.learnt.valid_until_us:
             self._begin(sample, kind, now_us)
@@ -121,23 +112,20 @@ class Kinds:
 
     def _begin(self, sample: Sample, before: Kind | None, now_us: int) -> None:
         """Store the last published message for reuse, unless other code sees the messages."""
-        key, hooks = sample.key, sample.hooks
-        if same(self._observed.get(key, ()), hooks):
-            return
-        witness = self._plain.witness(sample.known)
-        if witness:
-            self._observed[key] = hooks
-            self._log(logging.INFO, witness)
+        hook = hook_of(self._installation, sample.known)
+        if hook:
+            self._without_template.add(sample.key)
+            self._log(logging.INFO, hook)
             return
         headers = self._publisher.last_headers or {}
         learnt = self._publisher.learn() if headers.get("id") == sample.task_id else None
         if learnt is None:
             return
-        kind = Kind(learnt, hooks, self._publisher.outbox.connects, learnt.body)
+        kind = Kind(learnt, self._publisher.outbox.connects, learnt.body)
         # If the earlier message gives the same bytes, no second task has to be compared.
         if before is not None and before.checked and self._made_by(before, sample, now_us):
             kind.checked, kind.body = True, before.body
-        self._kinds[key] = kind
+        self._kinds[sample.key] = kind
 
     def _made_by(self, kind: Kind, sample: Sample, now_us: int) -> bool | None:
         """Return True if a copy for *kind* equals the published message; None if not comparable."""

@@ -170,22 +170,22 @@ def own_send_task(url: str) -> Iterator[Watched]:
 WRAPPERS: dict[str, tuple[Wrapper, str]] = {
     "Task.apply_async": (
         functools.partial(patched, owner=Task, name="apply_async", how="around"),
-        "Watching.around.<locals>.watching stands for Task.apply_async",
+        "celery.app.task.Task.apply_async is wrapped",
     ),
     "Celery.send_task": (
         functools.partial(patched, owner=Celery, name="send_task", how="around"),
-        "Watching.around.<locals>.watching stands for Celery.send_task",
+        "celery.app.base.Celery.send_task is wrapped",
     ),
     "AMQP.as_task_v2": (
         functools.partial(patched, owner=AMQP, name="as_task_v2", how="around_message"),
-        "Watching.around_message.<locals>.watching stands for AMQP.as_task_v2",
+        "celery.app.amqp.AMQP.as_task_v2 is wrapped",
     ),
     "Producer.publish": (
         functools.partial(patched, owner=Producer, name="publish", how="around_publish"),
-        "Watching.around_publish.<locals>.watching stands for Producer.publish",
+        "kombu.messaging.Producer.publish is wrapped",
     ),
-    "app.amqp": (own_amqp, "watching stands for AMQP.as_task_v2"),
-    "app.send_task": (own_send_task, "watching stands for the app's send_task"),
+    "app.amqp": (own_amqp, "AMQP.as_task_v2 is wrapped"),
+    "app.send_task": (own_send_task, "Installation.send_task is wrapped"),
     "subclass of Celery": (own_celery, "Shop.send_task"),
     "base": (functools.partial(own_task, how="base"), "Task.apply_async"),
     "task_cls": (functools.partial(own_task, how="task_cls"), "Task.apply_async"),
@@ -269,7 +269,7 @@ def test_sentry_has_a_span_for_each_message(space: str) -> None:
         assert f"sentry-trace_id={span['trace_id']}" in own["baggage"]
     for name in ("sentry-trace", "baggage", "sentry-task-enqueued-time"):
         assert len({each[name] for each in headers.values()}) == 18
-    assert f"{SAID}sentry_sdk.integrations.celery._wrap_task_run.<locals>" in run.stderr
+    assert f"{SAID}celery.app.base.Celery.send_task is wrapped by other code" in run.stderr
 
 
 # ---- templates that would change a message -------------------------------------------------------

@@ -121,6 +121,31 @@ def test_rows_made_from_a_template_are_those_of_apply_async(
     app.close()
 
 
+def test_arguments_that_celery_converts_arrive_converted(
+    vhost_url: str, store_redis: PrivateRedis
+) -> None:
+    """As with ``@app.task(pydantic=True)``, whose models only ``apply_async`` can encode."""
+    app = make_app(vhost_url, store=store_redis.url)
+
+    class Order:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+    @app.task(name="shop.remind", shared=False)
+    def remind(order: int) -> None:
+        """Never run here."""
+
+    task = app.tasks["shop.remind"]
+    task._dump_pydantic_arguments = lambda args, kwargs: ([args[0].number], kwargs)
+    with bulk(app) as batch:
+        for number in range(4):
+            batch.send("shop.remind", (Order(number),), countdown=600)
+    found = [json.loads(entry.body)[0] for entry in entries(store_of(app))]
+    assert sorted(found) == [[0], [1], [2], [3]]
+    assert batch.result.by_template == 0
+    app.close()
+
+
 def test_only_named_tasks_are_stored(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, store_redis: PrivateRedis
 ) -> None:
