@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from ..due_time import check_countdown
 from ..errors import SettingsError, UnsupportedBroker
 from ..settings import DRAIN, DelaySettings
 from ..transports.aliases import OPTION, option_of, transport_of, url_errors_explained
-from ..transports.interface import AdminPart, ExpectsQueues, ServesQueues
+from ..transports.interface import AdminPart
 from .broker import (
     ask_on_a_connection,
     check_fits,
@@ -285,8 +285,6 @@ def _unless_installed(original: Any) -> Any:
     return detect_quorum_queues
 
 
-Part = TypeVar("Part")
-
 #: Time limit for each answer of a broker that is checked, in seconds.
 TIMEOUT_SECONDS = 5.0
 
@@ -310,16 +308,5 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
     """Return an ``AdminPart``, through which ``delay`` commands use the app's broker."""
     channel, settings = delaying_channel(app, connection)
     part: AdminPart = channel.admin_part(settings)
-    return serving(part, app)
-
-
-def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
-    """Tell an ``AdminPart`` or ``WorkerPart`` the app's queues, and return this object.
-
-    *queues* are the names of the queues that the object serves; by default all the app's queues.
-    """
-    if isinstance(part, ExpectsQueues):
-        part.expect(list(app.amqp.queues.values()))
-    if isinstance(part, ServesQueues):
-        part.serve(queues or [queue.name for queue in app.amqp.queues.values()])
+    part.serve(list(app.amqp.queues.values()))
     return part

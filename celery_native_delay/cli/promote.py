@@ -41,8 +41,8 @@ def relay(ctx: click.Context, loglevel: int, queues: str, as_json: bool) -> None
 def _run(ctx: click.Context, loglevel: int, queues: str, as_json: bool, *, done: str) -> None:
     import signal
 
-    from ..app.installation import delaying_channel, serving
-    from ..transports.interface import ServesQueues, WorkerPart
+    from ..app.installation import delaying_channel
+    from ..transports.interface import WorkerPart
 
     app = ctx.obj.app
     installed_settings(ctx)
@@ -51,9 +51,10 @@ def _run(ctx: click.Context, loglevel: int, queues: str, as_json: bool, *, done:
     with reachable(ctx) as connection:
         where = connection.as_uri()
         channel, settings = delaying_channel(app, connection)
-        part: WorkerPart = serving(channel.worker_part(settings), app, chosen)
-        if chosen and not isinstance(part, ServesQueues):
+        if chosen and connection.transport.driver_type != "sqs":
             raise click.UsageError(f"{where} needs no relay per queue: leave --queues out")
+        part: WorkerPart = channel.worker_part(settings)
+        part.serve(chosen or list(app.amqp.queues))
         prepared = part.prepare(where)
         promoter = part.promoter(app.connection_for_write)
         if promoter is None:

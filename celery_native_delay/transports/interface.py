@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from secrets import token_hex
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from ..durations import duration
 from ..errors import NativeDelayError, NoStore
@@ -82,6 +82,9 @@ class WorkerPart(ABC):
 
     comes_back_late_seconds = 0.05
     """Messages that workers returned to the broker usually come at most this many seconds late."""
+
+    def serve(self, queues: Sequence[str]) -> None:  # noqa: B027  most serve all queues alike
+        """Store the names of the app's queues for later calls of other methods."""
 
     @abstractmethod
     def prepare(self, where: str) -> str:
@@ -180,14 +183,6 @@ class Promoter(Protocol):
         """Make :meth:`run` return soon. Any thread or signal handler may call this method."""
 
 
-@runtime_checkable
-class ServesQueues(Protocol):
-    """A WorkerPart or AdminPart that needs the names of the app's queues."""
-
-    def serve(self, queues: Sequence[str]) -> None:
-        """Store the names of the app's queues for later calls of other methods."""
-
-
 @dataclass(frozen=True)
 class ParkedTask:
     """A task whose message is due, but undeliverable. Unknown attributes are None."""
@@ -272,7 +267,7 @@ class Backlog:
     in_store: int | None = None
 
 
-class AdminPart(Protocol):
+class AdminPart(ABC):
     """The broker operations that the ``celery delay`` commands need."""
 
     name: str
@@ -280,21 +275,30 @@ class AdminPart(Protocol):
     parking: str
     """The name of the queue, key or table that holds due but undeliverable messages."""
 
+    def serve(self, queues: Sequence[Any]) -> None:  # noqa: B027  most need no queues
+        """Store the app's queues for later calls of other methods."""
+
+    @abstractmethod
     def declare(self, queues: Sequence[Any]) -> Report:
         """Create the queues or tables for delayed messages; *queues* are the app's queues."""
 
     def verify(self) -> list[Finding]:
         """Report wrong or missing queues, queue attributes and policies on the broker."""
+        return []
 
     def examine(self) -> list[Finding]:
         """Report problems in operation: all findings of :meth:`status`, and wrong clocks."""
+        return []
 
+    @abstractmethod
     def status(self) -> StatusReport:
         """Return a report with the numbers of waiting and parked (undeliverable) messages."""
 
+    @abstractmethod
     def backlog(self) -> Backlog:
         """Return the numbers of waiting and parked (undeliverable) messages, for monitoring."""
 
+    @abstractmethod
     def purge(self) -> int:
         """Delete all waiting messages; return the number of deleted messages."""
 
@@ -303,39 +307,22 @@ class AdminPart(Protocol):
 
         Raises NativeDelayError, without deleting a queue, if messages still wait.
         """
+        return []
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
         """Return the number of parked (undeliverable) messages, and up to *limit* of their tasks.
 
         Returns None if a worker is publishing the parked messages at this moment.
         """
+        return 0, []
 
     def requeue(self) -> Rescue | None:
         """Publish parked (undeliverable) messages; return None if a worker is doing so already."""
-
-    def purge_parked(self) -> int:
-        """Delete all parked (undeliverable) messages; return the number of deleted messages."""
-
-
-class NothingParked:
-    """Methods for brokers that never have parked (due, but undeliverable) messages."""
-
-    def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
-        return 0, []
-
-    def requeue(self) -> Rescue:
         return Rescue()
 
     def purge_parked(self) -> int:
+        """Delete all parked (undeliverable) messages; return the number of deleted messages."""
         return 0
-
-
-@runtime_checkable
-class ExpectsQueues(Protocol):
-    """An AdminPart that also verifies the app's queues."""
-
-    def expect(self, queues: Sequence[Any]) -> None:
-        """Store the app's queues, which :meth:`AdminPart.verify` checks later."""
 
 
 def lines_of(channel: Any, settings: DelaySettings) -> Lines:

@@ -18,7 +18,7 @@ from ..finding import WRONG, Finding
 from ..settings import DelaySettings
 from ..store.entry import Entry
 from .bulk_publisher import BulkPublisher
-from .interface import Backlog, NothingParked, Told, Wait, WorkerPart
+from .interface import AdminPart, Backlog, Told, Wait, WorkerPart
 from .lasting import is_lasting_sql
 from .outbox import OutboxBatch
 from .virtual.channel import DelayingChannel, DelayingTransport
@@ -120,7 +120,7 @@ class PgmqWorkerPart(WorkerPart):
             raise OperationalError(str(exc)) from exc
 
 
-class PgmqAdminPart(NothingParked):
+class PgmqAdminPart(AdminPart):
     name = "the queues of this app"
     parking = "none: nothing is parked"
 
@@ -128,17 +128,11 @@ class PgmqAdminPart(NothingParked):
         self._channel = channel
         self._queues: Sequence[str] = ()
 
-    def serve(self, queues: Sequence[str]) -> None:
-        self._queues = queues
+    def serve(self, queues: Sequence[Any]) -> None:
+        self._queues = [queue.name for queue in queues]
 
     def declare(self, queues: Sequence[Any]) -> Told:
         return Told({"queues": []}, ["pgmq delays by itself: nothing to declare"])
-
-    def verify(self) -> list[Finding]:
-        return []
-
-    def examine(self) -> list[Finding]:
-        return []
 
     def status(self) -> Told:
         waiting = self._of_waiting("SELECT")
@@ -149,10 +143,6 @@ class PgmqAdminPart(NothingParked):
 
     def purge(self) -> int:
         return self._of_waiting("DELETE")
-
-    def uninstall(self) -> list[str]:
-        """Delete nothing: pgmq has no queues of this package."""
-        return []
 
     def _unread(self) -> list[Finding]:
         """Report due messages that no worker has read."""

@@ -30,11 +30,9 @@ from ..urls import is_redis_url
 from .interface import (
     AdminPart,
     Backlog,
-    ExpectsQueues,
     ParkedTask,
     Promoter,
     Rescue,
-    ServesQueues,
     Told,
     Wait,
     WorkerPart,
@@ -181,8 +179,7 @@ class StoreWorkerPart(WorkerPart):
         self._store = channel.needed_store
 
     def serve(self, queues: Sequence[str]) -> None:
-        if isinstance(self._own, ServesQueues):
-            self._own.serve(queues)
+        self._own.serve(queues)
 
     def prepare(self, where: str) -> str:
         """Prepare the store and, if some tasks wait there, the broker."""
@@ -261,7 +258,7 @@ class _Both:
         self._own.stop()
 
 
-class StoreAdminPart:
+class StoreAdminPart(AdminPart):
     """The operations of the ``delay`` commands for tasks that wait in a store."""
 
     def __init__(self, channel: StoringChannel, settings: DelaySettings, own: AdminPart) -> None:
@@ -273,13 +270,8 @@ class StoreAdminPart:
         self.name = self._store.where
         self.parking = f"{self._store.where} (parked)"
 
-    def expect(self, queues: Sequence[Any]) -> None:
-        if isinstance(self.own, ExpectsQueues):
-            self.own.expect(queues)
-
-    def serve(self, queues: Sequence[str]) -> None:
-        if isinstance(self.own, ServesQueues):
-            self.own.serve(queues)
+    def serve(self, queues: Sequence[Any]) -> None:
+        self.own.serve(queues)
 
     def declare(self, queues: Sequence[Any]) -> Told:
         """Create the store's tables, the app's queues and, if tasks wait there, delay queues."""

@@ -21,7 +21,6 @@ from ..now import utc_now
 from ..settings import DelaySettings
 from ..transports.interface import (
     Promoter,
-    ServesQueues,
     Wait,
     WorkerPart,
     lines_of,
@@ -132,8 +131,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         try:
             settings = self._installation.settings()
             part: WorkerPart = channel.worker_part(settings)
-            if isinstance(part, ServesQueues):
-                part.serve([queue.name for queue in c.task_consumer.queues])
+            part.serve([queue.name for queue in c.task_consumer.queues])
             if self._rated is not None:
                 self._rated.come_back_late_us = round(part.comes_back_late_seconds * 1_000_000)
             self._revoked.state = channel.state_of_revoked()

@@ -16,7 +16,7 @@ from kombu import Exchange, Queue
 
 from celery_native_delay import DelaySettings, DelayTooLong, InvalidDueTime, SettingsError
 from celery_native_delay.due_time import due_us
-from celery_native_delay.transports.interface import ServesQueues, Wait
+from celery_native_delay.transports.interface import Wait
 from tests.acceptance.worker import EARLY_SECONDS, Fleet, Worker, fleet_on
 from tests.conformance.brokers import (
     Broker,
@@ -199,8 +199,7 @@ def test_a_worker_with_a_shorter_limit_puts_a_message_back_until_it_is_due(url: 
         channel = connection.default_channel
         part = channel.worker_part(settings)
         part.prepare(url)
-        if isinstance(part, ServesQueues):
-            part.serve(["jobs"])
+        part.serve(["jobs"])
         came: list[Arrival] = []
 
         def receive(body: Any, message: Any) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kombu import Connection
+from kombu import Connection, Queue
 
 from celery_native_delay import (
     CannotDelay,
@@ -421,7 +421,7 @@ def test_a_producer_warns_if_no_relay_runs(
         publish(connection, "hello", "jobs", delay=HOP_SECONDS + 1)
         assert "no relay" not in caplog.text
         status = connection.default_channel.admin_part(None)
-        status.serve(["jobs"])
+        status.serve([Queue("jobs")])
         wait_until(lambda: status.status().queues[0]["overdue"] == 1)
         said = next(each for each in status.examine() if each.level == WRONG)
         assert "no `celery -A PROJ delay relay` is running" in said.problem
@@ -482,7 +482,7 @@ def test_a_queue_with_too_long_a_name_does_not_stop_the_relay_of_others(
         assert received.wait_for(1)[0].body == "hello"
         assert (relay.promoted, relay.failed) == (1, 0)
         admin = connection.default_channel.admin_part(None)
-        admin.serve([long, "jobs"])
+        admin.serve([Queue(long), Queue("jobs")])
         (said,) = admin.verify()
         assert said.problem.startswith(f"{long}-delay.fifo: has 81 characters")
     assert "next attempt" not in caplog.text
@@ -520,7 +520,7 @@ def test_only_the_apps_queues_are_counted_and_purged(sqs: PrivateSqs) -> None:
         for queue in ("jobs", "foreign"):
             publish(connection, "far", queue, delay=3600)
         admin = connection.default_channel.admin_part(None)
-        admin.serve(["jobs", "nobody"])
+        admin.serve([Queue("jobs"), Queue("nobody")])
         (jobs, nobody) = admin.status().queues
         assert (jobs["here"], jobs["on_the_way"]) == (1, 1)
         assert (nobody["here"], nobody["on_the_way"]) == (0, None)

@@ -10,7 +10,7 @@ from amqp.exceptions import NotFound, ResourceLocked
 
 from ...finding import Finding
 from ...settings import DelaySettings
-from ..interface import Backlog, ParkedTask, Rescue, Told
+from ..interface import AdminPart, Backlog, ParkedTask, Rescue, Told
 from .declaring import not_declared, permissions_explained
 from .inspection import examine, verify
 from .management import ManagementAPI, management_of
@@ -19,7 +19,7 @@ from .removing import remove_all
 from .status import Status, levels, status
 
 
-class RabbitMQAdminPart:
+class RabbitMQAdminPart(AdminPart):
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         self._channel = channel
         self._delays = channel.delays
@@ -29,7 +29,7 @@ class RabbitMQAdminPart:
         self.parking: str = self._topology.parking_queue
         self._queues: Sequence[Any] = ()
 
-    def expect(self, queues: Sequence[Any]) -> None:
+    def serve(self, queues: Sequence[Any]) -> None:
         self._queues = queues
 
     def declare(self, queues: Sequence[Any]) -> Told:

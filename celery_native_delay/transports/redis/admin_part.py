@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from ...finding import WRONG, Finding
 from ...redis_server import clocks
-from ..interface import ParkedTask, Rescue, Told
+from ..interface import AdminPart, Backlog, ParkedTask, Rescue, Told
 from ..status import Status, refuse_waiting
-from ..virtual.admin_part import AdminPart, parked_task
+from ..virtual.wrapping import unwrapped
 from .entry import opened_entry
 from .store import Census, Store
 from .worker_part import rescue
@@ -40,18 +41,35 @@ class RedisAdminPart(AdminPart):
             *clocks(self._delays.clock_ahead_seconds()),
         ]
 
+    def status(self) -> Status:
+        return Status.of(self.name, self._store.census())
+
+    def backlog(self) -> Backlog:
+        census = self._store.census()
+        waiting = census.waiting
+        return Backlog(waiting, census.parked, (), True, census.until_first_us, waiting)
+
+    def purge(self) -> int:
+        return self._store.purge(parked=False)
+
     def uninstall(self) -> list[str]:
         refuse_waiting(self.name, self._store.census())
         return [f"{self._delays.records.clear()} key(s) {self.name}.*"]
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
         entries = self._store.peek_parked(limit=limit)
-        return self._store.census().parked, [
-            parked_task(opened_entry(entry)[1]) for entry in entries
-        ]
+        return self._store.census().parked, list(map(_parked_task, entries))
 
     def requeue(self) -> Rescue:
         return rescue(self._delays)
+
+    def purge_parked(self) -> int:
+        return self._store.purge(parked=True)
+
+
+def _parked_task(entry: bytes) -> ParkedTask:
+    message = json.loads(opened_entry(entry)[1])
+    return ParkedTask.of(*unwrapped(message.get("headers"), message["properties"]))
 
 
 def _compare(name: str, census: Census) -> list[Finding]:

@@ -30,7 +30,7 @@ from ...store.interface import Store
 from ...store.opened import store_of
 from ...urls import without_password
 from ..aliases import OPTION, originals
-from ..interface import Backlog, NothingParked, Told, Wait, WorkerPart
+from ..interface import AdminPart, Backlog, Told, Wait, WorkerPart
 from ..moving import Source
 from ..virtual import delays
 from ..virtual.channel import DelayingChannel, DelayingTransport, Message
@@ -113,7 +113,7 @@ class NoWorkerPart(WorkerPart):
         return [Finding("folders", WRONG, problem, way_out)]
 
 
-class NoAdminPart(NothingParked):
+class NoAdminPart(AdminPart):
     """The commands' operations on a broker in which nothing waits."""
 
     name = parking = "nothing"
@@ -121,17 +121,8 @@ class NoAdminPart(NothingParked):
     def declare(self, queues: Sequence[Any]) -> Told:
         return Told({}, [])
 
-    def verify(self) -> list[Finding]:
-        return []
-
-    def examine(self) -> list[Finding]:
-        return []
-
     def status(self) -> Told:
         return Told({}, [])
-
-    def uninstall(self) -> list[str]:
-        return []
 
     def backlog(self) -> Backlog:
         return Backlog(0, 0)

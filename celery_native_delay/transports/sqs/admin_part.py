@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import NativeDelayError
 from ...finding import UNCHECKED, WRONG, Finding
-from ..interface import Backlog, NothingParked, Told
+from ..interface import AdminPart, Backlog, Told
 from .delay_queue import (
     LONGEST_NAME,
     advice,
@@ -69,7 +69,7 @@ class Status:
         ]
 
 
-class SqsAdminPart(NothingParked):
+class SqsAdminPart(AdminPart):
     parking = "none: a message that cannot be delivered is tried again from its delay queue"
 
     def __init__(self, channel: Any) -> None:
@@ -78,8 +78,8 @@ class SqsAdminPart(NothingParked):
         self._queues: list[str] = []
         self.name = "the delay queues of this app"
 
-    def serve(self, queues: Sequence[str]) -> None:
-        self._queues = [queue for queue in queues if can_delay(queue)]
+    def serve(self, queues: Sequence[Any]) -> None:
+        self._queues = [queue.name for queue in queues if can_delay(queue.name)]
         self.name = ", ".join(name for _, name in self._named())
 
     def declare(self, queues: Sequence[Any]) -> Told:
