@@ -54,23 +54,6 @@ def parsed(url: str) -> URL:
         ) from error
 
 
-def same_database(one: str, other: str) -> bool:
-    """Return True if two URLs name the same database; driver and user may differ."""
-    return _place(parsed(one)) == _place(parsed(other))
-
-
-_WHERE = ("host", "port", "options")
-
-
-def _place(url: URL) -> tuple[Any, ...]:
-    backend = url.get_backend_name()
-    if backend == "sqlite":
-        return backend, str(Path(url.database or "").absolute().resolve())
-    # PostgreSQL's options may name another schema.
-    query = {name: value for name, value in url.query.items() if name in _WHERE}
-    return backend, url.host, url.port, url.database, query
-
-
 def engine_of(url: str, *, setting: str = "native_delay_store") -> Engine:
     """Make a SQLAlchemy engine for *url*. Raises SettingsError if the driver is missing."""
     place = parsed(url)
@@ -222,14 +205,6 @@ class Database(ABC):
                     if not tries_left or is_slow or error.connection_invalidated:
                         raise
         raise AssertionError("unreachable")
-
-
-def is_about_a_row(error: BaseException | None) -> bool:
-    """Return True if the database or its driver rejected the values of one row.
-
-    An example is a text with a NUL in PostgreSQL, or a lone surrogate in any database.
-    """
-    return isinstance(error, exc.DataError | exc.IntegrityError | ValueError)
 
 
 def reason_of(error: BaseException) -> str:

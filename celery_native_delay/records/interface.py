@@ -90,24 +90,6 @@ class IndexEntry(NamedTuple):
     entry: str | bytes
 
 
-@dataclass(frozen=True)
-class CompareAndSet:
-    """A compare-and-set of a stored state and of waiting messages, in Redis.
-
-    The condition: the stored state called *name* has the text *before*, and all messages in *gone*
-    still wait. If the condition holds, the state becomes *after* and expires *kept_ms*
-    milliseconds later, the messages *gone* are removed, and the message *new* is added, in one
-    step. If not, nothing changes.
-    """
-
-    name: RecordName
-    before: str | None = None
-    after: str | None = None
-    kept_ms: int = 0
-    new: IndexEntry | None = None
-    gone: Sequence[str] = ()
-
-
 def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
     """Call *attempt* until the result is not None, and return the result.
 

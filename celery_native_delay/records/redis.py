@@ -24,8 +24,8 @@ from ..urls import redis_py_url, without_credential_provider
 from .interface import (
     ANSWER_SECONDS,
     Change,
-    CompareAndSet,
     Decide,
+    IndexEntry,
     Publish,
     RecordName,
     Records,
@@ -59,11 +59,11 @@ return found
 """
 )
 
-#: Makes a :class:`CompareAndSet`. KEYS due, messages, ids, record, names of the record's kind,
-#: wake, parked. ARGV 1: name of the record if its kind is listed, else '-'; 2-4: text of the record
-#: as it was read, new text, TTL in ms; 5-7: member, due time in µs and entry of the new message, or
-#: '' three times; from 8 on: members to remove. Returns 0, and writes nothing, if the record or a
-#: member has changed.
+#: Changes a record and its waiting messages in one step. KEYS due, messages, ids, record, names of
+#: the record's kind, wake, parked. ARGV 1: name of the record if its kind is listed, else '-'; 2-4:
+#: text of the record as it was read, new text, TTL in ms; 5-7: member, due time in µs and entry of
+#: the new message, or '' three times; from 8 on: members to remove. Returns 0, and writes nothing,
+#: if the record or a member has changed since it was read.
 _COMPARE_AND_SET = (
     NOW
     + """
@@ -152,25 +152,24 @@ class RedisRecords(Records):
                 new = publish(change.due_us, token_hex(16), ahead_us)
             if new is None and change.text == snapshot.text:
                 return change
-            kept_ms = max(change.kept_us - snapshot.now_us, 0) // 1000 + 1
-            gone = [member for member, _ in snapshot.messages] if change.replaces else ()
-            step = CompareAndSet(name, snapshot.text, change.text, kept_ms, new, gone)
-            return change if self._compare_and_set(step) else None
+            return change if self._compare_and_set(name, snapshot, change, new) else None
 
         return tried_again(name.name, attempt).answer
 
-    def _compare_and_set(self, step: CompareAndSet) -> bool:
-        keys, name = self.keys, step.name
-        touched = [*keys.index, keys.record(name), keys.names(name.kind), *self._told]
+    def _compare_and_set(
+        self, name: RecordName, before: Snapshot, change: Change[Any], new: IndexEntry | None
+    ) -> bool:
+        keys = self.keys
+        gone = [member for member, _ in before.messages] if change.replaces else ()
         done = self._link.run(
             _COMPARE_AND_SET,
-            touched,
+            [*keys.index, keys.record(name), keys.names(name.kind), *self._told],
             name.name if name.kind in LISTED_KINDS else "-",
-            step.before or "",
-            step.after or "",
-            step.kept_ms,
-            *(step.new or ("", "", "")),
-            *step.gone,
+            before.text or "",
+            change.text or "",
+            max(change.kept_us - before.now_us, 0) // 1000 + 1,
+            *(new or ("", "", "")),
+            *gone,
         )
         return bool(done)
 

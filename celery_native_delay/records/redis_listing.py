@@ -81,8 +81,6 @@ class IndexKeys:
         #: A sorted set with the names of all waiting messages, all with score 0.
         self.ids = f"{space}.ids"
         self.index = self.due, self.messages, self.ids
-        #: The prefix of the Redis keys that tell workers to drop a message.
-        self.marks = f"{space}.mark."
 
     def record(self, name: RecordName) -> str:
         """Return the Redis key that holds the stored state *name*."""

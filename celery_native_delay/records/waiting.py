@@ -360,14 +360,7 @@ class WaitingTasks(ABC):
 
     @abstractmethod
     def _replace(
-        self,
-        member: Any,
-        entry: Any,
-        task: Waiting,
-        due_us: int | None,
-        *,
-        cancelled: bool,
-        attempt: int,
+        self, member: Any, entry: Any, due_us: int | None, *, cancelled: bool
     ) -> tuple[Any, int] | None:
         """Replace a waiting message. Returns the new message's name and due time.
 
@@ -383,15 +376,13 @@ class WaitingTasks(ABC):
         #: The names of the new messages of this call.
         made: set[Any] = set()
         is_due_us = due_us
-        for attempt in range(_TRIES):
+        for _ in range(_TRIES):
             found = [each for each in self._found(task_id) if each[0] not in made]
             if not found:
                 break
             for member, entry, task in found:
                 seen.setdefault(member, task)
-                new = self._replace(
-                    member, entry, task, due_us, cancelled=cancelled, attempt=attempt
-                )
+                new = self._replace(member, entry, due_us, cancelled=cancelled)
                 if new is not None:
                     made.add(new[0])
                     is_due_us = new[1]

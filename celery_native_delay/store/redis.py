@@ -419,14 +419,7 @@ class RedisTasks(RedisListing):
         return waiting_of(entry.decode())
 
     def _replace(
-        self,
-        member: str,
-        entry: bytes,
-        task: Waiting,
-        due_us: int | None,
-        *,
-        cancelled: bool,
-        **_: int,
+        self, member: str, entry: bytes, due_us: int | None, *, cancelled: bool
     ) -> tuple[str, int] | None:
         before = Entry.decoded(entry.decode())
         at_us = self._store.now_us() if due_us is None else due_us

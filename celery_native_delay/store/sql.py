@@ -495,14 +495,7 @@ class SqlTasks(SqlListing):
         ]
 
     def _replace(
-        self,
-        member: int,
-        entry: str,
-        task: Waiting,
-        due_us: int | None,
-        *,
-        cancelled: bool,
-        **_: int,
+        self, member: int, entry: str, due_us: int | None, *, cancelled: bool
     ) -> tuple[int, int] | None:
         before = Entry.decoded(entry)
 

@@ -21,14 +21,12 @@ class Moving:
 
     - *properties*: the AMQP properties, including ``application_headers``
     - *again*: True if an earlier run of ``delay migrate`` may have moved the message
-    - *known*: True if the list of waiting tasks contains the message
     """
 
     body: bytes
     properties: Mapping[str, Any]
     delayed: Delayed
     again: bool = False
-    known: bool = False
 
     @property
     def headers(self) -> Mapping[str, Any]:

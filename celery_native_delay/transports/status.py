@@ -23,19 +23,6 @@ _WAY_OUT = (
 
 
 @dataclass(frozen=True)
-class Census:
-    """Counts of delayed messages in Redis or a database at one moment."""
-
-    waiting: int
-    parked: int
-    overdue: int
-    until_first_us: int | None
-    """Microseconds until the first due time, negative if overdue; None without waiting messages."""
-    promoting: bool
-    """True if a process that moves due messages has a fresh heartbeat."""
-
-
-@dataclass(frozen=True)
 class Status:
     """The numbers that ``delay status`` shows for Redis or a database."""
 

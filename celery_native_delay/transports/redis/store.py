@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ResponseError
 
@@ -20,7 +20,6 @@ from ...records.redis import RedisRecords
 from ...records.redis_link import digest_of
 from ...records.redis_listing import throw_away
 from ...redis_server import now_us
-from .. import status
 from ..watching import SHOWN_SECONDS
 from .keys import Keys
 from .scripts import ADD, ALLOW_OOM, CENSUS, HAND_OVER, REMOVE, REPLACE
@@ -51,11 +50,18 @@ class HandedOver:
         return None if self.next_us is None else max(self.next_us - self.now_us, 0)
 
 
-@dataclass(frozen=True)
-class Census(status.Census):
-    """Counts of delayed messages in Redis at one moment."""
+class Census(NamedTuple):
+    """Counts of delayed messages in Redis at one moment; the fields are as in a store's census.
 
-    entries: int  # all stored messages: waiting, rejected or lost
+    *entries*: the number of all stored messages, waiting, rejected or lost.
+    """
+
+    waiting: int
+    parked: int
+    entries: int
+    overdue: int
+    until_first_us: int | None
+    promoting: bool
 
 
 class Store:
@@ -144,7 +150,7 @@ class Store:
         keys = [self.keys.due, self.keys.messages, self.keys.parked, self.keys.promoting]
         waiting, parked, entries, overdue, first, promoting = self.run(CENSUS, keys)
         until_first_us = first if isinstance(first, int) else None
-        return Census(waiting, parked, overdue, until_first_us, bool(promoting), entries)
+        return Census(waiting, parked, entries, overdue, until_first_us, bool(promoting))
 
     def peek_parked(self, *, limit: int) -> list[bytes]:
         """Return up to *limit* due but undeliverable messages."""

@@ -45,14 +45,7 @@ class RedisWaitingTasks(RedisListing):
         return outcome
 
     def _replace(
-        self,
-        member: str,
-        entry: bytes,
-        task: Waiting,
-        due_us: int | None,
-        *,
-        cancelled: bool,
-        **_: int,
+        self, member: str, entry: bytes, due_us: int | None, *, cancelled: bool
     ) -> tuple[str, int] | None:
         store: Store = self._delays.own
         destination, envelope = opened_entry(entry)
