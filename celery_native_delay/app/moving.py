@@ -33,12 +33,16 @@ from ..keyed.rules import Step
 from ..records.publishing import NotPublished
 from ..records.waiting import PLACE
 from ..settings import DelaySettings, is_a_store_url
+from ..store.interface import Store
 from ..store.opened import store_of
 from ..transports.aliases import OPTION, option_of, url_errors_explained
 from ..transports.moving import Moving, MovingPart, Reach, Source, Stays, Void
 from ..transports.virtual.store_source import StoreSource
 from ..urls import is_redis_url, without_password
 from .installation import delaying_channel
+
+#: The name of the app's own store, for tasks of other virtual hosts.
+_STORE = "store"
 
 _UNKNOWN = "the state of their keys is not known here"
 
@@ -224,12 +228,13 @@ def reaches_of(app: Any) -> list[Reach]:
 
 @contextmanager
 def moving(
-    app: Any, connection: Any, names: Sequence[str]
+    app: Any, connection: Any, names: Sequence[str], vhost: str | None = None
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
     """Yield the destination (the app's broker) and the sources, for a ``with`` block.
 
     Each name in *names* is the URL of another broker or of a store, or a name that
-    ``delay migrate --from`` accepts, such as ``celery``.
+    ``delay migrate --from`` accepts, such as ``celery``. *vhost* is the virtual host whose tasks
+    are taken out of a store; by default that of the app's broker.
 
     Raises:
         UnsupportedBroker: messages cannot be moved to this broker, or a source does not exist.
@@ -241,33 +246,47 @@ def moving(
     with ExitStack() as stack:
         sources = []
         for name in dict.fromkeys(names):
-            if "://" in name:
-                found = _stored(name, channel, settings)
-                if not found:
+            if name == _STORE or is_a_store_url(name):
+                found, reason = _stored(name, channel, settings, vhost)
+                if not found and is_redis_url(name):  # a Redis may also be another broker
                     other = stack.enter_context(_other_part(name, theirs, connection))
                     found = other.sources(None, reaches)
+                if reason and not any(source.count() for source in found):
+                    raise UnsupportedBroker(reason)
+            elif "://" in name:
+                other = stack.enter_context(_other_part(name, theirs, connection))
+                found = other.sources(None, reaches)
             else:
                 found = part.sources(name, reaches)
             sources += [stack.enter_context(closing(source)) for source in found]
         yield part, sources
 
 
-def _stored(url: str, channel: Any, settings: DelaySettings) -> list[Source]:
-    """Return the tasks that wait in the store at *url*; none if nothing of this app waits there."""
-    if not is_a_store_url(url):
-        return []
-    there = replace(settings, store=url)
+def _stored(
+    name: str, channel: Any, settings: DelaySettings, vhost: str | None
+) -> tuple[list[Source], str]:
+    """Return the tasks that wait in a store, and an error's text if all are another app's."""
+    own, place = channel.store, channel.delays.place
+    if name == _STORE:
+        here = channel.needed_store
+    else:
+        here = store_of(replace(settings, store=name), place)
+    others = [each for each in (here, *here.others()) if not _is_same(each, own)]
+    full = {each.place: StoreSource(each) for each in others if each.census().waiting}
     # A broker that cannot delay has no place in its store.
-    stores = [store_of(there, place) for place in {channel.delays.place, ""}]
-    if channel.store in stores:
-        raise UnsupportedBroker(
-            f"{without_password(url)} is the app's own store: use --from broker, --from celery or "
-            f"--from sets"
-        )
-    sources: list[Source] = [StoreSource(store) for store in stores]
-    # A Redis may also be another broker.
-    full = [source for source in sources if source.count()]
-    return full or ([] if is_redis_url(url) else sources[:1])
+    wanted = (place, "") if vhost is None else (vhost,)
+    found: list[Source] = [full[each] for each in wanted if each in full]
+    reason = ""
+    if full and not found:
+        told = ", ".join(f"{source.count()} of {each!r}" for each, source in full.items())
+        reason = f"expected --vhost: {here.where} holds tasks of other virtual hosts only: {told}"
+    elif not found and vhost is None and _is_same(here, own):
+        reason = f"{here.where} is the app's own store: use --from broker, celery or sets"
+    return found, reason
+
+
+def _is_same(one: Store, other: Store | None) -> bool:
+    return other is not None and (one.where, one.namespace) == (other.where, other.namespace)
 
 
 @contextmanager

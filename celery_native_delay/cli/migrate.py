@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     "names",
     multiple=True,
     required=True,
-    metavar="broker|celery|sets|URL",
+    metavar="broker|celery|sets|store|URL",
     help="Where the messages wait. broker: the app's own broker, to move its tasks into the store. "
     "celery, celery:PREFIX: Celery's own delayed delivery. sets, sets:NAMESPACE: delay levels of "
-    "earlier settings. URL: another broker, or a store. Repeatable.",
+    "earlier settings. URL: another broker, or a store. store: the app's own store, with --vhost. "
+    "Repeatable.",
 )
+@click.option("--vhost", help="Take the tasks of this virtual host out of the store.")
 @click.option(
     "--rate", type=click.FloatRange(min=0, min_open=True), help="Most messages to move per second."
 )
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 def migrate(
     ctx: click.Context,
     names: tuple[str, ...],
+    vhost: str | None,
     rate: float | None,
     dry_run: bool,
     force: bool,
@@ -67,7 +70,7 @@ def migrate(
 
     with ExitStack() as stack:
         connection = stack.enter_context(reachable(ctx))
-        opened = moving(ctx.obj.app, connection, names)
+        opened = moving(ctx.obj.app, connection, names, vhost)
         part, sources = stack.enter_context(opened)
         accounts = [Account(source.name, source.count()) for source in sources]
         total = sum(account.count for account in accounts)

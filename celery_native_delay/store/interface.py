@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from copy import copy
 from typing import Any, NamedTuple
 
 from ..finding import Finding
@@ -34,11 +35,24 @@ BATCH = 500
 REFUSALS_UNTIL_PARKED = 8
 LONGEST_PAUSE_SECONDS = 3600.0
 
+#: Between an app's namespace and a virtual host. A namespace has no colon.
+_PLACE = ":"
+
 #: The record that names the dispatcher which does most of the work.
 _DISPATCHING = RecordName("lease", "dispatching")
 
 #: Seconds that this record stays valid after its dispatcher has renewed it.
 LEADING_SECONDS = 5.0
+
+
+def at_place(namespace: str, place: str) -> str:
+    """Return the namespace of the tasks of one virtual host, for example "celery_delay:/"."""
+    return f"{namespace}{_PLACE}{place}" if place else namespace
+
+
+def family_of(namespace: str) -> str:
+    """Return the app's namespace, without the virtual host."""
+    return namespace.partition(_PLACE)[0]
 
 
 class Row(NamedTuple):
@@ -138,7 +152,10 @@ class Store(ABC):
     """The waiting tasks of one app's namespace, and the state of its keys, rates and schedules."""
 
     where: str
-    """The URL of the Redis or database, without its password, and the namespace."""
+    """The URL of the Redis or database, without its password."""
+
+    namespace: str
+    """The app's namespace and the broker's virtual host, as :func:`at_place` joins them."""
 
     look_seconds: float
     """Seconds between two looks of a dispatcher for rows that other processes have added."""
@@ -158,6 +175,32 @@ class Store(ABC):
 
         *delays* has a method ``check_reach``, which raises DelayTooLong for a far due time.
         """
+
+    @property
+    def place(self) -> str:
+        """The virtual host of the broker; "" for a broker without virtual hosts."""
+        return self.namespace.partition(_PLACE)[2]
+
+    def others(self) -> list[Store]:
+        """Return the stores of this app's namespace for other virtual hosts, same connections."""
+        family = family_of(self.namespace)
+        names = (each for each in self._namespaces() if family_of(each) == family)
+        return [self._at(each) for each in names if each != self.namespace]
+
+    def _at(self, namespace: str) -> Store:
+        other = copy(self)
+        vars(other).pop("state", None)
+        other.on_add = lambda due_us: None
+        other._use(namespace)
+        return other
+
+    @abstractmethod
+    def _use(self, namespace: str) -> None:
+        """Read and write the rows of *namespace*."""
+
+    @abstractmethod
+    def _namespaces(self) -> list[str]:
+        """Return all namespaces with rows, and perhaps some without."""
 
     @abstractmethod
     def prepare(self) -> None:

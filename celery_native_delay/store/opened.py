@@ -10,7 +10,7 @@ from ..per_process import PerProcess
 from ..settings import DelaySettings
 from ..texts import digest_of
 from ..urls import is_redis_url
-from .interface import Store
+from .interface import Store, at_place
 
 logger = logging.getLogger(__name__)
 
@@ -20,24 +20,25 @@ _inherited: list[Store] = []
 
 _stores: PerProcess[tuple[str, str], Store] = PerProcess(_inherited.append)
 
-#: The longest namespace that fits into the tables.
-_LONGEST_NAMESPACE = 64
+#: The longest namespace that fits into the tables, and how much of a longer one is kept beside its
+#: digest.
+_LONGEST_NAMESPACE, _KEPT = 64, 31
 
 
 def store_of(settings: DelaySettings, place: str = "", *, url: str | None = None) -> Store:
     """Return this process's store of one app.
 
-    *place* tells brokers of the same namespace apart, such as a virtual host. *url* is the database
-    of a broker that is its own store; by default ``native_delay_store`` names the store.
+    *place* is the broker's virtual host: the tasks of each wait apart. *url* is the database of a
+    broker that is its own store; by default ``native_delay_store`` names the store.
 
     Raises:
         UnsupportedBroker: the Python package for this kind of store is not installed.
     """
     address = url or settings.store
     assert address is not None
-    namespace = ".".join(filter(None, (settings.namespace, place)))
+    namespace = at_place(settings.namespace, place)
     if len(namespace) > _LONGEST_NAMESPACE:
-        namespace = digest_of(namespace)
+        namespace = at_place(settings.namespace[:_KEPT], digest_of(namespace))
     seconds = settings.store_timeout_seconds
     key = address, namespace
     return _stores.get(key, lambda: store_at(address, namespace, timeout_seconds=seconds))

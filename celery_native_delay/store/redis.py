@@ -33,6 +33,7 @@ from .interface import (
     Taken,
     TakenRow,
     WaitingRow,
+    family_of,
 )
 
 T = TypeVar("T")
@@ -248,6 +249,8 @@ class Keys(IndexKeys):
             *self.index,
             *(self.taken, self.tokens, self.parked, self.refusals, self.cancelled),
         ]
+        #: A set of the namespaces of all virtual hosts.
+        self.family = f"{family_of(namespace)}.stores.v{VERSION}"
         #: Told of an earlier row by a script that also serves Redis brokers.
         self.wake = f"{self.space}.wake"
 
@@ -260,9 +263,8 @@ class RedisStore(Store):
     def __init__(self, url: str, namespace: str, *, timeout_seconds: float) -> None:
         super().__init__()
         self.url = url
-        self.namespace = namespace
         self.where = without_password(url)
-        self.keys = Keys(namespace)
+        self._use(namespace)
         self.client = redis_client(url)
         # The limit of a call is for connecting and for the answer.
         self.link = RedisLink(
@@ -278,8 +280,15 @@ class RedisStore(Store):
     def tasks(self, delays: Any) -> WaitingTasks:
         return RedisTasks(self, delays)
 
+    def _use(self, namespace: str) -> None:
+        self.namespace = namespace
+        self.keys = Keys(namespace)
+
+    def _namespaces(self) -> list[str]:
+        return sorted(name.decode() for name in self.link.ask("SMEMBERS", self.keys.family))
+
     def prepare(self) -> None:
-        self.link.ask("PING")
+        self.link.ask("SADD", self.keys.family, self.namespace)
 
     def close(self) -> None:
         self.link.close()
@@ -376,6 +385,7 @@ class RedisStore(Store):
         return throw_away(self.link, keys, "-inf", "+inf")
 
     def clear(self) -> int:
+        self.link.ask("SREM", self.keys.family, self.namespace)
         return self.state.clear()
 
     def findings(self) -> list[Finding]:

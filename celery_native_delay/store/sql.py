@@ -182,10 +182,13 @@ class SqlStore(_Timed, Store):
     def __init__(self, url: str, namespace: str, *, timeout_seconds: float) -> None:
         Store.__init__(self)
         super().__init__(url, setting="native_delay_store")
-        self.namespace = namespace
+        self._use(namespace)
         self.is_file = self.engine.dialect.name == "sqlite"
         self.look_seconds = 0.05 if self.is_file else 0.25
         self._within = None if self.is_file else Within(timeout_seconds)
+
+    def _use(self, namespace: str) -> None:
+        self.namespace = namespace
         self._mine = {"mine": namespace}
 
     @property
@@ -200,6 +203,18 @@ class SqlStore(_Timed, Store):
 
     def tasks(self, delays: Any) -> WaitingTasks:
         return SqlTasks(self, delays)
+
+    def _namespaces(self) -> list[str]:
+        after = select(func.min(_ROW.namespace)).where(_ROW.namespace > bindparam("last"))
+
+        def walked(connection: Connection) -> list[str]:
+            # One look into the index for each namespace: DISTINCT would read all of it.
+            names = [""]
+            while (name := connection.execute(after, {"last": names[-1]}).scalar()) is not None:
+                names.append(name)
+            return names
+
+        return self.look_up(walked) if self.is_made() else []
 
     def prepare(self) -> None:
         if not self.is_ready:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from shlex import quote
 from threading import Thread
 from typing import Any
 
@@ -195,7 +196,7 @@ class StoreWorkerPart(WorkerPart):
         return f"{told}; other tasks wait in the broker: {self._own.prepare(where)}"
 
     def dangers(self) -> list[Finding]:
-        return self._store.findings() + self._own.dangers()
+        return self._store.findings() + stranded(self._store, WRONG) + self._own.dangers()
 
     def put_back(self, waits: Sequence[Wait]) -> list[Exception | None]:
         stored = [wait for wait in waits if self._is_stored(wait)]
@@ -291,6 +292,7 @@ class StoreAdminPart(AdminPart):
         found = self._store.findings()
         if not any(finding.level == WRONG and finding.check == "store" for finding in found):
             found += self._status().findings()
+        found += stranded(self._store, ADVICE)
         if not self._channel.keeps_all_in_store:
             return found + self.own.examine()
         return found + self._left_in_broker(self.own.backlog().waiting)
@@ -355,6 +357,26 @@ class StoreAdminPart(AdminPart):
         problem = f"{number} task(s) still wait in the broker, where nothing can change them"
         way_out = "move them into the store: `celery -A PROJ delay migrate --from broker`"
         return [Finding("broker", ADVICE, problem, way_out)]
+
+
+def stranded(store: Store, level: str) -> list[Finding]:
+    """Report tasks of other virtual hosts, such as the app's former one, that nobody publishes."""
+    try:
+        known = [(other.place, other.census()) for other in store.others()]
+    except StoreUnavailable:  # the store's own findings say so
+        return []
+    return [
+        Finding(
+            "virtual hosts",
+            level,
+            f"{census.waiting} task(s) in {store.where} wait for workers of the virtual host "
+            f"{place!r}, and none runs",
+            "start them or, if this app has moved from there, run `celery -A PROJ delay migrate "
+            f"--from store --vhost {quote(place)}`",
+        )
+        for place, census in known
+        if census.waiting and not census.promoting
+    ]
 
 
 def _parked(row: ParkedRow) -> ParkedTask:

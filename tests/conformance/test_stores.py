@@ -36,6 +36,7 @@ from celery_native_delay.store.interface import (
     Refusal,
     Row,
     Store,
+    at_place,
 )
 from celery_native_delay.store.opened import store_at
 from celery_native_delay.testing import private_redis, require_redis
@@ -211,6 +212,28 @@ def test_namespaces_share_nothing(store: Store, url: str) -> None:
     assert (other.census().waiting, other.state.read(NAME).text) == (0, None)
     assert dispatched(other) == []
     other.close()
+
+
+def test_the_tasks_of_other_virtual_hosts_are_apart_and_can_be_found(
+    store: Store, url: str
+) -> None:
+    own = at_place(store.namespace, "/")
+    stores = [opened(url, name) for name in (own, at_place(store.namespace, "b"), store.namespace)]
+    stranger = opened(url, at_place(f"{store.namespace}.x", "/"))
+    for number, each in enumerate([*stores, stranger]):
+        each.prepare()
+        add(each, number)
+    first, *others = stores
+    assert {each.place: listed(each) for each in first.others()} == {
+        "b": ["order-1"],
+        "": ["order-2"],
+    }
+    put(others[0], "theirs")
+    assert [each.state.read(NAME).text for each in first.others() if each.place] == ["theirs"]
+    assert (listed(first), first.state.read(NAME).text) == (["order-0"], None)
+    for each in [*stores, stranger]:
+        each.clear()
+        each.close()
 
 
 # ---- dispatchers ----------------------------------------------------------------------------

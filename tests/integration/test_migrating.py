@@ -28,7 +28,12 @@ from celery_native_delay.cli import delay
 from celery_native_delay.keyed.record import HEADER as KEY
 from celery_native_delay.message import HEADER, Delayed
 from celery_native_delay.records.waiting import PLACE
-from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_name
+from celery_native_delay.testing import (
+    PrivateRabbitMQ,
+    PrivateRedis,
+    private_redis,
+    vhost_name,
+)
 from celery_native_delay.transports.moving import Moving
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from celery_native_delay.transports.rabbitmq.wrapping import COUNTED_BY_THE_QUEUE
@@ -360,6 +365,66 @@ def test_a_store_to_rabbitmq_and_back(app: Celery, vhost_url: str, tmp_path: Pat
         assert migrated(beside, vhost_url)["moved"] == 2
         assert {task.id for task in Delay(beside).ls()} == {"order-1", "order-2"}
     assert in_levels(app) == []
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def a_store(request: pytest.FixtureRequest, tmp_path: Path, store_redis: PrivateRedis) -> str:
+    return f"sqlite:///{tmp_path}/s.db" if request.param == "sqlite" else store_redis.url
+
+
+@on_one_version
+def test_tasks_of_an_app_that_moved_to_another_virtual_host_are_named_and_moved(
+    vhost_url: str, other_url: str, a_store: str
+) -> None:
+    old = vhost_name(vhost_url)
+    with an_app(vhost_url, store=a_store) as app:
+        command(app, "declare")
+        send(app, 1, 500)
+        send(app, 2, 600, queue="reminders")
+        told = command(app, "doctor").output
+        assert "none runs" not in told
+    with an_app(other_url, store=a_store) as moved:
+        assert Delay(moved).count() == 0
+        told = " ".join(command(moved, "doctor").output.split())
+        assert f"2 task(s) in {a_store} wait for workers of the virtual host '{old}'" in told
+        assert f"delay migrate --from store --vhost {old}`" in told
+        done = command(moved, "migrate", "--from", "store", "--yes")
+        assert f"expected --vhost: {a_store} holds tasks of other" in done.output
+        assert (done.exit_code, f"2 of '{old}'" in done.output) == (1, True)
+        for count in (2, 0):
+            assert migrated(moved, "store", more=("--vhost", old))["moved"] == count
+        assert {task.id: task.queue for task in Delay(moved).ls()} == {
+            "order-1": "",
+            "order-2": "reminders",
+        }
+        assert "none runs" not in command(moved, "doctor").output
+
+
+@on_one_version
+def test_an_app_on_another_broker_finds_the_tasks_of_a_store_by_their_virtual_host(
+    vhost_url: str, a_store: str
+) -> None:
+    vhost = vhost_name(vhost_url)
+    with an_app(vhost_url, store=a_store) as app:
+        command(app, "declare")
+        send(app, 1, 500)
+        with private_redis() as broker, an_app(broker.url) as moved:
+            done = command(moved, "migrate", "--from", a_store, "--yes")
+            assert (done.exit_code, f"1 of '{vhost}'" in done.output) == (1, True)
+            assert migrated(moved, a_store, more=("--vhost", vhost))["moved"] == 1
+            assert [task.id for task in Delay(moved).ls()] == ["order-1"]
+        assert Delay(app).count() == 0
+
+
+@on_one_version
+def test_a_redis_that_was_the_broker_and_is_now_the_store_gives_its_tasks_away(
+    vhost_url: str, store_redis: PrivateRedis
+) -> None:
+    with an_app(store_redis.url) as old:
+        send(old, 1, 500, queue="reminders")
+    with an_app(vhost_url, store=store_redis.url) as app:
+        assert migrated(app, store_redis.url)["moved"] == 1
+        assert [task.id for task in Delay(app).ls()] == ["order-1"]
 
 
 @on_one_version

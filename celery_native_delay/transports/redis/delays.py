@@ -35,7 +35,9 @@ class Delays(delays.Delays):
 
     @property
     def place(self) -> str:
-        return f"{super().place}.{self.keys.prefix}"
+        # redis://host and redis://host/0 are one database.
+        database = super().place.strip("/") or "0"
+        return f"{database}.{self.keys.prefix}" if self.keys.prefix else database
 
     @property
     def own(self) -> Store:

@@ -51,7 +51,7 @@ class Delays(delays.SendingDelays):
 
     @property
     def place(self) -> str:
-        return f"{super().place}.{self._channel.queue_name_prefix}"
+        return str(self._channel.queue_name_prefix or super().place)
 
     def send(self, put: SqsMessage, *, now_us: int) -> None:
         """Send a message to the destination queue or, for long delays, to the delay queue."""

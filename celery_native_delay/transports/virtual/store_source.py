@@ -31,7 +31,7 @@ class StoreSource(Source):
     keeps_keys = False
 
     def __init__(self, store: Store) -> None:
-        self.name = store.where
+        self.name = f"{store.where} ({store.namespace})"
         self._store = store
         self._last: tuple[object, str] | None = None
         self._is_moving = False
