@@ -652,7 +652,7 @@ def test_a_dispatcher_killed_in_between_any_steps_loses_nothing(
             class Pipe(Broker):
                 def publish(self, entries: Any) -> dict[int, str | None]:
                     os.write(write, b"x" * len(entries))
-                    return [None for _ in entries]
+                    return dict.fromkeys(range(len(entries)))
 
             Dispatcher(own, Pipe).publish_due()
 
