@@ -360,7 +360,7 @@ class StoreAdminPart(AdminPart):
 
 
 def stranded(store: Store, level: str) -> list[Finding]:
-    """Report tasks of other virtual hosts, such as the app's former one, that nobody publishes."""
+    """Report tasks of other virtual hosts, such as the app's former one, without a dispatcher."""
     try:
         known = [(other.place, other.census()) for other in store.others()]
     except StoreUnavailable:  # the store's own findings say so
