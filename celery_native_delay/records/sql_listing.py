@@ -23,18 +23,19 @@ class SqlListing(WaitingTasks):
         self,
         mine: ColumnElement[bool],
         due_us: Column[Any],
-        order: Sequence[Column[Any]],
+        key: Column[Any],
         text: Column[Any],
         shown: Sequence[Column[Any]],
     ) -> None:
-        """Set the columns to sort by (*due_us*, *order*), to search (*text*), to return (*shown*).
+        """Set the columns to sort by (*due_us*, *key*), to search (*text*), to return (*shown*).
 
         *mine* is the SQL condition that selects the waiting messages of one app.
         """
         self._mine = mine
         self._due_us = due_us
         self._text = text
-        self._in_order = select(*shown).order_by(due_us, *order)
+        self._key = key
+        self._shown = shown
 
     @abstractmethod
     def _look_up(self, work: Callable[[Connection], T]) -> T:
@@ -59,7 +60,8 @@ class SqlListing(WaitingTasks):
                 return Page(tuple(islice(matching, offset, offset + limit)), None)
             total = self._count(connection, query.from_us, query.until_us)
             # The page is filled up from the next rows if some are not shown.
-            return Page(tuple(islice(self._matching(connection, query, offset), limit)), total)
+            tasks = self._matching(connection, query, offset, chunk=max(1, min(limit, _CHUNK)))
+            return Page(tuple(islice(tasks, limit)), total)
 
         return self._look_up(paged)
 
@@ -77,8 +79,10 @@ class SqlListing(WaitingTasks):
         asked = select(func.count()).select_from(self._due_us.table)
         return int(connection.execute(asked.where(*self._between(from_us, until_us))).scalar() or 0)
 
-    def _matching(self, connection: Connection, query: Query, offset: int = 0) -> Iterator[Waiting]:
-        """Yield the tasks that match *query*, earliest first.
+    def _matching(
+        self, connection: Connection, query: Query, offset: int = 0, *, chunk: int = _CHUNK
+    ) -> Iterator[Waiting]:
+        """Yield the tasks that match *query*, earliest first; read *chunk* rows at a time.
 
         *offset* counts rows that SQL selects, not matching tasks. So use *offset* only if
         ``query.is_by_time_only`` is True.
@@ -86,11 +90,15 @@ class SqlListing(WaitingTasks):
         conditions = self._between(query.from_us, query.until_us)
         if query.needle:
             conditions.append(self._text.icontains(query.needle, autoescape=True))
-        asked = self._in_order.where(*conditions)
-        for start in count(offset, _CHUNK):
-            rows = connection.execute(asked.offset(start).limit(_CHUNK)).all()
+        in_order = self._due_us, self._key
+        # The index alone finds the keys, however many rows are skipped.
+        keys = select(self._key).where(*conditions).order_by(*in_order)
+        for start in count(offset, chunk):
+            these = keys.offset(start).limit(chunk).subquery()
+            asked = select(*self._shown).join(these, these.c[0] == self._key).order_by(*in_order)
+            rows = connection.execute(asked).all()
             yield from filter(query.matches, filter(None, map(self._decoded, rows)))
-            if len(rows) < _CHUNK:
+            if len(rows) < chunk:
                 return
 
     def _between(self, from_us: int | None, until_us: int | None) -> list[ColumnElement[bool]]:

@@ -102,6 +102,8 @@ class Dispatcher:
     def _step(self) -> None:
         try:
             self._keep_up()
+            if self._leads:  # the first due task shall not wait for a connection
+                self._connected()
             # From here on, every row that this process adds wakes the dispatcher.
             self._sleeps_until_us = 1 << 62
             taken = self._deliver(0 if self._leads else _SECOND_LATE_US)
@@ -154,10 +156,9 @@ class Dispatcher:
         # A row that was refused before is sent alone, as it may close the channel again.
         batches = [[each for each in readable if not each[0].refusals]]
         batches += [[each] for each in readable if each[0].refusals]
-        if self._publisher is None:
-            self._publisher = self._connect()
+        publisher = self._connected()
         for batch in filter(None, batches):
-            told = self._publisher.publish([entry for _, entry in batch])
+            told = publisher.publish([entry for _, entry in batch])
             outcomes += [(batch[at][0], reason) for at, reason in told.items()]
 
     def _settle(self, taken: Taken, outcomes: Sequence[tuple[TakenRow, str | None]]) -> None:
@@ -223,6 +224,11 @@ class Dispatcher:
         self._sleeps_until_us = 0
         self._lead_at = 0.0
         self._pause(self._backoff.failed())
+
+    def _connected(self) -> Publisher:
+        if self._publisher is None:
+            self._publisher = self._connect()
+        return self._publisher
 
     def _disconnect(self) -> None:
         publisher, self._publisher = self._publisher, None

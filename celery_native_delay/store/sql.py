@@ -86,7 +86,8 @@ TASKS = Table(
     Column("refusals", SmallInteger, nullable=False),
     Column("reason", Text),
     Column("entry", LONG_TEXT, nullable=False),
-    Index("native_delay_task_next", "namespace", "state", "next_us"),
+    # With the id, by which tasks of the same time are listed.
+    Index("native_delay_task_next", "namespace", "state", "next_us", "id"),
     Index("native_delay_task_id", "namespace", "task_id"),
     Index("native_delay_task_name", "namespace", "digest", unique=True),
     **TABLE_OPTIONS,
@@ -316,6 +317,8 @@ class SqlStore(_Timed, Store):
             if published:
                 ids = [row.key for row in published]
                 connection.execute(_PUBLISHED, mine | {"ids": ids})
+            if len(published) == len(taken.rows):
+                return
             at_us = now_us(connection)
             if refused:
                 connection.execute(_REFUSED, [mine | _refused(each, at_us) for each in refused])
@@ -485,7 +488,7 @@ class SqlTasks(SqlListing):
         self._delays = delays
         mine = (_ROW.namespace == store.namespace) & _WAITS
         shown = (_ROW.id, _ROW.entry)
-        super().__init__(mine, _ROW.next_us, (_ROW.id,), _ROW.entry, shown)
+        super().__init__(mine, _ROW.next_us, _ROW.id, _ROW.entry, shown)
 
     def _look_up(self, work: Callable[[Connection], T]) -> T:
         return self._store.look_up(work)

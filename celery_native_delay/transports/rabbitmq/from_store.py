@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from secrets import token_hex
 from time import monotonic
 from typing import Any
@@ -17,10 +18,14 @@ from ...store.entry import Entry
 from ..interface import Wait
 from ..moving import expires_ms_of
 from .channels import OwnChannel, Publication, WindowChannel
+from .template import FramedPublication
 from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id
 
 _NO_ROUTE = "no queue is bound for it (NO_ROUTE)"
 _NACKED = "the broker refused it (basic.nack)"
+
+#: Messages that one write to the socket sends.
+_AT_ONCE = 100
 
 #: What py-amqp raises for values that AMQP does not have, such as an integer of 65 bits.
 _UNENCODABLE = (FrameSyntaxError, struct.error, TypeError, ValueError)
@@ -144,15 +149,21 @@ class RowPublisher:
         Raises an error of the connection, also if no confirm came before *deadline*.
         """
         channel = self._open()
-        sent: dict[int, Publication] = {}
+        sent: dict[int, FramedPublication] = {}
+        encoded_for = channel.channel_id, self._connection.frame_max
         try:
-            for at, publication in messages.items():
-                try:
-                    channel.send(publication)
-                except _UNENCODABLE as exc:  # nothing was written
-                    outcomes[at] = f"{type(exc).__name__}: {exc}"
-                    continue
-                sent[at] = publication
+            for start in range(0, len(messages), _AT_ONCE):
+                some: dict[int, FramedPublication] = {}
+                for at, publication in islice(messages.items(), start, start + _AT_ONCE):
+                    framed = FramedPublication(publication, publication[1:3])
+                    try:
+                        framed.encode(*encoded_for)
+                    except _UNENCODABLE as exc:
+                        outcomes[at] = f"{type(exc).__name__}: {exc}"
+                        continue
+                    some[at] = framed
+                sent |= some
+                channel.send_all(list(some.values()))
                 channel.read_ready()
             channel.read_down_to(0, deadline=deadline)
         except ChannelError as exc:
@@ -165,9 +176,9 @@ class RowPublisher:
             in_doubt = {id(each) for each in channel.unconfirmed}
             reasons = {id(each): _NO_ROUTE for each in channel.take_returned()}
             reasons |= {id(each): _NACKED for each in channel.take_nacked()}
-            for at, publication in sent.items():
-                if id(publication) not in in_doubt:
-                    outcomes[at] = reasons.get(id(publication))
+            for at, framed in sent.items():
+                if id(framed) not in in_doubt:
+                    outcomes[at] = reasons.get(id(framed))
         return True
 
     def _open(self) -> WindowChannel:

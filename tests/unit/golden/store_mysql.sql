@@ -13,4 +13,4 @@ CREATE TABLE native_delay_task (
 )ENGINE=InnoDB CHARSET=utf8mb4 COLLATE utf8mb4_bin;
 CREATE INDEX native_delay_task_id ON native_delay_task (namespace, task_id);
 CREATE UNIQUE INDEX native_delay_task_name ON native_delay_task (namespace, digest);
-CREATE INDEX native_delay_task_next ON native_delay_task (namespace, state, next_us);
+CREATE INDEX native_delay_task_next ON native_delay_task (namespace, state, next_us, id);
