@@ -23,6 +23,9 @@ import click
 #: Acknowledged late, so tasks of a killed worker are delivered again.
 TASK = "careful"
 
+#: Also acknowledged late, but a success of it is not repeated.
+ONCE_TASK = "careful_once"
+
 #: Each queue by the way that leads there: its name, or an exchange and a routing key.
 ROUTES: dict[str, dict[str, str]] = {
     "default": {"queue": "default"},
@@ -32,6 +35,7 @@ ROUTES: dict[str, dict[str, str]] = {
 
 BULK_SHARE, BULK_SIZES = 0.05, (2, 20)
 CANCEL_SHARE = 0.15
+ONCE_SHARE = 0.5
 SHORTEST_SECONDS = 0.3
 
 
@@ -52,12 +56,14 @@ class Step:
     pause_seconds: float
     queue: str
     wishes: tuple[Wish, ...]
+    once: bool = False
+    """True if the tasks may run once only."""
 
 
-def steps(seed: int, *, rate: float, longest_seconds: float) -> Iterator[Step]:
+def steps(seed: int, *, rate: float, longest_seconds: float, once: bool = False) -> Iterator[Step]:
     """The endless steps of a producer:
 
-    *rate* tasks per second with delays up to *longest_seconds*.
+    *rate* tasks per second with delays up to *longest_seconds*; if *once*, half of them are once.
     """
     chance = Random(seed)
     smallest, largest = BULK_SIZES
@@ -75,6 +81,7 @@ def steps(seed: int, *, rate: float, longest_seconds: float) -> Iterator[Step]:
             pause_seconds=chance.expovariate(rate / mean_size),
             queue=chance.choice(list(ROUTES)),
             wishes=tuple(wish() for _ in range(size)),
+            once=once and chance.random() < ONCE_SHARE,
         )
 
 
@@ -119,12 +126,14 @@ class Producer:
 
     def _send(self, step: Step) -> None:
         route = ROUTES[step.queue]
+        task = ONCE_TASK if step.once else TASK
         for wish in step.wishes:
-            self._notes.note("sending", wish.id, queue=step.queue, due=time() + wish.countdown)
+            due = time() + wish.countdown
+            self._notes.note("sending", wish.id, queue=step.queue, due=due, once=step.once)
         try:
             if len(step.wishes) == 1:
                 (wish,) = step.wishes
-                self._app.tasks[TASK].apply_async(
+                self._app.tasks[task].apply_async(
                     task_id=wish.id, countdown=wish.countdown or None, **route
                 )
             else:
@@ -132,7 +141,7 @@ class Producer:
 
                 with bulk(self._app, timeout_seconds=30) as batch:
                     for wish in step.wishes:
-                        batch.send(TASK, task_id=wish.id, countdown=wish.countdown, **route)
+                        batch.send(task, task_id=wish.id, countdown=wish.countdown, **route)
         except Exception as exc:
             for wish in step.wishes:
                 self._notes.note("failed", wish.id, error=f"{type(exc).__name__}: {exc}"[:200])
@@ -167,10 +176,13 @@ class Producer:
 @click.option("--until", type=float, required=True)
 @click.option("--notes", type=click.Path(path_type=Path), required=True)
 @click.option("--plain", is_flag=True)
-def main(seed: int, rate: float, longest: float, until: float, notes: Path, *, plain: bool) -> None:
+@click.option("--once", is_flag=True)
+def main(
+    seed: int, rate: float, longest: float, until: float, notes: Path, *, plain: bool, once: bool
+) -> None:
     """Send tasks to the app of this process's environment until the given Unix time."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    plan = steps(seed, rate=rate, longest_seconds=longest)
+    plan = steps(seed, rate=rate, longest_seconds=longest, once=once)
     if plain:
         from tests.acceptance.apps.plain import app
 

@@ -28,11 +28,19 @@ class Verdict(Enum):
     """A worker of another queue ran the task."""
     DOUBLED = "doubled"
     """The task started more than once; at-least-once delivery allows it."""
+    ONCE_BUT_DOUBLED = "once but doubled"
+    """The task is once, and started again although no fault kept its success from being noted."""
     WIPED = "wiped"
     """The task was waiting or due when a fault deleted everything, as an administrator may."""
 
 
-FORBIDDEN = (Verdict.LOST, Verdict.EARLY, Verdict.CANCELLED_BUT_RAN, Verdict.MISROUTED)
+FORBIDDEN = (
+    Verdict.LOST,
+    Verdict.EARLY,
+    Verdict.CANCELLED_BUT_RAN,
+    Verdict.MISROUTED,
+    Verdict.ONCE_BUT_DOUBLED,
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ class Sent:
     cancelling_at: float | None = None
     cancelled_at: float | None = None
     cancel_refused: str | None = None
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -189,6 +198,8 @@ def _verdicts(
         yield Verdict.MISROUTED, None
     if len(runs) > 1:
         yield Verdict.DOUBLED, why_doubled(task, runs, struck)
+        if task.once and not _is_cut_short(runs[0], struck):
+            yield Verdict.ONCE_BUT_DOUBLED, None
 
 
 def why_doubled(task: Sent, runs: Sequence[Start], struck: Sequence[Struck]) -> str | None:
@@ -212,6 +223,20 @@ def why_doubled(task: Sent, runs: Sequence[Start], struck: Sequence[Struck]) -> 
 
 
 WORKER_KILLED, PRODUCER_KILLED = "worker-killed", "producer-killed"
+
+NOTED_SECONDS = 5.0
+"""A worker on a busy machine has noted the success of a task so many seconds after its start."""
+
+
+def _is_cut_short(run: Start, struck: Sequence[Struck]) -> bool:
+    """True if the worker of *run* was killed before it may have noted the task's success."""
+    for kill in struck:
+        if kill.kind == WORKER_KILLED and kill.target == run.worker:
+            # Without the store, a success is noted after the end of the fault.
+            away = [fault.ended_at for fault in struck if fault.overlaps(run.at, run.at)]
+            if run.at <= kill.began_at <= max([run.at, *away]) + NOTED_SECONDS:
+                return True
+    return False
 
 
 def _wiped(task: Sent, struck: Sequence[Struck], patience_seconds: float) -> bool:
@@ -262,7 +287,9 @@ def read_notes(notes: Iterable[Mapping[str, Any]]) -> list[Sent]:
         task_id, at = note["id"], note["at"]
         match note["what"]:
             case "sending":
-                tasks[task_id] = Sent(task_id, note["queue"], at, note["due"])
+                tasks[task_id] = Sent(
+                    task_id, note["queue"], at, note["due"], once=note.get("once", False)
+                )
                 continue
             case "confirmed":
                 change: dict[str, Any] = {"confirmed_at": at}

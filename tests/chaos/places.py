@@ -56,6 +56,8 @@ class Place:
     faults: dict[FaultKind, Strike] = field(default_factory=dict)
     schedule_queues: tuple[str, ...] = ("default", "side", "invoices")
     """The queues that schedule entries use; only workers with the package consume them."""
+    once: bool = False
+    """True if half of the tasks are once: all workers have the package, no fault loses claims."""
 
 
 BROKERS = (
@@ -118,6 +120,7 @@ def _on_rabbitmq(
         "queue_type": "quorum",
         "native_delay_store": store_url,
         "native_delay_levels": 13,
+        "tests_lease_seconds": 20,
     }
     nodes = len(cluster.nodes)
 
@@ -140,7 +143,7 @@ def _on_rabbitmq(
         faults[FaultKind("partition", 8, 20, nodes)] = on_node(cluster.partition)
     kept = "Redis" if isinstance(store, PrivateRedis) else "PostgreSQL"
     what = f"RabbitMQ {cluster.version}, 3 nodes, store in {kept}"
-    return Place(what, url, conf, faults=faults)
+    return Place(what, url, conf, faults=faults, once=True)
 
 
 def _hung(store: PrivateRedis | PrivatePostgreSQL) -> AbstractContextManager[str]:

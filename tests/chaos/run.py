@@ -89,6 +89,7 @@ class Crew:
 
     def __init__(self, place: Place, plan: Plan, folder: Path, stack: ExitStack) -> None:
         conf = {"native_delay_fused_bits": 0} | place.conf
+        self._once = place.once and not plan.plain
         if not plan.plain:
             conf |= {
                 "native_delay_schedules": True,
@@ -167,7 +168,7 @@ class Crew:
     def _producer(self) -> subprocess.Popen[bytes]:
         """Start a producer process with the next seed."""
         self._produced += 1
-        plain = ["--plain"] if self._plan.plain else []
+        flags = ["--plain"] * self._plan.plain + ["--once"] * self._once
         options = {
             "seed": self._plan.seed * 1000 + self._produced,
             "rate": self._plan.rate / PRODUCERS,
@@ -177,7 +178,7 @@ class Crew:
         }
         with (self._folder / f"producer-{self._produced}.log").open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.load", *plain]
+                [sys.executable, "-m", "tests.chaos.load", *flags]
                 + [f"--{name}={value}" for name, value in options.items()],
                 cwd=REPOSITORY,
                 env=self.fleet.environment(),

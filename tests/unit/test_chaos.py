@@ -142,6 +142,20 @@ def test_a_task_that_ran_twice_is_counted_and_not_forbidden() -> None:
 
 
 @pytest.mark.parametrize(
+    ("killed_at", "is_forbidden"), [(None, True), (110.03, False), (109.9, True), (120, True)]
+)
+def test_a_task_that_is_once_may_run_again_only_if_its_first_run_was_cut_short(
+    killed_at: float | None, is_forbidden: bool
+) -> None:
+    once = replace(SENT, once=True)
+    kills = [] if killed_at is None else [Struck("worker-killed", "default-1", killed_at, 121)]
+    again = replace(RAN, at=125, worker="default-2")
+    found = judged(once, RAN, again, struck=tuple(kills))
+    assert (Verdict.ONCE_BUT_DOUBLED in verdicts(found)) == is_forbidden
+    assert bool(found.forbidden) == is_forbidden
+
+
+@pytest.mark.parametrize(
     ("fault", "reason"),
     [
         (Struck("worker-killed", "default-1", 110.03, 112), "its worker was killed"),
@@ -219,6 +233,11 @@ def test_a_seed_determines_what_a_producer_sends() -> None:
     assert {step.queue for step in first(1)} == set(ROUTES)
     assert all(0 < wish.countdown <= 30 for wish in wishes)
     assert {len(step.wishes) for step in first(1)} == {1, *range(2, 21)}
+    assert not any(step.once for step in first(1))
+    assert {step.once for step in islice(steps(1, rate=9, longest_seconds=9, once=True), 50)} == {
+        True,
+        False,
+    }
     cancelled = [wish for wish in wishes if wish.cancel_after is not None]
     assert 0.1 < len(cancelled) / len(wishes) < 0.2
     for rate in (5, 20):
@@ -256,7 +275,9 @@ def test_the_report_names_lost_tasks_and_the_effect_of_each_fault() -> None:
     assert findings_as_text(outcome(RAN)) == ""
     twice = result_of(outcome(RAN, replace(RAN, at=115), struck=(kill,)))
     text = as_markdown([lost, twice])
-    assert "| Redis 7 | 30 s, 20/s, seed 7 | 1 | 1 | 0 | 0 | 0 | 1 | 0 | 0 | 0 | 0 | - |" in text
+    assert (
+        "| Redis 7 | 30 s, 20/s, seed 7 | 1 | 1 | 0 | 0 | 0 | 1 | 0 | 0 | 0 | 0 | 0 | - |" in text
+    )
     assert "| `master-killed` | 1 | 0.5 s | 0.0 s |" in text
     assert "doubled 1 times: the broker handed it over twice, after a fault" in text
     assert "workers that ended by themselves, and were started again: 1" in text

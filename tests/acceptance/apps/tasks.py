@@ -109,6 +109,10 @@ def define_tasks(app: Celery) -> None:
         """Return the first argument; the message is acknowledged after the run."""
         return args[0] if args else None
 
+    @app.task(name="careful_once", shared=False, acks_late=True, once=True)
+    def careful_once(*args: Any) -> Any:
+        """As careful(), and it runs a single time however often its message is delivered."""
+
     @app.task(name="once", shared=False, base=Once)
     def once() -> None:
         """Do nothing; no other run waits meanwhile."""
