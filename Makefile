@@ -42,6 +42,10 @@ $(VENV)/.demo $(VENV)/.demo-sqs: pyproject.toml constraints.txt | $(PYTHON)
 		--editable $(DEMO_SET$(subst -,_,$(@:$(VENV)/.demo%=%)))
 	@touch $@
 
+$(VENV)/.docs: pyproject.toml constraints.txt | $(PYTHON)
+	$(PYTHON) -m pip install --quiet --editable '.[docs]' --constraint constraints.txt
+	@touch $@
+
 $(PYTHON):
 	@$(PYTHON3) -c 'import ensurepip' 2>/dev/null || scripts/install_packages.sh python3-venv
 	$(PYTHON3) -m venv $(VENV)
@@ -78,9 +82,7 @@ check: venv ## lint, format, types, the direction of imports, and plain words
 	$(VENV)/bin/lint-imports
 	$(PYTHON) -m pytest --quiet tests/unit/test_words.py
 
-docs: venv ## build the site into docs/_build/html, every warning an error
-	@$(PYTHON) -c 'import furo, myst_parser, sphinx_click, sphinx_copybutton' 2>/dev/null || \
-		$(PYTHON) -m pip install --quiet --editable '.[dev,docs]' --constraint constraints.txt
+docs: $(VENV)/.docs ## build the site into docs/_build/html, every warning an error
 	$(PYTHON) -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
 
 bench: venv ## compare with worker-held ETA and Celery's own delayed delivery

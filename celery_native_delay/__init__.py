@@ -39,7 +39,7 @@ from .records.waiting import Outcome, Query, Verdict, Waiting
 from .settings import DelaySettings
 from .transports.aliases import delay_headers, register_transports, transport_for
 
-__version__ = "0.1.0"
+__version__ = "0.1.0.dev0"
 
 __all__ = (
     "BrokerFull",
