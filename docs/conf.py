@@ -41,7 +41,8 @@ myst_heading_anchors = 3
 copybutton_prompt_text = "$ "
 
 autodoc_member_order = "bysource"
-autodoc_mock_imports = ["numpy", "pyarrow", "pyspark"]    # hundreds of megabytes, for some signatures
+#: Hundreds of megabytes, for some signatures.
+autodoc_mock_imports = ["numpy", "pyarrow", "pyspark"]
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True

@@ -15,8 +15,8 @@ _IMAGE = re.compile(r"!\[[^\]]*\]\((?!https?:)[^)]*\)[ \n]*")
 _LINK = re.compile(r"\[([^\]]*)\]\((?!https?:)([^)]*)\)")
 
 _NO_ADDRESS = (
-    "expected [project.urls] with a Source in pyproject.toml, or a development version, got version "
-    "{version} and no Source: a release on a package index must say where its code is"
+    "expected [project.urls] with a Source in pyproject.toml, or a development version, got "
+    "version {version} and no Source: a release on a package index must say where its code is"
 )
 
 

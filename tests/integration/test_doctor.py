@@ -421,7 +421,7 @@ def test_a_store_without_a_dispatcher_is_found(kind: str, project: Project) -> N
 def test_a_producer_warns_that_no_dispatcher_runs(folder_url: str, project: Project) -> None:
     app_on_store(folder_url).send_task("shop.remind", countdown=600)
     with sqlite3.connect(file_of(folder_url)) as connection:
-        connection.execute("UPDATE native_delay_message SET due_us = due_us - 700000000")
+        connection.execute("UPDATE native_delay_task SET next_us = next_us - 700000000")
     connection.close()
     write_on_store(project, folder_url)
     assert "run `celery -A PROJ delay promote`" in project.delay("status").stdout

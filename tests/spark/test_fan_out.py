@@ -278,7 +278,7 @@ def test_waiting_tasks_have_the_planned_due_times(
         waiting = [int(score) for _, score in redis.client.zrange(key, 0, -1, withscores=True)]
     else:
         with closing(sqlite3.connect(file)) as store:
-            rows = store.execute("SELECT due_us FROM native_delay_message")
+            rows = store.execute("SELECT next_us FROM native_delay_task")
             waiting = [due_us for (due_us,) in rows]
     due_us = [row.due_us for row in fan_out.encoded.collect() if not row.error]
     assert sorted(waiting) == sorted(due_us)
