@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any, TypeVar
+
+from .errors import errors_ignored
 
 T = TypeVar("T")
 
 #: Calls that run at the same time. Further calls wait for one of these to return.
 MOST_AT_ONCE = 8
 
-_Job = tuple[Callable[[], Any], "Future[Any]"]
+_Job = tuple[Callable[[], Any], "Future[Any]", Callable[[Any], object]]
 
 
 class Within:
@@ -35,12 +37,22 @@ class Within:
         self._count = 0
         self._counting = Lock()
 
-    def __call__(self, call: Callable[[], T]) -> T:
-        """Return the result of *call*, or raise its error, or TimeoutError."""
+    def __call__(
+        self, call: Callable[[], T], *, undo: Callable[[T], object] = lambda result: None
+    ) -> T:
+        """Return the result of *call*, or raise its error, or TimeoutError.
+
+        *undo* is called with a result that comes after the TimeoutError.
+        """
         jobs = self._free_thread()
         future: Future[T] = Future()
-        jobs.put((call, future))
-        return future.result(self.seconds)
+        jobs.put((call, future, undo))
+        try:
+            return future.result(self.seconds)
+        except TimeoutError:
+            if future.cancel():
+                raise
+            return future.result()  # it came at the last moment, or is the call's own error
 
     def _free_thread(self) -> SimpleQueue[_Job]:
         try:
@@ -61,7 +73,7 @@ class Within:
 
     def _run(self, jobs: SimpleQueue[_Job]) -> None:
         while True:
-            call, future = jobs.get()
+            call, future, undo = jobs.get()
             try:
                 result = call()
             except BaseException as exc:  # the caller's thread raises it
@@ -70,8 +82,13 @@ class Within:
                 error = None
             # Before the caller goes on, so that its next call finds this thread.
             self._idle.put(jobs)
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-            del call, future, error
+            try:
+                if error is None:
+                    future.set_result(result)
+                else:
+                    future.set_exception(error)
+            except InvalidStateError:  # the caller has given up
+                if error is None:
+                    with errors_ignored():
+                        undo(result)
+            del call, future, undo, error

@@ -24,16 +24,16 @@ _backoff = Backoff(*_LEFT_ALONE_SECONDS)
 _asked_again_at = 0.0
 
 
-def in_time(call: Callable[[], T]) -> T:
+def in_time(call: Callable[[], T], *, undo: Callable[[T], object] = lambda result: None) -> T:
     """Return the result of *call*, which asks the store; raise StoreUnavailable if it hangs.
 
-    The call goes on in its thread. So a lock that it takes too late ends with its lease.
+    The call goes on in its thread. *undo* frees what it takes too late.
     """
     global _asked_again_at
     if monotonic() < _asked_again_at:
         raise StoreUnavailable("the store did not answer the worker a moment ago")
     try:
-        answer = _within(call)
+        answer = _within(call, undo=undo)
     except TimeoutError as exc:
         _asked_again_at = monotonic() + _backoff.failed()
         why = str(exc) or f"no answer within {PATIENCE_SECONDS:g} s"

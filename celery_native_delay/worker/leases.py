@@ -23,6 +23,7 @@ from ..keyed import rules
 from ..keyed.records import KeyRecords
 from ..keyed.rules import RENEWED_EVERY_SECONDS, Rule, Step
 from ..per_process import PerProcess
+from .in_time import in_time
 
 logger = get_logger(__name__)
 
@@ -76,6 +77,20 @@ class Leases:
         if step.free_us is None:
             self.hold(Held(name, task_id, is_here, token))
         return token, step
+
+    def begin_in_time(
+        self, name: str, task_id: str, is_here: Callable[[], bool], rule: Callable[..., Step]
+    ) -> tuple[str, Step]:
+        """Call :meth:`begin` as :func:`in_time` does; free a lock that comes too late."""
+
+        def undo(taken: tuple[str, Step]) -> None:
+            token, step = taken
+            if step.free_us is None and step.stands is None:
+                # The task comes again, and a unique one keeps its key until then.
+                rule = partial(rules.end, token=token, retry=(task_id, 0))
+                self.settle(name, rule, token=token)
+
+        return in_time(lambda: self.begin(name, task_id, is_here, rule), undo=undo)
 
     def hold(self, held: Held) -> None:
         """Renew a task's lock until the task has left this process."""

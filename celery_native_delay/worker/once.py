@@ -23,7 +23,6 @@ from ..records.waiting import number_of
 from ..settings import DelaySettings
 from ..texts import storable
 from .arrival import Arrival, AskAgain, Drop, Ruling, WaitUntil
-from .in_time import in_time
 from .leases import Held, leases_of
 from .unique import PAUSE_SECONDS, is_here
 
@@ -50,7 +49,7 @@ class Once:
         here = partial(is_here, arrival)
         leases = leases_of(self._app)
         try:
-            token, step = in_time(lambda: leases.begin(name, arrival.id, here, rules.claim_once))
+            token, step = leases.begin_in_time(name, arrival.id, here, rules.claim_once)
         except Exception as exc:
             if not self._warned:
                 self._warned = True

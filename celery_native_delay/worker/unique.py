@@ -25,7 +25,6 @@ from ..now import time_ns
 from ..rates.line import Asked
 from ..texts import is_text
 from .arrival import Arrival, AskAgain, Ruling, WaitUntil
-from .in_time import in_time
 from .leases import Held, Leases, leases_of
 
 logger = get_logger(__name__)
@@ -48,7 +47,7 @@ class Unique:
         rule = rules.receive if mark.until == "start" else rules.begin
         here, leases = partial(is_here, arrival), leases_of(self._app)
         try:
-            token, step = in_time(lambda: leases.begin(mark.name, arrival.id, here, rule))
+            token, step = leases.begin_in_time(mark.name, arrival.id, here, rule)
         except Exception as exc:
             if not self._warned:
                 self._warned = True
@@ -94,7 +93,7 @@ def take_locks(arrival: Arrival, limits: Sequence[Asked]) -> int | None:
         rule = partial(rules.share, most=most)
         leases = leases_of(arrival.consumer.app)
         here = partial(is_here, arrival)
-        token, step = in_time(partial(leases.begin, name, arrival.id, here, rule))
+        token, step = leases.begin_in_time(name, arrival.id, here, rule)
         if step.free_us is not None:
             give_back(arrival.consumer, headers)
             return step.free_us
