@@ -320,8 +320,10 @@ def test_occurrences_wait_while_the_store_is_away(
             server.start()
             runs = fleet.record.wait_for(6)
             for _ in range(2):
+                said = [len(each.log_lines("due tasks wait in")) for each in workers]
                 server.kill()
-                wait_until(lambda: any(each.log_lines(" waits: ") for each in workers))
+                for worker, before in zip(workers, said, strict=True):
+                    worker.wait_for_log("due tasks wait in", count=before + 1)
                 server.start()
                 runs = wait_for_all_ticks(fleet)
             assert_no_double(runs)

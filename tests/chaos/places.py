@@ -119,6 +119,7 @@ def _on_rabbitmq(
     conf = {
         "queue_type": "quorum",
         "native_delay_store": store_url,
+        "native_delay_once": ["careful_once"],
         "native_delay_levels": 13,
         "tests_lease_seconds": 20,
     }

@@ -109,9 +109,9 @@ def define_tasks(app: Celery) -> None:
         """Return the first argument; the message is acknowledged after the run."""
         return args[0] if args else None
 
-    @app.task(name="careful_once", shared=False, acks_late=True, once=True)
+    @app.task(name="careful_once", shared=False, acks_late=True)
     def careful_once(*args: Any) -> Any:
-        """As careful(), and it runs a single time however often its message is delivered."""
+        """As careful(); only some apps have a store, so their settings say that it is once."""
 
     @app.task(name="once", shared=False, base=Once)
     def once() -> None:
