@@ -1,0 +1,240 @@
+"""Rows that Spark or its user sends again run once: lost executors, killed drivers, whole jobs.
+
+Real workers run the tasks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from pyspark.errors import PySparkException
+
+from celery_native_delay.spark import FanOut, task_id_of
+from tests.acceptance.worker import Fleet, fleet_on
+from tests.brokers import in_ci
+from tests.spark.conftest import LEVELS
+from tests.waiting import PATIENCE_SECONDS, wait_until
+
+ROOT = Path(__file__).parents[2]
+
+ROWS = 100
+LOST_AT = 40
+"""The row of the first partition at which its executor is lost, after the rows before it."""
+
+BATCHES, BATCH_ROWS, MARKED = 4, 100, 30
+"""The batches of a stream, their rows, and the row at which the test learns of the batch."""
+
+DROPPED = "it has run already, and it is once"
+
+APP = """
+import os, signal
+from pathlib import Path
+from celery_native_delay import install
+from pyspark import TaskContext
+from tests.acceptance.apps.tasks import new_app
+
+class ExecutorLost(BaseException):
+    pass
+
+def header(number, lost_times=0):
+    context = TaskContext.get()
+    if context is not None and context.attemptNumber() < (lost_times or 0):
+        raise ExecutorLost()
+    if number and number % {batch_rows} == {marked}:
+        mark = Path(__file__).with_name(f"{{__name__}}:app-{{number}}")
+        if not mark.exists():
+            mark.touch()
+            if number < {batch_rows}:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+app = install(new_app(broker_url={url!r}), **{settings!r})
+app.tasks["note"].__header__ = header  # what is asked of every row's arguments
+"""
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def settings(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+    """The rows wait in RabbitMQ, or in a store beside it; the claims are always in the store."""
+    store = {"store": f"sqlite:///{tmp_path}/store.db"}
+    in_broker = {"store_tasks": ["nothing"]}
+    return LEVELS | store | ({} if getattr(request, "param", "") == "in store" else in_broker)
+
+
+@pytest.fixture
+def app(settings: dict[str, Any], apps_folder: Path, native_delay_rabbitmq_url: str) -> str:
+    """The path of an app with the tasks of tests' workers."""
+    name = f"once_{next(_numbers)}"
+    source = APP.format(
+        url=native_delay_rabbitmq_url, settings=settings, batch_rows=BATCH_ROWS, marked=MARKED
+    )
+    (apps_folder / f"{name}.py").write_text(source)
+    return f"{name}:app"
+
+
+@contextmanager
+def fleet_with_worker(
+    url: str, folder: Path, settings: dict[str, Any]
+) -> Iterator[tuple[Fleet, Any]]:
+    conf = {f"native_delay_{name}": value for name, value in settings.items()}
+    with fleet_on(url, folder, **conf) as fleet:
+        yield fleet, fleet.worker(concurrency=1)
+
+
+def rows(spark: Any, *, lost_times: int = 0) -> Any:
+    """Rows in two partitions, a third of them due at once. *lost_times* attempts fail."""
+    return spark.range(ROWS, numPartitions=2).selectExpr(
+        "id as number", "id % 3 * 2 as wait", f"if(id = {LOST_AT}, {lost_times}, 0) as lost_times"
+    )
+
+
+def fan_out(df: Any, app: str, run_id: str, **options: Any) -> FanOut:
+    given = {"task": "note", "countdown": "wait", "past": "send", "args": ["number", "lost_times"]}
+    return FanOut(df, app=app, run_id=run_id, id_cols=["number"], **given | options)
+
+
+def ids_of(run_id: str) -> list[str]:
+    return [task_id_of(run_id, "note", number) for number in range(ROWS)]
+
+
+@pytest.mark.parametrize(
+    ("way", "settings"),
+    [("FanOut", "in broker"), in_ci("FanOut", "in store"), in_ci("sink", "in broker")],
+    indirect=["settings"],
+)
+def test_rows_of_a_lost_executor_and_of_a_job_that_is_sent_again_run_once(
+    spark: Any,
+    app: str,
+    settings: dict[str, Any],
+    native_delay_rabbitmq_url: str,
+    tmp_path: Path,
+    way: str,
+) -> None:
+    """Before and after the tasks run; a sink's first job fails. Without once, they run twice."""
+
+    def send(df: Any) -> None:
+        if way == "FanOut":
+            assert fan_out(df, app, "once", once=True).send().confirmed == ROWS
+            return
+        options = {"app": app, "task": "note", "countdown_col": "wait", "past": "send"}
+        options |= {"args_cols": "number,lost_times", "id_cols": "number", "run_id": "once"}
+        df.write.format("celery").options(**options, once="true").mode("append").save()
+
+    if way == "FanOut":
+        send(rows(spark, lost_times=1))
+        for _ in range(2):
+            fan_out(rows(spark), app, "plain").send()
+    else:
+        pytest.importorskip("pyspark.sql.datasource", reason="Spark 3.5 has no such sources")
+        with pytest.raises(PySparkException, match="ExecutorLost"):
+            send(rows(spark, lost_times=4))
+    send(rows(spark).repartition(3))
+    ids, plain = (set(ids_of(run_id)) for run_id in ("once", "plain"))
+    with fleet_with_worker(native_delay_rabbitmq_url, tmp_path, settings) as (fleet, worker):
+        fleet.record.wait_for_ids(list(ids))
+        send(rows(spark))
+        wait_until(
+            lambda: set(re.findall(rf"note\[(\S+)\] is dropped: {DROPPED}", worker.log)) == ids
+        )
+        if way == "FanOut":
+            fleet.record.wait_for_ids(list(plain))
+        worker.stop()  # all that has come has run by then
+    counts = Counter(run.id for run in fleet.record.runs())
+    assert {counts.pop(task_id) for task_id in ids} == {1}
+    if way == "FanOut":
+        assert counts.keys() == plain
+        # In a store, the rows that still wait there are overwritten.
+        assert set(counts.values()) == ({2} if "store_tasks" in settings else {1, 2})
+
+
+def rows_of(batch: int) -> range:
+    return range(batch * BATCH_ROWS, (batch + 1) * BATCH_ROWS)
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(600)
+def test_batches_of_a_stream_run_once_although_executors_and_drivers_are_killed(
+    app: str,
+    settings: dict[str, Any],
+    native_delay_rabbitmq_url: str,
+    apps_folder: Path,
+    tmp_path: Path,
+) -> None:
+    """At random times within a batch, and after its last row but before Spark notes its end."""
+    # Each driver starts a JVM with a Spark, which takes a busy machine a minute.
+    patience_seconds = 3 * PATIENCE_SECONDS
+    chance = random.Random(7)
+    source = tmp_path / "source"
+    source.mkdir()
+    for batch in range(BATCHES):
+        lines = [json.dumps({"number": number, "wait": number % 3}) for number in rows_of(batch)]
+        (source / f"{batch}.json").write_text("\n".join(lines))
+    given = [app, str(source)]
+    with fleet_with_worker(native_delay_rabbitmq_url, tmp_path, settings) as (fleet, worker):
+        for batch in range(2):
+            mark = apps_folder / f"{app}-{rows_of(batch)[MARKED]}"
+
+            def is_under_way(mark: Path = mark) -> bool:
+                return mark.exists() or process.poll() is not None
+
+            with driver(given, apps_folder, tmp_path) as (process, said):
+                wait_until(is_under_way, timeout_seconds=patience_seconds)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(chance.uniform(0, 1))
+                assert process.poll() is None, said()
+        for dies_after, ends_with in ((BATCHES - 2, -signal.SIGKILL), (-1, 0)):
+            with driver(given, apps_folder, tmp_path, dies_after) as (process, said):
+                assert process.wait(patience_seconds) == ends_with, said()
+        fleet.record.wait_for(BATCHES * BATCH_ROWS)
+        # A batch was sent whole twice.
+        worker.wait_for_log(DROPPED, count=BATCH_ROWS)
+        worker.stop()  # what has come has run by then, or is dropped
+    ran = Counter(run.args[0] for run in fleet.record.runs())
+    assert ran == Counter(range(BATCHES * BATCH_ROWS))
+
+
+@contextmanager
+def driver(
+    given: list[str], apps_folder: Path, folder: Path, dies_after: int = -1
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
+    """A stream driver, and a function for the output of all drivers; the block's end kills it."""
+    log = folder / "driver.log"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests/spark/stream_driver.py"), *given, str(dies_after)],
+            cwd=folder,
+            env=os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join([str(ROOT), str(apps_folder)]),
+                "PYSPARK_PYTHON": sys.executable,
+                "SPARK_LOCAL_IP": "127.0.0.1",
+                "JAVA_TOOL_OPTIONS": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process, log.read_text
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(PATIENCE_SECONDS)
