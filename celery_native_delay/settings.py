@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 from urllib.parse import urlsplit
 
 from .errors import SettingsError
@@ -38,6 +38,7 @@ FRACTION_BITS = 3
 DRAIN: Literal["drain"] = "drain"
 
 AnyRate = Rate | str | Mapping[str, Any]
+Names = tuple[str, ...] | list[str] | set[str] | frozenset[str]
 
 _PREFIX = "native_delay_"
 
@@ -240,6 +241,37 @@ class DelaySettings:
         """
         check_settings(values)
         return cls(**values)
+
+
+class Keywords(TypedDict, total=False):
+    """The settings for type checkers, as ``install()`` takes them: lists may be any collection."""
+
+    enabled: bool | Literal["drain"]
+    namespace: str
+    levels: int
+    resolution: float
+    fused_bits: int
+    queue_type: str
+    confirm_publish: bool
+    confirm_timeout_seconds: float
+    confirm_window: int
+    declare: bool
+    landing_exchanges: Names
+    landing_queues: Names
+    adopt: bool
+    management_url: str | None
+    store: str | None
+    store_tasks: Names
+    once: Names
+    once_days: float
+    store_timeout_seconds: float
+    strict: bool
+    telemetry: str | None
+    rates: Mapping[str, AnyRate | Sequence[AnyRate]]
+    retry_after_limit: float
+    schedules: bool
+    schedules_version: int | str | None
+    schedules_catch_up: Literal["one", "none", "all"]
 
 
 def check_settings(values: Mapping[str, Any]) -> None:

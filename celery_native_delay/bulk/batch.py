@@ -297,7 +297,14 @@ class Bulk:
         self._publisher.publish(publish)
 
 
-def bulk(app: Celery, **options: Any) -> Bulk:
+def bulk(
+    app: Celery,
+    *,
+    window: int | None = None,
+    check: bool = True,
+    timeout_seconds: float | None = 60.0,
+    headers: Mapping[str, Any] | None = None,
+) -> Bulk:
     """Return a batch that publishes many delayed tasks of *app* fast, in a ``with`` block.
 
     At the end of the block, the batch waits up to *timeout_seconds* for the broker's confirms. Then
@@ -318,7 +325,7 @@ def bulk(app: Celery, **options: Any) -> Bulk:
         PublishRefused: at the end of the block, if the broker refused or did not confirm tasks, and
             *check* is True.
     """
-    return Bulk(app, **options)
+    return Bulk(app, window=window, check=check, timeout_seconds=timeout_seconds, headers=headers)
 
 
 def check_broker(connection: Any) -> None:

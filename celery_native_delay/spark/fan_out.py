@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import monotonic
-from typing import Any, cast
+from typing import Any, Unpack, cast
 from uuid import uuid4
 
 from pyspark.errors import PySparkException
@@ -20,7 +20,7 @@ from .app import AppFacts, Call
 from .encode import SENT_COLUMNS
 from .executor import ANSWERS, answers_of, checker, sender
 from .live_counts import LiveCounts, context_of
-from .options import FanOutOptions
+from .options import FanOutOptions, Keywords
 from .plan import Plan, make_plan
 from .receipts import Failure, Receipt
 from .sending import SendJob, warn_of_late_sending
@@ -108,7 +108,7 @@ class FanOut:
         InvalidFanOut: an option or a column is wrong.
     """
 
-    def __init__(self, df: Any, **options: Any) -> None:
+    def __init__(self, df: Any, **options: Unpack[Keywords]) -> None:
         try:
             self.options = FanOutOptions(**options)
         except TypeError as exc:

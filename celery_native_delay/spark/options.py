@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Required, TypedDict
 from uuid import uuid4
 from zoneinfo import ZoneInfo
 
@@ -112,6 +112,33 @@ class FanOutOptions:
     def keywords(self) -> Mapping[str, Columnar]:
         assert isinstance(self.kwargs, Mapping)
         return self.kwargs
+
+
+class Keywords(TypedDict, total=False):
+    """The options for type checkers, as ``FanOut`` takes them."""
+
+    app: Required[str]
+    task: Required[str]
+    eta: Columnar | None
+    countdown: Columnar | None
+    eta_zone: Columnar | None
+    args: Sequence[Columnar]
+    kwargs: Sequence[str] | Mapping[str, Columnar]
+    queue: Columnar | None
+    priority: Columnar | None
+    expires: Columnar | None
+    id_cols: Sequence[Columnar]
+    run_id: str
+    smear: float
+    rate: Rate | str | bool | None
+    max_rate: float | None
+    connections: int
+    past: str
+    max_body_bytes: int
+    check_task: bool
+    check_queue: bool
+    once: bool
+    now: datetime
 
 
 def _check_zone(name: str) -> None:

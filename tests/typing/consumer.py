@@ -1,7 +1,7 @@
-"""What a user writes against the public API; mypy --strict reads it, nothing runs it.
+"""What a user writes against the public API; mypy --strict and pyright read it, nothing runs it.
 
 A comment ``type: ignore`` that is not needed is an error, so those below are promises as well: the
-line is refused, and for this reason.
+line is refused, and for this reason. Celery has no types; both checkers take it as it is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import assert_type
 
-from celery import Celery  # type: ignore[import-untyped]
+from celery import Celery
 from prometheus_client import CollectorRegistry
 
 from celery_native_delay import (
@@ -30,18 +30,24 @@ from celery_native_delay import (
 )
 from celery_native_delay.bulk import BulkResult, bulk
 from celery_native_delay.metrics import expose
+from celery_native_delay.spark import FanOut
 from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, private_redis
 
 
-class Shop(Celery):  # type: ignore[misc]  # Celery has no types
+class Shop(Celery):
     """An app of one's own class."""
 
     currency: str
 
 
 def installing() -> Shop:
-    app = install(Shop("shop", broker="amqp://"), levels=28, records="redis://")
+    app = install(Shop("shop", broker="amqp://"), levels=28, store="redis://")
     assert_type(app, Shop)
+    install(app, store_tasks=["shop.remind"], rates={"shop.call_api": "100/m"}, enabled="drain")
+    install(app, level=28)  # type: ignore[call-arg]
+    install(app, levels="many")  # type: ignore[arg-type]
+    install(app, schedules_catch_up="some")  # type: ignore[arg-type]
+    install(app, landing_queues="orders")  # type: ignore[arg-type]
     return app
 
 
@@ -81,10 +87,21 @@ def under_keys(app: Celery) -> str | None:
 
 
 def sending(app: Celery) -> list[RefusedMessage]:
-    with bulk(app) as batch:
+    bulk(app, windows=10)  # type: ignore[call-arg]
+    bulk(app, window="10")  # type: ignore[arg-type]
+    with bulk(app, window=10, timeout_seconds=None) as batch:
         assert_type(batch.send("shop.remind", kwargs={"order": 1}, countdown=5), str)
     assert_type(batch.result, BulkResult)
     return batch.result.refused
+
+
+def fanning_out(orders: object) -> int:
+    fan_out = FanOut(orders, app="shop:app", task="shop.remind", eta="due", kwargs=["order"])
+    FanOut(orders, task="shop.remind")  # type: ignore[call-arg]  # needs an app
+    FanOut(orders, app="shop:app", task="shop.remind", id_columns=["id"])  # type: ignore[call-arg]
+    FanOut(orders, app="shop:app", task="shop.remind", smear="1 h")  # type: ignore[arg-type]
+    assert_type(fan_out.run_id, str)
+    return fan_out.send().confirmed
 
 
 def plain_kombu() -> dict[str, str]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import ast
 import doctest
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from typing import Any, Required, get_args, get_origin, get_type_hints
 
 import pytest
 from celery import _state
 
 import celery_native_delay
+from celery_native_delay.settings import DelaySettings, Keywords
 
 PACKAGE = Path(celery_native_delay.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -39,18 +43,49 @@ def test_the_package_is_typed() -> None:
     assert (PACKAGE / "py.typed").exists()
 
 
+CONSUMER = ROOT / "tests/typing/consumer.py"
+
+
 def test_a_consumer_passes_mypy_strict(tmp_path: Path) -> None:
     """mypy runs in another folder, without our configuration."""
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--strict",
-        "--config-file=",
-        str(ROOT / "tests/typing/consumer.py"),
-    ]
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file="]
+    command += ["--allow-subclassing-any", "--disable-error-code=import-untyped", str(CONSUMER)]
     checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert checked.stdout.startswith("Success"), checked.stdout + checked.stderr
+
+
+@pytest.mark.ci
+def test_a_consumer_passes_pyright(tmp_path: Path) -> None:
+    """It refuses the lines that mypy refuses."""
+    (tmp_path / "consumer.py").symlink_to(CONSUMER)
+    configuration = {"include": ["consumer.py"], "reportUnnecessaryTypeIgnoreComment": "error"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(configuration))
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
+    checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "\n0 errors" in f"\n{checked.stdout}", checked.stdout + checked.stderr
+
+
+def test_the_types_of_keywords_are_those_of_the_settings() -> None:
+    """Type checkers read a dict, because they cannot read the keywords off a dataclass."""
+    found, taken = get_type_hints(DelaySettings), get_type_hints(Keywords)
+    assert list(taken) == [field.name for field in fields(DelaySettings)]
+    for name, kind in taken.items():
+        wanted = {found[name], *get_args(found[name])}
+        assert kind in wanted or found[name] in get_args(kind), name
+
+
+def test_the_types_of_keywords_are_those_of_a_fan_outs_options() -> None:
+    options = pytest.importorskip("celery_native_delay.spark.options")
+    kinds = get_type_hints(options.FanOutOptions)
+    assert get_type_hints(options.Keywords) == kinds
+    marked = get_type_hints(options.Keywords, include_extras=True)
+    required = {name for name, kind in marked.items() if get_origin(kind) is Required}
+    missing = (field.name for field in fields(options.FanOutOptions) if not has_default(field))
+    assert required == set(missing)
+
+
+def has_default(field: Field[Any]) -> bool:
+    return field.default is not MISSING or field.default_factory is not MISSING
 
 
 def test_every_path_in_the_architecture_exists() -> None:
