@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice, pairwise
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, Connection, func, select
+from sqlalchemy import Column, ColumnElement, Connection, Select, func, select
 
 from .interface import T
 from .waiting import ALL, Page, Query, Waiting, WaitingTasks
 
-#: Rows that one query of a search reads.
+#: Rows that one query of a search reads, and intervals that one query counts.
 _CHUNK = 1000
+_COUNTS = 100
 
 
 class SqlListing(WaitingTasks):
@@ -66,9 +67,15 @@ class SqlListing(WaitingTasks):
         return self._look_up(paged)
 
     def counts(self, edges_us: Sequence[int]) -> list[int]:
-        return self._look_up(
-            lambda connection: [self._count(connection, *pair) for pair in pairwise(edges_us)]
-        )
+        counts = [self._counted(*pair).scalar_subquery() for pair in pairwise(edges_us)]
+
+        def counted(connection: Connection) -> list[int]:
+            found: list[int] = []
+            for start in range(0, len(counts), _COUNTS):
+                found += connection.execute(select(*counts[start : start + _COUNTS])).one()
+            return found
+
+        return self._look_up(counted)
 
     def span(self) -> tuple[int, int] | None:
         asked = select(func.min(self._due_us), func.max(self._due_us)).where(self._mine)
@@ -76,8 +83,11 @@ class SqlListing(WaitingTasks):
         return None if first_us is None else (int(first_us), int(last_us))
 
     def _count(self, connection: Connection, from_us: int | None, until_us: int | None) -> int:
+        return int(connection.execute(self._counted(from_us, until_us)).scalar() or 0)
+
+    def _counted(self, from_us: int | None, until_us: int | None) -> Select[Any]:
         asked = select(func.count()).select_from(self._due_us.table)
-        return int(connection.execute(asked.where(*self._between(from_us, until_us))).scalar() or 0)
+        return asked.where(*self._between(from_us, until_us))
 
     def _matching(
         self, connection: Connection, query: Query, offset: int = 0, *, chunk: int = _CHUNK
