@@ -33,13 +33,8 @@ from benchmarks import (
     waiting,
 )
 from benchmarks.measuring import BROKER_OPTIONS, Bench, Result, load_average, log, machine
-from celery_native_delay.testing import (
-    BrokerFailed,
-    BrokerMissing,
-    PrivateRabbitMQ,
-    find_rabbitmq,
-    private_rabbitmq,
-)
+from celery_native_delay.testing import BrokerFailed, BrokerMissing, PrivateRabbitMQ
+from tests.rabbitmqs import find_rabbitmq, private_rabbitmq
 
 
 class Scenario(Protocol):

@@ -25,8 +25,8 @@ from benchmarks.measuring import (
     resident_bytes,
 )
 from celery_native_delay import DelaySettings
-from celery_native_delay.testing import private_rabbitmq
 from celery_native_delay.transports.rabbitmq.topology import Topology
+from tests.rabbitmqs import private_rabbitmq
 
 ROUNDS = 5
 RECONNECTS = 5

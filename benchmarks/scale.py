@@ -27,13 +27,8 @@ from benchmarks.measuring import (
     resident_bytes,
 )
 from celery_native_delay.bulk import bulk
-from celery_native_delay.testing import (
-    PrivateRabbitMQ,
-    PrivateRedis,
-    find_rabbitmq,
-    private_rabbitmq,
-    private_redis,
-)
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis
+from tests.rabbitmqs import find_rabbitmq, private_rabbitmq
 
 SOONEST_SECONDS, LATEST_SECONDS = 6 * 3600, 30 * 86_400
 """The range of the waiting tasks' delays."""

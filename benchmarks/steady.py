@@ -22,7 +22,8 @@ from benchmarks.measuring import (
 )
 from benchmarks.steady_run import ARGUMENT_BYTES, TICK_SECONDS, WINDOW, Delays, Load, SteadyRun
 from celery_native_delay import DelaySettings
-from celery_native_delay.testing import BrokerMissing, private_rabbitmq
+from celery_native_delay.testing import BrokerMissing
+from tests.rabbitmqs import private_rabbitmq
 
 SECONDS = 20
 """The number of seconds of sending. After that, the last messages become due."""

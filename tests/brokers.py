@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay.testing import find_rabbitmq, require_rabbitmq
 from pytest_celery_native_delay import IN_CI, installed
 from tests.given_rabbitmq import given_rabbitmq
+from tests.rabbitmqs import find_rabbitmq, require_rabbitmq
 
 RETRY_MS = 3000
 """After how many seconds mortal_rabbitmq retries a failed dead-lettering; the default is 180 s.

@@ -22,10 +22,10 @@ from celery_native_delay.testing.rabbitmq import (
     PrivateRabbitMQ,
     RabbitMQInstallation,
     in_erlang,
-    require_rabbitmq,
     vhost_name,
 )
 from tests.networks import PrivateNetwork
+from tests.rabbitmqs import require_rabbitmq
 from tests.waiting import SLOWNESS
 
 _PATIENCE_SECONDS = 90 * SLOWNESS

@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, settings
 from celery_native_delay.testing import (
     PrivateRabbitMQ,
     PrivateRedis,
-    private_rabbitmq,
     private_redis,
     require_redis,
     vhost_name,
@@ -29,6 +28,7 @@ from pytest_celery_native_delay import installed
 from tests import sockets
 from tests.brokers import MORTAL, ON_RABBITMQS, in_ci, installed_rabbitmq
 from tests.given_rabbitmq import given_rabbitmq
+from tests.rabbitmqs import private_rabbitmq
 from tests.scheduling import broker_of, rank_of, scope_of
 from tests.waiting import SLOWNESS
 

@@ -10,7 +10,6 @@ only, and shares nothing with another RabbitMQ of the machine.
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import shlex
@@ -30,10 +29,11 @@ from urllib.parse import quote, unquote, urlsplit
 
 from .processes import BrokerFailed, BrokerMissing, KeptServer, claim_ports, port_of
 
-ROOT_VARIABLE = "NATIVE_DELAY_RABBITMQ_43_ROOT"
-"""An environment variable: the folder of a Debian system with RabbitMQ 4.3, for chroot."""
-
-_DEFAULT_ROOT = "~/.cache/celery_native_delay/rabbitmq-4.3"
+_SERVERS = (
+    Path("/usr/lib/rabbitmq/bin/rabbitmq-server"),
+    Path("/opt/homebrew/opt/rabbitmq/sbin/rabbitmq-server"),
+    Path("/usr/local/opt/rabbitmq/sbin/rabbitmq-server"),
+)
 
 
 @dataclass(frozen=True)
@@ -43,40 +43,21 @@ class RabbitMQInstallation:
     server: Path
     """The path of the server script inside *root*. The script on the PATH would switch users."""
     version: str
-    root: Path | None = None
-    """The folder to chroot into; None if RabbitMQ needs no chroot."""
+    root: Path = Path("/")
+    """The folder that is the server's root folder."""
+    enter: tuple[str, ...] = ()
+    """The words before each command, such as those of a chroot into *root*."""
 
 
 def find_rabbitmq(version: str | None = None) -> RabbitMQInstallation | None:
-    """Return an installed RabbitMQ of *version*; None if this version is not installed.
-
-    Without *version*, return the RabbitMQ that apt or Homebrew installed.
-    """
-    for installation in _installations():
-        if version is None and installation.root is None:
-            return installation
-        if version is not None and f"{installation.version}.".startswith(f"{version}."):
-            return installation
-    return None
+    """Return the RabbitMQ that apt or Homebrew installed; None if it is not of *version*."""
+    found = next(((server, its) for server in _SERVERS if (its := version_of(server))), None)
+    if found is None or (version is not None and not f"{found[1]}.".startswith(f"{version}.")):
+        return None
+    return RabbitMQInstallation(*found)
 
 
-def _installations() -> Iterator[RabbitMQInstallation]:
-    servers = [
-        Path("/usr/lib/rabbitmq/bin/rabbitmq-server"),
-        Path("/opt/homebrew/opt/rabbitmq/sbin/rabbitmq-server"),
-        Path("/usr/local/opt/rabbitmq/sbin/rabbitmq-server"),
-    ]
-    for server in servers:
-        if version := _version_of(server):
-            yield RabbitMQInstallation(server, version)
-            break
-    root = _rabbitmq_43_root()
-    may_enter = os.geteuid() == 0
-    if may_enter and (version := _version_of(root / servers[0].relative_to("/"))):
-        yield RabbitMQInstallation(servers[0], version, root)
-
-
-def _version_of(server: Path) -> str | None:
+def version_of(server: Path) -> str | None:
     """Read the version from RabbitMQ's plugin files; return None if RabbitMQ is not installed."""
     for plugin in server.resolve().parent.parent.glob("plugins/rabbit-*"):
         if match := re.fullmatch(r"rabbit-(\d+\.\d+\.\d+.*?)(\.ez)?", plugin.name):
@@ -84,20 +65,10 @@ def _version_of(server: Path) -> str | None:
     return None
 
 
-def _rabbitmq_43_root() -> Path:
-    return Path(os.environ.get(ROOT_VARIABLE) or _DEFAULT_ROOT).expanduser()
-
-
 def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
-    """Return an installed RabbitMQ of *version*; raise BrokerMissing if not installed."""
+    """Return the installed RabbitMQ; raise BrokerMissing if there is none of *version*."""
     if installation := find_rabbitmq(version):
         return installation
-    if version == "4.3":
-        raise BrokerMissing(
-            f"RabbitMQ 4.3 is not in {_rabbitmq_43_root()}, or only root may enter it (chroot): as "
-            f"root, run `scripts/setup_brokers.sh --with-4.3`, or name the folder that has it in "
-            f"{ROOT_VARIABLE}"
-        )
     other = find_rabbitmq() if version else None
     raise BrokerMissing(
         f"RabbitMQ{f' {version}' if version else ''} is not installed: run "
@@ -130,11 +101,6 @@ _ERLANG_ARGUMENTS = (
     " [{global,[{60,1}]},{basic,[{60,1}]},{detailed,[{10,1}]}]"
 )
 
-# The node has its own mount namespace. The mounts end with the node.
-_ENTER_ROOT = (
-    'mount --rbind /proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" "$@"'
-)
-
 
 def vhost_name(url: str) -> str:
     """Return the virtual host of an AMQP URL: "/" for "amqp://guest:guest@127.0.0.1:5672//".
@@ -149,8 +115,7 @@ def private_rabbitmq(*, version: str | None = None, **options: Any) -> Iterator[
     """Run a private RabbitMQ node until the ``with`` block ends.
 
     Args:
-        version: the version of an installed RabbitMQ, such as "3.10"; None: the version that apt
-            or Homebrew installed.
+        version: the version that must be installed, such as "3.10"; None: any.
         **options: the options of :class:`PrivateRabbitMQ`.
 
     Raises:
@@ -202,8 +167,8 @@ class PrivateRabbitMQ:
         self.port, self._management_port, self._distribution_port, self._epmd_port = map(
             port_of, self._claims
         )
-        self._root = installation.root or Path("/")
-        temporary = installation.root and installation.root / "tmp"
+        self._root = installation.root
+        temporary = self._root / "tmp" if installation.enter else None
         self._home = Path(tempfile.mkdtemp(prefix="private-rabbitmq-", dir=temporary))
         (self._home / "rabbitmq.conf").write_text(
             _CONFIG.format(ip=self.ip, management_port=self._management_port, extra=config)
@@ -424,9 +389,7 @@ class PrivateRabbitMQ:
         }
 
     def _inside(self, *command: str) -> list[str]:
-        if self.installation.root is None:
-            return list(command)
-        return ["unshare", "--mount", "sh", "-c", _ENTER_ROOT, str(self._root), *command]
+        return [*self.installation.enter, *command]
 
     def _serves(self) -> bool:
         """Return True if AMQP and the management API answer; also store RabbitMQ's version."""

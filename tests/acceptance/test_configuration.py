@@ -21,8 +21,9 @@ from celery_native_delay import (
     TopologyMismatch,
     install,
 )
-from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_rabbitmq
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Worker, fleet_on
+from tests.rabbitmqs import private_rabbitmq
 from tests.waiting import wait_until
 
 OUR_NAMES = "celery_delay."

@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 from kombu import Connection
 
-from celery_native_delay.testing import (
-    BrokerFailed,
-    BrokerMissing,
-    PrivateRabbitMQ,
-    private_rabbitmq,
-    vhost_name,
-)
+from celery_native_delay.testing import BrokerFailed, BrokerMissing, PrivateRabbitMQ, vhost_name
 from tests.processes import assert_nothing_left_when_killed, processes_of
+from tests.rabbitmqs import private_rabbitmq
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
@@ -89,7 +84,7 @@ def test_no_process_or_folder_is_left_when_the_test_process_is_killed(
     rabbitmq_version: str,
 ) -> None:
     broker = f"private_rabbitmq(version={rabbitmq_version!r}, management=False)"
-    assert_nothing_left_when_killed(broker, "broker.data_dir.parent")
+    assert_nothing_left_when_killed(broker, "broker.data_dir.parent", module="tests.rabbitmqs")
 
 
 @pytest.mark.ci

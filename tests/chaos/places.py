@@ -20,13 +20,13 @@ from celery_native_delay.testing import (
     PrivateRabbitMQ,
     PrivateRedis,
     private_redis,
-    require_rabbitmq,
     vhost_name,
 )
 from tests.brokers import MORTAL, ON_RABBITMQS, SYSTEM_RABBITMQ
 from tests.chaos.schedule import FaultKind
 from tests.cluster import PrivateRabbitMQCluster, private_rabbitmq_cluster
 from tests.postgresql import PrivatePostgreSQL, private_postgresql
+from tests.rabbitmqs import require_rabbitmq
 from tests.sentinel import PrivateSentinel, private_sentinel
 from tests.waiting import wait_until
 

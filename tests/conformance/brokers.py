@@ -129,7 +129,7 @@ def own_store(url: str) -> str:
 
 def has_database_beside(broker: Broker) -> bool:
     """True for the system's RabbitMQ; the store of RabbitMQ 4.3 and SQS is a Redis."""
-    return isinstance(broker, RabbitMQ) and broker.server.installation.root is None
+    return isinstance(broker, RabbitMQ) and not broker.server.installation.enter
 
 
 def whole_seconds(url: str) -> bool:

@@ -63,7 +63,7 @@ def by_command(rabbitmq: PrivateRabbitMQ, file: Path) -> None:
     """Import by `rabbitmqctl import_definitions`, which may run in a chroot."""
     there = rabbitmq.data_dir / "exported.json"
     there.write_text(file.read_text())
-    inside = "/" / there.relative_to(rabbitmq.installation.root or "/")
+    inside = "/" / there.relative_to(rabbitmq.installation.root)
     rabbitmq.rabbitmqctl("import_definitions", str(inside))
     there.unlink()
 

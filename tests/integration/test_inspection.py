@@ -19,7 +19,7 @@ from kombu import Connection
 
 from celery_native_delay import DelaySettings, install
 from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG
-from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, private_redis
+from celery_native_delay.testing import PrivateRabbitMQ, private_redis
 from celery_native_delay.transports.rabbitmq.declaring import apply
 from celery_native_delay.transports.rabbitmq.inspection import examine, verify
 from celery_native_delay.transports.rabbitmq.management import ManagementAPI, management_of
@@ -38,6 +38,7 @@ from tests.integration.traffic import (
     inbox,
     parked_count,
 )
+from tests.rabbitmqs import private_rabbitmq
 from tests.traffic import publish
 from tests.waiting import wait_until
 

@@ -21,7 +21,7 @@ from celery_native_delay import (
     TopologyMismatch,
 )
 from celery_native_delay.due_time import due_us
-from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq
+from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.interface import Wait
 from celery_native_delay.transports.rabbitmq import topology
 from celery_native_delay.transports.rabbitmq.channels import Nacked, WindowChannel
@@ -43,6 +43,7 @@ from tests.integration.traffic import (
     inbox,
     parked_count,
 )
+from tests.rabbitmqs import private_rabbitmq
 from tests.traffic import beside, eta_in, publish
 from tests.waiting import wait_until
 
