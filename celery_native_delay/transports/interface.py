@@ -8,7 +8,7 @@ A channel that can delay messages has the methods ``worker_part(settings)`` and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -102,7 +102,7 @@ class WorkerPart(ABC):
         longest = duration(self.settings.longest_delay_seconds)
         return f"longest delay {longest}; adopting {'on' if self.settings.adopt else 'off'}"
 
-    def dangers(self) -> list[Finding]:
+    def dangers(self) -> Iterable[Finding]:
         """Report broker settings that can cause message loss or wrong delivery times.
 
         Raises ManagementUnavailable if RabbitMQ's management API does not answer.

@@ -7,7 +7,7 @@ task, or if the task has a key, a rate or a schedule; else in the broker.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from shlex import quote
 from threading import Thread
@@ -195,8 +195,10 @@ class StoreWorkerPart(WorkerPart):
             return f"{told}; {self.terms}"
         return f"{told}; other tasks wait in the broker: {self._own.prepare(where)}"
 
-    def dangers(self) -> list[Finding]:
-        return self._store.findings() + stranded(self._store, WRONG) + self._own.dangers()
+    def dangers(self) -> Iterator[Finding]:
+        yield from self._store.findings()
+        yield from stranded(self._store, WRONG)
+        yield from self._own.dangers()  # last, because RabbitMQ's management API may not answer
 
     def put_back(self, waits: Sequence[Wait]) -> list[Exception | None]:
         stored = [wait for wait in waits if self._is_stored(wait)]

@@ -210,13 +210,11 @@ class Attendant(Thread):
 
     def _log_dangers(self) -> None:
         try:
-            found = self._part().dangers()
+            for finding in self._part().dangers():
+                if finding.level == WRONG:
+                    logger.warning("native delay: %s", finding)
         except ManagementUnavailable as exc:
             logger.info("native delay: policies not checked: %s", exc)
-            return
-        for finding in found:
-            if finding.level == WRONG:
-                logger.warning("native delay: %s", finding)
 
     def _guarded(self, step: Callable[[], None]) -> bool:
         """Call *step*. After an error: log the error, close the connection, and return False."""

@@ -401,6 +401,22 @@ def test_tasks_of_an_app_that_moved_to_another_virtual_host_are_named_and_moved(
 
 
 @on_one_version
+@pytest.mark.parametrize("names", [["*"], ["other"]])
+def test_without_the_management_api_a_worker_still_names_what_is_wrong_with_its_store(
+    vhost_url: str, other_url: str, tmp_path: Path, names: list[str]
+) -> None:
+    store = f"sqlite:///{tmp_path}/delays.db"
+    with an_app(vhost_url, store=store) as app:
+        command(app, "declare")
+        send(app, 1, 500)
+    nowhere = "http://127.0.0.1:9"
+    with an_app(other_url, store=store, store_tasks=names, management_url=nowhere) as moved:
+        with moved.connection_for_write() as connection:
+            part = connection.default_channel.worker_part(installation_of(moved).settings())
+            assert next(iter(part.dangers())).check == "virtual hosts"
+
+
+@on_one_version
 def test_an_app_on_another_broker_finds_the_tasks_of_a_store_by_their_virtual_host(
     vhost_url: str, a_store: str
 ) -> None:

@@ -376,7 +376,7 @@ def test_different_filesystem_folders_for_in_and_out_are_reported(folder_url: st
     with delaying(folder_url) as connection:
         part = connection.default_channel.worker_part(DelaySettings(**settings_of(folder_url)))
         part.prepare("here")
-        assert part.dangers() == []
+        assert list(part.dangers()) == []
         connection.default_channel.transport_options["data_folder_out"] = "elsewhere"
         (said,) = connection.channel().worker_part(DelaySettings()).dangers()
         assert "due messages go to data_folder_out, elsewhere, and this" in said.problem

@@ -230,17 +230,17 @@ class RabbitMQMovingPart(MovingPart):
             names = self._api.names("queues", containing="level-")
         except ManagementUnavailable as exc:
             # A full name needs no search.
-            names = [wanted] if here or name else [self.name]
+            names = [wanted] if here or name else [self._topology.name]
             if not sets_of(names, self._settings):
                 raise ManagementUnavailable(
                     f"sets of levels cannot be listed: {exc}; or give a full name, such as "
-                    f"--from sets:{self.name}"
+                    f"--from sets:{self._topology.name}"
                 ) from exc
         return [
             topology
             for topology in map(Topology, sets_of(names, self._settings))
             if wanted in (topology.name, topology.settings.namespace)
-            and not (here and topology.name == self.name)
+            and not (here and topology.name == self._topology.name)
         ]
 
     @property

@@ -41,6 +41,8 @@ class RabbitMQWorkerPart(WorkerPart):
 
     def dangers(self) -> list[Finding]:
         """Find RabbitMQ policies that override the arguments of this package's queues."""
+        if self._channel.keeps_all_in_store:
+            return []
         api = management_of(self._delays.connection.client, self.settings)
         return overriding_policies(api, self._delays.topology)
 
