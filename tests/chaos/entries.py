@@ -181,7 +181,7 @@ def _verdicts(
         last = other - every / 2 if other in by_due else other
         before = [due for due in known[: place + 1] if due in by_due][-MOST_MISSED:]
         all_late = all(by_due[due][0].at > due + every for due in before)
-        late_until = by_due[one][0].at if len(before) == MOST_MISSED and all_late else one
+        late_until = by_due[before[-1]][0].at if len(before) == MOST_MISSED and all_late else one
         due_at = one + every
         while due_at < last:
             yield (Verdict.LEFT_OUT if due_at <= late_until else Verdict.SKIPPED), due_at
