@@ -23,6 +23,9 @@ from .interface import Refusal, Store, Taken, TakenRow
 
 logger = logging.getLogger(__name__)
 
+#: Rows, each with None if it was published, or with the reason why the broker refused it.
+_Outcomes = list[tuple[TakenRow, str | None]]
+
 #: Seconds between two renewals of the lead, and two looks at leases and pauses that have ended.
 _LEAD_SECONDS = 1.5
 _RELEASE_SECONDS = 1.0
@@ -66,6 +69,8 @@ class Dispatcher:
         #: An item ends the present pause, or else the next one. Signal handlers may put it.
         self._alarm: SimpleQueue[None] = SimpleQueue()
         self._sleeps_until_us = 0
+        #: The last batch with its outcomes, until the store has noted them.
+        self._unsettled: tuple[Taken, _Outcomes] | None = None
         self._backoff = Backoff(*RETRY_SECONDS)
         self._is_failing = False
 
@@ -79,6 +84,7 @@ class Dispatcher:
             self._store.on_add = lambda due_us: None
             self._disconnect()
             with suppress(NativeDelayError):
+                self._settle()
                 self._store.resign(self._id)
 
     def stop(self) -> None:
@@ -89,6 +95,7 @@ class Dispatcher:
     def publish_due(self) -> int:
         """Publish everything that is due now, without a loop; return the number."""
         before = self.promoted
+        self._settle()
         while self._deliver(0).rows:
             pass
         return self.promoted - before
@@ -101,6 +108,7 @@ class Dispatcher:
 
     def _step(self) -> None:
         try:
+            self._settle()  # before the rows' lease ends, and they are published again
             self._keep_up()
             if self._leads:  # the first due task shall not wait for a connection
                 self._connected()
@@ -133,20 +141,19 @@ class Dispatcher:
         taken = self._store.take(late_us=late_us)
         if not taken.rows:
             return taken
-        outcomes: list[tuple[TakenRow, str | None]] = []
+        outcomes: _Outcomes = []
+        self._unsettled = taken, outcomes
         try:
             self._publish(taken.rows, outcomes)
         except BaseException:
-            with suppress(StoreUnavailable):  # else the lease ends
-                self._settle(taken, outcomes)
+            with suppress(StoreUnavailable):  # the next round tries it again
+                self._settle()
             raise
-        self._settle(taken, outcomes)
+        self._settle()
         return taken
 
-    def _publish(
-        self, rows: Sequence[TakenRow], outcomes: list[tuple[TakenRow, str | None]]
-    ) -> None:
-        """Publish rows, and note each outcome: None, or the reason why the row is refused."""
+    def _publish(self, rows: Sequence[TakenRow], outcomes: _Outcomes) -> None:
+        """Publish rows, and note each outcome."""
         readable: list[tuple[TakenRow, Entry]] = []
         for row in rows:
             try:
@@ -161,10 +168,14 @@ class Dispatcher:
             told = publisher.publish([entry for _, entry in batch])
             outcomes += [(batch[at][0], reason) for at, reason in told.items()]
 
-    def _settle(self, taken: Taken, outcomes: Sequence[tuple[TakenRow, str | None]]) -> None:
+    def _settle(self) -> None:
+        if self._unsettled is None:
+            return
+        taken, outcomes = self._unsettled
         published = [row for row, reason in outcomes if reason is None]
         refused = [Refusal.of(row, reason) for row, reason in outcomes if reason is not None]
         self._store.settle(taken, published, refused)
+        self._unsettled = None
         self.promoted += len(published)
         if refused:
             self._tell_of(refused)
