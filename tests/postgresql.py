@@ -68,6 +68,11 @@ class PrivatePostgreSQL:
         """The URL of one of its databases, for SQLAlchemy."""
         return f"postgresql+psycopg://postgres@/{database}?host={self._folder}"
 
+    @property
+    def socket(self) -> Path:
+        """The Unix socket that the server listens on."""
+        return self._folder / ".s.PGSQL.5432"
+
     def new_database(self) -> str:
         """Create an empty database; returns its URL."""
         name = f"space{next(self._numbers)}"

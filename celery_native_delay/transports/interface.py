@@ -31,6 +31,7 @@ class Wait:
     - *due_us*: the due time, in microseconds since the epoch
     - *delivery_id*: the id that the message keeps; None if the message gets a new id
     - *headers*: additional headers for the message
+    - *in_broker*: True if the message must not wait in a store, because the store does not answer
     """
 
     message: Any
@@ -38,6 +39,7 @@ class Wait:
     due_us: int
     delivery_id: str | None = None
     headers: Mapping[str, Any] = field(default_factory=dict)
+    in_broker: bool = False
 
     def on(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return *message*, a dict in kombu's format, with the additional :attr:`headers`."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from shlex import quote
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 from ..due_time import check_due
 from ..errors import StoreUnavailable
@@ -28,6 +29,7 @@ from ..store.dispatcher import Dispatcher, Publisher
 from ..store.entry import Entry
 from ..store.interface import ParkedRow, Row, Store
 from ..urls import is_redis_url
+from ..within import Within
 from .interface import (
     AdminPart,
     Backlog,
@@ -41,6 +43,11 @@ from .interface import (
 )
 from .status import Status, refuse_waiting
 from .watching import warn_if_nothing_promotes
+
+T = TypeVar("T")
+
+#: Seconds for which the threads of a worker wait for the store, as its consumer does.
+_within = Within(0.3, name="native-delay-store")
 
 
 class StoringChannel:
@@ -184,10 +191,14 @@ class StoreWorkerPart(WorkerPart):
 
     def prepare(self, where: str) -> str:
         """Prepare the store and, if some tasks wait there, the broker."""
-        try:
+
+        def counted() -> str:
             self._store.prepare()
             census = self._store.census()
-            found = f"{census.waiting} waiting, {census.parked} parked"
+            return f"{census.waiting} waiting, {census.parked} parked"
+
+        try:
+            found = _briefly(counted)
         except StoreUnavailable as exc:
             found = f"it does not answer yet ({exc})"
         told = f"{self._store.where} holds delayed tasks of {where}: {found}"
@@ -208,6 +219,8 @@ class StoreWorkerPart(WorkerPart):
         return [next(into_store if self._is_stored(wait) else into_broker) for wait in waits]
 
     def _is_stored(self, wait: Wait) -> bool:
+        if wait.in_broker:
+            return False
         # A task of a rate has its place in the headers.
         return bool(wait.headers) or self._channel.returns_to_store(wait.message.headers)
 
@@ -223,7 +236,7 @@ class StoreWorkerPart(WorkerPart):
 
     def _rescued(self, own: Callable[[], Rescue | None]) -> Rescue | None:
         outcome = Rescue() if self._channel.keeps_all_in_store else own()
-        self._store.release(parked=True)
+        _briefly(partial(self._store.release, parked=True))
         return outcome
 
     def promoter(self, connect: Callable[..., Any]) -> Any:
@@ -232,7 +245,16 @@ class StoreWorkerPart(WorkerPart):
         return dispatcher if own is None else _Both(dispatcher, own)
 
     def sweep(self) -> int:
-        return int(getattr(self._store.state, "sweep", int)())
+        return int(_briefly(getattr(self._store.state, "sweep", int)))
+
+
+def _briefly(call: Callable[[], T]) -> T:
+    """Return the result of *call*, for a thread of a worker that must not wait for the store."""
+    try:
+        return _within(call)
+    except TimeoutError as exc:
+        why = str(exc) or f"no answer within {_within.seconds:g} s"
+        raise StoreUnavailable(f"the store does not answer the worker: {why}") from exc
 
 
 class _Both:

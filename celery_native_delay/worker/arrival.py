@@ -106,7 +106,9 @@ class Arrival:
 
         *delivery_id* is as in :class:`WaitUntil`.
         """
-        return WaitUntil(self.now_us + AWAY_US, delivery_id, AskAgain(AWAY_US / 1e6))
+        # A broker that cannot delay leaves the task here, where other tasks must pass it.
+        here = AskAgain(AWAY_US / 1e6, beside_prefetch=True)
+        return WaitUntil(self.now_us + AWAY_US, delivery_id, here, in_broker=True)
 
 
 @dataclass(frozen=True)
@@ -150,12 +152,14 @@ class WaitUntil:
     - *delivery_id*: the delivery id that the message keeps, or None for a new id.
     - *otherwise*: the decision if the broker refuses the message. If None, the worker makes its
       remaining checks of the message.
+    - *in_broker*: True if the message must not wait in the store, which does not answer.
     """
 
     due_us: int
     delivery_id: str | None = None
     otherwise: AskAgain | None = None
     headers: Mapping[str, Any] = field(default_factory=dict)
+    in_broker: bool = False
 
 
 Ruling: TypeAlias = Announce | Drop | AskAgain | WaitUntil

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from threading import Thread
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from ..app.delay import adopt_rates
 from ..app.installation import installation_of, keep_celerys_own_off
 from ..app.retrying import teach_tasks
 from ..app.schedules import schedule_records, scheduler_class
-from ..errors import NativeDelayError, SettingsError, described
+from ..errors import NativeDelayError, SettingsError, StoreUnavailable, described
 from ..now import utc_now
 from ..settings import DelaySettings
 from ..transports.interface import (
@@ -27,6 +28,7 @@ from ..transports.interface import (
 )
 from .attendant import Attendant
 from .gates import gates
+from .in_time import in_time
 from .once import Once
 from .rating import Rated
 from .revoked import Revoked
@@ -47,9 +49,14 @@ keep_celerys_own_off(celery.worker.consumer.delayed_delivery)
 
 def _move_tasks_of_raised_rates(app: Any) -> None:
     """Let waiting tasks run earlier, in a thread, if a deployment has raised their rate limit."""
-    if (change := _tried(partial(adopt_rates, app))) is not None:
-        move = partial(_tried, change)
-        Thread(target=move, name="native-delay-rates", daemon=True).start()
+
+    def adopt() -> None:
+        if (change := _tried(partial(adopt_rates, app))) is not None:
+            move = partial(_tried, change)
+            Thread(target=move, name="native-delay-rates", daemon=True).start()
+
+    with suppress(StoreUnavailable):  # it goes on in its thread
+        in_time(adopt)
 
 
 def _tried(step: Callable[[], T]) -> T | None:

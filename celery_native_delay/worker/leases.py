@@ -18,7 +18,7 @@ from billiard.exceptions import SoftTimeLimitExceeded
 from celery.utils.log import get_logger
 
 from ..app.keyed import key_records
-from ..errors import described, errors_ignored
+from ..errors import StoreUnavailable, described, errors_ignored
 from ..keyed import rules
 from ..keyed.records import KeyRecords
 from ..keyed.rules import RENEWED_EVERY_SECONDS, Rule, Step
@@ -119,6 +119,16 @@ class Leases:
             if isinstance(exc, SoftTimeLimitExceeded):
                 raise
 
+    def settle_in_time(self, name: str, rule: Rule, *, token: str | None = None) -> None:
+        """Call :meth:`settle` in the consumer's thread, which must not wait for the store."""
+        try:
+            in_time(partial(self.settle, name, rule, token=token))
+        except StoreUnavailable:
+            with self._changed:
+                self._held = [held for held in self._held if token is None or held.token != token]
+                self._unwritten.append((name, rule))
+                self._work()
+
     def lost(self, task_id: str, *, retry_us: int | None = None) -> None:
         """Free the locks of a task whose process was killed, or whose message was rejected.
 
@@ -129,7 +139,7 @@ class Leases:
         retry = None if retry_us is None else (task_id, retry_us)
         for held in gone:
             rule = partial(rules.end, token=held.token, retry=retry)
-            self.settle(held.name, rule, token=held.token)
+            self.settle_in_time(held.name, rule, token=held.token)
 
     # --- the thread ----------------------------------------------------------------------
 

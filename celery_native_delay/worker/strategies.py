@@ -166,6 +166,7 @@ class GatedStrategies(dict[str, Any]):
                     ruling.due_us,
                     ruling.delivery_id,
                     ruling.headers,
+                    ruling.in_broker,
                 )
                 done = partial(self._ack_soon, arrival.message)
                 instead = partial(self._instead_of_waiting, ruling, task, number)

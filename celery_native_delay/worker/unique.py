@@ -101,12 +101,13 @@ def take_locks(arrival: Arrival, limits: Sequence[Asked]) -> int | None:
     return None
 
 
-def give_back(sender: Any, headers: Any) -> None:
+def give_back(sender: Any, headers: Any, *, settle: Any = Leases.settle_in_time) -> None:
     """Free the locks of :func:`take_locks`, because a task does not start or has ended."""
     with suppress(TypeError, ValueError):  # a malformed header has no locks
         for name, token in headers.pop(LOCKS, ()):
             if is_text(name) and is_text(token):
-                leases_of(sender.app).settle(name, partial(rules.end, token=token), token=token)
+                rule = partial(rules.end, token=token)
+                settle(leases_of(sender.app), name, rule, token=token)
 
 
 # ---- in the process that runs the task -----------------------------------------------------------
@@ -138,7 +139,7 @@ def start(sender: Any = None, **_: Any) -> None:
 @signals.task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
 def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> None:
     """Free the keys of a task that has ended. A retried unique task keeps its key."""
-    give_back(sender, vars(sender.request))
+    give_back(sender, vars(sender.request), settle=Leases.settle)
     found = _marked(sender, sender.request)
     if found is None or found[1].until == "start" or (token := found[1].token) is None:
         return
@@ -159,7 +160,7 @@ def never_runs(sender: Any, headers: Any, task_id: str) -> None:
     mark = Mark.of(headers)
     if mark is not None and installation_of(sender.app) is not None:
         rule = partial(rules.release, task_id=task_id, token=mark.token)
-        leases_of(sender.app).settle(mark.name, rule, token=mark.token)
+        leases_of(sender.app).settle_in_time(mark.name, rule, token=mark.token)
 
 
 @signals.task_revoked.connect(weak=False)  # type: ignore[untyped-decorator]

@@ -1,9 +1,10 @@
-"""Workers on RabbitMQ with a store: the store hangs, restarts, and cuts idle connections."""
+"""Workers on RabbitMQ with a store that hangs, restarts, cuts connections, or is out of reach."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,15 +19,26 @@ from celery_native_delay.testing import PrivateRedis, private_redis
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.brokers import in_ci, on_one_version
 from tests.postgresql import PrivatePostgreSQL, private_postgresql
+from tests.proxy import Proxy
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
 class Place:
-    """A server in which tasks wait, and its faults."""
+    """A server in which tasks wait, behind a proxy, and its faults."""
 
-    def __init__(self, server: PrivateRedis | PrivatePostgreSQL, url: str) -> None:
+    def __init__(self, server: PrivateRedis | PrivatePostgreSQL, folder: Path) -> None:
         self.server = server
-        self.url = url
+        listener = socket.socket(socket.AF_UNIX)
+        if isinstance(server, PrivateRedis):
+            path, behind = folder / "redis.sock", server.socket
+            self.direct_url, self.url = server.url, f"redis+socket://{path}"
+        else:
+            self.direct_url = server.new_database()
+            path, behind = folder / ".s.PGSQL.5432", server.socket
+            self.url = self.direct_url.replace(str(behind.parent), str(folder))
+        listener.bind(str(path))
+        listener.listen(100)
+        self.proxy = Proxy(listener, lambda: connected(behind))
 
     @contextmanager
     def hung(self) -> Iterator[None]:
@@ -41,12 +53,52 @@ class Place:
             for process in processes:
                 os.kill(process, signal.SIGCONT)  # type: ignore[arg-type]
 
+    @contextmanager
+    def swallowed(self) -> Iterator[None]:
+        """Lose what is sent, on open connections for ever and on new ones until the end."""
+        self.proxy.swallows = True
+        yield
+        self.proxy.swallows = False
+
+    @contextmanager
+    def delayed(self) -> Iterator[None]:
+        """Make each answer take longer than a worker's consumer waits, and than a command."""
+        self.proxy.delay_seconds = 3
+        yield
+        self.proxy.delay_seconds = 0
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock each row in another session; in a Redis, let each command wait."""
+        if isinstance(self.server, PrivateRedis):
+            self.server.client.client_pause(3_600_000)
+            yield
+            self.server.client.client_unpause()
+            return
+        engine = create_engine(self.direct_url)
+        with engine.begin() as connection:
+            for table in ("task", "record"):
+                rows = text(f"SELECT 1 FROM native_delay_{table} FOR UPDATE")
+                assert connection.execute(rows).all()
+            yield
+        engine.dispose()
+
+    @contextmanager
+    def slow(self) -> Iterator[None]:
+        """Let each statement wait, even those that only read."""
+        engine = create_engine(self.direct_url)
+        with engine.begin() as connection:
+            for table in ("task", "record"):
+                connection.execute(text(f"LOCK TABLE native_delay_{table}"))
+            yield
+        engine.dispose()
+
     def cut_idle(self) -> None:
         """Close all connections, as a load balancer does with idle ones."""
         if isinstance(self.server, PrivateRedis):
             self.server.client.client_kill_filter(_type="normal", skipme=True)
             return
-        engine = create_engine(self.url, isolation_level="AUTOCOMMIT")
+        engine = create_engine(self.direct_url, isolation_level="AUTOCOMMIT")
         with engine.connect() as connection:
             connection.execute(
                 text(
@@ -61,14 +113,19 @@ class Place:
         self.server.start()
 
 
+def connected(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(path))
+    return connection
+
+
 @pytest.fixture(params=["redis", in_ci("postgresql")])
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    if request.param == "redis":
-        with private_redis() as redis:
-            yield Place(redis, redis.url)
-    else:
-        with private_postgresql() as postgresql:
-            yield Place(postgresql, postgresql.new_database())
+def place(request: pytest.FixtureRequest, short_path: Path) -> Iterator[Place]:
+    private: Any = private_redis if request.param == "redis" else private_postgresql
+    with private() as server:
+        place = Place(server, short_path)
+        yield place
+        place.proxy.close()
 
 
 @pytest.fixture
@@ -82,25 +139,57 @@ def later(fleet: Fleet, number: int, seconds: float) -> str:
     return str(fleet.app().tasks["note"].apply_async((number,), countdown=seconds).id)
 
 
+FAULTS = [
+    Place.hung,
+    in_ci(Place.swallowed),
+    in_ci(Place.delayed),
+    in_ci(Place.locked),
+    in_ci(Place.slow),
+]
+
+#: Longer than the test waits for anything, so that a worker that waited so long would fail it.
+WORKERS_TIMEOUT_SECONDS = 2 * PATIENCE_SECONDS
+
+
 @on_one_version
-def test_a_store_that_hangs_stops_no_worker(fleet: Fleet, place: Place) -> None:
-    """Immediate tasks run and the worker answers; delayed tasks run afterwards, once."""
-    worker = fleet.worker()
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_store_that_hangs_stops_no_worker(
+    fleet: Fleet, place: Place, fault: Callable[[Place], Any]
+) -> None:
+    """Immediate tasks run and the worker answers; tasks that need the store run later, once."""
+    if fault is Place.slow and isinstance(place.server, PrivateRedis):
+        pytest.skip("a Redis that pauses is locked, too")
+    timeout = {"native_delay_store_timeout_seconds": WORKERS_TIMEOUT_SECONDS}
+    worker = fleet.worker(native_delay_rates={"call_api": "100/s"}, **timeout)
     app = fleet.app()
+    delay = Delay(app)
+    delay.debounce(app.signature("side"), key="seen", seconds=3600)
     first = later(fleet, 0, 1)
     fleet.record.wait_for(task_id=first)
+    gated = [app.send_task("call_api", ("ada",)).id]
+    fleet.record.wait_for_ids(gated)
     waiting = later(fleet, 1, 2)
-    with place.hung():
-        began = monotonic()
-        with pytest.raises(StoreUnavailable):
-            later(fleet, 2, 60)
-        assert monotonic() - began < PATIENCE_SECONDS
+    with fault(place):
+        for call in (
+            lambda: delay.debounce(app.signature("side"), key="seen", seconds=3600),
+            lambda: delay.cancel(waiting),
+            delay.next_due,
+            lambda: later(fleet, 2, 60),
+        ):
+            began = monotonic()
+            if fault is Place.locked and call is delay.next_due:
+                continue  # it reads, and waits for no lock
+            with pytest.raises(StoreUnavailable):
+                call()
+            assert monotonic() - began < PATIENCE_SECONDS
+        # More than the worker takes at once, and some that free a lock when they are discarded.
+        gated += [app.send_task("call_api", ("ada",)).id for _ in range(20)]
         now = [app.send_task("note", (number,)).id for number in range(10)]
         fleet.record.wait_for_ids(now)
         answers = app.control.inspect(timeout=PATIENCE_SECONDS, limit=1).ping()
         assert answers == {worker.name: {"ok": "pong"}}
         assert not fleet.record.runs(task_id=waiting)
-    fleet.record.wait_for(task_id=waiting)
+    fleet.record.wait_for_ids([waiting, *gated])
     again = later(fleet, 3, 1)
     fleet.record.wait_for(task_id=again)
     assert len(fleet.record.runs(task_id=waiting)) == 1

@@ -90,7 +90,7 @@ def test_a_task_cancelled_while_it_waited_in_the_broker_is_announced_each_time_i
 
 
 def test_a_task_that_waited_in_the_broker_waits_while_the_store_is_away() -> None:
-    waits = WaitUntil(NOW_US + AWAY_US, "d-1", AskAgain(5.0))
+    waits = WaitUntil(NOW_US + AWAY_US, "d-1", AskAgain(5.0, beside_prefetch=True), in_broker=True)
     assert revoked(State(away=True))(arrival(WAITED)) == waits
 
 

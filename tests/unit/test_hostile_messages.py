@@ -27,7 +27,7 @@ from celery_native_delay.transports.virtual.wrapping import unwrapped
 from celery_native_delay.worker import in_time, unique
 from celery_native_delay.worker import once as worker_once
 from celery_native_delay.worker import scheduling as worker_scheduling
-from celery_native_delay.worker.arrival import AWAY_US, Arrival, AskAgain, Ruling, WaitUntil
+from celery_native_delay.worker.arrival import Arrival, Ruling
 from celery_native_delay.worker.gates import gates
 from celery_native_delay.worker.once import Once
 from celery_native_delay.worker.rating import PLACE, Rated
@@ -230,13 +230,12 @@ def test_no_gate_raises_or_keeps_a_task_for_ever(
     revoked.state = lines._records
     once = Once(SimpleNamespace(tasks={}), delay)
     consumer = SimpleNamespace(app=None, pool=SimpleNamespace(num_processes=2))
-    asks_for_ever = WaitUntil(NOW_US + AWAY_US, otherwise=AskAgain(AWAY_US / 1e6))
     for arrival in messages({**headers}, payload, consumer):
         for gate in gates(delay, revoked, scheduling, rated, once, Unique(None)):
             ruling: Ruling | None = gate(arrival)
-            assert ruling != asks_for_ever
+            assert ruling != arrival.until_store_answers()
             if gate is rated and ruling is not None:  # it has a place, and may take its locks
-                assert gate(arrival) != asks_for_ever
+                assert gate(arrival) != arrival.until_store_answers()
 
 
 @given(header=OURS)

@@ -96,7 +96,7 @@ class NoWorkerPart(WorkerPart):
         return "nothing"
 
     def put_one_back(self, wait: Wait) -> None:
-        raise CannotDelay("expected a store: this broker cannot delay by itself")
+        raise CannotDelay("this broker cannot delay by itself: it needs a store that answers")
 
     def dangers(self) -> list[Finding]:
         """Report a problem if the filesystem transport reads and writes different folders."""
