@@ -39,6 +39,13 @@ SYNCHRONOUS = ("normal", "full")
 #: Milliseconds to wait while another process writes to the same SQLite file.
 _BUSY_MS = 5_000
 
+#: Options of drivers that end a call, in its thread, whose packets are lost. By default, it would
+#: hold its thread and its connection for up to two hours.
+_LIBPQ = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3}
+_LIBPQ["tcp_user_timeout"] = 30_000
+_MYSQL = {"read_timeout": 30, "write_timeout": 30}
+_LOST = {"psycopg": _LIBPQ, "psycopg2": _LIBPQ, "pymysql": _MYSQL, "mysqldb": _MYSQL}
+
 #: An execution option of connections that only read, for which SQLite needs no write lock.
 READS = "native_delay_reads"
 
@@ -73,7 +80,8 @@ def _of_servers(place: URL) -> dict[str, Any]:
     if place.get_backend_name() not in ("postgresql", "mysql", "mariadb"):
         return {}
     # A producer waits at most 5 seconds for a server that does not answer.
-    patience = {} if "connect_timeout" in place.query else {"connect_timeout": 5}
+    patience = {"connect_timeout": 5} | _LOST.get(place.get_driver_name(), {})
+    patience = {name: value for name, value in patience.items() if name not in place.query}
     # A stricter isolation level, which a database may have as its default, can refuse the commit of
     # a dispatcher that has already put messages into queues.
     return {"connect_args": patience, "isolation_level": "READ COMMITTED"}
