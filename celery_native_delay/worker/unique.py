@@ -101,13 +101,14 @@ def take_locks(arrival: Arrival, limits: Sequence[Asked]) -> int | None:
     return None
 
 
-def give_back(sender: Any, headers: Any, *, settle: Any = Leases.settle_in_time) -> None:
-    """Free the locks of :func:`take_locks`, because a task does not start or has ended."""
+def give_back(sender: Any, headers: Any, *, ended: bool = False) -> None:
+    """Free the locks of :func:`take_locks`, because a task does not start or has *ended*."""
     with suppress(TypeError, ValueError):  # a malformed header has no locks
         for name, token in headers.pop(LOCKS, ()):
             if is_text(name) and is_text(token):
-                rule = partial(rules.end, token=token)
-                settle(leases_of(sender.app), name, rule, token=token)
+                leases = leases_of(sender.app)
+                settle = leases.settle if ended else leases.settle_in_time
+                settle(name, partial(rules.end, token=token), token=token)
 
 
 # ---- in the process that runs the task -----------------------------------------------------------
@@ -139,7 +140,7 @@ def start(sender: Any = None, **_: Any) -> None:
 @signals.task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
 def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> None:
     """Free the keys of a task that has ended. A retried unique task keeps its key."""
-    give_back(sender, vars(sender.request), settle=Leases.settle)
+    give_back(sender, vars(sender.request), ended=True)
     found = _marked(sender, sender.request)
     if found is None or found[1].until == "start" or (token := found[1].token) is None:
         return

@@ -136,11 +136,15 @@ class Leases:
         assert len(name) <= 200
         return "token", Step(None)
 
+    begin_in_time = begin
+
     def hold(self, held: Any) -> None:
         held.name.encode()
 
     def settle(self, name: str, rule: Any, *, token: str) -> None:
         assert {token: name.encode()}
+
+    settle_in_time = settle
 
 
 class Schedules:
