@@ -81,6 +81,6 @@ def check_countdown(countdown: object, *, longest_delay_seconds: float) -> None:
 def _too_long(delay_seconds: float, longest_delay_seconds: float) -> str:
     return (
         f"a delay of {duration(delay_seconds, exact=True)} exceeds the longest delay of "
-        f"{duration(longest_delay_seconds, exact=True)}: raise native_delay_levels or "
-        f"native_delay_resolution, or let celery beat send the task when it is nearer"
+        f"{duration(longest_delay_seconds, exact=True)}: let celery beat send the task when it is "
+        f"nearer"
     )

@@ -18,9 +18,6 @@ from .errors import SettingsError
 from .rates.rate import Rate
 from .urls import is_redis_url, without_password
 
-#: RabbitMQ refuses a longer ``x-message-ttl``: rabbit_misc.erl, check_expiry/1.
-MAX_TTL_MS = 315_360_000_000
-
 #: A quorum queue rounds the time when a message arrives down to milliseconds. Without this extra
 #: time, a message could be due up to a millisecond too early: rabbit_fifo.erl, expire_msgs/4.
 TTL_EXTRA_MS = 1
@@ -33,6 +30,9 @@ FUSED_WIDTH = 4
 #: The lowest group has three bits: the fractions of a second at the default resolution. The next
 #: group then begins with whole seconds, and most delays use all of its 15 queues.
 FRACTION_BITS = 3
+
+#: Fields of :class:`DelaySettings` that are no settings of an app.
+_LAYOUT = ("levels", "resolution", "fused_bits")
 
 #: The value of ``native_delay_enabled`` for a rollback.
 DRAIN: Literal["drain"] = "drain"
@@ -80,21 +80,10 @@ class DelaySettings:
     Defaults to True."""
     namespace: str = "celery_delay"
     """First word of each name of a queue, exchange or Redis key. Defaults to "celery_delay"."""
+    # The layout of RabbitMQ's delay queues is the same in all apps. Only tests make a quicker one.
     levels: int = 31
-    """Number of delay levels (queues with a TTL) on RabbitMQ. The longest delay is just under
-    2**levels times the resolution. Defaults to 31: 8.5 years at a resolution of 125 ms."""
     resolution: float = 0.125
-    """TTL in seconds of the shortest delay queue, a whole number of milliseconds. Delays are
-    rounded up to a multiple of the resolution. Defaults to 0.125."""
     fused_bits: int = 15
-    """Number of low bits of a delay that form groups on RabbitMQ: 0, 3, 7, 11, 15 and so on. A
-    delay is a binary number, in units of the resolution. A message waits in one queue for each
-    group that is not zero, and in one queue for each other bit that is 1. A group has up to 15 TTL
-    queues, a bit has one. With groups, the broker has more queues, and delivers more messages per
-    second. Defaults to 15: a delay of whole seconds below an hour needs at most three queues."""
-    queue_type: str = "quorum"
-    """Type of RabbitMQ's delay queues: "quorum" or "classic". A classic queue is on one node, and
-    may lose messages that expire while the broker crashes. Defaults to "quorum"."""
     confirm_publish: bool = True
     """If on, each publish of a delayed message waits for RabbitMQ's confirm. If off, as in Celery,
     the producer does not notice a lost message. Defaults to True."""
@@ -183,16 +172,6 @@ class DelaySettings:
                         f"native_delay_rates: expected one rate named {rate.name!r} of each task, "
                         f"equal except for key, got {first!r} of {other} and {rate!r} of {task}"
                     )
-        if not self._fits_ttl(self.levels):
-            ttl_ms = self._longest_ttl_ms(self.levels)
-            most = next((n for n in range(self.levels, 0, -1) if self._fits_ttl(n)), 0)
-            raise SettingsError(
-                f"native_delay_levels={self.levels} with native_delay_resolution="
-                f"{self.resolution} and native_delay_fused_bits={self.fused_bits} needs a queue "
-                f"with a TTL of {ttl_ms} ms; RabbitMQ's limit is {MAX_TTL_MS} ms (10 years): "
-                f"expected native_delay_levels of at most {most}, or a smaller "
-                f"native_delay_resolution"
-            )
 
     @property
     def drains(self) -> bool:
@@ -222,16 +201,8 @@ class DelaySettings:
 
     @property
     def longest_delay_seconds(self) -> float:
-        """The longest allowed delay in seconds, from the settings *levels* and *resolution*."""
+        """The longest allowed delay in seconds: 8.5 years."""
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000
-
-    def _longest_ttl_ms(self, levels: int) -> int:
-        """Return the longest TTL of a delay queue in milliseconds."""
-        units = (1 << levels) - (1 << lowest_bit(levels - 1, fused_bits=self.fused_bits))
-        return self.resolution_ms * units + TTL_EXTRA_MS
-
-    def _fits_ttl(self, levels: int) -> bool:
-        return self._longest_ttl_ms(levels) <= MAX_TTL_MS
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> DelaySettings:
@@ -248,10 +219,6 @@ class Keywords(TypedDict, total=False):
 
     enabled: bool | Literal["drain"]
     namespace: str
-    levels: int
-    resolution: float
-    fused_bits: int
-    queue_type: str
     confirm_publish: bool
     confirm_timeout_seconds: float
     confirm_window: int
@@ -284,8 +251,8 @@ def check_settings(values: Mapping[str, Any]) -> None:
                 f"expected settings without their prefix here, got {name}: write {bare}={shown}"
             )
         if name not in _names():
-            close = get_close_matches(bare, _names(), n=1)
-            known = ", ".join(f"{_PREFIX}{name}" for name in _names())
+            close = get_close_matches(bare, setting_names(), n=1)
+            known = ", ".join(f"{_PREFIX}{name}" for name in setting_names())
             hint = f"did you mean native_delay_{close[0]}?" if close else f"known: {known}"
             raise SettingsError(f"unknown setting native_delay_{bare}; {hint}")
         _check(name, _normal(name, value))
@@ -294,6 +261,11 @@ def check_settings(values: Mapping[str, Any]) -> None:
 def is_store_url(url: str) -> bool:
     """Return True if *url* is the SQLAlchemy URL of a database, but not SQLite in memory."""
     return bool(_STORE_URL.match(url))
+
+
+def setting_names() -> list[str]:
+    """Return the names of all settings, without ``native_delay_``."""
+    return [name for name in _names() if name not in _LAYOUT]
 
 
 def _names() -> list[str]:
@@ -332,16 +304,8 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
         case "namespace":
             fits = is_text and _NAMESPACE.fullmatch(value) and len(value) <= _NAMESPACE_BYTES
             return bool(fits), f"1 to {_NAMESPACE_BYTES} letters, digits, _, - or inner dots"
-        case "levels":
-            return _is_int(value) and 1 <= value <= 60, "a whole number from 1 to 60"
-        case "resolution":
-            fits = _is_number(value) and 0.001 <= value <= 3600
-            fits = fits and abs(value * 1000 - round(value * 1000)) < 1e-6
-            return fits, "seconds from 0.001 to 3600, a whole number of milliseconds"
-        case "fused_bits":
-            return _is_int(value) and 0 <= value <= 60, "a whole number from 0 to 60"
-        case "queue_type":
-            return value in ("quorum", "classic"), '"quorum" or "classic"'
+        case "levels" | "resolution" | "fused_bits":
+            return True, ""
         case "confirm_timeout_seconds":
             return _is_number(value) and 0 < value < 86_400, "seconds above 0 and below a day"
         case "confirm_window":
@@ -387,10 +351,9 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
 def lowest_bit(bit: int, *, fused_bits: int) -> int:
     """Return the lowest bit of the group that contains *bit*; for example, 3 for bit 5.
 
-    A delay is a binary number, in units of the setting *resolution*. The bits form groups, and a
-    message waits at most once per group. The lowest group has three bits (0-2). The next groups
-    have four bits (3-6, 7-10, …), up to the bit *fused_bits* - 1. Each higher bit is a group of its
-    own.
+    A delay is a binary number, in units of 125 ms. The bits form groups, and a message waits at
+    most once per group. The lowest group has three bits (0-2). The next groups have four bits
+    (3-6, 7-10, …), up to the bit *fused_bits* - 1. Each higher bit is a group of its own.
     """
     if bit >= fused_bits:
         return bit

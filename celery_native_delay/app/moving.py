@@ -281,7 +281,7 @@ def _stored(
         told = ", ".join(f"{source.count()} of {each!r}" for each, source in full.items())
         reason = f"expected --vhost: {here.where} holds tasks of other virtual hosts only: {told}"
     elif not found and vhost is None and _is_same(here, own):
-        reason = f"{here.where} is the app's own store: use --from broker, celery or sets"
+        reason = f"{here.where} is the app's own store: use --from broker or celery"
     return found, reason
 
 
@@ -305,7 +305,7 @@ def _other_part(url: str, settings: DelaySettings, own: Any) -> Iterator[MovingP
             settings = replace(settings, management_url=None)
         if connection.as_uri() == own.as_uri():
             raise UnsupportedBroker(
-                f"{shown} is the app's own broker: use --from celery or --from sets"
+                f"{shown} is the app's own broker: use --from celery or --from namespace:NAME"
             )
         try:
             connection.ensure_connection(max_retries=1)

@@ -77,10 +77,7 @@ def test_two_namespaces_on_one_vhost_are_separate(
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "lowest bits fused": {"native_delay_fused_bits": 12},
-    "all fused": {"native_delay_fused_bits": 32},
-    "classic": {"native_delay_queue_type": "classic"},
-    "whole seconds": {"native_delay_resolution": 1, "native_delay_levels": 10},
+    "another namespace": {"native_delay_namespace": "other"},
     "no confirms": {"native_delay_confirm_publish": False},
     "a landing exchange": {"native_delay_landing_exchanges": ["shop"]},
 }
@@ -96,12 +93,11 @@ def test_one_worker_serves_producers_with_different_settings(fleet: Fleet) -> No
         for route in ({}, {"exchange": "shop", "routing_key": "orders.new"}):
             before = time()
             result = app.send_task("note", (name,), countdown=1.5, **route)
-            sent[result.id] = name, before, time()
+            sent[result.id] = before, time()
     runs = fleet.record.wait_for_ids(list(sent))
-    for task_id, (name, before, after) in sent.items():
+    for task_id, (before, after) in sent.items():
         (run,) = runs[task_id]
-        extra = 1 if name == "whole seconds" else 0
-        run.assert_on_time(before + 1.5, after + 1.5 + extra)
+        run.assert_on_time(before + 1.5, after + 1.5)
 
 
 # ---- connections ----------------------------------------------------------------------------
@@ -285,12 +281,6 @@ def test_a_worker_names_a_policy_that_overrides_the_levels_at_boot(
     assert "guest:guest" not in worker.log
 
 
-def test_a_worker_warns_about_classic_level_queues_at_boot(fleet: Fleet) -> None:
-    worker = fleet.worker(native_delay_queue_type="classic")
-    assert worker.log_lines("classic levels may lose")
-    send_and_wait(fleet, fleet.app(native_delay_queue_type="classic"))
-
-
 # ---- errors ---------------------------------------------------------------------------------
 
 
@@ -305,9 +295,8 @@ def worker_without_delay(fleet: Fleet, *reason: str, **conf: Any) -> Worker:
 @pytest.mark.parametrize(
     ("conf", "reason"),
     [
-        ({"native_delay_levels": 0}, "expected native_delay_levels to be a whole number"),
-        ({"native_delay_level": 3}, "unknown setting native_delay_level; did you mean"),
-        ({"native_delay_queue_type": "stream"}, 'to be "quorum" or "classic", got \'stream\''),
+        ({"native_delay_adopt": 0}, "expected native_delay_adopt to be True or False"),
+        ({"native_delay_adpot": 3}, "unknown setting native_delay_adpot; did you mean"),
     ],
 )
 def test_a_wrong_setting_in_the_configuration(
@@ -366,7 +355,7 @@ def test_a_level_queue_that_exists_with_different_arguments(fleet: Fleet) -> Non
         (
             {"countdown": 10**10},
             DelayTooLong,
-            r"115740 d.*longest delay of 3106 d.*native_delay_levels",
+            r"115740 d.*longest delay of 3106 d.*celery beat",
         ),
         ({"countdown": math.nan}, InvalidDueTime, "expected a countdown of 0 to .* got nan"),
         ({"countdown": math.inf}, InvalidDueTime, "expected a countdown of 0 to .* got inf"),

@@ -219,7 +219,7 @@ def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flower
         ("/api/delay/unknown", None, 404, "unknown"),
         ("/api/delay/reschedule/task-1", {}, 400, "countdown or eta"),
         ("/api/delay/reschedule/task-1", {"countdown": "soon"}, 400, "'soon'"),
-        ("/api/delay/reschedule/task-1", {"eta": "9999-01-01"}, 400, "native_delay_levels"),
+        ("/api/delay/reschedule/task-1", {"eta": "9999-01-01"}, 400, "longest delay"),
         (many, {"ids": "task-1"}, 400, "list of ids"),
         (purge, {"parked": 3}, 409, "expected 3 parked message(s), found 0"),
         (purge, {"parked": "3"}, 400, "a number of messages"),

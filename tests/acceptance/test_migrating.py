@@ -38,11 +38,12 @@ LIVE_KILLS = 3 + TASKS // 1000
 MOST_KILLS = 6 + TASKS // 150
 """After so many kills the next run may finish, however slow the machine."""
 
-EARLIER = {"native_delay_resolution": 0.25, "native_delay_fused_bits": 7}
+EARLIER = {"native_delay_namespace": "old_delay"}
 RATE = ["--rate", str(TASKS // 7)]
 """Slow enough that the first run is killed before it ends, on any machine."""
 
-MIGRATE = ["delay", "migrate", "--from", "celery", "--from", "sets", "--yes", "--json", *RATE]
+FROM = ["--from", "celery", "--from", "namespace:old_delay"]
+MIGRATE = ["delay", "migrate", *FROM, "--yes", "--json", *RATE]
 
 #: The command prints "begins" after its imports, which are slow on a busy machine.
 RUN = f"""

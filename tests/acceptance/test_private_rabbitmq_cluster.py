@@ -74,7 +74,6 @@ def test_a_delayed_task_outlives_a_node(cluster: PrivateRabbitMQCluster, tmp_pat
         cluster.new_vhost(),
         tmp_path,
         queue_type="quorum",
-        native_delay_queue_type="quorum",
         native_delay_levels=FEW_LEVELS,
         # Its queue is exclusive: RabbitMQ 4.3 keeps it locked until the node is back.
         worker_enable_remote_control=False,

@@ -345,13 +345,11 @@ class Site:
 
 
 @contextmanager
-def site_of(
-    url: str, worker_url: str, store: str, *, consumer: str, queue_type: str
-) -> Iterator[Site]:
+def site_of(url: str, worker_url: str, store: str, *, consumer: str) -> Iterator[Site]:
     with ExitStack() as stack:
 
         def connection(url: str = url, **options: Any) -> Any:
-            return stack.enter_context(delaying(url, queue_type=queue_type, **options))
+            return stack.enter_context(delaying(url, **options))
 
         plain = stack.enter_context(Connection(url, transport_options={"confirm_publish": True}))
         producers = {
@@ -362,9 +360,7 @@ def site_of(
         receiver = connection() if consumer == "installed" else stack.enter_context(Connection(url))
         worker = connection(worker_url)
         stored = producers["stored"].default_channel
-        dispatcher = Dispatcher(
-            stored.needed_store, lambda: stored.publisher_of(delaying(url, queue_type=queue_type))
-        )
+        dispatcher = Dispatcher(stored.needed_store, lambda: stored.publisher_of(delaying(url)))
         stack.enter_context(beside(dispatcher.run, stop=dispatcher.stop))
         site = Site(plain, producers, worker, receiver)
         site.declare()
@@ -373,7 +369,6 @@ def site_of(
 
 @pytest.mark.ci
 @pytest.mark.timeout(600 if not MORE_EXAMPLES else 0)
-@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
 @pytest.mark.parametrize("consumer", ["installed", "plain"])
 def test_on_every_path_a_message_arrives_as_without_its_delay(
     rabbitmq: PrivateRabbitMQ,
@@ -381,7 +376,6 @@ def test_on_every_path_a_message_arrives_as_without_its_delay(
     vhost: str,
     store_redis: PrivateRedis,
     consumer: str,
-    queue_type: str,
 ) -> None:
     @settings(
         max_examples=MORE_EXAMPLES or EXAMPLES,
@@ -418,7 +412,7 @@ def test_on_every_path_a_message_arrives_as_without_its_delay(
         assert not different, (drawn, different)
 
     urls = vhost_url, rabbitmq.add_user(f"worker-{vhost}", "secret", vhost=vhost), store_redis.url
-    with site_of(*urls, consumer=consumer, queue_type=queue_type) as site:
+    with site_of(*urls, consumer=consumer) as site:
         every_message()
         assert site.rescued
         assert site.put_back_early

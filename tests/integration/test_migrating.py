@@ -46,7 +46,8 @@ from tests.waiting import PATIENCE_SECONDS, wait_until
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")
 
 LEVELS = {"levels": 13, "fused_bits": 0}
-EARLIER = {"levels": 12, "resolution": 0.25, "fused_bits": 7}
+EARLIER = {"namespace": "old_delay"}
+OLD = "namespace:old_delay"
 """What an app was configured with before, besides the queue type."""
 
 QUORUM = {"x-queue-type": "quorum"}
@@ -231,20 +232,14 @@ def test_a_message_without_destination_stays_and_is_reported(app: Celery, vhost_
 # ---- earlier levels of ours --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "earlier",
-    [EARLIER, in_ci(EARLIER | {"queue_type": "classic"}), in_ci({"namespace": "old_delay"})],
-    ids=["levels", "classic", "namespace"],
-)
-def test_messages_in_earlier_levels_stay_unchanged(
-    app: Celery, vhost_url: str, settings: dict[str, Any], earlier: dict[str, Any]
+def test_messages_in_levels_of_another_namespace_stay_unchanged(
+    app: Celery, vhost_url: str, settings: dict[str, Any]
 ) -> None:
-    with an_app(vhost_url, **settings, **earlier) as old:
+    with an_app(vhost_url, **settings, **EARLIER) as old:
         send(old, 1, 500, priority=3)
         send(old, 2, 4)
         before = {message.headers["id"]: message for message in in_levels(old)}
-    name = "sets:old_delay" if "namespace" in earlier else "sets"
-    told = migrated(app, name)
+    told = migrated(app, OLD)
     (source,) = (each for each in told["sources"] if each["count"])
     assert source["moved"] == 2
     assert in_levels(old) == []
@@ -256,20 +251,18 @@ def test_messages_in_earlier_levels_stay_unchanged(
         (arrival,) = inbox.wait_for(1)
     assert_due(arrival)
     assert arrival.message.headers["id"] == "order-2"
-    assert migrated(app, name)["moved"] == 0
+    assert migrated(app, OLD)["moved"] == 0
 
 
 @on_one_version
-def test_levels_given_by_name_need_no_management_api(
-    vhost_url: str, settings: dict[str, Any]
-) -> None:
+def test_levels_of_another_namespace_need_no_management_api(vhost_url: str) -> None:
     nobody = {"management_url": "http://127.0.0.1:9"}
     with an_app(vhost_url, **EARLIER) as old, an_app(vhost_url, **nobody) as app:
         send(old, 1, 500)
-        done = command(app, "migrate", "--from", "sets", "--yes")
+        done = command(app, "migrate", "--from", "namespace:celery_delay", "--yes")
         assert done.exit_code == 1
-        assert "--from sets:" in done.output
-        assert migrated(app, f"sets:{topology_of(old).name}")["moved"] == 1
+        assert "namespace:NAME" in done.output
+        assert migrated(app, OLD)["moved"] == 1
 
 
 @on_one_version
@@ -304,9 +297,9 @@ def test_from_another_rabbitmq_celerys_levels_and_ours_are_moved(
 ) -> None:
     with celerys_levels(other_url, queue_type="classic") as plain:
         send(plain, 1, 400)
-    with an_app(other_url, **settings) as old, an_app(other_url, **settings, **EARLIER) as older:
+    with an_app(other_url, **settings) as old:
         send(old, 2, 500)
-        send(older, 3, 600, queue="reminders")
+        send(old, 3, 600, queue="reminders")
     told = migrated(app, other_url)
     assert told["moved"] == 3
     assert {message.headers["id"] for message in in_levels(app)} == {
@@ -543,16 +536,16 @@ def test_migrate_asks_first_and_a_dry_run_only_counts(
         for number in range(3):
             send(old, number, 400)
         name = topology_of(old).name
-        done = command(app, "migrate", "--from", "sets", "--dry-run")
+        done = command(app, "migrate", "--from", OLD, "--dry-run")
         assert (done.exit_code, done.stdout.splitlines()[1:]) == (
             0,
             [f"{name}         3", "would move up to 3 message(s)"],
         )
-        done = command(app, "migrate", "--from", "sets", answer="n\n")
+        done = command(app, "migrate", "--from", OLD, answer="n\n")
         assert done.exit_code == 1
         assert "Move them into" in done.stderr
         assert len(in_levels(old)) == 3
-        done = command(app, "migrate", "--from", "sets", "--rate", "100", answer="y\n")
+        done = command(app, "migrate", "--from", OLD, "--rate", "100", answer="y\n")
         assert done.stdout.splitlines()[-1] == f"3 message(s) moved into {topology_of(app).name}"
 
 
@@ -572,7 +565,7 @@ def test_ctrl_c_ends_migrate_after_the_current_message(
             return depth(connection, level.removesuffix(".entry"))
 
         with subprocess.Popen(
-            [*command, "--from", "sets", "--rate", "1", "--yes"],
+            [*command, "--from", OLD, "--rate", "1", "--yes"],
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             text=True,
@@ -668,15 +661,15 @@ def test_from_redis_and_stores_a_message_in_both_places_is_reported(
 
 @on_one_version
 def test_a_message_due_beyond_the_levels_is_refused_and_stays(
-    app: Celery, vhost_url: str, settings: dict[str, Any]
+    app: Celery, store_redis: PrivateRedis
 ) -> None:
-    with an_app(vhost_url, **settings, levels=20) as old:
+    with an_app(store_redis.url, levels=20) as old:
         send(old, 1, 10_000)
         send(old, 2, 100)
-        (source,) = migrated(app, "sets", status=1)["sources"]
+        (source,) = migrated(app, store_redis.url, status=1)["sources"]
         assert source["moved"] == 1
-        assert "native_delay_levels" in next(iter(source["refused"]))
-        assert [message.headers["id"] for message in in_levels(old)] == ["order-1"]
+        assert "longest delay" in next(iter(source["refused"]))
+        assert Delay(old).ids() == ["order-1"]
 
 
 @on_one_version
@@ -821,7 +814,7 @@ def test_a_place_in_a_rates_queue_is_kept_on_the_same_broker_only(
     ):
         send(redis_app, 1, 500, queue="reminders", **options)
         send(old, 2, 500, queue="reminders", **options)
-        assert migrated(app, "sets", store_redis.url)["moved"] == 2
+        assert migrated(app, OLD, store_redis.url)["moved"] == 2
         places = {each.headers["id"]: each.headers.get(PLACE) for each in in_levels(app)}
         assert places == {"order-1": None, "order-2": '{"reminders": 17}'}
 
@@ -829,15 +822,12 @@ def test_a_place_in_a_rates_queue_is_kept_on_the_same_broker_only(
 # ---- what is left ------------------------------------------------------------------------------
 
 
-def test_doctor_names_the_queues_of_earlier_settings_and_of_celery(
-    app: Celery, vhost_url: str, settings: dict[str, Any]
+def test_doctor_names_the_queues_of_celerys_own_delayed_delivery(
+    app: Celery, vhost_url: str
 ) -> None:
     """They are advice, and the remedy names the source of ``delay migrate``."""
-    with celerys_levels(vhost_url), an_app(vhost_url, **settings, **EARLIER) as old:
-        send(old, 1, 400)
+    with celerys_levels(vhost_url):
         found = json.loads(command(app, "verify", "--json").stdout)["findings"]
     advice = {each["problem"]: each["remedy"] for each in found if each["level"] == "advice"}
-    ours = advice[f"{topology_of(old).name}: delay queues of an earlier setting"]
-    celerys_own = advice["celery_delayed_*: delay queues of Celery's own delayed delivery"]
-    assert "--from sets" in ours
-    assert "--from celery" in celerys_own
+    remedy = advice["celery_delayed_*: delay queues of Celery's own delayed delivery"]
+    assert "--from celery" in remedy

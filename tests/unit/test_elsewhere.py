@@ -18,7 +18,6 @@ from celery_native_delay.transports.rabbitmq.elsewhere import (
     deliveries_of,
     read_celerys,
     read_ours,
-    sets_of,
 )
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from celery_native_delay.transports.rabbitmq.wrapping import wrap
@@ -154,27 +153,10 @@ def test_a_message_with_an_invalid_eta_stays() -> None:
     assert "ISO 8601" in getattr(read(5, "orders.new", task="x", eta="soon"), "why", "")
 
 
-# ---- earlier sets of levels --------------------------------------------------------------------
+# ---- our levels of another namespace -----------------------------------------------------------
 
 
-def test_settings_are_read_from_the_names_of_a_set() -> None:
-    like = DelaySettings(store="redis://")
-    wanted = [
-        DelaySettings(store="redis://", namespace="shop.eu", levels=28, resolution=1.0),
-        DelaySettings(store="redis://", levels=20, resolution=0.02, fused_bits=0),
-        DelaySettings(store="redis://", queue_type="classic"),
-    ]
-    names = [hop.queue for each in wanted for hop in Topology(each).level_queues]
-    found = sets_of([*names, "celery_delay.v1.parked", "celery_delayed_3", "x.v1.99x1ms"], like)
-    assert {Topology(each).name for each in found} == {Topology(each).name for each in wanted}
-    assert all(each in wanted for each in found)
-
-
-def test_a_name_with_impossible_settings_is_no_set() -> None:
-    assert sets_of(["x.v1.99x1ms.f4.quorum.level-00"], DelaySettings()) == []
-
-
-def test_a_message_of_an_earlier_set_is_unwrapped() -> None:
+def test_a_message_of_ours_is_unwrapped() -> None:
     delayed = Delayed("ab" * 16, NOW_US + 9_000_000, "shop", "orders.new", "orders", 5_000)
     own = {"priority": 3, "application_headers": {"task": "shop.remind", "id": "order-7"}}
     wrapped = wrap(own | {"expiration": "7"}, delayed, now_us=NOW_US, limit_priority=False)

@@ -183,8 +183,8 @@ def test_single_assignments_to_the_configuration_count() -> None:
 @pytest.mark.parametrize(
     ("keyword", "said"),
     [
-        ({"levles": 12}, "did you mean native_delay_levels"),
-        ({"levels": 0}, "expected native_delay_levels to be .* got 0"),
+        ({"adpot": 12}, "did you mean native_delay_adopt"),
+        ({"adopt": 0}, "expected native_delay_adopt to be .* got 0"),
     ],
 )
 def test_a_wrong_keyword_is_refused_and_nothing_installed(
@@ -199,9 +199,8 @@ def test_a_wrong_keyword_is_refused_and_nothing_installed(
 @pytest.mark.parametrize(
     ("configuration", "said"),
     [
-        ({"native_delay_levels": 0}, "expected native_delay_levels to be"),
-        ({"native_delay_levles": 12}, "did you mean native_delay_levels"),
-        ({"native_delay_levels": 60}, "RabbitMQ's limit is"),
+        ({"native_delay_adopt": 0}, "expected native_delay_adopt to be"),
+        ({"native_delay_adpot": 12}, "did you mean native_delay_adopt"),
         ({"native_delay_enabled": "no"}, "expected native_delay_enabled to be True, False or"),
     ],
 )
@@ -216,11 +215,11 @@ def test_an_error_in_the_configuration_raises_at_the_first_delayed_message(
 
 
 def test_an_error_in_the_configuration_can_be_corrected() -> None:
-    app = install(plain_app(native_delay_levels=0))
+    app = install(plain_app(native_delay_adopt=0))
     with pytest.raises(SettingsError):
         asked_by(app)
-    app.conf.native_delay_levels = 12
-    assert asked_by(app) == DelaySettings(levels=12)
+    app.conf.native_delay_adopt = False
+    assert asked_by(app) == DelaySettings(adopt=False)
 
 
 @pytest.mark.parametrize(

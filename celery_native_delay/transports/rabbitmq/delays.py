@@ -86,7 +86,7 @@ class Delays:
         return self.preparation.prepare(redeclare=redeclare, consuming=consuming)
 
     def units(self, due_us: int, *, now_us: int) -> int:
-        """Return the remaining delay in units of ``native_delay_resolution``, or 0 if due."""
+        """Return the remaining delay in units of 125 ms, or 0 if due."""
         check_due(due_us, now_us=now_us, longest_delay_seconds=self._longest_delay_seconds)
         return units_until(due_us, now_us=now_us, resolution_ms=self.topology.resolution_ms)
 

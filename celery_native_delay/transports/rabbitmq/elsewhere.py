@@ -1,19 +1,17 @@
-"""Recognise delay queues of Celery and outdated delay queues of this package."""
+"""Recognise delay queues of Celery, and read their messages and those of our delay queues."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
 
-from ...errors import InvalidDueTime, SettingsError
+from ...errors import InvalidDueTime
 from ...message import Delayed, due_of
-from ...settings import DelaySettings
 from ..moving import Found, Moving, Reach, Stays, derived_id, expires_ms_of
 from .address import topic_matches
-from .topology import VERSION
 from .wrapping import unwrap, without_deaths
 
 # ---- Celery's own levels: kombu.transport.native_delayed_delivery ------------------------------
@@ -125,35 +123,7 @@ def _nowhere(routing_key: str, exchanges: list[str]) -> str:
     )
 
 
-# ---- levels of ours of former settings ---------------------------------------------------------
-
-_SET = re.compile(
-    rf"([A-Za-z0-9_.-]+)\.{VERSION}\.(\d+)x(\d+)ms\.f(\d+)\.(quorum|classic)(?=\.|$)", re.ASCII
-)
-
-
-def sets_of(names: Iterable[str], like: DelaySettings) -> list[DelaySettings]:
-    """Return the delay settings, such as the resolution, that the names of delay queues contain.
-
-    The other settings come from *like*.
-    """
-    found: dict[str, DelaySettings] = {}
-    for name in names:
-        if (match := _SET.match(name)) is None or match[0] in found:
-            continue
-        namespace, levels, resolution_ms, fused_bits, queue_type = match.groups()
-        try:
-            found[match[0]] = replace(
-                like,
-                namespace=namespace,
-                levels=int(levels),
-                resolution=int(resolution_ms) / 1000,
-                fused_bits=int(fused_bits),
-                queue_type=queue_type,
-            )
-        except SettingsError:
-            continue  # no set of levels has such settings
-    return [found[name] for name in sorted(found)]
+# ---- levels of ours of another namespace -------------------------------------------------------
 
 
 def read_ours(body: bytes, properties: Mapping[str, Any], info: Mapping[str, Any]) -> Found:

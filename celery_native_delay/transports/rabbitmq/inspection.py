@@ -18,7 +18,7 @@ from ...finding import (
 from .blueprint import blueprint
 from .declaring import broker_version
 from .delays import Delays
-from .elsewhere import celerys_levels, sets_of
+from .elsewhere import celerys_levels
 from .management import ManagementAPI, overriding_policies, refusing_findings
 from .status import Status, status
 from .topology import Binding, Declaration, Exchange, Queue, Topology
@@ -52,7 +52,7 @@ def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> li
     try:
         found = [*_compare(topology, plan, api), *overriding_policies(api, topology)]
         found = _by_rights(delays, found) + refusing_findings(api, topology)
-        found += _former_levels(topology, api)
+        found += _celerys_levels(api)
         queues = api.named("queues", f"{topology.space}.")
         replicated = any(len(queue.get("members") or ()) > 1 for queue in queues)
         return found + known_faults(broker_version(delays.connection), replicated=replicated)
@@ -153,20 +153,15 @@ def _compare(
                     yield _finding(problem, way_out)
 
 
-def _former_levels(topology: Topology, api: ManagementAPI) -> Iterator[Finding]:
-    """Find delay queues of earlier settings, and of Celery's own delayed delivery."""
-    ours = sets_of(api.names("queues", containing=f"{topology.space}."), topology.settings)
-    celerys = celerys_levels(api.names("queues", containing="celery_delayed_"))
-    former = [(Topology(each).name, "sets", "an earlier setting") for each in ours]
-    former += [(each.name, "celery", "Celery's own delayed delivery") for each in celerys]
-    for name, source, origin in former:
-        if name != topology.name:
-            problem = f"{name}: delay queues of {origin}"
-            way_out = (
-                f"move their messages with `celery -A PROJ delay migrate --from {source}`, and "
-                f"delete the empty queues in RabbitMQ"
-            )
-            yield Finding("delay levels", ADVICE, problem, way_out)
+def _celerys_levels(api: ManagementAPI) -> Iterator[Finding]:
+    """Find delay queues of Celery's own delayed delivery."""
+    for levels in celerys_levels(api.names("queues", containing="celery_delayed_")):
+        problem = f"{levels.name}: delay queues of Celery's own delayed delivery"
+        way_out = (
+            "move their messages with `celery -A PROJ delay migrate --from celery`, and delete the "
+            "empty queues in RabbitMQ"
+        )
+        yield Finding("delay levels", ADVICE, problem, way_out)
 
 
 def _missing(delays: Delays, plan: Sequence[Declaration]) -> Iterator[Finding]:

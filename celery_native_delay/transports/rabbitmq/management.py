@@ -138,7 +138,7 @@ def management_of(connection: Any, settings: DelaySettings) -> ManagementAPI:
 
 def overriding_policies(api: ManagementAPI, topology: Topology) -> list[Finding]:
     """Find RabbitMQ policies that override the arguments of this package's queues."""
-    levels = f"{topology.settings.queue_type}_queues"
+    levels = "quorum_queues"
     queues = {hop.queue: levels for hop in topology.level_queues}
     queues[topology.parking_queue] = "quorum_queues"
     touched: dict[tuple[str, str, str], list[str]] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from time import time_ns
 from typing import Any
@@ -30,7 +31,6 @@ from .elsewhere import (
     deliveries_of,
     read_celerys,
     read_ours,
-    sets_of,
 )
 from .management import ManagementAPI, management_of
 from .topology import Topology
@@ -188,23 +188,23 @@ class RabbitMQMovingPart(MovingPart):
     # --- sources -------------------------------------------------------------------------
 
     def own_sources(self) -> list[Source]:
-        found = [self._topology, *self._topologies("", here=True)]
-        return [SetSource(self._delays, each) for each in found]
+        return [SetSource(self._delays, self._topology)]
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
         kind, _, name = (what or "").partition(":")
         match kind:
             case "":
-                return [*self._celerys("", reaches), *self._sets("", here=False)]
+                return [*self._celerys("", reaches), *self.own_sources()]
             case "celery":
                 return self._celerys(name, reaches)
-            case "sets":
-                return self._sets(name, here=True)
+            case "namespace" if name not in ("", self._settings.namespace):
+                there = replace(self._settings, namespace=name)
+                return [SetSource(self._delays, Topology(there))]
             case "broker" if self._channel.store is not None:
-                return [SetSource(self._delays, self._topology)]
+                return self.own_sources()
         raise UnsupportedBroker(
-            f"expected celery, celery:PREFIX, sets, sets:NAMESPACE, broker (with "
-            f"native_delay_store) or the URL of another broker or store, got {what!r}"
+            f"expected celery, celery:PREFIX, namespace:NAME (another native_delay_namespace), "
+            f"broker (with native_delay_store) or the URL of another broker or store, got {what!r}"
         )
 
     def _celerys(self, prefix: str, reaches: Sequence[Reach]) -> list[Source]:
@@ -214,34 +214,6 @@ class RabbitMQMovingPart(MovingPart):
                 found = celerys_levels(self._api.names("queues", containing="celery_delayed_"))
         read = partial(read_celerys, reaches=reaches)
         return [QueueSource(self._delays, levels.name, levels.queues, read) for levels in found]
-
-    def _sets(self, name: str, *, here: bool) -> list[Source]:
-        found = self._topologies(name, here=here)
-        return [SetSource(self._delays, each) for each in found]
-
-    def _topologies(self, name: str, *, here: bool) -> list[Topology]:
-        """Return the topology of each name prefix of delay queues.
-
-        If *here* is True, ``delay migrate`` moves messages within this broker, into the app's own
-        delay queues. So the app's own delay queues are not in the result.
-        """
-        wanted = name or self._settings.namespace
-        try:
-            names = self._api.names("queues", containing="level-")
-        except ManagementUnavailable as exc:
-            # A full name needs no search.
-            names = [wanted] if here or name else [self._topology.name]
-            if not sets_of(names, self._settings):
-                raise ManagementUnavailable(
-                    f"sets of levels cannot be listed: {exc}; or give a full name, such as "
-                    f"--from sets:{self._topology.name}"
-                ) from exc
-        return [
-            topology
-            for topology in map(Topology, sets_of(names, self._settings))
-            if wanted in (topology.name, topology.settings.namespace)
-            and not (here and topology.name == self._topology.name)
-        ]
 
     @property
     def _api(self) -> ManagementAPI:

@@ -11,7 +11,6 @@ from amqp.exceptions import NotFound
 from ...errors import NativeDelayError
 from .declaring import permissions_explained
 from .delays import Delays
-from .elsewhere import sets_of
 from .inspection import COUNTED_ANEW_SECONDS
 from .management import ManagementAPI
 from .topology import Topology
@@ -30,12 +29,11 @@ def remove_all(delays: Delays, api: ManagementAPI) -> str:
     )
     # RabbitMQ deletes the lock with its connection.
     queues = [name for name in queues if name != topology.rescue_lock_queue]
-    entrances = _entrances([*queues, *exchanges], delays)
+    entrances = _entrances(topology)
     with permissions_explained(topology):
         if any(delays.declarer.depth(name) for name in queues):
             raise _still_waiting(topology)
-        # The exchanges that receive new messages are deleted first, then the empty queues. A
-        # producer that still has the former settings declares the queues again.
+        # The exchanges that receive new messages are deleted first, then the empty queues.
         _delete_exchanges(delays, entrances.intersection(exchanges))
         if queues:
             sleep(COUNTED_ANEW_SECONDS)
@@ -47,14 +45,9 @@ def remove_all(delays: Delays, api: ManagementAPI) -> str:
     return f"{len(queues)} queue(s) and {len(exchanges)} exchange(s) {space}*"
 
 
-def _entrances(names: Sequence[str], delays: Delays) -> set[str]:
-    """Return the exchanges to which producers of any settings publish."""
-    topologies = map(Topology, sets_of(names, delays.settings))
-    return {
-        name
-        for topology in topologies
-        for name in (topology.ready_exchange, *(hop.entry for hop in topology.level_queues))
-    }
+def _entrances(topology: Topology) -> set[str]:
+    """Return the exchanges to which producers publish."""
+    return {topology.ready_exchange, *(hop.entry for hop in topology.level_queues)}
 
 
 def _is_any_left(queues: Sequence[str], delays: Delays, api: ManagementAPI) -> bool:

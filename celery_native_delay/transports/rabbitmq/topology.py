@@ -1,7 +1,7 @@
 """Compute the names and arguments of the queues in which delayed messages wait on RabbitMQ.
 
-A delay is a binary number of units (``native_delay_resolution``). The lowest 15 bits
-(``native_delay_fused_bits``) form groups: bits 0-2, 3-6, 7-10 and 11-14. A group has one queue with
+A delay is a binary number of units of 125 ms. The lowest 15 bits form groups: bits 0-2, 3-6, 7-10
+and 11-14. A group has one queue with
 a TTL for each nonzero value of its bits. Each higher bit has one queue with a TTL. So a message
 waits at most once per group and once per higher bit.
 
@@ -107,7 +107,7 @@ class Level:
 
     @property
     def steps(self) -> range:
-        """Return the delays of the level's queues, in units of ``native_delay_resolution``."""
+        """Return the delays of the level's queues, in units of 125 ms."""
         unit = 1 << self.lowest
         return range(unit, unit << self.width, unit)
 
@@ -133,7 +133,7 @@ class Topology:
         self.space = f"{settings.namespace}.{VERSION}"
         self.name = (
             f"{self.space}.{settings.levels}x{settings.resolution_ms}ms"
-            f".f{settings.fused_bits}.{settings.queue_type}"
+            f".f{settings.fused_bits}.quorum"
         )
         self.parking_exchange = self.parking_queue = f"{self.space}.parked"
         self.rescue_lock_queue = f"{self.space}.rescue-lock"
@@ -208,7 +208,7 @@ class Topology:
     def first_ttl_ms(self, units: int, *, remaining_us: int) -> int:
         """Return the milliseconds that a message waits in its first delay queue.
 
-        *units* is the delay *remaining_us*, rounded up to units of ``native_delay_resolution``.
+        *units* is the delay *remaining_us*, rounded up to units of 125 ms.
         In all its delay queues together, the message waits *remaining_us* plus 1 ms
         (TTL_EXTRA_MS). For a message that is already due, *units* is 1, and the result is 1 ms.
         """
@@ -330,21 +330,17 @@ class Topology:
     def _level_arguments(self, ttl_ms: int, dead_letter_exchange: str) -> dict[str, Any]:
         # Expired messages leave a queue only from its head. So all messages of a queue must have
         # nearly the same TTL (see first_ttl_ms()). https://www.rabbitmq.com/docs/ttl
-        arguments = {
-            "x-queue-type": self.settings.queue_type,
+        # Without the locator one node would lead all queues. Without reject-publish, RabbitMQ uses
+        # at-most-once instead of at-least-once.
+        # https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
+        return {
+            "x-queue-type": "quorum",
             "x-message-ttl": ttl_ms,
             "x-dead-letter-exchange": dead_letter_exchange,
+            "x-queue-leader-locator": "balanced",
+            "x-dead-letter-strategy": "at-least-once",
+            "x-overflow": "reject-publish",
         }
-        if self.settings.queue_type == "quorum":
-            # Without the locator one node would lead all queues. Classic queues of 3.10 refuse it.
-            # Without reject-publish, RabbitMQ uses at-most-once instead of at-least-once.
-            # https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
-            arguments |= {
-                "x-queue-leader-locator": "balanced",
-                "x-dead-letter-strategy": "at-least-once",
-                "x-overflow": "reject-publish",
-            }
-        return arguments
 
     def _bindings(self) -> Iterator[Binding]:
         for index, level in enumerate(self.levels[:-1]):

@@ -28,15 +28,10 @@ class RabbitMQWorkerPart(WorkerPart):
         prepared = self._delays.prepare(consuming=True)
         settings = self.settings
         return (
-            f"{settings.levels} {settings.queue_type} levels of {duration(settings.resolution)} on "
+            f"{settings.levels} levels of {duration(settings.resolution)} on "
             f"{where}, {'declared' if prepared.declared else 'found declared'} in "
             f"{prepared.seconds * 1000:.0f} ms; {len(self._delays.mirror.known)} bindings; "
             f"{self.terms}"
-            + (
-                "; classic levels may lose messages between two levels when the broker crashes"
-                if settings.queue_type == "classic"
-                else ""
-            )
         )
 
     def dangers(self) -> list[Finding]:
