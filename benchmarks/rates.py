@@ -20,6 +20,7 @@ from celery_native_delay.bulk import bulk
 from celery_native_delay.rates.in_records import RecordLines
 from celery_native_delay.rates.in_redis import RedisLines
 from celery_native_delay.rates.line import Asked, Lines
+from celery_native_delay.records.redis_listing import IndexKeys
 from celery_native_delay.store.sql import SqlStore
 from celery_native_delay.testing import PrivateRedis, private_redis
 
@@ -68,7 +69,7 @@ def gate(bench: Bench, server: PrivateRedis, result: Result) -> None:
     connection = pool.make_connection()
     store = SqlStore(f"sqlite:///{bench.folder}/rates.db", "bench", timeout_seconds=5)
     kept: dict[str, Lines] = {
-        "Redis": RedisLines(pool, "bench", server.url),
+        "Redis": RedisLines(pool, IndexKeys("bench"), server.url),
         "SQLite": RecordLines(store.state),
     }
     for where, lines in kept.items():

@@ -33,7 +33,7 @@ from .interface import (
     T,
     tried_again,
 )
-from .redis_link import NOW, latest
+from .redis_link import NOW
 from .redis_listing import IndexKeys
 
 #: The kinds of stored state that :meth:`RedisRecords.latest` can list. A sorted set per kind has
@@ -100,6 +100,21 @@ return 1
 )
 
 
+#: KEYS the sorted set of names. ARGV limit, prefix of the records' keys. Returns the time in µs,
+#: then the name and the text of each record.
+_LATEST = (
+    NOW
+    + """
+local found = {now}
+for _, name in ipairs(redis.call('ZREVRANGEBYSCORE', KEYS[1], '+inf', now, 'LIMIT', 0, ARGV[1])) do
+    found[#found + 1] = name
+    found[#found + 1] = redis.call('GET', ARGV[2] .. name) or ''
+end
+return found
+"""
+)
+
+
 class RedisRecords(Records):
     """The state about waiting tasks in Redis.
 
@@ -122,7 +137,9 @@ class RedisRecords(Records):
 
     def latest(self, kind: str, limit: int) -> tuple[int, list[tuple[str, str]]]:
         prefix = self.keys.record(RecordName(kind, ""))
-        return latest(self._link, self.keys.names(kind), prefix, limit)
+        now_us, *found = self._link.run(_LATEST, [self.keys.names(kind)], limit, prefix)
+        texts = [text.decode() for text in found]
+        return now_us, [pair for pair in zip(texts[::2], texts[1::2], strict=True) if pair[1]]
 
     def clear(self) -> int:
         pattern = re.sub(r"([*?\[\]\\])", r"\\\1", self.keys.space) + ".*"

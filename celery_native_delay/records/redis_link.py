@@ -24,20 +24,6 @@ local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 """
 
-#: KEYS the sorted set of names. ARGV limit, prefix of the records' keys. Returns the time in µs,
-#: then the name and the text of each record.
-_LATEST = (
-    NOW
-    + """
-local found = {now}
-for _, name in ipairs(redis.call('ZREVRANGEBYSCORE', KEYS[1], '+inf', now, 'LIMIT', 0, ARGV[1])) do
-    found[#found + 1] = name
-    found[#found + 1] = redis.call('GET', ARGV[2] .. name) or ''
-end
-return found
-"""
-)
-
 
 class RedisLink:
     """A thread-safe Redis client with connections of its own.
@@ -123,19 +109,6 @@ class RedisLink:
         while self._idle:
             with suppress(IndexError, *_ERRORS):
                 self._idle.pop().disconnect()
-
-
-def latest(link: Any, names: str, prefix: str, limit: int) -> tuple[int, list[Any]]:
-    """Return the server's time, and up to *limit* stored states as pairs of name and text.
-
-    The state with the latest expiry comes first.
-
-    - *names*: the Redis key of a sorted set, which has the states' names, scored by expiry.
-    - *prefix*: the beginning of a state's Redis key; the state's name follows.
-    """
-    now_us, *found = link.run(_LATEST, [names], limit, prefix)
-    texts = [text.decode() for text in found]
-    return now_us, [pair for pair in zip(texts[::2], texts[1::2], strict=True) if pair[1]]
 
 
 def _answer(connection: Any, *command: Any) -> Any:

@@ -103,7 +103,7 @@ class StoringChannel:
             return RecordLines(store.state)
         from ..rates.in_redis import RedisLines
 
-        return RedisLines(store.client.connection_pool, store.keys.space, store.where)
+        return RedisLines(store.client.connection_pool, store.keys, store.where)
 
     # --- publishing ------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ class RedisDelayingChannel(DelayingChannel):
             return super().lines(settings)
         from ...rates.in_redis import RedisLines
 
-        return RedisLines(self.pool, self.delays.keys.space, self.connection.client.as_uri())
+        return RedisLines(self.pool, self.delays.keys, self.connection.client.as_uri())
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> None:
         self.delays.publish(
