@@ -17,9 +17,9 @@ from benchmarks.charts import bars
 from benchmarks.measuring import Bench, Result, Target, median, percentile
 from celery_native_delay import Delay, Rate
 from celery_native_delay.bulk import bulk
-from celery_native_delay.rates.in_records import RecordLines
+from celery_native_delay.rates.in_records import Lines
 from celery_native_delay.rates.in_redis import RedisLines
-from celery_native_delay.rates.line import Asked, Lines
+from celery_native_delay.rates.line import Asked
 from celery_native_delay.records.redis_listing import IndexKeys
 from celery_native_delay.store.sql import SqlStore
 from celery_native_delay.testing import PrivateRedis, private_redis
@@ -70,7 +70,7 @@ def gate(bench: Bench, server: PrivateRedis, result: Result) -> None:
     store = SqlStore(f"sqlite:///{bench.folder}/rates.db", "bench", timeout_seconds=5)
     kept: dict[str, Lines] = {
         "Redis": RedisLines(pool, IndexKeys("bench"), server.url),
-        "SQLite": RecordLines(store.state),
+        "SQLite": Lines(store.state),
     }
     for where, lines in kept.items():
         starting: list[float] = []

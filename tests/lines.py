@@ -10,7 +10,8 @@ from celery import Celery
 
 from celery_native_delay import Rate
 from celery_native_delay.app.installation import delaying_channel
-from celery_native_delay.rates.line import Asked, Line, Lines
+from celery_native_delay.rates.in_records import Lines
+from celery_native_delay.rates.line import Asked, Line
 
 #: Windows of so much of a period are looked at: a machine that does much else may let more time
 #: pass between a gate and its task than the hundredth that is reckoned with.

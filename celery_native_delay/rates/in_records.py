@@ -1,4 +1,4 @@
-"""Stores the lines (queues of tasks with the same rate limit and key) in a database."""
+"""Stores the lines (queues of tasks with the same rate limit and key) as records of a store."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ from .line import Asked, Decide, Line, RateLine, Turn, ask_all, at_rate, seen_lo
 from .rate import Rate
 
 
-class RecordLines:
-    """The lines (queues of tasks with the same rate limit and key), stored in a database."""
+class Lines:
+    """The storage of all lines; methods may raise StoreUnavailable.
+
+    A line is the queue of waiting tasks with the same rate limit and the same key.
+    """
 
     def __init__(self, records: Any) -> None:
         self._records = records
 
     def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
+        """Decide if a task may start now: every rate limit in *asked* must permit the start.
+
+        Otherwise the task gets a place in the line with the longest wait. If *may_start* is False,
+        the task does not start, and only gets a place.
+        """
+
         def change(snapshots: Sequence[Snapshot]) -> tuple[list[Change[None]], Turn]:
             now_us = snapshots[0].now_us
             read = [_read(*each) for each in zip(snapshots, asked, strict=True)]
@@ -30,6 +39,7 @@ class RecordLines:
         return turn
 
     def look(self, limit: int) -> list[RateLine]:
+        """Return the states of up to *limit* lines, most waiting tasks first."""
         at_us, found = self._records.latest("rate", limit)
         return seen_longest_first(found, at_us)
 
@@ -37,6 +47,13 @@ class RecordLines:
         """Do nothing: other parts of this process share the database connection."""
 
     def change(self, asked: Asked, decide: Decide[T], *, sets: bool | None = None) -> T:
+        """Change one line by the function *decide*, and return the answer of *decide*.
+
+        If *sets* is True, the line keeps the rate in *asked*, and ignores the rate in the workers'
+        settings from now on. If *sets* is False, the rate in the workers' settings applies again.
+        If *sets* is None, the choice between these rates does not change.
+        """
+
         def changed(snapshot: Snapshot) -> Change[T]:
             line, rate = _read(snapshot, asked, sets=sets)
             line, answer = decide(line, rate, snapshot.now_us)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
 
 from .rate import MOST_KEPT_STARTS, UNLIMITED, Rate
 
@@ -150,7 +150,7 @@ class Line(NamedTuple):
     ) -> tuple[Self, Turn]:
         """Decide whether a rate-limited task may start; return the new state and decision.
 
-        :meth:`Lines.ask` describes *place* and *may_start*.
+        :meth:`.Lines.ask` describes *place* and *may_start*.
         """
         line = self
         if line.front >= line.end:  # no task waits
@@ -278,33 +278,6 @@ class Line(NamedTuple):
         return line, _rate(words[-2], int(words[-1]))
 
 
-class Lines(Protocol):
-    """The storage of all lines; methods may raise StoreUnavailable.
-
-    A line is the queue of waiting tasks with the same rate limit and the same key.
-    """
-
-    def ask(self, asked: Sequence[Asked], *, may_start: bool = True) -> Turn:
-        """Decide if a task may start now: every rate limit in *asked* must permit the start.
-
-        Otherwise the task gets a place in the line with the longest wait. If *may_start* is False,
-        the task does not start, and only gets a place.
-        """
-
-    def change(self, asked: Asked, decide: Decide[T], *, sets: bool | None = None) -> T:
-        """Change one line by the function *decide*, and return the answer of *decide*.
-
-        If *sets* is True, the line keeps the rate in *asked*, and ignores the rate in the workers'
-        settings from now on. If *sets* is False, the rate in the workers' settings applies again.
-        If *sets* is None, the choice between these rates does not change.
-        """
-
-    def look(self, limit: int) -> Sequence[RateLine]:
-        """Return the states of up to *limit* lines, most waiting tasks first."""
-
-    def close(self) -> None: ...
-
-
 #: A function that takes a line's state, its rate and the time in microseconds. The function returns
 #: the line's new state, and an answer for the caller.
 Decide: TypeAlias = Callable[[Line, Rate, int], tuple[Line, T]]
@@ -344,7 +317,7 @@ def at_rate(
     """Return a line and its rate; *stored* has the arguments of :meth:`Line.decoded`.
 
     The line's rate is *rate*, the rate of the asking worker. If ``delay rates set`` set another
-    rate for the line, that rate applies instead. :meth:`Lines.change` explains *sets*.
+    rate for the line, that rate applies instead. :meth:`.Lines.change` explains *sets*.
     """
     line, known = Line.decoded(*stored)  # type: ignore[arg-type]
     if sets is not None:

@@ -19,7 +19,7 @@ from ..durations import duration
 from ..errors import NativeDelayError, NoStore
 from ..finding import Finding
 from ..message import Delayed
-from ..rates.line import Lines
+from ..rates.in_records import Lines
 from ..settings import DelaySettings
 
 

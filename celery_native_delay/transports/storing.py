@@ -19,7 +19,7 @@ from ..errors import StoreUnavailable
 from ..finding import ADVICE, WRONG, Finding
 from ..message import Delayed
 from ..now import time_ns
-from ..rates.line import Lines
+from ..rates.in_records import Lines
 from ..records.cancelled import note_cancelled
 from ..records.interface import Records
 from ..records.publishing import RecordedPublish
@@ -98,9 +98,7 @@ class StoringChannel:
         """Return the lines of rate-limited tasks; raise NoStore without a store."""
         store: Any = self.needed_store
         if not is_redis_url(store.url):
-            from ..rates.in_records import RecordLines
-
-            return RecordLines(store.state)
+            return Lines(store.state)
         from ..rates.in_redis import RedisLines
 
         return RedisLines(store.client.connection_pool, store.keys, store.where)

@@ -26,7 +26,8 @@ from celery.worker import state
 
 from ..app.retrying import limit_of_call
 from ..errors import StoreUnavailable, described
-from ..rates.line import Asked, Lines, places_in
+from ..rates.in_records import Lines
+from ..rates.line import Asked, places_in
 from ..rates.rate import Rate
 from ..records.waiting import PLACE
 from ..settings import DelaySettings

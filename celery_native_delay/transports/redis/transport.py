@@ -13,7 +13,7 @@ from kombu.transport import redis
 from redis.exceptions import RedisError
 
 from ...errors import SettingsError, UnsupportedBroker
-from ...rates.line import Lines
+from ...rates.in_records import Lines
 from ...records.interface import Records
 from ...records.publishing import RecordedPublish
 from ...records.waiting import WaitingTasks
