@@ -347,6 +347,26 @@ def test_another_task_with_the_same_key_waits_for_the_end_of_the_lease() -> None
     assert place.call(partial(begin, task_id="b", token="2")).free_us == 100 * SECOND + LEASE_US
 
 
+def test_a_claim_of_once_ends_with_a_failure_or_its_lease_and_stands_after_a_success() -> None:
+    place = Place()
+
+    def claim(token: str) -> Step:
+        return place.call(partial(rules.claim_once, task_id="a", token=token))
+
+    assert claim("first").free_us is None
+    assert claim("second").free_us == place.now_us + 2 * SECOND
+    place.call(partial(end, token="first"))  # it has failed
+    assert claim("second").free_us is None
+    place.at(1 + LEASE_US / SECOND)  # its worker was killed
+    assert claim("third").free_us is None
+    place.call(partial(rules.ran_once, task_id="a", kept_us=LEASE_US))
+    place.call(partial(renew, token="third"))
+    place.call(partial(end, token="second"))
+    assert claim("fourth").stands == "a"
+    place.at(1 + 2 * LEASE_US / SECOND)
+    assert claim("fourth").stands is None
+
+
 def test_a_retry_keeps_the_key_while_it_waits() -> None:
     place = Place()
     place.at(0).unique("a")
