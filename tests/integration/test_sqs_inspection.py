@@ -145,8 +145,8 @@ def test_plan_tells_hops_and_requests(shop: Project) -> None:
 def test_ls_without_store_and_an_unreachable_broker_are_one_line_errors(
     shop: Project,
 ) -> None:
-    assert "cannot list its waiting messages" in shop.delay("ls").stderr
-    assert "cannot list its waiting messages" in shop.delay("cancel", "task-1").stderr
+    assert "cannot list or change waiting tasks" in shop.delay("ls").stderr
+    assert "cannot list or change waiting tasks" in shop.delay("cancel", "task-1").stderr
     Project(shop.folder).write(
         APP,
         "sqs://127.0.0.1:9",
