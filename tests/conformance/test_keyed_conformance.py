@@ -43,7 +43,6 @@ from tests.conformance.brokers import (
     needs_store,
     options_of,
     settings_of,
-    whole_seconds,
 )
 from tests.conformance.traffic import SETTINGS, attended
 from tests.postgresql import find_postgresql, private_postgresql
@@ -349,7 +348,7 @@ app.close()
 """
 
 
-@pytest.mark.parametrize("ahead_seconds", [-3, 3600])
+@pytest.mark.parametrize("ahead_seconds", [-120, 3600])
 def test_a_producers_wrong_clock_changes_nothing(
     key: str, app: Celery, jobs: Counting, ahead_seconds: float
 ) -> None:
@@ -365,7 +364,8 @@ def test_a_producers_wrong_clock_changes_nothing(
     assert arrival.body[0][0] == 1
     seen = read(app, name_for("debounce", key))
     assert seen.record is not None
-    assert -0.1 <= arrival.at - seen.record.due_us / 1e6 <= 2 + 2 * whole_seconds(url)
+    # A busy machine alone makes no task so late.
+    assert -0.1 <= arrival.at - seen.record.due_us / 1e6 < 60
 
 
 def test_of_concurrent_debounce_calls_one_task_remains(
