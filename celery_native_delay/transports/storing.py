@@ -46,8 +46,9 @@ from .watching import warn_if_nothing_promotes
 
 T = TypeVar("T")
 
-#: Seconds for which the threads of a worker wait for the store, as its consumer does.
-_within = Within(0.3, name="native-delay-store")
+#: Calls of the store in a worker's consumer, and in its thread that puts tasks back.
+_in_consumer = Within(0.3, name="native-delay-store")
+_beside_consumer = Within(2.0, name="native-delay-store")
 
 
 class StoringChannel:
@@ -196,7 +197,7 @@ class StoreWorkerPart(WorkerPart):
             return f"{census.waiting} waiting, {census.parked} parked"
 
         try:
-            found = _briefly(counted)
+            found = _briefly(counted, _in_consumer)
         except StoreUnavailable as exc:
             found = f"it does not answer yet ({exc})"
         told = f"{self._store.where} holds delayed tasks of {where}: {found}"
@@ -246,12 +247,12 @@ class StoreWorkerPart(WorkerPart):
         return int(_briefly(getattr(self._store.state, "sweep", int)))
 
 
-def _briefly(call: Callable[[], T]) -> T:
+def _briefly(call: Callable[[], T], within: Within = _beside_consumer) -> T:
     """Return the result of *call*, for a thread of a worker that must not wait for the store."""
     try:
-        return _within(call)
+        return within(call)
     except TimeoutError as exc:
-        why = str(exc) or f"no answer within {_within.seconds:g} s"
+        why = str(exc) or f"no answer within {within.seconds:g} s"
         raise StoreUnavailable(f"the store does not answer the worker: {why}") from exc
 
 

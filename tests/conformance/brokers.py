@@ -58,6 +58,10 @@ def at_home_on(*names: str) -> list[Any]:
     return brokers
 
 
+#: The stores beside the spaces of a test that gives a store to a broker that can delay.
+STORES: dict[str, str] = {}
+
+
 class Broker(Protocol):
     """A running broker that belongs to this suite."""
 
@@ -128,8 +132,8 @@ def own_store(url: str) -> str:
 
 
 def has_database_beside(broker: Broker) -> bool:
-    """True for the system's RabbitMQ; the store of RabbitMQ 4.3 and SQS is a Redis."""
-    return isinstance(broker, RabbitMQ) and not broker.server.installation.enter
+    """True for RabbitMQ 4.3; the store of the system's RabbitMQ and of SQS is a Redis."""
+    return isinstance(broker, RabbitMQ) and bool(broker.server.installation.enter)
 
 
 def whole_seconds(url: str) -> bool:
@@ -168,7 +172,9 @@ def options_of(url: str) -> dict[str, Any]:
 def settings_of(url: str) -> dict[str, Any]:
     """The settings that delayed tasks need on this broker."""
     scheme, _, path = url.partition("://")
-    return {"store": Path(path, "store").read_text()} if scheme == "filesystem" else {}
+    if scheme == "filesystem":
+        return {"store": Path(path, "store").read_text()}
+    return {"store": STORES[url]} if url in STORES else {}
 
 
 def database_of(url: str) -> tuple[str, str]:

@@ -35,17 +35,14 @@ from celery_native_delay.app.keyed import key_records
 from celery_native_delay.keyed.record import HEADER, name_of
 from celery_native_delay.keyed.records import KeyRecords
 from celery_native_delay.keyed.rules import Seen
-from pytest_celery_native_delay import IN_CI, installed
 from tests.conformance.brokers import (
     KEEPING_KEYS,
     Broker,
-    has_database_beside,
     needs_store,
     options_of,
     settings_of,
 )
 from tests.conformance.traffic import SETTINGS, attended
-from tests.postgresql import find_postgresql, private_postgresql
 from tests.traffic import Inbox
 from tests.waiting import wait_until
 
@@ -64,29 +61,14 @@ def reindexed(*args: Any) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="module")
-def store_beside(
-    broker: Broker, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
-    """A store for a broker that needs one: a Redis, or a database."""
-    if not has_database_beside(broker):
-        yield request.getfixturevalue("store_server").url
-    elif IN_CI:
-        installed(find_postgresql)
-        with private_postgresql() as server:
-            yield server.new_database()
-    else:
-        yield f"sqlite:///{tmp_path_factory.mktemp('store')}/store.db"
-
-
-@pytest.fixture(scope="module")
 def app(
-    broker: Broker, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    broker: Broker, new_store: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Celery]:
     """An installed app with results, and with a store beside its broker if that needs one."""
     url = broker.new_space()
     more: dict[str, Any] = settings_of(url)
     if needs_store(url):
-        more["store"] = request.getfixturevalue("store_beside")
+        more["store"] = new_store(url)
     results = tmp_path_factory.mktemp("results")
     app = Celery("shop", broker=url, backend=f"file://{results}", set_as_current=False)
     app.conf.broker_transport_options = options_of(url)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from itertools import count
 from pathlib import Path
 from time import time
 from typing import Any
@@ -21,12 +20,11 @@ from celery_native_delay.keyed.record import LOCKS
 from celery_native_delay.message import HEADER, ONCE
 from celery_native_delay.rates.line import Asked
 from celery_native_delay.schedules.state import HEADER as OCCURRENCE
-from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.worker.rating import PLACE
 from tests.acceptance.test_unique import children_of, phases, spans
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Run, fleet_on
 from tests.brokers import ON_SYSTEM, in_ci
-from tests.conformance.brokers import has_database_beside, needs_store, options_of, settings_of
+from tests.conformance.brokers import needs_store, options_of, settings_of
 from tests.lines import LOOKED_AT, most_in_a_window
 from tests.waiting import SLOWNESS, wait_until
 
@@ -42,31 +40,16 @@ BROKERS = [
 RATE = Rate("40/4s", key="tenant")
 
 
-@pytest.fixture(scope="session")
-def store_server() -> Iterator[PrivateRedis]:
-    """The Redis that is the store of RabbitMQ and SQS."""
-    with private_redis(config="databases 100") as server:
-        yield server
-
-
-_databases = count(1)
-
-
-def conf_of(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+def conf_of(url: str, new_store: Callable[[str], str]) -> dict[str, Any]:
     """The configuration of an app whose broker, or a store beside it, counts rates."""
     conf = {f"native_delay_{name}": value for name, value in settings_of(url).items()}
     conf |= {"broker_transport_options": options_of(url), "native_delay_levels": FEW_LEVELS}
-    if needs_store(url) and has_database_beside(request.getfixturevalue("broker")):
-        conf["native_delay_store"] = f"sqlite:///{tmp_path}/store.db"
-    elif needs_store(url):
-        server: PrivateRedis = request.getfixturevalue("store_server")
-        conf["native_delay_store"] = f"redis://127.0.0.1:{server.port}/{next(_databases)}"
-    return conf
+    return conf | ({"native_delay_store": new_store(url)} if needs_store(url) else {})
 
 
 @pytest.fixture
-def fleet(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    with fleet_on(url, tmp_path, **conf_of(url, tmp_path, request)) as fleet:
+def fleet(url: str, tmp_path: Path, new_store: Callable[[str], str]) -> Iterator[Fleet]:
+    with fleet_on(url, tmp_path, **conf_of(url, new_store)) as fleet:
         yield fleet
 
 

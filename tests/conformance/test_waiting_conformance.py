@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from time import time
@@ -54,16 +54,13 @@ def plain_app(url: str, tmp_path: Path) -> Iterator[Celery]:
 
 
 @pytest.fixture
-def app(url: str, tmp_path: Path) -> Iterator[Celery]:
-    """An installed app, with a store in SQLite if its broker needs one.
-
-    test_keyed_conformance has the store of such brokers in Redis or PostgreSQL.
-    """
+def app(url: str, tmp_path: Path, new_store: Callable[[str], str]) -> Iterator[Celery]:
+    """An installed app, with a store if its broker needs one."""
     app = Celery("shop", broker=url, backend=f"file://{tmp_path}", set_as_current=False)
     app.conf.broker_transport_options = options_of(url)
     more: dict[str, Any] = settings_of(url)
     if needs_store(url):
-        more["store"] = f"sqlite:///{tmp_path}/store.db"
+        more["store"] = new_store(url)
     with attended(url, **more):
         yield install(app, **SETTINGS | {"levels": LEVELS}, **more)
         app.close()
