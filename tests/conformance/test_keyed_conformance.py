@@ -425,7 +425,7 @@ def test_a_unique_task_is_the_answer_while_it_waits_and_in_its_queue(
     key: str, delay: Delay, reindex: Any, jobs: Counting, until: Any
 ) -> None:
     def call(number: int) -> KeyedResult:
-        return delay.unique(reindex.s(number), key=key, countdown=0.5, until=until)
+        return delay.unique(reindex.s(number), key=key, countdown=2, until=until)
 
     results = at_once(call)
     ids = [result.id for result in results]
