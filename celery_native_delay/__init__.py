@@ -11,6 +11,7 @@ kombu, set ``transport_options={"native_delay": True}`` and publish with :func:`
 from .app.delay import Delay
 from .app.install import install
 from .app.keyed import KeyedResult
+from .app.transactions import in_transaction, outside_transaction
 from .errors import (
     BrokerFull,
     CannotDelay,
@@ -72,7 +73,9 @@ __all__ = (
     "Verdict",
     "Waiting",
     "delay_headers",
+    "in_transaction",
     "install",
+    "outside_transaction",
     "transport_for",
 )
 

@@ -55,13 +55,17 @@ _DATABASE = re.compile(
     r"(?!sqla\+|sqlalchemy\+)(sqlite|postgresql|mysql|mariadb|oracle|mssql)://|\w+\+\w+://"
 )
 
+# The alias of one of Django's databases.
+_DJANGO = re.compile(r"django(:[\w.-]+)?")
+
 # The service is the name that Sentinel knows the primary by.
 _SENTINEL = re.compile(r"sentinel://[^/]+/[^/?]+/\d+(\?.*)?")
 
 _EXPECTED_STORE = (
     "None, the URL of a Redis that starts with redis://, rediss:// or redis+socket://, or is "
     "sentinel://host:26379,host2:26379/service/0, or a "
-    'SQLAlchemy URL of a database that outlives the process, such as "postgresql+psycopg://host/shop"'
+    "SQLAlchemy URL of a database that outlives the process, such as "
+    '"postgresql+psycopg://host/shop", or "django" or "django:alias" for a database of Django'
 )
 
 
@@ -115,7 +119,8 @@ class DelaySettings:
     store: str | None = None
     """URL of a Redis, such as ``redis://host/1``, or SQLAlchemy URL of a database, such as
     ``postgresql+psycopg://host/shop``, in which tasks wait instead of in the broker. There they can
-    be listed, cancelled and rescheduled. Default: None. RabbitMQ, SQS and pgmq then delay tasks by
+    be listed, cancelled and rescheduled. ``django`` is the default database of a Django project,
+    and ``django:other`` another one. Default: None. RabbitMQ, SQS and pgmq then delay tasks by
     themselves, Redis and ``sqla+…`` brokers are their own store, and with other brokers tasks wait
     in the worker's memory, as in Celery."""
     store_tasks: tuple[str, ...] = ("*",)
@@ -127,6 +132,9 @@ class DelaySettings:
     same task and retry is acknowledged and not run. Needs a store. Default: none."""
     once_days: float = 7.0
     """Days that a worker remembers a success of a task that is *once*. Default: 7."""
+    store_transactions: bool = True
+    """If on, and the store is Django's database, a task that is sent in ``transaction.atomic`` is
+    sent if, and only if, the transaction commits. Default: True."""
     store_timeout_seconds: float = 5.0
     """Seconds in which the store must answer a producer or a command. Otherwise they raise
     ``StoreUnavailable``. Default: 5."""
@@ -231,6 +239,7 @@ class Keywords(TypedDict, total=False):
     store_tasks: Names
     once: Names
     once_days: float
+    store_transactions: bool
     store_timeout_seconds: float
     strict: bool
     telemetry: str | None
@@ -299,7 +308,9 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
     match name:
         case "enabled":
             return isinstance(value, bool) or value == DRAIN, f'True, False or "{DRAIN}"'
-        case "adopt" | "confirm_publish" | "declare" | "strict" | "schedules":
+        case (
+            "adopt" | "confirm_publish" | "declare" | "strict" | "schedules" | "store_transactions"
+        ):
             return isinstance(value, bool), "True or False"
         case "namespace":
             fits = is_text and _NAMESPACE.fullmatch(value) and len(value) <= _NAMESPACE_BYTES
@@ -373,6 +384,8 @@ def named(task: str, rates: Any) -> tuple[Rate, ...]:
 def is_a_store_url(value: Any) -> bool:
     if not isinstance(value, str):
         return False
+    if _DJANGO.fullmatch(value):
+        return True
     if value.startswith("sentinel://"):
         return bool(_SENTINEL.fullmatch(value))
     if value.startswith("sqla+"):  # the URL of a broker

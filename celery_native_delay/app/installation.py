@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
 
 import celery
 from celery import Celery
+from celery._state import get_current_task
 from celery.local import Proxy
 from kombu import Connection
 from kombu.exceptions import OperationalError
@@ -17,6 +19,7 @@ from kombu.exceptions import OperationalError
 from ..due_time import check_countdown
 from ..errors import SettingsError, UnsupportedBroker
 from ..settings import DRAIN, DelaySettings
+from ..store.joined import outside_transaction
 from ..transports.aliases import OPTION, option_of, transport_of, url_errors_explained
 from ..transports.interface import AdminPart
 from .broker import (
@@ -130,7 +133,8 @@ class Installation:
                 _give_eta_header(self._amqp)
         send_task = self.earlier_send_task or partial(type(self.app).send_task, self.app)
         try:
-            return send_task(*args, **options)
+            with outside_transaction() if _is_retry(options) else nullcontext():
+                return send_task(*args, **options)
         except OperationalError as exc:
             if options.get("connection") is None and options.get("producer") is None:
                 name_broker(exc, self.app)
@@ -310,3 +314,9 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
     part: AdminPart = channel.admin_part(settings)
     part.serve(list(app.amqp.queues.values()))
     return part
+
+
+def _is_retry(options: Mapping[str, Any]) -> bool:
+    """Return True for a retry of the task that runs: a rollback of the task must not undo it."""
+    task = get_current_task() if options.get("retries") else None
+    return task is not None and task.request.id == options.get("task_id")

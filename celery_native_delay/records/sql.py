@@ -23,6 +23,7 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy import Index as TableIndex
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.dialects.mysql import LONGTEXT
 
 from ..texts import digest_of
@@ -106,6 +107,20 @@ class SqlRecords(Database, Records):
             return change.answer
 
         return self.do(changed)
+
+    def claim(self, name: RecordName, *, kept_us: int) -> bool:
+        # One statement: of two workers at the same time, the second waits for the first to commit.
+        def claimed(connection: Connection) -> bool:
+            row = self._row(name, "1", now_us(connection) + kept_us)
+            kind = connection.dialect.name
+            if kind in ("mysql", "mariadb"):
+                ignoring = insert(RECORDS).prefix_with("IGNORE")
+                return connection.execute(ignoring, row).rowcount == 1
+            dialect: Any = sqlite if kind == "sqlite" else postgresql
+            added = dialect.insert(RECORDS).on_conflict_do_nothing().returning(_RECORD.kind)
+            return connection.execute(added, row).first() is not None
+
+        return self.do(claimed)
 
     def change_all(
         self,
@@ -194,8 +209,7 @@ class SqlRecords(Database, Records):
                 delete(RECORDS).where(_RECORD.owner == self.owner, old)
             ).rowcount
 
-        # An app that never used records needs no right to create tables.
-        return self.do(swept) if self.is_ready else 0
+        return self.do(swept)
 
     def clear(self) -> int:
         mine = delete(RECORDS).where(_RECORD.owner == self.owner)
@@ -233,10 +247,14 @@ class SqlRecords(Database, Records):
         elif is_there:
             connection.execute(update(RECORDS).where(*this).values(text=text, kept_us=kept_us))
         else:
-            row: dict[str, Any] = {
-                "owner": self.owner,
-                "kind": name.kind,
-                "digest": digest_of(name.name),
-            }
-            row |= {"name": name.name.replace("\0", "\ufffd"), "text": text, "kept_us": kept_us}
-            connection.execute(insert(RECORDS).values(row))
+            connection.execute(insert(RECORDS).values(self._row(name, text, kept_us)))
+
+    def _row(self, name: RecordName, text: str, kept_us: int) -> dict[str, Any]:
+        return {
+            "owner": self.owner,
+            "kind": name.kind,
+            "digest": digest_of(name.name),
+            "name": name.name.replace("\0", "\ufffd"),
+            "text": text,
+            "kept_us": kept_us,
+        }

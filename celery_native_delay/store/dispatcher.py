@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from secrets import token_hex
-from threading import Event
+from threading import Event, Lock
 from time import monotonic
 from typing import Protocol
 
@@ -36,6 +36,7 @@ _SECOND_LATE_US = 1_000_000
 
 #: Seconds between attempts after a failure: the first pause, and the longest.
 RETRY_SECONDS = (0.1, 5.0)
+_RELAY_PAUSES_SECONDS = (1.0, 60.0)
 
 
 class Publisher(Protocol):
@@ -139,8 +140,11 @@ class Dispatcher:
     def _deliver(self, late_us: int) -> Taken:
         """Take a batch, publish it, and settle it in the store."""
         taken = self._store.take(late_us=late_us)
-        if not taken.rows:
-            return taken
+        if taken.rows:
+            self._hand_over(taken)
+        return taken
+
+    def _hand_over(self, taken: Taken) -> None:
         outcomes: _Outcomes = []
         self._unsettled = taken, outcomes
         try:
@@ -150,7 +154,6 @@ class Dispatcher:
                 self._settle()
             raise
         self._settle()
-        return taken
 
     def _publish(self, rows: Sequence[TakenRow], outcomes: _Outcomes) -> None:
         """Publish rows, and note each outcome."""
@@ -246,3 +249,32 @@ class Dispatcher:
         if publisher is not None:
             with suppress(Exception):  # the connection is given up anyway
                 publisher.close()
+
+
+class Relay(Dispatcher):
+    """Publishes the immediate tasks of transactions that this process has committed."""
+
+    def __init__(self, store: Store, connect: Callable[[], Publisher]) -> None:
+        super().__init__(store, connect)
+        self._one_by_one = Lock()
+        self._pauses = Backoff(*_RELAY_PAUSES_SECONDS)
+        self._not_before = 0.0
+
+    def __call__(self, token: str) -> None:
+        """Publish the rows that were taken with *token*.
+
+        For a while after a failure, workers publish them, so that no caller waits for the broker.
+        """
+        with self._one_by_one:
+            try:
+                self._settle()
+                while (taken := self._store.retake(token)).rows:
+                    if monotonic() < self._not_before:
+                        self._store.settle(taken, (), ())
+                        return
+                    self._hand_over(taken)
+            except BaseException:
+                self._disconnect()
+                self._not_before = monotonic() + self._pauses.failed()
+                raise
+            self._pauses.reset()

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from copy import copy
 from typing import Any, NamedTuple
 
+from ..errors import NoStore
 from ..finding import Finding
 from ..records.interface import Change, RecordName, Records, Snapshot
 from ..records.waiting import WaitingTasks
 from .entry import Entry
+from .joined import UsersTransaction
 
 #: Seconds that a dispatcher has to publish the rows that it took.
 LEASE_SECONDS = 30.0
@@ -209,6 +211,34 @@ class Store(ABC):
     @abstractmethod
     def add(self, rows: Sequence[Row]) -> None:
         """Write rows, all or none; a row of the same name is replaced."""
+
+    def users(self) -> UsersTransaction | None:
+        """Return the user's open transaction, in which this store reads and writes; else None."""
+        return None
+
+    def joining(self, session: Any) -> AbstractContextManager[None]:
+        """Read and write in the transaction of a SQLAlchemy session in a ``with`` block.
+
+        Raises NoStore if this store is no database.
+        """
+        raise NoStore(
+            f"expected native_delay_store to be the database of the transaction, got {self.where}: "
+            f"set it to the SQLAlchemy URL of that database"
+        )
+
+    has_one_transaction: bool = False
+    """True if :meth:`one_transaction` works."""
+
+    def one_transaction(self) -> AbstractContextManager[Any]:
+        """Open a transaction on the user's own connection in a ``with`` block."""
+        raise NotImplementedError(f"{self.where} has no connection of the user")
+
+    def retake(self, token: str) -> Taken:
+        """Renew the lease on rows that a transaction of the user has taken with *token*.
+
+        Returns up to :data:`BATCH` rows, in the order in which they were written.
+        """
+        raise NotImplementedError("a store in Redis joins no transaction")
 
     @abstractmethod
     def next_due_us(self) -> int | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from sqlalchemy import (
     Boolean,
     Column,
     Connection,
+    Engine,
     Index,
     Integer,
     MetaData,
@@ -38,7 +40,7 @@ from ..finding import UNCHECKED, WRONG, Finding, clock_finding
 from ..now import time_ns
 from ..records.database import Database, clock_ahead_seconds, now_us
 from ..records.interface import Change, Decide, Publish, RecordName, Snapshot
-from ..records.sql import LONG_TEXT, TABLE_OPTIONS, SqlRecords
+from ..records.sql import LONG_TEXT, RECORDS, TABLE_OPTIONS, SqlRecords
 from ..records.sql_listing import SqlListing
 from ..records.waiting import Waiting, WaitingTasks
 from ..texts import digest_of, storable
@@ -56,6 +58,8 @@ from .interface import (
     TakenRow,
     WaitingRow,
 )
+from .joined import RELAY_SECONDS, UsersTransaction, joined, transaction_with
+from .sessions import SessionTransaction
 
 T = TypeVar("T")
 
@@ -93,6 +97,9 @@ TASKS = Table(
     **TABLE_OPTIONS,
 )
 
+#: All tables of a store.
+SCHEMA = [TASKS, RECORDS]
+
 _ROW = TASKS.c
 
 #: The columns that a row of the same name overwrites.
@@ -106,7 +113,7 @@ _NEXT = select(func.min(_ROW.next_us)).where(_MINE, _ROW.state == bindparam("whi
 _DUE = (
     select(_ROW.id, _ROW.entry, _ROW.refusals)
     .where(_MINE, _ROW.state == bindparam("which"), _ROW.next_us <= bindparam("until"))
-    .order_by(_ROW.next_us)
+    .order_by(_ROW.next_us, _ROW.id)  # tasks that are due at once, as they were sent
     .limit(BATCH)
     .with_for_update(skip_locked=True)
 )
@@ -117,6 +124,9 @@ _TAKE = (
     .values(state=_ROW.state + 1, taken_by=bindparam("token"), next_us=bindparam("lease"))
 )
 _STILL_TAKEN = _ROW.taken_by == bindparam("token")
+_HELD = (_MINE, _ROW.state == TAKEN, _STILL_TAKEN)
+_RETAKE = update(TASKS).where(*_HELD).values(next_us=bindparam("lease"))
+_RETAKEN = select(_ROW.id, _ROW.entry, _ROW.refusals).where(*_HELD).order_by(_ROW.id).limit(BATCH)
 _PUBLISHED = delete(TASKS).where(_THESE, _STILL_TAKEN)
 _REFUSED = (
     update(TASKS)
@@ -143,6 +153,8 @@ _RELEASE = (
 #: The states of rows that become free when their lease or pause has ended, and the next states.
 _FREED = {TAKEN: WAITING, CANCELLED_AND_TAKEN: CANCELLED, PARKED: WAITING}
 
+_RELAY_US = round(RELAY_SECONDS * 1_000_000)
+
 #: Later than any time in microseconds.
 _EVER = 1 << 62
 
@@ -150,42 +162,20 @@ _EVER = 1 << 62
 _MOST_REFUSALS = 30_000
 
 
-class _Timed(Database):
-    """A database whose calls end in time, whatever the driver does."""
-
-    _within: Within | None = None
-    """None for SQLite, whose own time limit is enough."""
-
-    def do(self, work: Callable[[Connection], T]) -> T:
-        return self._in_time(lambda: super(_Timed, self).do(work))
-
-    def look_up(self, work: Callable[[Connection], T]) -> T:
-        return self._in_time(lambda: super(_Timed, self).look_up(work))
-
-    def _in_time(self, call: Callable[[], T]) -> T:
-        if self._within is None:
-            return call()
-        try:
-            return self._within(call)
-        except TimeoutError as error:
-            reason = str(error) or f"no answer within {self._within.seconds:g} s"
-            raise self._unavailable(reason) from error
-
-    def _unavailable(self, reason: str) -> NativeDelayError:
-        return StoreUnavailable(f"the store at {self.where} does not work: {reason}")
-
-
-class SqlStore(_Timed, Store):
+class SqlStore(Database, Store):
     """The waiting tasks of one namespace in a database."""
 
     tables = METADATA
 
-    def __init__(self, url: str, namespace: str, *, timeout_seconds: float) -> None:
+    def __init__(
+        self, url: str, namespace: str, *, timeout_seconds: float, engine: Engine | None = None
+    ) -> None:
         Store.__init__(self)
-        super().__init__(url, setting="native_delay_store")
+        super().__init__(url, setting="native_delay_store", engine=engine)
         self._use(namespace)
         self.is_file = self.engine.dialect.name == "sqlite"
         self.look_seconds = 0.05 if self.is_file else 0.25
+        #: None for SQLite, whose own time limit is enough.
         self._within = None if self.is_file else Within(timeout_seconds)
 
     def _use(self, namespace: str) -> None:
@@ -228,28 +218,76 @@ class SqlStore(_Timed, Store):
     def close(self) -> None:
         self.engine.dispose()
 
+    # --- calls that end in time, whatever the driver does --------------------------------
+
+    def users(self) -> UsersTransaction | None:
+        return transaction_with(self)
+
+    @contextmanager
+    def joining(self, session: Any) -> Iterator[None]:
+        self.prepare()
+        transaction = SessionTransaction(session, self.engine.dialect.name, TASKS.name)
+        with joined(self, transaction), transaction.watched():
+            yield
+
+    def do(self, work: Callable[[Connection], T]) -> T:
+        if (users := self.users()) is not None:
+            return users.do(work)
+        return self._in_time(lambda: super(SqlStore, self).do(work))
+
+    def look_up(self, work: Callable[[Connection], T]) -> T:
+        if (users := self.users()) is not None:
+            return users.do(work)
+        return self._in_time(lambda: super(SqlStore, self).look_up(work))
+
+    def _in_time(self, call: Callable[[], T]) -> T:
+        if self._within is None:
+            return call()
+        try:
+            return self._within(call)
+        except TimeoutError as error:
+            reason = str(error) or f"no answer within {self._within.seconds:g} s"
+            raise self._unavailable(reason) from error
+
+    def _unavailable(self, reason: str) -> NativeDelayError:
+        return StoreUnavailable(f"the store at {self.where} does not work: {reason}")
+
     # --- in ------------------------------------------------------------------------------
 
     def add(self, rows: Sequence[Row]) -> None:
-        written = [self.row(row) for row in rows]
-        # The same row in another order would be a deadlock with another producer.
-        written.sort(key=lambda row: str(row["digest"]))
+        users = self.users()
+        taken_us = 0 if users is None else time_ns() // 1000
+        token = None if users is None else users.token
+        written = [self.row(row, token if row.due_us <= taken_us else None) for row in rows]
+        if users is None:
+            # The same row in another order would be a deadlock with another producer.
+            written.sort(key=lambda row: str(row["digest"]))
         try:
             self.do(lambda connection: connection.execute(self.upsert, written))
         except StoreUnavailable as error:
             if isinstance(error.__cause__, exc.DataError | exc.IntegrityError):
                 raise CannotDelay(f"{self.where} refuses the task: {error}") from error
             raise
-        self.on_add(min(row.due_us for row in rows))
+        first_us = min(row.due_us for row in rows)
+        self.note_added(first_us, immediate=first_us <= taken_us)
 
-    def row(self, row: Row) -> dict[str, Any]:
+    def note_added(self, due_us: int, *, immediate: bool = False) -> None:
+        """Wake the dispatcher of this process; if the user's transaction is open, at its commit."""
+        users = self.users()
+        if users is None:
+            self.on_add(due_us)
+        else:
+            users.added(immediate=immediate, call=partial(self.on_add, due_us))
+
+    def row(self, row: Row, token: str | None = None) -> dict[str, Any]:
+        """Return the columns of a row, which is already taken if there is a *token*."""
         return {
             "namespace": self.namespace,
             "digest": digest_of(row.name),
             "task_id": _short(row.task_id),
-            "state": WAITING,
-            "next_us": row.due_us,
-            "taken_by": None,
+            "state": WAITING if token is None else TAKEN,
+            "next_us": row.due_us + (0 if token is None else _RELAY_US),
+            "taken_by": token,
             "refusals": 0,
             "reason": None,
             "entry": row.entry,
@@ -308,6 +346,20 @@ class SqlStore(_Timed, Store):
 
         rows = [TakenRow(row.id, row.entry, row.refusals) for row in self.do(taken)]
         return Taken(token, rows, at_us, next_us)
+
+    def retake(self, token: str) -> Taken:
+        these = {**self._mine, "token": token}
+
+        def retaken(connection: Connection) -> Taken:
+            at_us = now_us(connection)
+            lease_us = at_us + round(LEASE_SECONDS * 1_000_000)
+            if not connection.execute(_RETAKE, these | {"lease": lease_us}).rowcount:
+                return Taken(token, (), at_us, None)
+            found = connection.execute(_RETAKEN, these)
+            rows = [TakenRow(row.id, row.entry, row.refusals) for row in found]
+            return Taken(token, rows, at_us, None)
+
+        return self.do(retaken)
 
     def settle(
         self, taken: Taken, published: Sequence[TakenRow], refused: Sequence[Refusal]
@@ -401,8 +453,7 @@ class SqlStore(_Timed, Store):
         def found() -> bool:
             with self.explained(), self.engine.connect() as connection:
                 seen = inspect(connection)
-                tables = (*self.tables.sorted_tables, *self.state.tables.sorted_tables)
-                return all(seen.has_table(table.name) for table in tables)
+                return all(seen.has_table(table.name) for table in SCHEMA)
 
         return self._in_time(found)
 
@@ -434,17 +485,21 @@ class SqlStore(_Timed, Store):
         return list(clock_finding("the database's clock", ahead_seconds, effect))
 
 
-class SqlState(_Timed, SqlRecords):
+class SqlState(SqlRecords):
     """The state of keys, rates and schedules; a change of a key and its row is one transaction."""
 
     def __init__(self, store: SqlStore) -> None:
         super().__init__(store.url, store.namespace, engine=store.engine)
         self._store = store
-        self._within = store._within
 
-    def make_tables(self) -> None:
-        self._store.make_tables()
-        self.is_ready = True
+    def do(self, work: Callable[[Connection], T]) -> T:
+        return self._store.do(work)
+
+    def look_up(self, work: Callable[[Connection], T]) -> T:
+        return self._store.look_up(work)
+
+    def _unavailable(self, reason: str) -> NativeDelayError:
+        return self._store._unavailable(reason)
 
     def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
         due_us: int | None = None
@@ -457,7 +512,7 @@ class SqlState(_Timed, SqlRecords):
 
         answer = super().change(name, decide_and_note, publish)
         if due_us is not None:
-            self._store.on_add(due_us)
+            self._store.note_added(due_us)
         return answer
 
     def _messages(
@@ -533,7 +588,7 @@ class SqlTasks(SqlListing):
         new_us = self._store.do(replaced)
         if new_us is None:
             return None
-        self._store.on_add(new_us)
+        self._store.note_added(new_us)
         return member, new_us
 
     def _is_taken(self, task_id: str) -> bool:

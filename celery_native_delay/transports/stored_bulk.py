@@ -13,15 +13,22 @@ from typing import Any, NamedTuple
 from ..errors import CannotDelay, RefusedMessage
 from ..store.entry import Entry
 from ..store.interface import Row, Store
+from ..store.joined import outside_transaction
 from .bulk_publisher import RandomIds, TaskTemplate, TaskValues
 from .outbox import OutboxBatch
 
+_TOO_LATE = (
+    "the transaction in which it was sent has ended: expected `with bulk(app)` within the "
+    "transaction"
+)
+
 
 class StoredMessage:
-    """A task to write into the store."""
+    """A task to write into the store; *joined* if it was sent in the user's transaction."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: Row, *, joined: bool) -> None:
         self.row = row
+        self.joined = joined
 
     @property
     def due_us(self) -> int:
@@ -58,15 +65,28 @@ def write(store: Store, batch: OutboxBatch[Any]) -> dict[str, list[StoredMessage
     store does not answer.
     """
     refused: dict[str, list[StoredMessage]] = {}
+    joined = [put for put in batch.puts if put.joined]
+    if joined and store.users() is None:
+        refused[_TOO_LATE] = joined
+        joined = []
+    with outside_transaction():
+        _add(store, [put for put in batch.puts if not put.joined], refused)
+    _add(store, joined, refused)
+    return refused
+
+
+def _add(
+    store: Store, puts: Sequence[StoredMessage], refused: dict[str, list[StoredMessage]]
+) -> None:
     try:
-        store.add([put.row for put in batch.puts])
+        if puts:
+            store.add([put.row for put in puts])
     except CannotDelay:  # one bad row must not cost the others
-        for put in batch.puts:
+        for put in puts:
             try:
                 store.add([put.row])
             except CannotDelay as exc:
                 refused.setdefault(str(exc), []).append(put)
-    return refused
 
 
 class _Fields(NamedTuple):
@@ -126,7 +146,8 @@ class StoredTemplate(TaskTemplate):
             and entry.expires_ms is None
             and entry.properties.get("correlation_id") == headers["id"]
             and not headers.get("retries")
-            and {"eta", "argsrepr", "kwargsrepr"} <= headers.keys()
+            and isinstance(headers.get("eta"), str)
+            and {"argsrepr", "kwargsrepr"} <= headers.keys()
         )
         if not is_plain:
             return None
@@ -146,7 +167,8 @@ class StoredTemplate(TaskTemplate):
         self, channel: Any, ids: RandomIds, due_us: int, values: TaskValues
     ) -> StoredMessage:
         channel.delays.check_reach(due_us)
-        return StoredMessage(self._row(due_us, ids.uuid(), values))
+        joined = channel.store.users() is not None
+        return StoredMessage(self._row(due_us, ids.uuid(), values), joined=joined)
 
     def _row(self, due_us: int, delivery_id: str, values: TaskValues) -> Row:
         task_id, eta, argsrepr, kwargsrepr, body = values

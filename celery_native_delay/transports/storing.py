@@ -14,18 +14,21 @@ from shlex import quote
 from threading import Thread
 from typing import Any, TypeVar
 
+from kombu import Connection
+
 from ..due_time import check_due
 from ..errors import StoreUnavailable
 from ..finding import ADVICE, WRONG, Finding
 from ..message import Delayed
 from ..now import time_ns
+from ..per_process import PerProcess
 from ..rates.in_records import Lines
 from ..records.cancelled import note_cancelled
 from ..records.interface import Records
 from ..records.publishing import RecordedPublish
 from ..records.waiting import WaitingTasks
 from ..settings import DelaySettings
-from ..store.dispatcher import Dispatcher, Publisher
+from ..store.dispatcher import Dispatcher, Publisher, Relay
 from ..store.entry import Entry
 from ..store.interface import ParkedRow, Row, Store
 from ..urls import is_redis_url
@@ -49,6 +52,12 @@ T = TypeVar("T")
 #: Calls of the store in a worker's consumer, and in its thread that puts tasks back.
 _in_consumer = Within(0.3, name="native-delay-store")
 _beside_consumer = Within(2.0, name="native-delay-store")
+
+#: Seconds that a dispatcher waits for the confirms of a batch. Its lease on the batch is longer.
+PUBLISH_SECONDS = 20.0
+
+#: Seconds that the process of the user's transaction waits for them.
+RELAY_SECONDS = 5.0
 
 
 class StoringChannel:
@@ -106,9 +115,39 @@ class StoringChannel:
 
     # --- publishing ------------------------------------------------------------------------
 
+    def due_in_store(self, headers: Mapping[str, Any] | None, due_us: int | None) -> int | None:
+        """Return when the store publishes a message, in µs; None if it goes to the broker.
+
+        *due_us*: the time ahead until which the message is delayed, or None if it is immediate. In
+        the user's transaction, an immediate task goes into the store, too.
+        """
+        if due_us is not None:
+            return due_us if self.waits_in_store(headers) else None
+        return time_ns() // 1000 if self.joins(headers) else None
+
     def waits_in_store(self, headers: Mapping[str, Any] | None) -> bool:
         """Return True if a message with these headers waits in the store, if it is delayed."""
-        return not self.delays.settings.drains and self.returns_to_store(headers)
+        return self.joins(headers) or (
+            not self.delays.settings.drains and self.returns_to_store(headers)
+        )
+
+    def joins(self, headers: Mapping[str, Any] | None) -> bool:
+        """Return True if a task is sent with the user's open transaction."""
+        settings = self.delays.settings
+        if settings.store is None or settings.drains:
+            return False
+        if not headers or "task" not in headers:  # Celery's events and commands
+            return False
+        store = self.needed_store
+        if (users := store.users()) is None:
+            return False
+        # Between two transactions, no heartbeats are sent.
+        known = dict(self.connection.client._info(resolve=False), heartbeat=0)
+        users.relay = _relays.get(
+            (store.where, store.namespace),
+            lambda: Relay(store, lambda: self.publisher_of(Connection(**known), RELAY_SECONDS)),
+        )
+        return True
 
     def returns_to_store(self, headers: Mapping[str, Any] | None) -> bool:
         """Return True if a message that a worker puts back waits in the store."""
@@ -163,8 +202,11 @@ class StoringChannel:
         """Return the message of a task that a worker puts back, for one queue."""
 
     @abstractmethod
-    def publisher_of(self, connection: Any) -> Publisher:
-        """Return a publisher of due messages over a kombu connection."""
+    def publisher_of(self, connection: Any, timeout_seconds: float = PUBLISH_SECONDS) -> Publisher:
+        """Return a publisher of due messages over a kombu connection.
+
+        *timeout_seconds*: how long it waits for the confirms of a batch.
+        """
 
     def worker_part(self, settings: DelaySettings) -> WorkerPart:
         own = self.own_worker_part(settings)
@@ -173,6 +215,10 @@ class StoringChannel:
     def admin_part(self, settings: DelaySettings) -> AdminPart:
         own = self.own_admin_part(settings)
         return own if self.store is None else StoreAdminPart(self, settings, own)
+
+
+#: What publishes the immediate tasks of this process's transactions, by store.
+_relays: PerProcess[tuple[str, str], Relay] = PerProcess()
 
 
 class StoreWorkerPart(WorkerPart):

@@ -27,6 +27,7 @@ from ..transports.interface import (
     lines_of,
 )
 from .attendant import Attendant
+from .claims import check_claims, claims, let_claim
 from .gates import gates
 from .in_time import in_time
 from .once import Once
@@ -98,6 +99,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         except SettingsError:
             settings = DelaySettings()  # start() logs the error
         teach_tasks(installation)  # before the pool forks
+        let_claim(c.app, settings)
         self._revoked = Revoked()
         self._tallying = Tallying(c, settings.rates_by_task)
         self._rated = Rated(settings, c.app.tasks) if settings.rates else None
@@ -218,6 +220,8 @@ def _check_records(app: Any, settings: DelaySettings) -> None:
             schedule_records(connection.default_channel, settings)
         if settings.once or any(getattr(task, "once", False) for task in app.tasks.values()):
             connection.default_channel.records(settings)
+        if any(map(claims, app.tasks.values())):
+            check_claims(connection.default_channel.needed_store)
 
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]

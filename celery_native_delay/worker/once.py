@@ -66,7 +66,7 @@ class Once:
     def _is_once(self, arrival: Arrival) -> bool:
         if arrival.fields.get(ONCE) or self._settings.is_once(arrival.name):
             return True
-        return bool(getattr(self._app.tasks.get(arrival.name), "once", False))
+        return getattr(self._app.tasks.get(arrival.name), "once", False) is True
 
 
 def _name(task: str, task_id: str, retries: Any) -> str:

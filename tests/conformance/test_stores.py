@@ -694,3 +694,9 @@ def test_an_unreachable_store_raises_in_a_bounded_time(url: str) -> None:
 
 def test_a_healthy_store_has_no_fault_that_loses_something(store: Store) -> None:
     assert [each for each in store.findings() if "answer" in each.problem] == []
+
+
+def test_a_claim_is_given_once(store: Store) -> None:
+    claim = RecordName("claim", "shop.remind:order-1:0")
+    answers = [store.state.claim(claim, kept_us=HOUR_US) for _ in range(3)]
+    assert answers == [True, False, False]

@@ -14,7 +14,8 @@ from celery_native_delay.settings import check_settings, setting_names
 STORE = (
     "None, the URL of a Redis that starts with redis://, rediss:// or redis+socket://, or is "
     "sentinel://host:26379,host2:26379/service/0, or a "
-    'SQLAlchemy URL of a database that outlives the process, such as "postgresql+psycopg://host/shop"'
+    "SQLAlchemy URL of a database that outlives the process, such as "
+    '"postgresql+psycopg://host/shop", or "django" or "django:alias" for a database of Django'
 )
 
 

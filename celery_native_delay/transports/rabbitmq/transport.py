@@ -26,7 +26,7 @@ from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..interface import AdminPart, WorkerPart
 from ..moving import MovingPart
 from ..stored_bulk import StoredMessage, template_class
-from ..storing import StoringChannel
+from ..storing import PUBLISH_SECONDS, StoringChannel
 from .channels import Publication
 from .delays import Delays
 from .from_store import RowPublisher, entry_of, entry_of_wait
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 #: Milliseconds until the kernel gives up on unacknowledged data. With py-amqp's 1 s, messages are
 #: lost without an error when the broker pauses (memory alarm, failover).
 TCP_USER_TIMEOUT_MS = 60_000
-
-#: Seconds that a dispatcher waits for the confirms of a batch. Its lease on the batch is longer.
-PUBLISH_SECONDS = 20.0
 
 
 class Message(pyamqp.Message):  # type: ignore[misc]
@@ -80,8 +77,10 @@ class Channel(StoringChannel, pyamqp.Channel):  # type: ignore[misc]
 
         return RabbitMQAdminPart(self, settings)
 
-    def publisher_of(self, connection: Any) -> RowPublisher:
-        return RowPublisher(connection, timeout_seconds=PUBLISH_SECONDS)
+    def publisher_of(
+        self, connection: Any, timeout_seconds: float = PUBLISH_SECONDS
+    ) -> RowPublisher:
+        return RowPublisher(connection, timeout_seconds=timeout_seconds)
 
     def moving_part(self, settings: DelaySettings) -> MovingPart:
         from .moving import RabbitMQMovingPart
@@ -109,11 +108,14 @@ class Channel(StoringChannel, pyamqp.Channel):  # type: ignore[misc]
             self.store_keyed(keyed, self._entry(msg, exchange, routing_key, due_us=0))
             return None
         due_us = due_of(headers)
-        if due_us is not None and connection is not None and self.waits_in_store(headers):
-            if due_us > time_ns() // 1000:
-                self.store_one(self._entry(msg, exchange, routing_key, due_us=due_us))
+        if connection is not None:
+            is_ahead = due_us is not None and due_us > time_ns() // 1000
+            stored_us = self.due_in_store(headers, due_us if is_ahead else None)
+            if stored_us is not None:
+                self.store_one(self._entry(msg, exchange, routing_key, due_us=stored_us))
                 return None
-            due_us = None
+            if due_us is not None and self.waits_in_store(headers):
+                due_us = None
         if due_us is not None and connection is not None and not connection.drains:
             waits = connection.delays.publish(
                 Publication(msg, exchange, routing_key, mandatory=False),
@@ -262,10 +264,12 @@ class BulkChannel(Channel):
         publication = Publication(msg, exchange, routing_key, mandatory)
         headers = msg.properties.get("application_headers")
         due_us = due_of(headers)
-        if due_us is not None and due_us > time_ns() // 1000 and self.waits_in_store(headers):
-            self.check_reach(due_us)
-            entry = self._entry(msg, exchange, routing_key, due_us=due_us)
-            self.collected.append(StoredMessage(Row.of(entry)))
+        is_ahead = due_us is not None and due_us > time_ns() // 1000
+        stored_us = self.due_in_store(headers, due_us if is_ahead else None)
+        if stored_us is not None:
+            self.check_reach(stored_us)
+            entry = self._entry(msg, exchange, routing_key, due_us=stored_us)
+            self.collected.append(StoredMessage(Row.of(entry), joined=self.joins(headers)))
             return
         if due_us is not None and not self.connection.drains:
             publication = self.delays.into_levels(publication, due_us=due_us)

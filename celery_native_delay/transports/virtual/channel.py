@@ -18,7 +18,7 @@ from ...settings import DelaySettings
 from ...store.entry import Entry
 from ...store.opened import load
 from ..aliases import OPTION, asks_for_delays, settings_from_option
-from ..storing import StoringChannel
+from ..storing import PUBLISH_SECONDS, StoringChannel
 from .from_store import ChannelPublisher, entry_of, entry_of_wait
 from .wrapping import due_then, unwrapped
 
@@ -65,7 +65,9 @@ class DelayingChannel(StoringChannel):
 
         return MovingPart(self)
 
-    def publisher_of(self, connection: Any) -> ChannelPublisher:
+    def publisher_of(
+        self, connection: Any, timeout_seconds: float = PUBLISH_SECONDS
+    ) -> ChannelPublisher:
         return ChannelPublisher(connection)
 
     def put_due(self: Any, message: dict[str, Any], entry: Entry) -> None:
@@ -85,10 +87,10 @@ class DelayingChannel(StoringChannel):
                 f"expected a task with a key to go to a queue, got the exchange {exchange!r}, "
                 f"which broadcasts: name its queue"
             )
-        due_us = self.due_of(message)
-        if due_us is None or not self.waits_in_store(message.get("headers")):
+        stored_us = self.stored_us(message)
+        if stored_us is None:
             return False
-        self.store_one(entry_of(message, None, due_us=due_us))
+        self.store_one(entry_of(message, None, due_us=stored_us))
         return True
 
     @property
@@ -129,18 +131,22 @@ class DelayingChannel(StoringChannel):
             return None
         return due_us
 
+    def stored_us(self, message: dict[str, Any]) -> int | None:
+        """Return when the store publishes a message, in µs; None if it goes to the broker."""
+        if message.get("redelivered"):
+            return None
+        return self.due_in_store(message.get("headers"), self.due_of(message))
+
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
         keyed = underway.get() and publish_of(message.get("headers"))
         if keyed is not None:
             return self._put_keyed(queue, message, keyed, **kwargs)
+        stored_us = self.stored_us(message)
+        if stored_us is not None:
+            return self.store_one(entry_of(message, queue, due_us=stored_us))
         due_us = self.due_of(message)
         if due_us is None:
             return super()._put(queue, message, **kwargs)  # type: ignore[misc]
-        return self._put_delayed(queue, message, due_us, **kwargs)
-
-    def _put_delayed(self, queue: str, message: dict[str, Any], due_us: int, **kwargs: Any) -> Any:
-        if self.waits_in_store(message.get("headers")):
-            return self.store_one(entry_of(message, queue, due_us=due_us))
         return self.let_wait(queue, message, due_us=due_us, **kwargs)
 
     def _put_keyed(
@@ -150,7 +156,10 @@ class DelayingChannel(StoringChannel):
         if due_us is None:
             return self.let_wait_keyed(queue, message, keyed)
         # The first queue's copy has replaced the waiting message; this copy is for another queue.
-        return self._put_delayed(queue, due_then(message, due_us), due_us, **kwargs)
+        message = due_then(message, due_us)
+        if self.waits_in_store(message.get("headers")):
+            return self.store_one(entry_of(message, queue, due_us=due_us))
+        return self.let_wait(queue, message, due_us=due_us, **kwargs)
 
     def basic_consume(
         self: Any,

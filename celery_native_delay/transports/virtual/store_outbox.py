@@ -28,14 +28,16 @@ class StoreCollecting(Collecting):
         self: Any, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
     ) -> StoredMessage:
         self.check_reach(due_us)
-        return StoredMessage(Row.of(entry_of(message, None, due_us=due_us)))
+        row = Row.of(entry_of(message, None, due_us=due_us))
+        return StoredMessage(row, joined=self.joins(message.get("headers")))
 
     def _stored(self: Any, message: dict[str, Any], queue: str) -> StoredMessage | None:
-        due_us = self.due_of(message)
-        if due_us is None or not self.waits_in_store(message.get("headers")):
+        due_us = self.stored_us(message)
+        if due_us is None:
             return None
         self.check_reach(due_us)
-        return StoredMessage(Row.of(entry_of(message, queue, due_us=due_us)))
+        row = Row.of(entry_of(message, queue, due_us=due_us))
+        return StoredMessage(row, joined=self.joins(message.get("headers")))
 
 
 class StoreOutbox(CallingOutbox[Any]):

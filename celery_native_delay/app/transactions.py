@@ -1,0 +1,85 @@
+"""Sends an app's tasks with a transaction of the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from celery._state import get_current_task
+from celery.exceptions import Ignore
+
+from ..errors import CannotDelay
+from ..records.interface import RecordName
+from ..settings import DelaySettings
+from ..store import joined
+from ..store.interface import Store
+from ..texts import storable
+from .installation import delaying_channel, installation_of
+
+
+@contextmanager
+def in_transaction(app: Any, session: Any, *, once: bool = False) -> Iterator[None]:
+    """Send the tasks of a ``with`` block if, and only if, a transaction of SQLAlchemy commits.
+
+    Delayed tasks wait in the store. After the commit, this process publishes immediate ones; if it
+    dies before, a worker does so within seconds. With a rollback, also of a savepoint, nothing was
+    sent. Only tasks that this thread (or asyncio task) sends belong to the transaction.
+
+    Args:
+        app: a Celery app whose ``native_delay_store`` is this database.
+        session: a ``Session`` or ``Connection`` of SQLAlchemy 2, or an ``AsyncSession``. The
+            process publishes the immediate tasks of a Connection if the Connection has committed
+            in the block; a worker publishes the others.
+        once: True in a task, whose message may come twice: the transaction also claims the task's
+            id and retry number. If an earlier delivery has committed this claim, Celery's
+            ``Ignore`` ends the task.
+
+    Raises:
+        NoStore: the app has no store, or its store is in Redis.
+        CannotDelay: *session* commits each statement by itself, its transaction has failed, or it
+            is connected to another database than the store.
+        StoreUnavailable: the store's tables are missing, and cannot be created.
+
+    Example:
+        >>> with Session(engine) as session, in_transaction(app, session):
+        ...     session.add(order)
+        ...     remind.apply_async((order.id,), countdown=3 * 86400)
+        ...     session.commit()
+    """
+    store = store_of_app(app)
+    with store.joining(session):
+        if once:
+            task = get_current_task()
+            if task is None:
+                raise CannotDelay("expected in_transaction(…, once=True) in a task that runs")
+            installation = installation_of(app)
+            settings = DelaySettings() if installation is None else installation.settings()
+            if not claim(store, task, days=settings.once_days):
+                raise Ignore("the task has run already, and it is once")
+        yield
+
+
+def store_of_app(app: Any) -> Store:
+    """Return the store of an app. Raises NoStore."""
+    with app.connection_or_acquire() as connection:
+        channel, _ = delaying_channel(app, connection)
+        store: Store = channel.needed_store
+    return store
+
+
+def claim(store: Store, task: Any, *, days: float) -> bool:
+    """Claim the id and retry number of a running task; False if they were claimed before."""
+    request = task.request
+    name = RecordName("claim", storable(f"{task.name}:{request.id}:{request.retries}"))
+    return store.state.claim(name, kept_us=round(days * 86_400_000_000))
+
+
+@contextmanager
+def outside_transaction(app: Any) -> Iterator[None]:
+    """Send the tasks of a ``with`` block at once, although a transaction is open.
+
+    *app* is the Celery app. A rollback of the transaction does not undo these tasks.
+    """
+    with joined.outside_transaction():
+        yield

@@ -1,0 +1,178 @@
+"""A store in the database of a Django project, through Django's own connections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from time import sleep
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from django.db import DataError, Error, IntegrityError, OperationalError, connections, transaction
+from sqlalchemy import Connection, Dialect, Engine, create_engine
+from sqlalchemy.pool import NullPool
+
+from ..errors import CannotDelay, StoreUnavailable, UnsupportedBroker
+from ..per_process import in_forked_children
+from ..within import Within
+from .joined import UsersTransaction, is_outside
+from .sql import SCHEMA, SqlStore
+
+T = TypeVar("T")
+
+#: SQLAlchemy's dialects for the modules that Django connects with.
+_DIALECTS = {
+    "psycopg": "postgresql+psycopg",
+    "psycopg2": "postgresql+psycopg2",
+    "MySQLdb": "mysql+mysqldb",
+    "pymysql": "mysql+pymysql",
+    "sqlite3": "sqlite",
+    "sqlite3.dbapi2": "sqlite",
+}
+
+#: Attempts of a transaction of our own that conflicts with another one, and the pause in seconds.
+_TRIES = 6
+_PAUSE_SECONDS = 0.05
+
+#: The attribute of Django's connection that keeps the user's transaction.
+_KEPT = "_native_delay_transaction"
+
+
+#: Connections of the parent process. Freeing them would close them.
+_inherited: list[Any] = []
+
+
+class DjangoStore(SqlStore):
+    """The waiting tasks of one namespace in a database of Django's ``DATABASES``."""
+
+    def __init__(
+        self, url: str, namespace: str, *, timeout_seconds: float, joins: bool = True
+    ) -> None:
+        self.alias = url.partition(":")[2] or "default"
+        self._joins = joins
+        # For the dialect alone: all statements run on Django's connections.
+        engine = _engine_for(connections[self.alias])
+        super().__init__(url, namespace, timeout_seconds=timeout_seconds, engine=engine)
+        # Django's connections belong to their threads, and have time limits of their own.
+        self._within = None
+        self._apart = Within(timeout_seconds)
+        self.where = f"Django's database {self.alias!r}"
+        in_forked_children(self._leave_to_parent)
+
+    def _leave_to_parent(self) -> None:
+        """Forget the parent's connection in a forked child, as Celery does in its own children."""
+        connection = connections[self.alias]
+        vars(connection).pop(_KEPT, None)  # with its token
+        if connection.connection is not None and not connection.in_atomic_block:
+            _inherited.append(connection.connection)
+            connection.connection = None
+
+    @property
+    def has_absolute_path(self) -> bool:
+        return True
+
+    def users(self) -> UsersTransaction | None:
+        connection = connections[self.alias]
+        if not self._joins or is_outside() or not connection.in_atomic_block:
+            return None
+        kept: UsersTransaction | None = vars(connection).get(_KEPT)
+        if kept is None:
+            self._check_made()
+            kept = _Atomic(self)
+            setattr(connection, _KEPT, kept)
+        return kept
+
+    @property
+    def has_one_transaction(self) -> bool:  # type: ignore[override]
+        return self._joins
+
+    def one_transaction(self) -> AbstractContextManager[Any]:
+        found: AbstractContextManager[Any] = transaction.atomic(using=self.alias)
+        return found
+
+    def do(self, work: Callable[[Connection], T]) -> T:
+        if (users := self.users()) is not None:
+            return users.do(work)
+        if not connections[self.alias].in_atomic_block:
+            return self._alone(work)
+        try:  # a thread has a connection of its own
+            return self._apart(lambda: self._alone(work))
+        except TimeoutError as exc:
+            raise self._unavailable(f"no answer within {self._apart.seconds:g} s") from exc
+
+    def _alone(self, work: Callable[[Connection], T]) -> T:
+        """Call *work* in a transaction of its own, which is repeated after a conflict."""
+        connection = connections[self.alias]
+        for tries_left in reversed(range(_TRIES)):
+            connection.close_if_unusable_or_obsolete()
+            try:
+                with transaction.atomic(using=self.alias):
+                    return work(self.on(connection))
+            except DataError as exc:
+                raise CannotDelay(f"{self.where} refuses the task: {exc}") from exc
+            except (IntegrityError, OperationalError) as exc:
+                if not tries_left or not connection.is_usable():
+                    raise self._unavailable(str(exc)) from exc
+                sleep(_PAUSE_SECONDS)
+            except Error as exc:
+                raise self._unavailable(str(exc)) from exc
+        raise AssertionError("unreachable")
+
+    look_up = do
+
+    def on(self, connection: Any) -> Connection:
+        """Return a SQLAlchemy connection that runs its statements by cursors of Django's."""
+        # Only Django begins, commits and rolls back.
+        nothing = dict.fromkeys(("commit", "rollback", "close"), lambda: None)
+        dbapi: Any = SimpleNamespace(cursor=connection.cursor, is_valid=True, **nothing)
+        return Connection(self.engine, connection=dbapi, _allow_autobegin=False)
+
+    def prepare(self) -> None:
+        self._check_made()
+
+    def make_tables(self) -> None:
+        self._check_made()
+
+    def is_made(self) -> bool:
+        if not self.is_ready:
+            with connections[self.alias].cursor() as cursor:
+                names = connections[self.alias].introspection.table_names(cursor)
+            self.is_ready = {table.name for table in SCHEMA} <= set(names)
+        return self.is_ready
+
+    def _check_made(self) -> None:
+        if not self.is_made():
+            raise StoreUnavailable(
+                f"{self.where} has no tables of this package: add 'celery_native_delay.django' to "
+                f"INSTALLED_APPS, and run `python manage.py migrate --database {self.alias}`"
+            )
+
+
+def _engine_for(connection: Any) -> Engine:
+    module = connection.Database.__name__
+    if module not in _DIALECTS:
+        raise UnsupportedBroker(
+            f"expected the database {connection.alias!r} of Django to be PostgreSQL, MySQL, "
+            f"MariaDB or SQLite, got the driver {module}: set native_delay_store to another "
+            f"database"
+        )
+    return create_engine(f"{_DIALECTS[module]}://", poolclass=NullPool)
+
+
+def dialect_of(connection: Any) -> Dialect:
+    """Return SQLAlchemy's dialect for a connection of Django's. Raises UnsupportedBroker."""
+    return _engine_for(connection).dialect
+
+
+class _Atomic(UsersTransaction):
+    """The transaction that is open on Django's connection of this thread."""
+
+    def __init__(self, store: DjangoStore) -> None:
+        super().__init__()
+        self._store = store
+
+    def do(self, work: Callable[[Any], T]) -> T:
+        return work(self._store.on(connections[self._store.alias]))
+
+    def after_commit(self, call: Callable[[], object]) -> None:
+        transaction.on_commit(call, using=self._store.alias)

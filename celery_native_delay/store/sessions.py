@@ -1,0 +1,91 @@
+"""The transaction of a SQLAlchemy session or connection of the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, event
+from sqlalchemy.orm import Session
+
+from ..errors import CannotDelay
+from .joined import UsersTransaction
+
+T = TypeVar("T")
+
+
+class SessionTransaction(UsersTransaction):
+    """The transaction of a Session, an AsyncSession or a Connection."""
+
+    def __init__(self, session: Any, dialect: str, table: str) -> None:
+        """*dialect* and *table* are the kind of the store's database, and a table of the store."""
+        super().__init__()
+        self._session = getattr(session, "sync_session", session)
+        if not isinstance(self._session, Session | Connection):
+            raise TypeError(
+                f"expected a Session, an AsyncSession or a Connection of SQLAlchemy 2, got "
+                f"{session!r}"
+            )
+        #: Calls that follow the commit. After a rollback they do no harm.
+        self._calls: list[Callable[[], object]] = []
+        self._check(dialect, table)
+
+    def do(self, work: Callable[[Any], T]) -> T:
+        return work(self._connection())
+
+    def after_commit(self, call: Callable[[], object]) -> None:
+        if not self._calls or self._calls[-1] != call:
+            self._calls.append(call)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Make the calls when a transaction of the session ends in the block, or at its end."""
+        is_session = isinstance(self._session, Session)
+        if is_session:
+            event.listen(self._session, "after_transaction_end", self._ended)
+        try:
+            yield
+        finally:
+            if is_session:
+                event.remove(self._session, "after_transaction_end", self._ended)
+        if not self._session.in_transaction():
+            self._call()
+
+    def _ended(self, session: Any, transaction: Any) -> None:
+        if transaction.parent is None:
+            self._call()
+
+    def _call(self) -> None:
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+    def _connection(self) -> Connection:
+        found: Connection = self._session
+        if isinstance(self._session, Session):
+            found = self._session.connection()
+        return found
+
+    def _check(self, dialect: str, table: str) -> None:
+        if isinstance(self._session, Session) and not self._session.is_active:
+            raise CannotDelay(
+                "expected a transaction that can commit, got one that has failed: roll the session "
+                "back first"
+            )
+        connection = self._connection()
+        # The level of create_engine() is known to the dialect alone.
+        level = connection.get_execution_options().get("isolation_level") or getattr(
+            connection.dialect, "_on_connect_isolation_level", None
+        )
+        if level == "AUTOCOMMIT":
+            raise CannotDelay(
+                "expected a transaction, got a connection with the isolation level AUTOCOMMIT: it "
+                "commits each statement by itself"
+            )
+        theirs = connection.dialect
+        if theirs.name != dialect or not theirs.has_table(connection, table):
+            raise CannotDelay(
+                f"expected a transaction of the {dialect} database in native_delay_store, got one "
+                f"of {connection.engine.url.render_as_string()}, which has no table {table}"
+            )

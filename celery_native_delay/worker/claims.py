@@ -1,0 +1,55 @@
+"""Runs a task that is ``once="transaction"`` in one transaction with its claim and its sends."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from celery.exceptions import Ignore
+
+from ..app.transactions import claim, store_of_app
+from ..errors import NoStore
+from ..per_process import PerProcess
+from ..settings import DelaySettings
+from ..store.interface import Store
+
+#: By the id of an app.
+_stores: PerProcess[int, Store] = PerProcess()
+
+
+def claims(task: Any) -> bool:
+    """Return True if the task is ``once="transaction"``."""
+    return getattr(task, "once", False) == "transaction"
+
+
+def check_claims(store: Store) -> None:
+    """Raise NoStore if the store cannot hold the transaction of a task."""
+    if not store.has_one_transaction:
+        raise NoStore(
+            f'expected native_delay_store="django" for tasks that are once="transaction", got '
+            f"{store.where}: set it, or use in_transaction(app, session, once=True) in the task"
+        )
+
+
+def let_claim(app: Any, settings: DelaySettings) -> None:
+    """Wrap the tasks of an app that are ``once="transaction"``, before the pool forks."""
+    for task in app.tasks.values():
+        if claims(task) and not hasattr(task.run, "native_delay_claims"):
+            task.run = _in_one_transaction(app, task, settings)
+
+
+def _in_one_transaction(app: Any, task: Any, settings: DelaySettings) -> Any:
+    body = task.run
+
+    @wraps(body)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if task.request.called_directly or task.request.is_eager:
+            return body(*args, **kwargs)
+        store = _stores.get(id(app), lambda: store_of_app(app))
+        with store.one_transaction():
+            if not claim(store, task, days=settings.once_days):
+                raise Ignore("the task has run already, and it is once")
+            return body(*args, **kwargs)
+
+    run.native_delay_claims = True  # type: ignore[attr-defined]
+    return run

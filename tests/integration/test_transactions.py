@@ -1,0 +1,346 @@
+"""Tasks that are sent in the user's own transaction: sent if, and only if, it commits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import pytest
+from celery import Celery, chain, chord, group
+from kombu import Connection
+from sqlalchemy import Column, Integer, MetaData, Table, create_engine, make_url
+from sqlalchemy.orm import Session
+
+from celery_native_delay import (
+    CannotDelay,
+    Delay,
+    NoStore,
+    StoreUnavailable,
+    in_transaction,
+    install,
+    outside_transaction,
+)
+from celery_native_delay.app.installation import delaying_channel
+from celery_native_delay.bulk import bulk
+from celery_native_delay.store.dispatcher import Relay
+from celery_native_delay.testing import PrivateRabbitMQ
+from pytest_celery_native_delay import installed
+from tests.brokers import in_ci
+from tests.postgresql import find_postgresql, private_postgresql
+from tests.traffic import beside
+from tests.waiting import PATIENCE_SECONDS, wait_until
+
+django = pytest.importorskip("django")
+
+HOUR_SECONDS = 3600
+
+
+@pytest.fixture(scope="module", params=["sqlite", in_ci("postgresql")])
+def database_url(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """The URL of a new database, for SQLAlchemy."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path_factory.mktemp('shop')}/shop.db"
+        return
+    installed(find_postgresql)
+    with private_postgresql() as postgresql:
+        yield postgresql.new_database()
+
+
+def django_settings(url: str) -> dict[str, Any]:
+    place = make_url(url)
+    if place.get_backend_name() == "sqlite":
+        return {"ENGINE": "django.db.backends.sqlite3", "NAME": place.database}
+    return {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": place.database,
+        "USER": place.username,
+        "HOST": place.query["host"],
+    }
+
+
+@pytest.fixture(scope="module")
+def migrated(database_url: str) -> Iterator[Any]:
+    """Django's connections to a database with our tables and a table of orders."""
+    from django.conf import settings
+
+    if not settings.configured:
+        settings.configure(
+            INSTALLED_APPS=["celery_native_delay.django"],
+            DATABASES={"default": django_settings("sqlite:////no/such/default.db")},
+        )
+        django.setup()
+    from django.core.management import call_command
+    from django.db import connections
+
+    connections.settings["shop"] = connections.configure_settings(
+        {"default": {}, "shop": django_settings(database_url)}
+    )["shop"]
+    call_command("migrate", database="shop", verbosity=0)
+    with connections["shop"].cursor() as cursor:
+        cursor.execute("CREATE TABLE orders (number integer)")
+    yield connections["shop"]
+    connections["shop"].close()
+    del connections["shop"], connections.settings["shop"]
+
+
+@pytest.fixture
+def app(vhost_url: str, request: pytest.FixtureRequest) -> Iterator[Celery]:
+    """An app whose store is Django's database, and whose broker is RabbitMQ."""
+    app = Celery("shop", broker=vhost_url, backend="cache+memory://", set_as_current=False)
+    app.conf.task_default_queue = "orders"
+    app.conf.broker_connection_timeout = 1
+    app.conf.broker_transport_options = {"max_retries": 1}
+    namespace = f"test{abs(hash(request.node.nodeid)) % 10**9}"
+    install(app, store="django:shop", namespace=namespace)
+
+    @app.task(name="shop.remind")
+    def remind(*numbers: Any) -> None: ...
+
+    with app.connection_for_write() as connection:
+        app.amqp.queues["orders"](connection.default_channel).declare()
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def atomic(migrated: Any) -> Any:
+    from django.db import transaction
+
+    return partial(transaction.atomic, using="shop")
+
+
+def send(app: Celery, number: int, **options: Any) -> None:
+    app.tasks["shop.remind"].apply_async((number,), task_id=f"order-{number}", **options)
+
+
+def sent(app: Celery) -> list[str]:
+    """The ids of the tasks in the queue, which is then empty."""
+    ids = []
+    with Connection(app.conf.broker_url) as connection, connection.SimpleQueue("orders") as queue:
+        with suppress(queue.Empty):
+            while True:
+                message = queue.get(block=False)
+                message.ack()
+                ids.append(message.headers["id"])
+    return ids
+
+
+def waiting(app: Celery) -> list[str]:
+    return [task.id for task in Delay(app).ls().tasks]
+
+
+@pytest.mark.rabbitmq
+def test_a_task_is_sent_if_and_only_if_its_transaction_commits(app: Celery, atomic: Any) -> None:
+    with suppress(ZeroDivisionError), atomic():
+        send(app, 1)
+        send(app, 2, countdown=HOUR_SECONDS)
+        raise ZeroDivisionError
+    assert (sent(app), waiting(app)) == ([], [])
+    with atomic():
+        send(app, 3)
+        send(app, 4, countdown=HOUR_SECONDS)
+        with suppress(ZeroDivisionError), atomic():  # a savepoint
+            send(app, 5)
+            send(app, 6, countdown=HOUR_SECONDS)
+            raise ZeroDivisionError
+        with atomic():
+            send(app, 7)
+        assert sent(app) == []
+    assert sent(app) == ["order-3", "order-7"]
+    assert waiting(app) == ["order-4"]
+
+
+@pytest.mark.rabbitmq
+def test_every_way_to_send_joins_the_transaction(app: Celery, atomic: Any) -> None:
+    """send_task, chains, groups, chords, bulk and keys; also what is sent while it rolls back."""
+    remind = app.tasks["shop.remind"]
+
+    def send_all() -> None:
+        app.send_task("shop.remind", (1,), task_id="by-name")
+        remind.s(1).set(task_id="alone").delay()
+        chain(remind.si(1).set(task_id="first"), remind.si(2)).delay()
+        group(remind.si(1).set(task_id="one"), remind.si(2).set(task_id="two")).delay()
+        chord([remind.si(1).set(task_id="head")])(remind.si(2))
+        with bulk(app) as outbox:
+            outbox.send(remind, (1,), task_id="bulk")
+            outbox.send(remind, (1,), task_id="later", countdown=HOUR_SECONDS)
+        debounced = remind.s(1).set(task_id="debounced")
+        Delay(app).debounce(debounced, key="user:1", seconds=HOUR_SECONDS)
+
+    with suppress(ZeroDivisionError), atomic():
+        send_all()
+        raise ZeroDivisionError
+    assert (sent(app), waiting(app)) == ([], [])
+    with atomic():
+        send_all()
+        assert sent(app) == []
+    assert sent(app) == ["by-name", "alone", "first", "one", "two", "head", "bulk"]
+    assert sorted(waiting(app)) == ["debounced", "later"]
+
+
+@pytest.mark.rabbitmq
+def test_a_cancel_in_a_transaction_is_undone_with_it(app: Celery, atomic: Any) -> None:
+    send(app, 1, countdown=HOUR_SECONDS)
+    with suppress(ZeroDivisionError), atomic():
+        Delay(app).cancel("order-1")
+        assert waiting(app) == []
+        raise ZeroDivisionError
+    assert waiting(app) == ["order-1"]
+    with atomic():
+        Delay(app).cancel("order-1")
+    assert waiting(app) == []
+
+
+@pytest.mark.rabbitmq
+def test_outside_the_transaction_a_task_is_sent_at_once(app: Celery, atomic: Any) -> None:
+    with suppress(ZeroDivisionError), atomic():
+        with outside_transaction(app):
+            send(app, 1)
+            assert sent(app) == ["order-1"]
+            send(app, 2, countdown=HOUR_SECONDS)
+        send(app, 3)
+        raise ZeroDivisionError
+    assert (sent(app), waiting(app)) == ([], ["order-2"])
+
+
+@pytest.mark.rabbitmq
+def test_sqlalchemys_transaction_sends_tasks_too(
+    app: Celery, database_url: str, migrated: Any
+) -> None:
+    install(app, store=database_url)
+    engine = create_engine(database_url)
+    orders = Table("orders", MetaData(), Column("number", Integer))
+    with Session(engine) as session, in_transaction(app, session):
+        session.execute(orders.insert().values(number=1))
+        send(app, 1)
+        send(app, 2, countdown=HOUR_SECONDS)
+        with suppress(ZeroDivisionError), session.begin_nested():
+            send(app, 3)
+            raise ZeroDivisionError
+        assert sent(app) == []
+        session.commit()
+        assert sent(app) == ["order-1"]
+        send(app, 4)
+        session.rollback()
+        send(app, 5)
+        session.commit()
+    assert sent(app) == ["order-5"]
+    with engine.connect() as connection, in_transaction(app, connection):
+        send(app, 6)
+        connection.commit()
+    assert sent(app) == ["order-6"]
+    assert waiting(app) == ["order-2"]
+    send(app, 7)
+    assert sent(app) == ["order-7"]
+    engine.dispose()
+
+
+@pytest.mark.rabbitmq
+def test_a_transaction_that_cannot_commit_is_refused_before_anything_is_sent(
+    app: Celery, database_url: str, migrated: Any, tmp_path: Any
+) -> None:
+    install(app, store=database_url)
+    engine, other = create_engine(database_url), create_engine(f"sqlite:///{tmp_path}/other.db")
+    with (
+        engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection,
+        pytest.raises(CannotDelay, match="AUTOCOMMIT"),
+        in_transaction(app, connection),
+    ):
+        send(app, 1)
+    with (
+        other.connect() as connection,
+        pytest.raises(CannotDelay, match="no table native_delay_task"),
+        in_transaction(app, connection),
+    ):
+        send(app, 2)
+    with pytest.raises(TypeError, match="expected a Session"), in_transaction(app, engine):
+        send(app, 3)
+    assert sent(app) == []
+    engine.dispose()
+    other.dispose()
+
+
+@pytest.mark.rabbitmq
+def test_a_store_in_redis_joins_no_transaction(app: Celery, database_url: str) -> None:
+    install(app, store="redis://127.0.0.1:1/0")
+    engine = create_engine(database_url)
+    with (
+        engine.connect() as connection,
+        pytest.raises(NoStore, match="the database of the transaction"),
+        in_transaction(app, connection),
+    ):
+        send(app, 1)
+    assert sent(app) == []
+    engine.dispose()
+
+
+@pytest.mark.rabbitmq
+def test_with_store_transactions_off_a_task_is_sent_at_once(app: Celery, atomic: Any) -> None:
+    install(app, store_transactions=False, namespace="off")
+    with suppress(ZeroDivisionError), atomic():
+        send(app, 1)
+        raise ZeroDivisionError
+    assert sent(app) == ["order-1"]
+
+
+@pytest.mark.rabbitmq
+def test_a_database_without_the_tables_is_named_with_the_way_out(
+    app: Celery, migrated: Any, tmp_path: Any
+) -> None:
+    from django.db import connections, transaction
+
+    settings = {**connections.settings["default"], "NAME": str(tmp_path / "empty.db")}
+    connections.settings["empty"] = settings
+    install(app, store="django:empty")
+    with transaction.atomic(using="empty"), pytest.raises(StoreUnavailable, match="migrate"):
+        send(app, 1)
+    assert sent(app) == []
+
+
+@pytest.mark.ci
+@pytest.mark.rabbitmq
+def test_requests_go_on_while_the_broker_is_away_and_their_tasks_follow_in_order(
+    app: Celery, atomic: Any, mortal_url: str, mortal_rabbitmq: PrivateRabbitMQ
+) -> None:
+    app.conf.broker_url = mortal_url
+    with app.connection_for_write() as connection:
+        app.amqp.queues["orders"](connection.default_channel).declare()
+    with atomic():
+        send(app, 0)
+    assert sent(app) == ["order-0"]
+    mortal_rabbitmq.kill()
+    began = monotonic()
+    for number in range(1, 20):
+        with atomic():
+            send(app, number)
+    assert monotonic() - began < PATIENCE_SECONDS
+    mortal_rabbitmq.start()
+    with app.connection_for_write() as connection:
+        channel, settings = delaying_channel(app, connection)
+        dispatcher = channel.worker_part(settings).promoter(app.connection_for_write)
+        with beside(dispatcher.run, stop=dispatcher.stop):
+            wait_until(lambda: dispatcher.promoted == 19)
+    came = [task_id for task_id in sent(app) if task_id != "order-0"]  # its ack may be lost
+    assert came == [f"order-{number}" for number in range(1, 20)]
+
+
+@pytest.mark.rabbitmq
+def test_a_worker_publishes_the_tasks_of_a_process_that_died_after_its_commit(
+    app: Celery, atomic: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Relay, "__call__", lambda self, token: None)
+    with atomic():
+        for number in range(10):
+            send(app, number)
+    assert sent(app) == []
+    with app.connection_for_write() as connection:
+        channel, settings = delaying_channel(app, connection)
+        dispatcher = channel.worker_part(settings).promoter(app.connection_for_write)
+        with beside(dispatcher.run, stop=dispatcher.stop):
+            wait_until(lambda: dispatcher.promoted == 10)
+    assert sent(app) == [f"order-{number}" for number in range(10)]
