@@ -44,7 +44,8 @@ def test_the_examples_send_the_same_tasks(
     fan_out = only("spark-fan-out").text
     for name in ("orders.parquet", "rejected", "ledger"):
         fan_out = fan_out.replace(f'parquet("{name}")', f"parquet({str(tmp_path / name)!r})")
-    exec(fan_out.replace("smear=900", "smear=2"), names)
+    # On a busy machine, the plan alone may take longer than until the due times.
+    exec(fan_out.replace("smear=900", 'smear=2, past="send"'), names)
     shown = code_beside("spark-fan-out", "print(reminders.send())").removesuffix(" …")
     printed = capsys.readouterr().out
     assert shown in printed
