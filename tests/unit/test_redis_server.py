@@ -94,7 +94,7 @@ def test_settings_that_may_lose_messages_are_found(
 
 
 def test_keys_with_a_ttl_may_be_evicted_by_volatile_policies() -> None:
-    """Records of fenced runs and marks of cancelled tasks have a TTL."""
+    """Claims of tasks that are once, and the ids of cancelled tasks, have a TTL."""
     (finding,) = kept(server(maxmemory_policy="volatile-lru"), has_ttls=True)
     assert finding.level == WRONG
 

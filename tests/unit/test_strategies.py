@@ -485,7 +485,7 @@ def test_a_cancelled_task_goes_to_celery_at_once() -> None:
     assert worker.receives(Message({"id": "1", "eta": in_seconds(60)}, cancelled)) == "ran"
 
 
-def test_the_gate_of_an_undecided_task_is_asked_again() -> None:
+def test_a_gate_that_has_not_decided_is_asked_again() -> None:
     """The task stays unacknowledged. It does not run if its connection was lost meanwhile."""
     rulings: list[Ruling | None] = [AskAgain(0.5)]
     worker = Worker(gate=lambda arrival: rulings[-1])
