@@ -154,7 +154,7 @@ def pending(bench: Bench, count: int) -> Iterator[Pending]:
         rounds = Rounds(connection, delays.keys, version=delays.version)
         stack.callback(rounds.close)
         rounds.connect()
-        one = Pending(count, redis, delays.store, rounds)
+        one = Pending(count, redis, delays.own, rounds)
         before = used_bytes(one)
         begin_us = one.store.now_us() + FAR_US
         fill(bench, one, f"redis-store: {count:,} pending", count, lambda index: begin_us + index)

@@ -28,7 +28,7 @@ def delays_of(connection: Any) -> Delays:
 
 
 def store_of(connection: Any) -> Store:
-    return delays_of(connection).store
+    return delays_of(connection).own
 
 
 def promote(store: Store) -> HandedOver:
