@@ -233,7 +233,7 @@ def test_restarts_and_a_memory_alarm_of_the_broker_lose_no_task(
 
         def third() -> None:
             try:
-                send("third", max_rate=200.0)
+                send("third", max_rate=120.0)
             except BaseException as exc:
                 errors.append(exc)
 
