@@ -31,6 +31,7 @@ from benchmarks import (
     store,
     throughput,
     waiting,
+    worker_cost,
 )
 from benchmarks.measuring import BROKER_OPTIONS, Bench, Result, load_average, log, machine
 from celery_native_delay.testing import BrokerFailed, BrokerMissing, PrivateRabbitMQ
@@ -50,6 +51,7 @@ SCENARIOS: dict[str, Scenario] = {
     "bulk": bulk,
     "lateness": lateness,
     "throughput": throughput,
+    "worker-cost": worker_cost,
     "declare": declare,
     "steady": steady,
     "redis-store": redis_store,
