@@ -31,6 +31,7 @@ from ..records.publishing import RecordedPublish, publishing
 from ..schedules.entry import Entry, Unreadable
 from ..schedules.release import GONE_US, Release, Rival, rivalled, taken_over
 from ..schedules.state import (
+    BEAT_TASK,
     HEADER,
     VERSION,
     Discarded,
@@ -493,7 +494,7 @@ class Schedules:
         if after.id is None or after.due_us is None:
             return self._ask(lambda records: records.change(self._name(name), rule))
         mark = {"v": VERSION, "app": self._whose, "entry": name, "number": after.number}
-        headers = {"celery_beat_task": True, HEADER: mark}
+        headers = {BEAT_TASK: True, HEADER: mark}
         publish = RecordedPublish(after.id, self._name(name), rule)
         with publishing(publish):
             entry = self._entry_of(name, after)

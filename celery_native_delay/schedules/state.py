@@ -20,6 +20,9 @@ from .entry import Entry
 #: The header of an occurrence: the names of app and schedule entry, and the occurrence's number.
 HEADER = "native_delay_schedule"
 
+#: The header of each task that celery beat sends, and this package for a schedule entry.
+BEAT_TASK = "celery_beat_task"
+
 VERSION = 1
 
 #: An occurrence that is overdue by a minute and does not wait in the broker may be lost.

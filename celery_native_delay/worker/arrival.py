@@ -52,7 +52,7 @@ class Arrival:
         """The queue that delivered the message, or "" if unknown, as after a fanout on Redis."""
         return queue_of(self.consumer, self.message)
 
-    @cached_property
+    @property
     def delayed(self) -> Delayed | None:
         """The parsed header ``native_delay``, or None if the message did not wait."""
         return getattr(self.message, "native_delay", None)

@@ -10,7 +10,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 import celery.worker.consumer.delayed_delivery
-from celery import bootsteps, signals
+from celery import bootsteps
 from celery.worker.consumer.tasks import Tasks
 
 from ..app.delay import adopt_rates
@@ -18,7 +18,6 @@ from ..app.installation import installation_of, keep_celerys_own_off
 from ..app.retrying import teach_tasks
 from ..app.schedules import schedule_records, scheduler_class
 from ..errors import NativeDelayError, SettingsError, StoreUnavailable, described
-from ..now import utc_now
 from ..settings import DelaySettings
 from ..transports.interface import (
     Promoter,
@@ -34,7 +33,7 @@ from .once import Once
 from .rating import Rated
 from .revoked import Revoked
 from .scheduling import LeftToBeat, Scheduling
-from .strategies import GatedStrategies, Waker, forget_eta
+from .strategies import GatedStrategies, Waker
 from .tallying import Tallying
 from .telemetry import Telemetry
 from .unique import Unique
@@ -111,7 +110,11 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         # Unique comes last: this gate takes the key's lease, after which the task must not wait.
         once, unique = Once(c.app, settings), Unique(c.app)
         passed = gates(settings, self._revoked, self._scheduling, self._rated, once, unique)
-        c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)
+
+        def has_gates(task: str) -> bool:
+            return self._rated is not None or once.concerns(task)
+
+        c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying, has_gates)
         if settings.telemetry is not None:
             self._telemetry = Telemetry(installation, c, settings.telemetry)
             self._telemetry.connect()
@@ -222,10 +225,3 @@ def _check_records(app: Any, settings: DelaySettings) -> None:
             connection.default_channel.records(settings)
         if any(map(claims, app.tasks.values())):
             check_claims(connection.default_channel.needed_store)
-
-
-@signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]
-def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Let Celery run a due task without the ETA timer, which is slow."""
-    if installation_of(sender.app) is not None:
-        forget_eta(request, utc_now())

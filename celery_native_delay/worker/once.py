@@ -41,7 +41,9 @@ class Once:
         self._warned = False
 
     def __call__(self, arrival: Arrival) -> Ruling | None:
-        if not arrival.has_headers or not self._is_once(arrival):
+        if not arrival.has_headers:
+            return None
+        if not arrival.fields.get(ONCE) and not self.concerns(arrival.name):
             return None
         if arrival.id in worker_state.revoked:
             return None
@@ -63,10 +65,10 @@ class Once:
         arrival.message.headers[ONCE] = token
         return None
 
-    def _is_once(self, arrival: Arrival) -> bool:
-        if arrival.fields.get(ONCE) or self._settings.is_once(arrival.name):
-            return True
-        return getattr(self._app.tasks.get(arrival.name), "once", False) is True
+    def concerns(self, task: str) -> bool:
+        """Return True if each task of this name is ``once``, by a setting or its decorator."""
+        by_decorator = getattr(self._app.tasks.get(task), "once", False) is True
+        return by_decorator or self._settings.is_once(task)
 
 
 def _name(task: str, task_id: str, retries: Any) -> str:

@@ -13,7 +13,7 @@ from celery.utils.log import get_logger
 
 from ..app.schedules import Schedules
 from ..errors import described
-from ..schedules.state import EXPIRED, HEADER, occurrence_of
+from ..schedules.state import BEAT_TASK, EXPIRED, HEADER, occurrence_of
 from .arrival import Arrival, AskAgain, Drop, Ruling
 
 logger = get_logger(__name__)
@@ -39,7 +39,7 @@ class Scheduling:
         headers = arrival.fields if arrival.has_headers else {}
         occurrence = occurrence_of(headers)
         if occurrence is None:
-            if headers.get("celery_beat_task"):
+            if headers.get(BEAT_TASK):
                 # Plain Celery's beat does not send the entry's name.
                 self._note_beat(str(headers.get("periodic_task_name") or arrival.name))
             return None

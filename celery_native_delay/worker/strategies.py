@@ -6,7 +6,7 @@ Celery.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -22,7 +22,11 @@ from celery.utils.log import get_logger
 from celery.worker import state
 from kombu.exceptions import ContentDisallowed, DecodeError
 
-from ..now import time_ns
+from ..keyed.record import HEADER as KEY
+from ..message import ONCE
+from ..now import time_ns, utc_now
+from ..schedules.state import BEAT_TASK
+from ..schedules.state import HEADER as OCCURRENCE
 from ..transports.interface import Wait
 from .arrival import (
     CLOCK_SKEW_US,
@@ -42,7 +46,16 @@ _cancelled: dict[str, bool] = {}
 
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]
-def list_as_revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
+def received(sender: Any = None, request: Any = None, **_: Any) -> None:
+    """Prepare a task that has passed the gates; the only receiver, as each costs some µs a task."""
+    strategies = sender.strategies
+    if isinstance(strategies, GatedStrategies):
+        list_as_revoked(request)
+        forget_eta(request)
+        strategies.tallying.received(request)
+
+
+def list_as_revoked(request: Any) -> None:
     """Add a cancelled task to Celery's revoked list, so that the task does not run."""
     # https://github.com/celery/celery/blob/v5.5.0/celery/worker/request.py#L711
     if request.id in _cancelled and request.id not in state.revoked:
@@ -100,19 +113,27 @@ class GatedStrategies(dict[str, Any]):
         gates: tuple[Gate, ...],
         put_back: Callable[[Wait, Callable[[], Any], Callable[[], Any]], bool],
         tallying: Tallying,
+        has_gates: Callable[[str], bool] = lambda _: True,
     ) -> None:
+        """*has_gates* tells if some gate asks about each task of a name."""
         super().__init__()
         self._consumer = consumer
         self._gates = gates
         self._put_back = put_back
-        self._tallying = tallying
+        self.tallying = tallying
+        self._has_gates = has_gates
         self.wake: Callable[[], Any] = lambda: None
 
     def __setitem__(self, name: str, strategy: Callable[..., Any]) -> None:
+        has_gates = self._has_gates(name)
+
         def on_task(
             message: Any, payload: Any, ack: Any, reject: Any, callbacks: Any, **kwargs: Any
         ) -> None:
             fields = payload if isinstance(payload, dict) else message.headers
+            if not has_gates and _is_unmarked(message, fields):
+                strategy(message, payload, ack, reject, callbacks, **kwargs)
+                return
             arrival = Arrival(message, fields, self._consumer, time_ns() // 1000)
             freeing = partial(self._reject, arrival, reject)
             run = partial(strategy, message, payload, ack, freeing, callbacks, **kwargs)
@@ -181,7 +202,7 @@ class GatedStrategies(dict[str, Any]):
         if arrival.delayed is None:
             task.run()
             return
-        self._tallying.passing = message
+        self.tallying.passing = message
         try:
             if fields.get("eta") and arrival.has_headers and not arrival.is_early:
                 # Celery would parse the ETA for its timer, which takes 20 µs.
@@ -193,7 +214,7 @@ class GatedStrategies(dict[str, Any]):
             else:
                 task.run()
         finally:
-            self._tallying.passing = None
+            self.tallying.passing = None
 
     def _drop(self, task: _Task, ruling: Drop) -> None:
         arrival, consumer = task.arrival, self._consumer
@@ -201,7 +222,7 @@ class GatedStrategies(dict[str, Any]):
             "native delay: task %s[%s] is dropped: %s", arrival.name, arrival.id, ruling.why
         )
         if ruling.expired:
-            self._tallying.expired(arrival.message)
+            self.tallying.expired(arrival.message)
             never_runs(consumer, arrival.fields, arrival.id)
         dispatcher = consumer.event_dispatcher if ruling.event else None
         if dispatcher is not None and dispatcher.enabled:
@@ -276,6 +297,19 @@ class GatedStrategies(dict[str, Any]):
         return consumer.hub is None and getattr(consumer.pool, "is_green", False)
 
 
+#: The headers that gates read, apart from ``eta``.
+_READ = frozenset((KEY, ONCE, OCCURRENCE, BEAT_TASK))
+
+
+def _is_unmarked(message: Any, fields: Mapping[str, Any]) -> bool:
+    """Return True if a message passes all gates that do not ask by the name of its task.
+
+    Such a message has not waited, and has neither an ETA nor a header that a gate reads.
+    """
+    waited = getattr(message, "native_delay", None) is not None
+    return not waited and not fields.get("eta") and fields.keys().isdisjoint(_READ)
+
+
 class Waker:
     """Wakes up a worker's event loop, so that new callbacks run at once."""
 
@@ -302,12 +336,12 @@ class Waker:
             self._reader.recv(4096)
 
 
-def forget_eta(request: Any, now: datetime) -> None:
+def forget_eta(request: Any, now: datetime | None = None) -> None:
     """Let Celery run a due task without the ETA timer. ``task.request.eta`` does not change."""
     kept: str | None = getattr(request.message, "kept_eta", None)
     if kept is not None:
         request.request_dict["eta"] = kept
     elif request.eta is not None:
         waited = getattr(request.message, "native_delay", None) is not None
-        if request.eta <= now + (_CLOCK_SKEW if waited else _NONE):
+        if request.eta <= (now or utc_now()) + (_CLOCK_SKEW if waited else _NONE):
             request._eta = None

@@ -37,7 +37,6 @@ class Tallying:
 
     def start(self) -> None:
         """Send the counts of delayed messages every second, over a new connection."""
-        signals.task_received.connect(self._on_received, weak=False)
         signals.task_revoked.connect(self._on_revoked, weak=False)
         self.send()
         self._timer = self._consumer.timer.call_repeatedly(INTERVAL_SECONDS, self.send)
@@ -50,7 +49,6 @@ class Tallying:
             self.send()
 
     def shutdown(self) -> None:
-        signals.task_received.disconnect(self._on_received)
         signals.task_revoked.disconnect(self._on_revoked)
 
     def send(self) -> None:
@@ -73,8 +71,9 @@ class Tallying:
     def expired(self, message: Any) -> None:
         self._count(message, "expired")
 
-    def _on_received(self, sender: Any = None, request: Any = None, **_: Any) -> None:
-        if sender is not self._consumer or not self._sends_events:
+    def received(self, request: Any) -> None:
+        """Count a received task, and later its start."""
+        if not self._sends_events:
             return
         if request.name in self._rated:
             with self._lock:

@@ -190,6 +190,36 @@ def nothing_revoked() -> Iterator[None]:
     strategies._cancelled.clear()
 
 
+@pytest.mark.parametrize(
+    ("name", "headers", "waited", "asked"),
+    [
+        ("t", {}, None, False),
+        ("t", {"eta": None, "expires": "2000-01-01T00:00:00"}, None, False),
+        ("once", {}, None, True),
+        ("t", {}, delayed(), True),
+        ("t", {"eta": "2000-01-01T00:00:00"}, None, True),
+        *(("t", {header: {}}, None, True) for header in strategies._READ),
+    ],
+)
+def test_gates_are_asked_only_about_messages_that_concern_them(
+    name: str, headers: dict[str, Any], waited: Delayed | None, asked: bool
+) -> None:
+    """A task's name, an ETA, a wait or a header of ours; others go to Celery at once."""
+    questions: list[Arrival] = []
+    ran: list[Any] = []
+    consumer = Consumer()
+    gated = GatedStrategies(
+        consumer,
+        (questions.append,),  # type: ignore[arg-type]
+        lambda *_: True,
+        Tallying(consumer),
+        has_gates=lambda task: task == "once",
+    )
+    gated[name] = lambda *args: ran.append(args)
+    gated[name](Message({"id": "1", **headers}, waited), None, "ack", "reject", [])
+    assert (len(ran), bool(questions)) == (1, asked)
+
+
 def test_an_early_task_is_put_back_with_its_queue_and_due_time() -> None:
     worker, eta = Worker(), in_seconds(60)
     message = Message({"id": "1", "eta": eta})

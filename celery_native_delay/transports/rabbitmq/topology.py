@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -112,6 +112,7 @@ class Level:
         return range(unit, unit << self.width, unit)
 
 
+@lru_cache(maxsize=1024)  # a worker asks for each queue that a message has passed
 def is_delay_name(name: str) -> bool:
     """Return True if a queue or exchange name belongs to this package."""
     return _OURS.match(name) is not None

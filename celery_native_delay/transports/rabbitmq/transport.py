@@ -47,8 +47,14 @@ class Message(pyamqp.Message):  # type: ignore[misc]
 
     #: Destination and due time; None for a message that was not delayed.
     native_delay: Delayed | None = None
-    #: The body before decompression.
-    raw_body: bytes = b""
+    #: The body before decompression, a text if py-amqp has decoded it.
+    wire_body: bytes | str = b""
+
+    @property
+    def raw_body(self) -> bytes:
+        """The body before decompression."""
+        body = self.wire_body or b""
+        return body.encode(self.content_encoding) if isinstance(body, str) else bytes(body)
 
 
 class Channel(StoringChannel, pyamqp.Channel):  # type: ignore[misc]
@@ -228,12 +234,6 @@ class Channel(StoringChannel, pyamqp.Channel):  # type: ignore[misc]
             self.delays.preparation.prepare_to_consume(queue)
         return super().basic_consume(queue, *args, **kwargs)
 
-    def dispatch_method(self, method_sig: tuple[int, int], payload: bytes, content: Any) -> Any:
-        """Keep a message's raw body, so that a worker can delay the message again."""
-        if content is not None:
-            content.__dict__["raw_body"] = bytes(content.body or b"")
-        return super().dispatch_method(method_sig, payload, content)
-
     def message_to_python(self, raw_message: Any) -> Any:
         """Return the received message with the properties that the user published."""
         unwrapped = unwrap(raw_message.properties, raw_message.delivery_info)
@@ -242,7 +242,7 @@ class Channel(StoringChannel, pyamqp.Channel):  # type: ignore[misc]
             raw_message.properties, raw_message.delivery_info, delayed = unwrapped
         message = super().message_to_python(raw_message)
         message.native_delay = delayed
-        message.raw_body = raw_message.__dict__.get("raw_body", b"")
+        message.wire_body = raw_message.body  # a worker may delay the message again
         return message
 
 

@@ -103,11 +103,12 @@ def unwrap(
     Return None if the message has no header of this package. The parsed header is None if the
     message was not delayed: a worker without this package retried a task, and copied the header.
     """
-    headers = dict(properties.get("application_headers") or {})
-    header = headers.pop(HEADER, None)
-    delayed = Delayed.of(header)
-    if delayed is None:
+    headers = properties.get("application_headers")
+    delayed = Delayed.of(headers.get(HEADER)) if headers else None
+    if headers is None or delayed is None:
         return None
+    headers = dict(headers)
+    header = headers.pop(HEADER)
     opened = dict(properties)
     info = dict(delivery_info or {})
     # The message's last exchange is one of ours. If the message passed a landing queue or was
@@ -139,6 +140,8 @@ def _without_our_deaths(headers: dict[str, Any], earlier: Mapping[str, Any]) -> 
     if not earlier and headers.keys().isdisjoint(DEATH_HEADERS):
         return headers
     kept = without_deaths(headers)
+    if not earlier:
+        return kept
     later = kept.get("x-death", [])
     if not _FIRST.isdisjoint(earlier):
         kept = {name: kept[name] for name in kept.keys() - _FIRST}
