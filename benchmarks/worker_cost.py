@@ -17,8 +17,8 @@ from benchmarks.charts import quartile_bars
 from benchmarks.measuring import Bench, Result, Target, median, quartiles
 from celery_native_delay.bulk import bulk
 
-ROUNDS = 7
-TASKS = 4000
+ROUNDS = 6
+TASKS = 3000
 """The number of tasks of one variant in one round."""
 DELAY_SECONDS = (20.0, 40.0)
 """The shortest and the longest delay. Such a task passes about three delay queues."""
