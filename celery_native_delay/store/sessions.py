@@ -10,7 +10,7 @@ from sqlalchemy import Connection, event
 from sqlalchemy.orm import Session
 
 from ..errors import CannotDelay
-from .joined import UsersTransaction
+from .joined import UsersTransaction, outside_transaction
 
 T = TypeVar("T")
 
@@ -58,8 +58,9 @@ class SessionTransaction(UsersTransaction):
 
     def _call(self) -> None:
         calls, self._calls = self._calls, []
-        for call in calls:
-            call()
+        with outside_transaction():  # else the relay's changes would need the user's next commit
+            for call in calls:
+                call()
 
     def _connection(self) -> Connection:
         found: Connection = self._session

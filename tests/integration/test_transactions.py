@@ -134,6 +134,12 @@ def waiting(app: Celery) -> list[str]:
     return [task.id for task in Delay(app).ls().tasks]
 
 
+def taken(app: Celery) -> int:
+    """The number of rows in the store that would be published when their lease ends."""
+    with app.connection_for_write() as connection:
+        return delaying_channel(app, connection)[0].needed_store.census().taken
+
+
 @pytest.mark.rabbitmq
 def test_a_task_is_sent_if_and_only_if_its_transaction_commits(app: Celery, atomic: Any) -> None:
     with suppress(ZeroDivisionError), atomic():
@@ -151,7 +157,7 @@ def test_a_task_is_sent_if_and_only_if_its_transaction_commits(app: Celery, atom
         with atomic():
             send(app, 7)
         assert sent(app) == []
-    assert sent(app) == ["order-3", "order-7"]
+    assert (sent(app), taken(app)) == (["order-3", "order-7"], 0)
     assert waiting(app) == ["order-4"]
 
 
@@ -225,6 +231,7 @@ def test_sqlalchemys_transaction_sends_tasks_too(
         assert sent(app) == []
         session.commit()
         assert sent(app) == ["order-1"]
+        assert (session.in_transaction(), taken(app)) == (False, 0)  # it is not sent again
         send(app, 4)
         session.rollback()
         send(app, 5)
@@ -233,7 +240,7 @@ def test_sqlalchemys_transaction_sends_tasks_too(
     with engine.connect() as connection, in_transaction(app, connection):
         send(app, 6)
         connection.commit()
-    assert sent(app) == ["order-6"]
+    assert (sent(app), taken(app)) == (["order-6"], 0)
     assert waiting(app) == ["order-2"]
     send(app, 7)
     assert sent(app) == ["order-7"]
