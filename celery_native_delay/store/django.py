@@ -73,7 +73,7 @@ class DjangoStore(SqlStore):
 
     def users(self) -> UsersTransaction | None:
         connection = connections[self.alias]
-        if not self._joins or is_outside() or not connection.in_atomic_block:
+        if not self._joins or is_outside() or not _is_in_transaction(connection):
             return None
         kept: UsersTransaction | None = vars(connection).get(_KEPT)
         if kept is None:
@@ -93,25 +93,37 @@ class DjangoStore(SqlStore):
     def do(self, work: Callable[[Connection], T]) -> T:
         if (users := self.users()) is not None:
             return users.do(work)
-        if not connections[self.alias].in_atomic_block:
+        if not _is_in_transaction(connections[self.alias]):
             return self._alone(work)
         try:  # a thread has a connection of its own
-            return self._apart(lambda: self._alone(work))
+            return self._apart(lambda: self._apart_alone(work))
         except TimeoutError as exc:
             raise self._unavailable(f"no answer within {self._apart.seconds:g} s") from exc
 
+    def _apart_alone(self, work: Callable[[Connection], T]) -> T:
+        try:
+            return self._alone(work)
+        finally:
+            connections[self.alias].close_if_unusable_or_obsolete()
+
     def _alone(self, work: Callable[[Connection], T]) -> T:
-        """Call *work* in a transaction of its own, which is repeated after a conflict."""
+        """Call *work* in a transaction of its own, which is repeated after a conflict.
+
+        A connection that the server has closed is replaced. Any other stays open: it may have
+        locks, cursors and temporary tables of the user.
+        """
         connection = connections[self.alias]
+        if connection.connection is not None and not connection.is_usable():
+            connection.close()
         for tries_left in reversed(range(_TRIES)):
-            connection.close_if_unusable_or_obsolete()
             try:
                 with transaction.atomic(using=self.alias):
                     return work(self.on(connection))
             except DataError as exc:
                 raise CannotDelay(f"{self.where} refuses the task: {exc}") from exc
             except (IntegrityError, OperationalError) as exc:
-                if not tries_left or not connection.is_usable():
+                is_lost = connection.connection is None or not connection.is_usable()
+                if is_lost or not tries_left:
                     raise self._unavailable(str(exc)) from exc
                 sleep(_PAUSE_SECONDS)
             except Error as exc:
@@ -148,6 +160,12 @@ class DjangoStore(SqlStore):
             )
 
 
+def _is_in_transaction(connection: Any) -> bool:
+    """Return True in ``atomic``, and after ``set_autocommit(False)``. Connects to nothing."""
+    is_open = connection.connection is not None
+    return bool(connection.in_atomic_block or (is_open and not connection.autocommit))
+
+
 def _engine_for(connection: Any) -> Engine:
     module = connection.Database.__name__
     if module not in _DIALECTS:
@@ -175,4 +193,6 @@ class _Atomic(UsersTransaction):
         return work(self._store.on(connections[self._store.alias]))
 
     def after_commit(self, call: Callable[[], object]) -> None:
-        transaction.on_commit(call, using=self._store.alias)
+        # After set_autocommit(False) Django tells no commit, and a worker publishes the rows.
+        if connections[self._store.alias].in_atomic_block:
+            transaction.on_commit(call, using=self._store.alias)

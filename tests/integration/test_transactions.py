@@ -215,6 +215,40 @@ def test_outside_the_transaction_a_task_is_sent_at_once(app: Celery, atomic: Any
 
 
 @pytest.mark.rabbitmq
+def test_a_send_leaves_the_users_connection_as_it_is(
+    app: Celery, atomic: Any, migrated: Any
+) -> None:
+    """Its locks, cursors and temporary tables belong to the user; a closed one is replaced."""
+    with atomic():
+        pass
+    users = migrated.connection
+    send(app, 1, countdown=HOUR_SECONDS)
+    with atomic():
+        send(app, 2)
+    assert migrated.connection is users
+    if migrated.vendor == "postgresql":  # SQLite's connections do not end
+        users.close()
+        send(app, 3, countdown=HOUR_SECONDS)
+        assert waiting(app) == ["order-1", "order-3"]
+
+
+@pytest.mark.rabbitmq
+def test_a_task_is_sent_with_a_transaction_that_the_user_began_by_hand(
+    app: Celery, atomic: Any, migrated: Any
+) -> None:
+    """After ``set_autocommit(False)``. Django tells no commit, so a worker publishes the task."""
+    migrated.set_autocommit(False)
+    send(app, 1)
+    send(app, 2, countdown=HOUR_SECONDS)
+    migrated.rollback()
+    send(app, 3)
+    send(app, 4, countdown=HOUR_SECONDS)
+    migrated.commit()
+    migrated.set_autocommit(True)
+    assert (sent(app), taken(app), waiting(app)) == ([], 1, ["order-4"])
+
+
+@pytest.mark.rabbitmq
 def test_sqlalchemys_transaction_sends_tasks_too(
     app: Celery, database_url: str, migrated: Any
 ) -> None:
