@@ -195,6 +195,12 @@ def installation_of(app: Any) -> Installation | None:
     return installation
 
 
+def is_in_clock(app: Any) -> bool:
+    """Return True within the ``with`` block of a test clock, which has a store of its own."""
+    installation = installation_of(app)
+    return installation is not None and installation.test_broker is not None
+
+
 def installed(app: Any) -> Installation:
     """Return the :class:`Installation` of *app*. Raises SettingsError without ``install(app)``."""
     found = installation_of(checked_app(app))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from celery._state import get_current_task
@@ -15,7 +15,7 @@ from ..settings import DelaySettings
 from ..store import joined
 from ..store.interface import Store
 from ..texts import storable
-from .installation import delaying_channel, installation_of
+from .installation import delaying_channel, installation_of, is_in_clock
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def in_transaction(app: Any, session: Any, *, once: bool = False) -> Iterator[No
         ...     session.commit()
     """
     store = store_of_app(app)
-    with store.joining(session):
+    with nullcontext() if is_in_clock(app) else store.joining(session):
         if once:
             task = get_current_task()
             if task is None:

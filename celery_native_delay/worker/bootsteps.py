@@ -224,4 +224,4 @@ def _check_records(app: Any, settings: DelaySettings) -> None:
         if settings.once or any(getattr(task, "once", False) for task in app.tasks.values()):
             connection.default_channel.records(settings)
         if any(map(claims, app.tasks.values())):
-            check_claims(connection.default_channel.needed_store)
+            check_claims(app, connection.default_channel.needed_store)

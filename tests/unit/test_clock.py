@@ -15,8 +15,19 @@ from celery import Celery, chord, current_app, shared_task
 from celery.exceptions import NotRegistered
 from celery.schedules import crontab
 from kombu.transport import memory
+from sqlalchemy import create_engine
+from sqlalchemy.orm import Session
 
-from celery_native_delay import Delay, Rate, RetryAfter, SettingsError, Verdict, install, now
+from celery_native_delay import (
+    Delay,
+    Rate,
+    RetryAfter,
+    SettingsError,
+    Verdict,
+    in_transaction,
+    install,
+    now,
+)
 from celery_native_delay.clock import Clock, StillWaiting, running
 
 pytest_plugins = ["pytester"]
@@ -583,3 +594,24 @@ def test_retry_after_in_an_eager_task_that_is_older_than_install() -> None:
     install(app)
     assert limited.apply().successful()
     assert ran == [0, 1]
+
+
+def test_tasks_of_transactions_run_although_the_clock_has_its_own_store(ran: list[Any]) -> None:
+    app = install(Celery("shop", broker=UNREACHABLE), store="django")
+
+    @app.task(name="remind", once="transaction")
+    def remind(order: int) -> None:
+        ran.append(order)
+
+    @app.task(name="charge")
+    def charge(order: int) -> None:
+        engine = create_engine("sqlite://")
+        with Session(engine) as session, in_transaction(app, session, once=True):
+            remind.apply_async((order,), countdown=DAY)
+            session.commit()
+
+    for order in (1, 2):
+        with Clock(app) as clock:
+            charge.delay(order)
+            clock.advance(days=1)
+    assert ran == [1, 2]
