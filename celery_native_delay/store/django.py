@@ -174,7 +174,9 @@ def _engine_for(connection: Any) -> Engine:
             f"MariaDB or SQLite, got the driver {module}: set native_delay_store to another "
             f"database"
         )
-    return create_engine(f"{_DIALECTS[module]}://", poolclass=NullPool)
+    # Django's cursors expect "%s" on SQLite, too.
+    style = {"paramstyle": "format"} if connection.vendor == "sqlite" else {}
+    return create_engine(f"{_DIALECTS[module]}://", poolclass=NullPool, **style)
 
 
 def dialect_of(connection: Any) -> Dialect:

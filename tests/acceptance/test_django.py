@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -70,6 +71,35 @@ def test_settings_have_celerys_prefix(site: Path) -> None:
         "print('namespace', installation_of(app).settings().namespace)"
     )
     assert "namespace shop_delay\n" in manage(site, "manage.py", "shell", "-c", asked)
+
+
+def test_tasks_are_sent_with_the_transaction_as_shown(site: Path) -> None:
+    """On SQLite; the transaction of the guide commits once, and is rolled back once."""
+    add(site / "shop/settings.py", only("django-transactions-settings").text)
+    (site / "orders/test_transactions.py").write_text(only("transactions-tests").text)
+    assert "Ran 5 tests" in manage(site, "manage.py", "test")
+    manage(site, "manage.py", "migrate")
+    servers = 'CELERY_BROKER_URL = "memory://"\nCELERY_RESULT_BACKEND = None\n'
+    add(site / "shop/settings.py", servers)
+    example = only("transactions-django").text
+    program = f"""
+from celery_native_delay import Delay
+from django.db import transaction
+from orders.models import Order
+from orders.tasks import confirm, remind
+from shop.celery import app
+
+try:
+    with transaction.atomic():
+{indent(example, " " * 8)}
+        raise ZeroDivisionError
+except ZeroDivisionError:
+    print("rolled back:", Order.objects.count(), Delay(app).count())
+{example}
+print("committed:", Order.objects.count(), Delay(app).count())
+"""
+    told = manage(site, "manage.py", "shell", "-c", program)
+    assert "rolled back: 0 0\ncommitted: 1 1\n" in told
 
 
 @pytest.mark.skipif(django.VERSION >= (6, 1), reason="django-celery-beat 2.9 needs Django < 6.1")

@@ -20,6 +20,8 @@ import pytest
 from celery import Celery
 from celery.bin.celery import celery as celery_command
 from kombu import Connection
+from sqlalchemy import create_engine, select
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import celery_native_delay
 from benchmarks.command import SCENARIOS
@@ -27,6 +29,7 @@ from celery_native_delay import Delay, DelaySettings, Rate, RetryAfter, install
 from celery_native_delay.app.install import installation_of
 from celery_native_delay.app.schedules import Schedules
 from celery_native_delay.cli import delay
+from celery_native_delay.clock import Clock
 from celery_native_delay.rates.line import Asked
 from celery_native_delay.settings import setting_names
 from celery_native_delay.testing import PrivateRedis, require_rabbitmq, require_redis
@@ -299,6 +302,45 @@ def test_the_store_example_is_an_app_whose_delayed_tasks_wait(
     app.send_task("shop.remind", countdown=60)
     assert Delay(app).count() == 1
     assert len(list((tmp_path / "queues").iterdir())) == 1
+
+
+def test_transactions_of_sqlalchemy_work_as_shown(tmp_path: Path) -> None:
+    class Base(DeclarativeBase):
+        pass
+
+    class Order(Base):
+        __tablename__ = "orders"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    class Payment(Base):
+        __tablename__ = "payments"
+        order_id: Mapped[int] = mapped_column(primary_key=True)
+
+    url = f"sqlite:///{tmp_path}/shop.db"
+    engine = create_engine(url)
+    Base.metadata.create_all(engine)
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    install(app, store=url)
+
+    @app.task(name="shop.remind")
+    def remind(order_id: int) -> None: ...
+
+    names = {"app": app, "engine": engine, "Session": Session, "order": Order(), "remind": remind}
+    exec(only("transactions-sqlalchemy").text, names)
+    assert Delay(app).count() == 1
+    names |= {"Payment": Payment}
+    exec(only("transactions-once").text, names)
+    assert names["charge"].once == "transaction"
+    exec(
+        only("transactions-once-sqlalchemy").text.replace("acks_late", "name='paid', acks_late"),
+        names,
+    )
+    with Clock(app) as clock:
+        names["charge"].delay(7)
+        clock.advance(seconds=1)
+    with Session(engine) as session:
+        assert session.scalars(select(Payment.order_id)).all() == [7]
+    engine.dispose()
 
 
 @pytest.mark.ci
