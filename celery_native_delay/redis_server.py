@@ -15,6 +15,12 @@ from .finding import ADVICE, UNCHECKED, WRONG, Finding, clock_finding
 #: TTL of the key that a check writes, in seconds.
 _TRIED_SECONDS = 5
 
+#: A script that calls what other scripts do. KEYS a key to write. ARGV its TTL in seconds.
+_TRIAL = "redis.call('TIME') redis.call('SET', KEYS[1], '', 'EX', ARGV[1])"
+
+#: What a user of Redis needs, on the keys of a namespace. Redis brokers need more.
+RIGHTS = "+@connection +@read +@write +@scripting +info +time"
+
 #: The first version with ZRANGE … BYSCORE. kombu's own consumers need this command, too.
 OLDEST_REDIS = (6, 2)
 
@@ -171,21 +177,21 @@ def findings(client: Any, *, key: str, where: str) -> Iterator[Finding]:
     """
     check = "store"
     try:
-        client.ping()
+        client.eval(_TRIAL, 1, key, _TRIED_SECONDS)
+    except ResponseError as exc:
+        problem = f"{where} cannot be written to: {type(exc).__name__}: {exc}"
+        remedy = f"name a primary with free memory and disk, and grant its user {RIGHTS}"
+        yield Finding(check, WRONG, problem, remedy)
     except (RedisError, OSError) as exc:
         problem = f"{where} does not answer: {type(exc).__name__}: {exc}"
         remedy = "start it, or correct host, user and password of its URL, in workers and producers"
         yield Finding(check, WRONG, problem, remedy)
         return
     try:
-        client.set(key, "", ex=_TRIED_SECONDS)
-    except (RedisError, OSError) as exc:
-        problem = f"{where} cannot be written to: {type(exc).__name__}: {exc}"
-        remedy = "name a primary, not a replica, with free memory and disk, and let its user write"
-        yield Finding(check, WRONG, problem, remedy)
-    try:
         server = server_of(client, thoroughly=True)
         yield from keeping(server, check=check, kept="waiting tasks", has_ttls=True)
         yield from clocks(clock_ahead_seconds(client), check=check)
     except (RedisError, OSError) as exc:
-        yield Finding(check, WRONG, f"{where}: {type(exc).__name__}: {exc}", "ask again")
+        yield Finding(
+            check, WRONG, f"{where}: {type(exc).__name__}: {exc}", f"grant its user {RIGHTS}"
+        )

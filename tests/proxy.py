@@ -5,9 +5,17 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from threading import Event, Thread
 
 _CHUNK = 65_536
+
+
+def connected(path: Path) -> socket.socket:
+    """A connection to a server at a Unix socket."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(path))
+    return connection
 
 
 class Proxy:

@@ -17,7 +17,7 @@ import redis
 from kombu.utils.imports import symbol_by_name
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from redis.sentinel import Sentinel
+from redis.sentinel import MasterNotFoundError, Sentinel
 
 from ..errors import SettingsError
 from ..urls import redis_py_url, without_credential_provider
@@ -194,17 +194,16 @@ class RedisRecords(Records):
         """Do nothing: the messages have the same connection."""
 
 
-def redis_client(url: str) -> Any:
-    """Make a redis-py client with a timeout of 5 s and no retries.
+def redis_client(url: str, *, timeout_seconds: float = ANSWER_SECONDS) -> Any:
+    """Make a redis-py client without retries.
 
-    Sentinel's URL is ``sentinel://user:password@host:26379,host2:26379/service/0``.
+    *timeout_seconds* is for connecting, for an answer, and for asking all Sentinels. The URL with
+    Sentinels is ``sentinel://user:password@host:26379,host2:26379/service/0``.
     """
     url, provider = without_credential_provider(url)
     options = {
         "credential_provider": None if provider is None else _credential_provider(provider),
-        "socket_timeout": ANSWER_SECONDS,
-        "socket_connect_timeout": ANSWER_SECONDS,
-        "retry": Retry(NoBackoff(), 0),
+        **_limits(timeout_seconds),
     }
     if not url.startswith("sentinel://"):
         return redis.Redis.from_url(redis_py_url(url), **options)
@@ -217,8 +216,26 @@ def redis_client(url: str) -> Any:
     pairs = [
         (host.partition(":")[0], int(host.partition(":")[2] or 26379)) for host in hosts.split(",")
     ]
-    limits = {name: options[name] for name in ("socket_timeout", "socket_connect_timeout")}
-    return Sentinel(pairs, sentinel_kwargs=limits).master_for(service, db=int(database), **options)
+    sentinels = _Sentinels(pairs, sentinel_kwargs=_limits(timeout_seconds / len(pairs)))
+    return sentinels.master_for(service, db=int(database), **options)
+
+
+def _limits(seconds: float) -> dict[str, Any]:
+    """Return redis-py's options for time limits; its own retries would sleep for seconds."""
+    retry = Retry(NoBackoff(), 0)
+    return {"socket_timeout": seconds, "socket_connect_timeout": seconds, "retry": retry}
+
+
+class _Sentinels(Sentinel):  # type: ignore[misc]
+    """redis-py's Sentinel with a readable error."""
+
+    def discover_master(self, service_name: str) -> Any:
+        try:
+            return super().discover_master(service_name)
+        except MasterNotFoundError:
+            raise MasterNotFoundError(
+                f"no Sentinel that answers knows a primary {service_name!r} that is up"
+            ) from None
 
 
 def _credential_provider(name: str) -> redis.CredentialProvider:

@@ -9,7 +9,7 @@ from hashlib import sha1
 from typing import Any, TypeVar
 
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
@@ -28,8 +28,9 @@ local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 class RedisLink:
     """A thread-safe Redis client with connections of its own.
 
-    A call on a connection that was lost is made again, once, on a new connection. Methods raise
-    StoreUnavailable if Redis does not answer in time, or refuses the call.
+    A call is made again, once, on a new connection, if its connection was lost or leads to a server
+    that has become a replica. Methods raise StoreUnavailable if Redis does not answer in time, or
+    refuses the call.
     """
 
     def __init__(self, pool: Any, what: str, *, timeout_seconds: float) -> None:
@@ -62,7 +63,8 @@ class RedisLink:
                     return question(connection)
             except _ERRORS as exc:
                 late = isinstance(exc, RedisTimeoutError | TimeoutError)
-                if is_last_try or late or isinstance(exc, ResponseError):
+                refused = isinstance(exc, ResponseError) and not _is_of_a_replica(exc)
+                if is_last_try or late or refused:
                     said = str(exc).strip().partition("\n")[0].rstrip(".")
                     raise StoreUnavailable(
                         f"{self._what} does not work: {type(exc).__name__}: {said}"
@@ -109,6 +111,11 @@ class RedisLink:
         while self._idle:
             with suppress(IndexError, *_ERRORS):
                 self._idle.pop().disconnect()
+
+
+def _is_of_a_replica(exc: ResponseError) -> bool:
+    # Before Redis 7 a script's error has no class of its own.
+    return isinstance(exc, ReadOnlyError) or "READONLY" in str(exc)
 
 
 def _answer(connection: Any, *command: Any) -> Any:

@@ -265,8 +265,8 @@ class RedisStore(Store):
         self.url = url
         self.where = without_password(url)
         self._use(namespace)
-        self.client = redis_client(url)
         # The limit of a call is for connecting and for the answer.
+        self.client = redis_client(url, timeout_seconds=timeout_seconds / 2)
         self.link = RedisLink(
             self.client.connection_pool,
             f"the store at {self.where}",

@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from time import time
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from celery_native_delay.testing.processes import claim_ports, port_of
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import REPOSITORY, Fleet, fleet_on
 from tests.brokers import in_ci
+from tests.conformance.brokers import options_of, running_broker
 from tests.waiting import PATIENCE_SECONDS
 
 
@@ -132,16 +135,21 @@ def test_a_task_of_protocol_1_runs_on_time(fleet: Fleet, installed: bool) -> Non
 # ---- messages at the start of a worker ---------------------------------------------------------
 
 
-def test_a_worker_logs_its_state_and_unsafe_redis_settings(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["broker", "store"])
+def test_a_worker_logs_its_state_and_unsafe_redis_settings(tmp_path: Path, place: str) -> None:
     installed(require_redis, "redis")
     config = "appendonly no\nmaxmemory 100mb\nmaxmemory-policy allkeys-lru"
-    with (
-        private_redis(server="redis", config=config) as server,
-        fleet_on(server.url, tmp_path) as fleet,
-    ):
-        worker = fleet.worker()
+    conf: dict[str, Any] = {}
+    with private_redis(server="redis", config=config) as server, ExitStack() as stack:
+        url, state = server.url, "under celery_delay.v2: 0 waiting, 0 parked; promoting"
+        if place == "store":
+            url = stack.enter_context(running_broker("filesystem", pytest.fail)).new_space()
+            conf = {"broker_transport_options": options_of(url), "native_delay_store": server.url}
+            state = f"{server.url} holds delayed tasks of "
+        fleet = stack.enter_context(fleet_on(url, tmp_path, **conf))
+        worker = fleet.worker(queues="default")
         (line,) = worker.log_lines("native delay:", "holds delayed tasks")
-        assert "under celery_delay.v2: 0 waiting, 0 parked; promoting in this worker" in line
+        assert state in line
         worker.wait_for_log("native delay: maxmemory-policy is allkeys-lru: Redis may delete")
         worker.wait_for_log("native delay: appendonly is no: a restart of Redis loses")
 

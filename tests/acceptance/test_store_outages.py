@@ -22,7 +22,7 @@ from celery_native_delay.within import MOST_AT_ONCE
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.brokers import in_ci, on_one_version
 from tests.postgresql import PrivatePostgreSQL, private_postgresql
-from tests.proxy import Proxy
+from tests.proxy import Proxy, connected
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
@@ -98,12 +98,6 @@ class Place:
     def restart(self) -> None:
         self.server.kill()
         self.server.start()
-
-
-def connected(path: Path) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(str(path))
-    return connection
 
 
 @pytest.fixture(params=["redis", in_ci("postgresql")])

@@ -243,11 +243,13 @@ def test_a_full_server_parks_messages(full: Store, version: tuple[int, ...]) -> 
 # ---- permissions -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rights", ["~jobs +@all", "~* +@all -zadd"])
 def test_missing_permissions_are_named_in_the_error(
-    store: Store, empty_redis: PrivateRedis
+    store: Store, empty_redis: PrivateRedis, rights: str
 ) -> None:
+    """For the keys of a script, and for a command in it."""
     client = empty_redis.client
-    client.execute_command(*["ACL", "SETUSER", "guest", "on", "nopass", "~jobs", "+@all"])
+    client.execute_command(*["ACL", "SETUSER", "guest", "on", "nopass", *rights.split()])
     guest = type(client)(unix_socket_path=str(empty_redis.socket), username="guest", password="x")
     with closing(guest), pytest.raises(NotPermitted, match=r"~tests\.v2\.\*"):
         Store(guest, KEYS).add("one", 0, b"push 0 4\njobsx")

@@ -28,6 +28,7 @@ STORE = (
         "sqlite:///file:delays?mode=memory&cache=shared&uri=true",
         "sqlite:///file::memory:?uri=true",
         "user:secret@host",
+        "sentinel://:secret@a:26379/shop/0?ssl_cert_reqs=required",
     ],
 )
 def test_a_store_in_memory_is_refused_without_showing_its_password(url: str) -> None:
@@ -60,6 +61,7 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
         ("confirm_publish", False),
         ("store", "redis+socket:///run/redis.sock"),
         ("store", "sentinel://:secret@a:26379,b:26379/shop/0"),
+        ("store", "sentinel://a/shop/0?credential_provider=shop.Credentials"),
         ("store", "postgresql+psycopg://shop:secret@db/shop"),
         ("store_tasks", ["shop.remind", "billing.*"]),
         ("store_timeout_seconds", 0.5),

@@ -19,7 +19,7 @@ from ...errors import BrokerFull, NotPermitted
 from ...records.redis import RedisRecords
 from ...records.redis_link import digest_of
 from ...records.redis_listing import throw_away
-from ...redis_server import now_us
+from ...redis_server import RIGHTS, now_us
 from ..watching import SHOWN_SECONDS
 from .keys import Keys
 from .scripts import ADD, ALLOW_OOM, CENSUS, HAND_OVER, REMOVE, REPLACE
@@ -235,12 +235,14 @@ def refusals_explained(keys: Keys) -> Iterator[None]:
     """In a ``with`` block, turn permission and memory errors into NotPermitted and BrokerFull."""
     try:
         yield
-    except NoPermissionError as exc:
-        raise NotPermitted(
-            f"{exc}. Delayed delivery needs +@all or at least +@read +@write +@scripting "
-            f"+@blocking +info on ~{keys.space}.*: grant them with ACL SETUSER"
-        ) from exc
     except ResponseError as exc:
+        # In a script such an error has no class of its own: texts of Redis 7.0 and of later ones.
+        told = "The user executing the script", "ACL failure in script"
+        if isinstance(exc, NoPermissionError) or str(exc).startswith(told):
+            raise NotPermitted(
+                f"{exc}. Delayed delivery needs +@all or at least {RIGHTS} +@blocking on "
+                f"~{keys.space}.*: grant them with ACL SETUSER"
+            ) from exc
         # Before Redis 7 a script's error has no class of its own.
         if isinstance(exc, OutOfMemoryError) or "OOM command not allowed" in str(exc):
             raise BrokerFull(

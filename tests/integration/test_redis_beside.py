@@ -1,0 +1,167 @@
+"""A Redis as the store beside another broker, in each way in which its URL can name it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from time import monotonic
+from urllib.parse import urlsplit
+
+import pytest
+from celery import Celery
+from redis import CredentialProvider
+
+from celery_native_delay import Delay, StoreUnavailable, install
+from celery_native_delay.app.doctor import examine
+from celery_native_delay.finding import WRONG
+from celery_native_delay.redis_server import RIGHTS
+from celery_native_delay.store.opened import store_at
+from celery_native_delay.testing import PrivateRedis, private_redis, require_redis
+from pytest_celery_native_delay import installed
+from tests.brokers import self_signed_certificate
+from tests.conformance.brokers import options_of, running_broker, settings_of
+from tests.conformance.traffic import SETTINGS, attended, delaying
+from tests.proxy import Proxy, connected
+from tests.sentinel import private_sentinel
+from tests.traffic import JOBS, inbox, send_task
+from tests.waiting import SLOWNESS, wait_until
+
+GUIDE = Path(__file__).parents[2] / "docs" / "brokers" / "stores.md"
+NAMESPACE = str(SETTINGS["namespace"])
+USER, PASSWORD = "shop", "käse/@:"
+LOGIN = "shop:k%C3%A4se%2F%40%3A@"
+
+
+class Credentials(CredentialProvider):
+    """Gives the user with few rights to each new connection."""
+
+    def get_credentials(self) -> tuple[str, str]:
+        return USER, PASSWORD
+
+
+def grant(server: PrivateRedis, *rights: str) -> None:
+    login = ["on", f">{PASSWORD}", f"~{NAMESPACE}.*", f"~{NAMESPACE}:*"]
+    server.client.execute_command("ACL", "SETUSER", USER, "reset", *login, *rights)
+
+
+@contextmanager
+def redis_at(way: str, folder: Path) -> Iterator[str]:
+    """The URL of a Redis that only this test uses, reached in this way."""
+    installed(require_redis, "redis")
+    tls = self_signed_certificate(folder) if way == "tls" else None
+    with private_redis(server="redis", tls=tls) as server:
+        grant(server, *RIGHTS.split())
+        match way:
+            case "acl":
+                yield server.url.replace("//", f"//{LOGIN}")
+            case "provider":
+                yield f"{server.url}?credential_provider={__name__}:Credentials"
+            case "tls":
+                assert server.url.startswith("rediss://")
+                yield server.url
+
+
+@contextmanager
+def app_beside(store: str) -> Iterator[Celery]:
+    """An app whose broker is a folder, and whose tasks wait in *store*."""
+    with running_broker("filesystem", pytest.fail) as broker:
+        url = broker.new_space()
+        Path(urlsplit(url).path, "store").write_text(store)
+        app = Celery("shop", broker=url, set_as_current=False)
+        app.conf.broker_transport_options = options_of(url)
+        with install(app, namespace=NAMESPACE, **settings_of(url)):
+            yield app
+
+
+@pytest.mark.parametrize("way", ["acl", "provider", "tls"])
+def test_tasks_wait_change_and_are_dispatched(way: str, tmp_path: Path) -> None:
+    """A user with no other rights than the guide names can do all of it."""
+    with redis_at(way, tmp_path) as store, app_beside(store) as app:
+        delay = Delay(app)
+        for number in range(3):
+            send_task(app, number, countdown=3600)
+        delay.debounce(app.signature("shop.remind", queue=JOBS), key="seen", seconds=3600)
+        assert delay.cancel("order-1")
+        assert len(delay.ids()) == delay.count() == 3
+        url = str(app.conf.broker_url)
+        with attended(url), delaying(url) as connection, inbox(connection, JOBS) as received:
+            assert not [each for each in examine(app) if each.level == WRONG]
+            assert all(delay.run_all_now(delay.ids()))
+            received.wait_for(4)  # the cancelled one, too, marked
+        assert delay.count() == 0
+
+
+def test_a_missing_right_is_named() -> None:
+    assert f"~celery_delay.* ~celery_delay:* {RIGHTS}\n" in GUIDE.read_text()
+    installed(require_redis, "redis")
+    with private_redis(server="redis") as server:
+        grant(server, *RIGHTS.replace("+time", "").split())
+        url = server.url.replace("//", f"//{LOGIN}")
+        with closing(store_at(url, NAMESPACE, timeout_seconds=5)) as store:
+            assert all(f"grant its user {RIGHTS}" in each.remedy for each in store.findings())
+            assert len(store.findings()) == 2
+
+
+@pytest.mark.ci
+def test_a_failover_loses_no_task_whose_apply_async_returned() -> None:
+    """A publish raises meanwhile, or succeeds. The first host of the URL is no Sentinel."""
+    with private_sentinel(server="redis") as sentinel:
+        host = urlsplit(sentinel.url).netloc
+        store = f"sentinel://127.0.0.1:1,{host}/{sentinel.master_name}/0"
+        with app_beside(store) as app, ThreadPoolExecutor(1) as beside:
+            delay, url = Delay(app), str(app.conf.broker_url)
+            sent: list[str] = []
+
+            def sends() -> bool:
+                try:
+                    sent.append(send_task(app, len(sent), countdown=3600))
+                except StoreUnavailable:
+                    return False
+                return True
+
+            with attended(url), delaying(url) as connection, inbox(connection, JOBS) as received:
+                while len(sent) < 10:
+                    assert sends()
+                # Replication is asynchronous: wait until the replica has all.
+                assert sentinel.master.client.wait(1, 10_000) == 1
+                old = sentinel.master
+                promoted = beside.submit(sentinel.failover)
+                wait_until(lambda: old.pid is None)
+                for _ in range(3):
+                    wait_until(sends, timeout_seconds=100 * SLOWNESS)
+                assert promoted.result() is not old
+                assert set(delay.ids()) == set(sent)
+                assert all(delay.run_all_now(sent))
+                came = received.wait_for(len(sent))
+                assert {each.message.headers["id"] for each in came} == set(sent)
+
+
+def test_sentinels_that_are_away_cost_no_more_than_the_timeout() -> None:
+    store = store_at("sentinel://127.0.0.1:1,127.0.0.1:2/shop/0", "tests", timeout_seconds=5)
+    began = monotonic()
+    with closing(store), pytest.raises(StoreUnavailable, match="no Sentinel that answers"):
+        store.census()
+    assert monotonic() - began < 5
+
+
+def test_a_connection_to_a_server_that_became_a_replica_is_replaced(short_path: Path) -> None:
+    """A provider's address leads to the new primary; the old one keeps its connections open."""
+    installed(require_redis, "redis")
+    with ExitStack() as stack:
+        old, new = (stack.enter_context(private_redis(server="redis")) for _ in range(2))
+        primary = [old]
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(short_path / "redis.sock"))
+        listener.listen(10)
+        proxy = Proxy(listener, lambda: connected(primary[0].socket))
+        stack.callback(proxy.close)
+        url = f"redis+socket://{short_path}/redis.sock"
+        store = stack.enter_context(closing(store_at(url, "tests", timeout_seconds=10)))
+        store.prepare()
+        primary[:] = [new]
+        old.client.execute_command("REPLICAOF", "127.0.0.1", str(new.port))
+        store.prepare()
+        assert new.client.smembers(store.keys.family) == {b"tests"}
