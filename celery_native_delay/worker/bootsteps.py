@@ -10,6 +10,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 import celery.worker.consumer.delayed_delivery
+import click
 from celery import bootsteps
 from celery.worker.consumer.tasks import Tasks
 
@@ -92,7 +93,12 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._installation = installation
         asks = any(map(installation.has, ("rates", "schedules", "once")))
         if asks or any(getattr(task, "once", False) for task in c.app.tasks.values()):
-            _check_records(c.app, installation.settings())
+            try:
+                _check_records(c.app, installation.settings())
+            except NativeDelayError as exc:
+                if click.get_current_context(silent=True) is None:
+                    raise
+                raise click.ClickException(f"this worker does not start: {exc}") from exc
         try:
             settings = installation.settings()
         except SettingsError:
@@ -219,9 +225,8 @@ def _check_records(app: Any, settings: DelaySettings) -> None:
             return
         if settings.rates:
             lines_of(connection.default_channel, settings).close()
-        if schedules:
+        is_once = settings.once or any(getattr(task, "once", False) for task in app.tasks.values())
+        if schedules or is_once:
             schedule_records(connection.default_channel, settings)
-        if settings.once or any(getattr(task, "once", False) for task in app.tasks.values()):
-            connection.default_channel.records(settings)
         if any(map(claims, app.tasks.values())):
             check_claims(app, connection.default_channel.needed_store)

@@ -38,7 +38,9 @@ def test_a_worker_that_cannot_keep_its_rates_does_not_start(
     conf = {"native_delay_rates": {"call_api": rate}}
     worker = fleet.worker(wait=False, **conf)
     assert worker.process.wait(PATIENCE_SECONDS) != 0
-    assert worker.log_lines(*said)
+    (line,) = worker.log_lines(*said)
+    assert line.startswith("Error: this worker does not start: ")
+    assert "Traceback" not in worker.log
     assert fleet.record.runs() == []
     with pytest.raises((NoStore, SettingsError)):
         Delay(fleet.app(**conf)).rates()
@@ -50,6 +52,7 @@ def test_a_worker_that_cannot_keep_its_rates_does_not_start(
         ({"native_delay_rates": {"call_api": "1/s"}}, NoStore),
         ({"native_delay_rates": {"call_api": "50/fortnight"}}, SettingsError),
         ({"native_delay_schedules": True}, NoStore),
+        ({"native_delay_once": ["*"]}, NoStore),
     ],
 )
 def test_celerys_start_worker_raises_the_error_of_a_worker_that_cannot_start(
