@@ -330,7 +330,14 @@ def test_uninstall_removes_everything_after_it_moved_what_waits(
         if url.startswith(("sqs:", "pgmq:")):
             assert "2 task(s) moved to their queues" in uninstalled(draining, "--move-to-eta")
             return
-        assert "2 task(s) moved to their queues" in uninstalled(draining, "--move-to-eta")
+        if isinstance(broker, RabbitMQ):
+            with draining_like(app, url, management_url="http://127.0.0.1:9") as alone:
+                told = uninstalled(alone, "--move-to-eta", status=1)
+            assert "delete the queues and exchanges tests.v1.* by hand" in told
+            assert delay.count() == 0
+        else:
+            assert "2 task(s) moved to their queues" in uninstalled(draining, "--move-to-eta")
+        assert "removed " in uninstalled(draining)
         assert "removed 0 " in uninstalled(draining)
     with Celery("plain", broker=url, set_as_current=False) as plain:
         plain.conf.broker_transport_options = options_of(url)
@@ -351,7 +358,7 @@ def test_uninstall_removes_everything_after_it_moved_what_waits(
         vhost = vhost_name(url)
         names = [each["name"] for each in broker.server.queues(vhost)]
         names += [each["name"] for each in broker.server.api("GET", f"/exchanges/{vhost}")]
-        assert not [name for name in names if name.startswith("celery_delay.")]
+        assert not [name for name in names if name.startswith("tests.")]
 
 
 def uninstalled(app: Celery, *options: str, status: int = 0) -> str:

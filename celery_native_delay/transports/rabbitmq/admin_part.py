@@ -8,6 +8,7 @@ from typing import Any
 
 from amqp.exceptions import NotFound, ResourceLocked
 
+from ...errors import ManagementUnavailable
 from ...finding import Finding
 from ...settings import DelaySettings
 from ..interface import AdminPart, Backlog, ParkedTask, Rescue, Told
@@ -70,7 +71,13 @@ class RabbitMQAdminPart(AdminPart):
     def uninstall(self) -> list[str]:
         if not self._settings.declare:
             raise not_declared(f"this app does not delete {self._topology.space}.*")
-        return [remove_all(self._delays, self._api())]
+        try:
+            return [remove_all(self._delays, self._api())]
+        except ManagementUnavailable as exc:
+            raise ManagementUnavailable(
+                f"{exc}. Or delete the queues and exchanges {self._topology.space}.* by hand: no "
+                f"task waits in them"
+            ) from exc
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
         with permissions_explained(self._topology):
