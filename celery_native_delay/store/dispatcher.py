@@ -87,6 +87,7 @@ class Dispatcher:
             with suppress(NativeDelayError):
                 self._settle()
                 self._store.resign(self._id)
+            self._store.leave_thread()
 
     def stop(self) -> None:
         """Make :meth:`run` return soon. Any thread or signal handler may call this."""

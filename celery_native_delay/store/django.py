@@ -139,6 +139,9 @@ class DjangoStore(SqlStore):
         dbapi: Any = SimpleNamespace(cursor=connection.cursor, is_valid=True, **nothing)
         return Connection(self.engine, connection=dbapi, _allow_autobegin=False)
 
+    def leave_thread(self) -> None:
+        connections[self.alias].close()  # else a pool of Django's would miss it
+
     def prepare(self) -> None:
         self._check_made()
 

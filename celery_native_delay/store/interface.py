@@ -302,6 +302,10 @@ class Store(ABC):
     def close(self) -> None:
         """Close the connections. The next call opens new ones."""
 
+    def leave_thread(self) -> None:
+        """Close the connection that only the calling thread uses, if there is one."""
+        return
+
     # --- who dispatches ----------------------------------------------------------------------
 
     def leads(self, dispatcher: str) -> bool:

@@ -29,6 +29,7 @@ from celery_native_delay.store.dispatcher import Relay
 from celery_native_delay.testing import PrivateRabbitMQ
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci
+from tests.mariadb import find_mariadb, private_mariadb
 from tests.postgresql import find_postgresql, private_postgresql
 from tests.traffic import beside
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -38,13 +39,18 @@ django = pytest.importorskip("django")
 HOUR_SECONDS = 3600
 
 
-@pytest.fixture(scope="module", params=["sqlite", in_ci("postgresql")])
+@pytest.fixture(scope="module", params=["sqlite", in_ci("postgresql"), in_ci("mariadb")])
 def database_url(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     """The URL of a new database, for SQLAlchemy."""
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path_factory.mktemp('shop')}/shop.db"
+        return
+    if request.param == "mariadb":
+        installed(find_mariadb)
+        with private_mariadb() as mariadb:
+            yield mariadb.new_database()
         return
     installed(find_postgresql)
     with private_postgresql() as postgresql:
@@ -55,6 +61,16 @@ def django_settings(url: str) -> dict[str, Any]:
     place = make_url(url)
     if place.get_backend_name() == "sqlite":
         return {"ENGINE": "django.db.backends.sqlite3", "NAME": place.database}
+    if place.get_backend_name() == "mysql":
+        pymysql = pytest.importorskip("pymysql")
+        pymysql.version_info = (2, 2, 7, "final", 0)  # as Django asks of mysqlclient
+        pymysql.install_as_MySQLdb()
+        return {
+            "ENGINE": "django.db.backends.mysql",
+            "NAME": place.database,
+            "USER": place.username,
+            "HOST": place.query["unix_socket"],
+        }
     return {
         "ENGINE": "django.db.backends.postgresql",
         "NAME": place.database,
@@ -226,7 +242,7 @@ def test_a_send_leaves_the_users_connection_as_it_is(
     with atomic():
         send(app, 2)
     assert migrated.connection is users
-    if migrated.vendor == "postgresql":  # SQLite's connections do not end
+    if migrated.vendor == "postgresql":  # the others do not end so
         users.close()
         send(app, 3, countdown=HOUR_SECONDS)
         assert waiting(app) == ["order-1", "order-3"]

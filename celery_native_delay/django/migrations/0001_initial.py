@@ -37,4 +37,5 @@ def drop(apps: Any, schema_editor: Any) -> None:
 class Migration(migrations.Migration):
     initial = True
     dependencies: ClassVar[list[Any]] = []
-    operations: ClassVar[list[Any]] = [migrations.RunPython(create, drop)]
+    # MySQL creates no tables within a transaction. On others, the whole migration is one.
+    operations: ClassVar[list[Any]] = [migrations.RunPython(create, drop, atomic=False)]
