@@ -63,7 +63,8 @@ return found
 #: the record's kind, wake, parked. ARGV 1: name of the record if its kind is listed, else '-'; 2-4:
 #: text of the record as it was read, new text, TTL in ms; 5-7: member, due time in µs and entry of
 #: the new message, or '' three times; from 8 on: members to remove. Returns 0, and writes nothing,
-#: if the record or a member has changed since it was read.
+#: if the record or a member has changed since it was read. A full Redis permits a change without a
+#: new message, because the first command needs no memory.
 _COMPARE_AND_SET = (
     NOW
     + """
@@ -75,6 +76,7 @@ if ARGV[3] == '' then
     redis.call('DEL', KEYS[4])
     redis.call('ZREM', KEYS[5], ARGV[1])
 else
+    if ARGV[5] == '' then redis.call('DEL', KEYS[4]) end
     redis.call('SET', KEYS[4], ARGV[3], 'PX', ARGV[4])
     if ARGV[1] ~= '-' then
         if ARGV[2] == '' then redis.call('ZREMRANGEBYSCORE', KEYS[5], '-inf', now) end

@@ -45,13 +45,16 @@ VERSION = 1
 _AT_ONCE = 500
 
 #: All scripts have the same KEYS, in the order of :attr:`Keys.all`.
+#:
+#: A script that has written may write on although maxmemory is reached. So :data:`_ADD`, which
+#: fills Redis, begins with a command that needs memory; others begin with one that needs none.
 _KEYS = """
 local due, messages, ids, taken = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local tokens, parked, refusals, cancelled = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local call = redis.call
 """
 
-#: ARGV name, due time in µs and entry of each row. Commands that need memory come first.
+#: ARGV name, due time in µs and entry of each row.
 _ADD = (
     _KEYS
     + """
@@ -77,7 +80,7 @@ _TAKE = (
 local function exact(number) return string.format('%.0f', number) end
 local until_us = exact(now - ARGV[3])
 local names = call('ZRANGE', cancelled, '-inf', until_us, 'BYSCORE', 'LIMIT', 0, ARGV[4])
-local from, mark = cancelled, 'c'
+local from, mark = cancelled, '!'
 if #names == 0 then
     names = call('ZRANGE', due, '-inf', until_us, 'BYSCORE', 'LIMIT', 0, ARGV[4])
     from, mark = due, ''
@@ -85,6 +88,8 @@ end
 local first = call('ZRANGE', due, 0, 0, 'WITHSCORES')[2] or ''
 local found = {exact(now), first}
 for _, name in ipairs(names) do
+    call('ZREM', from, name)
+    call('ZREM', ids, name)
     local entry = call('HGET', messages, name)
     if entry then
         call('ZADD', taken, exact(now + ARGV[2]), name)
@@ -93,8 +98,6 @@ for _, name in ipairs(names) do
         found[#found + 1] = entry
         found[#found + 1] = call('HGET', refusals, name) or ''
     end
-    call('ZREM', from, name)
-    call('ZREM', ids, name)
 end
 return found
 """
@@ -103,12 +106,12 @@ return found
 #: Lets a taken row wait, in the sorted set *waits*, by default where it was before.
 _FREE = """
 local function free(name, at, waits)
-    local is_cancelled = string.sub(call('HGET', tokens, name) or '', 1, 1) == 'c'
+    local is_cancelled = string.sub(call('HGET', tokens, name) or '', 1, 1) == '!'
     waits = waits or (is_cancelled and cancelled or due)
-    call('ZADD', waits, at, name)
-    if waits ~= cancelled then call('ZADD', ids, 0, name) end
     call('ZREM', taken, name)
     call('HDEL', tokens, name)
+    call('ZADD', waits, at, name)
+    if waits ~= cancelled then call('ZADD', ids, 0, name) end
 end
 """
 
@@ -122,7 +125,7 @@ _SETTLE = (
 local published = tonumber(ARGV[2])
 local function is_mine(name)
     local token = call('HGET', tokens, name)
-    return token == ARGV[1] or token == 'c' .. ARGV[1]
+    return token == ARGV[1] or token == '!' .. ARGV[1]
 end
 for at = 3, published + 2 do
     if is_mine(ARGV[at]) then
@@ -135,8 +138,8 @@ end
 for at = published + 3, #ARGV, 4 do
     local name = ARGV[at]
     if is_mine(name) then
-        if ARGV[at + 3] ~= '' then call('HSET', refusals, name, ARGV[at + 3]) end
         free(name, string.format('%.0f', now + ARGV[at + 1]), ARGV[at + 2] == '1' and parked)
+        if ARGV[at + 3] ~= '' then call('HSET', refusals, name, ARGV[at + 3]) end
     end
 end
 """
@@ -172,6 +175,8 @@ _REPLACE = (
 local name = ARGV[1]
 if call('HGET', messages, name) ~= ARGV[2] or not call('ZSCORE', ids, name) then return '' end
 local at = ARGV[3] == '' and string.format('%.0f', now) or ARGV[3]
+call('ZREM', parked, name)
+call('HDEL', refusals, name)
 if ARGV[4] == '' then
     call('HDEL', messages, name)
     call('ZREM', due, name)
@@ -186,8 +191,6 @@ else
         call('ZADD', due, at, name)
     end
 end
-call('ZREM', parked, name)
-call('HDEL', refusals, name)
 return at
 """
 )
@@ -241,7 +244,8 @@ class Keys(IndexKeys):
         super().__init__(f"{namespace}.store.v{VERSION}")
         #: Sorted sets of names: taken rows by the end of their lease, parked rows by next attempt.
         self.taken, self.parked = f"{self.space}.taken", f"{self.space}.parked"
-        #: Hashes by name: the token of the dispatcher that took the row; its refusals.
+        #: Hashes by name: the token of the dispatcher that took the row, after "!" if the row is
+        #: cancelled; its refusals.
         self.tokens, self.refusals = f"{self.space}.tokens", f"{self.space}.refusals"
         #: A sorted set of names: cancelled rows, which are published at once.
         self.cancelled = f"{self.space}.cancelled"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from string import hexdigits
 from time import monotonic
 from urllib.parse import urlsplit
 
@@ -18,11 +19,14 @@ from celery_native_delay import Delay, StoreUnavailable, install
 from celery_native_delay.app.doctor import examine
 from celery_native_delay.finding import WRONG
 from celery_native_delay.redis_server import RIGHTS
+from celery_native_delay.store import redis as redis_store
 from celery_native_delay.store.opened import store_at
 from celery_native_delay.testing import PrivateRedis, private_redis, require_redis
+from celery_native_delay.testing.redis import ServerName
 from pytest_celery_native_delay import installed
-from tests.brokers import self_signed_certificate
+from tests.brokers import in_ci, self_signed_certificate
 from tests.conformance.brokers import options_of, running_broker, settings_of
+from tests.conformance.test_stores import HOUR_US, NAME, Broker, add, dispatched, listed, tasks
 from tests.conformance.traffic import SETTINGS, attended, delaying
 from tests.proxy import Proxy, connected
 from tests.sentinel import private_sentinel
@@ -137,6 +141,49 @@ def test_a_failover_loses_no_task_whose_apply_async_returned() -> None:
                 assert all(delay.run_all_now(sent))
                 came = received.wait_for(len(sent))
                 assert {each.message.headers["id"] for each in came} == set(sent)
+
+
+def test_a_row_that_was_taken_is_listed_again_whatever_the_token_of_its_dispatcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No hexadecimal digit is the mark of a cancelled row, which would never be listed."""
+    installed(require_redis, "redis")
+    with (
+        private_redis(server="redis") as redis,
+        closing(store_at(redis.url, NAMESPACE, timeout_seconds=5)) as store,
+    ):
+        for number, digit in enumerate(hexdigits):
+            token = digit * 32
+            monkeypatch.setattr(redis_store, "token_hex", lambda size, token=token: token)
+            add(store, number, wait_us=-1)
+            store.settle(store.take(), (), ())
+            assert listed(store) == [f"order-{number}"]
+            store.purge(parked=False)
+
+
+@pytest.mark.parametrize("server", ["redis", in_ci("valkey")])
+def test_a_full_redis_takes_no_task_and_lets_waiting_ones_go(server: ServerName) -> None:
+    """Otherwise nothing would ever make room in it."""
+    installed(require_redis, server)
+    with (
+        private_redis(server=server) as redis,
+        closing(store_at(redis.url, NAMESPACE, timeout_seconds=5)) as store,
+    ):
+        add(store, 1, 2, wait_us=-1)
+        add(store, 3, 4)
+        redis.client.config_set("maxmemory", 1)
+        with pytest.raises(StoreUnavailable, match="maxmemory"):
+            add(store, 5)
+        assert any("maxmemory" in each.problem for each in store.findings())
+        assert store.leads("a")
+        assert store.state.claim(NAME, kept_us=HOUR_US)
+        assert tasks(store).cancel("order-3")
+        broker = Broker()
+        broker.refuses.add("order-2")
+        assert dispatched(store, broker) == ["order-3", "order-1"]
+        assert tasks(store).move("order-2", None)
+        assert dispatched(store) == ["order-2"]
+        assert listed(store) == ["order-4"]
 
 
 def test_sentinels_that_are_away_cost_no_more_than_the_timeout() -> None:
