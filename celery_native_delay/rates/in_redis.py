@@ -30,7 +30,7 @@ _ENTRY_BYTES = 17
 #: place, or ''.
 #: Returns the number of a line whose stored text ends otherwise. If every line permits the start,
 #: returns an empty text. Otherwise returns a text: the wait in µs, the place, and the number of the
-#: line in which the task waits.
+#: line in which the task waits. DEL, which needs no memory, lets a full Redis take what follows.
 ASK = f"""
 local now = tonumber(ARGV[1])
 if not now then
@@ -75,6 +75,7 @@ local function keep(line)
     local text = string.format('{VERSION} %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %s\\n%s',
         line.front, line.last, line.start_at, line.held, line.from, line.starts, line.before,
         line.total, line.rate, line.log)
+    redis.call('DEL', line.key)
     redis.call('SET', line.key, text, 'PX', string.format('%.0f', (ends - now) / 1000 + 1))
     redis.call('ZADD', KEYS[1], string.format('%.0f', ends), line.name)
 end
