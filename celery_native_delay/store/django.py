@@ -72,6 +72,8 @@ class DjangoStore(SqlStore):
         return True
 
     def users(self) -> UsersTransaction | None:
+        if (of_sqlalchemy := super().users()) is not None:
+            return of_sqlalchemy
         connection = connections[self.alias]
         if not self._joins or is_outside() or not _is_in_transaction(connection):
             return None

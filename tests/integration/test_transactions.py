@@ -268,8 +268,12 @@ def test_a_task_is_sent_with_a_transaction_that_the_user_began_by_hand(
 def test_sqlalchemys_transaction_sends_tasks_too(
     app: Celery, database_url: str, migrated: Any
 ) -> None:
-    install(app, store=database_url)
     engine = create_engine(database_url)
+    with engine.connect() as connection, in_transaction(app, connection):  # in Django's database
+        send(app, 0, countdown=HOUR_SECONDS)
+        connection.rollback()
+    assert waiting(app) == []
+    install(app, store=database_url)
     orders = Table("orders", MetaData(), Column("number", Integer))
     with Session(engine) as session, in_transaction(app, session):
         session.execute(orders.insert().values(number=1))
