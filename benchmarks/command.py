@@ -30,6 +30,7 @@ from benchmarks import (
     steady,
     store,
     throughput,
+    transactions,
     waiting,
     worker_cost,
 )
@@ -56,6 +57,7 @@ SCENARIOS: dict[str, Scenario] = {
     "steady": steady,
     "redis-store": redis_store,
     "store": store,
+    "transactions": transactions,
     "waiting": waiting,
     "rates": rates,
     "keys": keys,

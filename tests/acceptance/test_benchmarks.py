@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ci
 @pytest.mark.usefixtures("rabbitmq_version")
 def test_scenarios_write_tables_and_pictures(tmp_path: Path) -> None:
     installed(require_redis)
-    names = ["declare", "publish", "redis-store", "store"]
+    names = ["declare", "publish", "redis-store", "store", "transactions"]
     options = [f"--only={name}" for name in names]
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks", *options, "--scale=0.02", "--out", str(tmp_path)],

@@ -1,0 +1,174 @@
+"""Measure tasks that are sent in a transaction: their cost, and the publish after the commit."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from contextlib import ExitStack
+from time import perf_counter
+from typing import Any
+
+from matplotlib.figure import Figure
+from sqlalchemy import Connection, create_engine, insert
+
+from benchmarks.apps import TASK, declare_for, make_app
+from benchmarks.charts import quartile_bars
+from benchmarks.measuring import (
+    Bench,
+    Result,
+    Target,
+    median,
+    percentile_columns,
+    quartiles,
+    quiet,
+)
+from celery_native_delay import in_transaction
+from celery_native_delay.store.sql import TASKS
+from celery_native_delay.transports.storing import StoringChannel
+from tests.postgresql import private_postgresql
+
+ROUNDS = 40
+BLOCK = 50
+"""The number of consecutive sends or inserts of one variant, in one transaction."""
+COMMITTED = 1_000
+"""The number of immediate tasks of one transaction, all published after its commit."""
+FAR_SECONDS = 3_600
+
+INSERT = "INSERT of such a row"
+CELERY = "Celery's own part of apply_async"
+BOTH = "Celery's own part, and an INSERT"
+DELAYED = "apply_async, delayed"
+IMMEDIATE = "apply_async, immediate"
+
+
+def run(bench: Bench) -> Result:
+    with ExitStack() as stack:
+        postgresql = stack.enter_context(private_postgresql())
+        url, vhost = postgresql.new_database(), stack.enter_context(bench.vhost())
+        app = make_app("ours", vhost, confirm=True, store=url)
+        stack.callback(app.close)
+        declare_for("ours", app)
+        engine = create_engine(url)
+        stack.callback(engine.dispose)
+        sent = costs(bench, app, engine)
+        committed = commits(bench, app, engine)
+    count, commit_ms = committed_count(bench), median(committed) * 1e3
+    ratio = median(sent[DELAYED]) / median(sent[INSERT])
+    own = median(sent[DELAYED]) / median(sent[BOTH])
+    result = Result(
+        "Tasks in a transaction",
+        f"PostgreSQL over a Unix socket, fsync off. One transaction of a SQLAlchemy connection has "
+        f"{BLOCK} sends or inserts; {bench.count(ROUNDS, at_least=3)} rounds. Celery's own part: "
+        f"the same apply_async, whose message is dropped. Commit: "
+        f"{count:,} immediate tasks of a transaction, from commit() "
+        f"until RabbitMQ has confirmed all of them and their rows are deleted.",
+        [
+            *(
+                {"what": way, "count": len(each), **percentile_columns(each, "µs")}
+                for way, each in sent.items()
+            ),
+            {
+                "what": "commit and publish",
+                "count": len(committed),
+                **percentile_columns(committed, "µs"),
+            },
+        ],
+        [
+            Target("apply_async, delayed : INSERT", ratio, "≤", 1.3),
+            Target("apply_async, delayed : Celery's own part and an INSERT", own, "≤", 1.3),
+            Target(f"{count:,} tasks published after the commit", commit_ms, "≤", 300, "ms"),
+        ],
+    )
+    result.series = {way: quartiles(each * 1e6 for each in found) for way, found in sent.items()}
+    return result
+
+
+def costs(bench: Bench, app: Any, engine: Any) -> dict[str, list[float]]:
+    """Return the seconds of each send and each insert."""
+    send = app.tasks[TASK].apply_async
+    row = a_row(app, engine)
+
+    def inserts(connection: Connection, number: int) -> None:
+        connection.execute(insert(TASKS), row | {"digest": f"{number:032}"})
+
+    def own_part(connection: Connection, number: int) -> None:
+        store_one = StoringChannel.store_one
+        StoringChannel.store_one = lambda self, entry: None  # type: ignore[method-assign]
+        try:
+            send((number,), countdown=FAR_SECONDS)
+        finally:
+            StoringChannel.store_one = store_one  # type: ignore[method-assign]
+
+    def both(connection: Connection, number: int) -> None:
+        own_part(connection, number)
+        inserts(connection, number)
+
+    ways: dict[str, Callable[[Connection, int], object]] = {
+        INSERT: inserts,
+        CELERY: own_part,
+        BOTH: both,
+        DELAYED: lambda connection, number: send((number,), countdown=FAR_SECONDS),
+        IMMEDIATE: lambda connection, number: send((number,)),
+    }
+    rounds = bench.count(ROUNDS, at_least=3)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    order = random.Random(7)
+    with quiet(), bench.progress("transactions, send", rounds) as done:
+        for number in range(-1, rounds):  # the first one warms up
+            for way, call in order.sample(list(ways.items()), len(ways)):
+                gc.collect()
+                block = block_of(app, engine, call)
+                seconds[way] += block if number >= 0 else []
+            done(number + 1)
+    return seconds
+
+
+def block_of(app: Any, engine: Any, call: Callable[[Connection, int], object]) -> list[float]:
+    """Return the seconds of each call in one transaction, which is rolled back."""
+    block = []
+    with engine.connect() as connection, in_transaction(app, connection):
+        for number in range(BLOCK):
+            started = perf_counter()
+            call(connection, number)
+            block.append(perf_counter() - started)
+        connection.rollback()
+    return block
+
+
+def a_row(app: Any, engine: Any) -> dict[str, Any]:
+    """Return the columns of a row that a send writes."""
+    with engine.connect() as connection, in_transaction(app, connection):
+        app.tasks[TASK].apply_async((1,), countdown=FAR_SECONDS)
+        row = dict(connection.execute(TASKS.select()).mappings().one())
+        connection.rollback()
+    del row["id"]
+    return row
+
+
+def committed_count(bench: Bench) -> int:
+    return bench.count(COMMITTED, at_least=50)
+
+
+def commits(bench: Bench, app: Any, engine: Any) -> list[float]:
+    """Return the seconds of each commit with the publish of its tasks."""
+    count, seconds = committed_count(bench), []
+    rounds = bench.count(10, at_least=2)
+    with quiet(), bench.progress("transactions, commit", rounds) as done:
+        for number in range(-1, rounds):  # the first one warms up
+            with engine.connect() as connection:
+                with in_transaction(app, connection):
+                    for index in range(count):
+                        app.tasks[TASK].apply_async((index,))
+                    started = perf_counter()
+                    connection.commit()
+                took = perf_counter() - started
+                assert not connection.execute(TASKS.select()).all()
+            if number >= 0:
+                seconds.append(took)
+            done(number + 1)
+    return seconds
+
+
+def draw(result: Result) -> Figure:
+    return quartile_bars("Tasks in a transaction", "microseconds for one", result.series)
