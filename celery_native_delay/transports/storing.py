@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from kombu import Connection
 
 from ..due_time import check_due
-from ..errors import StoreUnavailable
+from ..errors import StoreUnavailable, UnsupportedBroker
 from ..finding import ADVICE, WRONG, Finding
 from ..message import Delayed
 from ..now import time_ns
@@ -138,7 +138,10 @@ class StoringChannel:
             return False
         if not headers or "task" not in headers:  # Celery's events and commands
             return False
-        store = self.needed_store
+        try:
+            store = self.needed_store
+        except UnsupportedBroker:  # its package is missing: immediate tasks go to the broker
+            return False
         if (users := store.users()) is None:
             return False
         # Between two transactions, no heartbeats are sent.
