@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import (
@@ -79,6 +80,14 @@ _UPDATE = (
 )
 
 
+#: Attempts of a change, of which another transaction makes the row first.
+_TRIES = 6
+
+
+class _AnotherWasFirst(Exception):
+    """Another transaction has inserted the row of a state."""
+
+
 class SqlRecords(Database, Records):
     """The state about waiting tasks in a database."""
 
@@ -106,19 +115,12 @@ class SqlRecords(Database, Records):
                 self._publish(connection, change.due_us, publish)
             return change.answer
 
-        return self.do(changed)
+        return self._done(changed)
 
     def claim(self, name: RecordName, *, kept_us: int) -> bool:
         # One statement: of two workers at the same time, the second waits for the first to commit.
         def claimed(connection: Connection) -> bool:
-            row = self._row(name, "1", now_us(connection) + kept_us)
-            kind = connection.dialect.name
-            if kind in ("mysql", "mariadb"):
-                ignoring = insert(RECORDS).prefix_with("IGNORE")
-                return connection.execute(ignoring, row).rowcount == 1
-            dialect: Any = sqlite if kind == "sqlite" else postgresql
-            added = dialect.insert(RECORDS).on_conflict_do_nothing().returning(_RECORD.kind)
-            return connection.execute(added, row).first() is not None
+            return self._inserted(connection, self._row(name, "1", now_us(connection) + kept_us))
 
         return self.do(claimed)
 
@@ -147,7 +149,13 @@ class SqlRecords(Database, Records):
                 connection.execute(_UPDATE, updated)
             return answer
 
-        return self.do(changed)
+        return self._done(changed)
+
+    def _done(self, changed: Callable[[Connection], T]) -> T:
+        for _ in range(_TRIES):
+            with suppress(_AnotherWasFirst):
+                return self.do(changed)
+        raise self._unavailable("other transactions keep changing the same state")
 
     @abstractmethod
     def _messages(
@@ -246,8 +254,22 @@ class SqlRecords(Database, Records):
             connection.execute(delete(RECORDS).where(*this))
         elif is_there:
             connection.execute(update(RECORDS).where(*this).values(text=text, kept_us=kept_us))
-        else:
-            connection.execute(insert(RECORDS).values(self._row(name, text, kept_us)))
+        elif not self._inserted(connection, self._row(name, text, kept_us)):
+            raise _AnotherWasFirst
+
+    @staticmethod
+    def _inserted(connection: Connection, row: dict[str, Any]) -> bool:
+        """Insert a row; return False if another transaction has inserted it.
+
+        No statement fails, because that would break a transaction of the user.
+        """
+        kind = connection.dialect.name
+        if kind in ("mysql", "mariadb"):
+            ignoring = insert(RECORDS).prefix_with("IGNORE")
+            return connection.execute(ignoring, row).rowcount == 1
+        dialect: Any = sqlite if kind == "sqlite" else postgresql
+        added = dialect.insert(RECORDS).on_conflict_do_nothing().returning(_RECORD.kind)
+        return connection.execute(added, row).first() is not None
 
     def _row(self, name: RecordName, text: str, kept_us: int) -> dict[str, Any]:
         return {

@@ -210,7 +210,8 @@ class Dispatcher:
     def _sleep(self, taken: Taken) -> None:
         seconds = self._store.look_seconds if self._leads else _SECOND_LOOK_SECONDS
         until_us = taken.now_us + round(seconds * 1_000_000)
-        if self._leads and taken.next_us is not None:
+        # A due row that was not taken is locked by another transaction.
+        if self._leads and taken.next_us is not None and taken.next_us > taken.now_us:
             until_us = min(until_us, taken.next_us)
         self._sleeps_until_us = until_us
         self._pause((until_us - taken.now_us) / 1_000_000)

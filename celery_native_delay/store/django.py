@@ -51,6 +51,11 @@ class DjangoStore(SqlStore):
         self.alias = url.partition(":")[2] or "default"
         self._joins = joins
         # For the dialect alone: all statements run on Django's connections.
+        if self.alias not in connections:
+            raise UnsupportedBroker(
+                f"expected native_delay_store={url!r} to name one of Django's databases "
+                f"{sorted(connections)}: correct the name after the colon"
+            )
         engine = _engine_for(connections[self.alias])
         super().__init__(url, namespace, timeout_seconds=timeout_seconds, engine=engine)
         # Django's connections belong to their threads, and have time limits of their own.
@@ -152,8 +157,11 @@ class DjangoStore(SqlStore):
 
     def is_made(self) -> bool:
         if not self.is_ready:
-            with connections[self.alias].cursor() as cursor:
-                names = connections[self.alias].introspection.table_names(cursor)
+            try:
+                with connections[self.alias].cursor() as cursor:
+                    names = connections[self.alias].introspection.table_names(cursor)
+            except Error as exc:
+                raise self._unavailable(str(exc)) from exc
             self.is_ready = {table.name for table in SCHEMA} <= set(names)
         return self.is_ready
 

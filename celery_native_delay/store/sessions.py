@@ -40,16 +40,18 @@ class SessionTransaction(UsersTransaction):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Make the calls when a transaction of the session ends in the block, or at its end."""
+        """Make the calls when a transaction of the session ends, in the block or after it."""
         is_session = isinstance(self._session, Session)
         if is_session:
             event.listen(self._session, "after_transaction_end", self._ended)
         try:
             yield
         finally:
-            if is_session:
+            # A transaction that ends later makes the calls then.
+            is_open = self._session.in_transaction()
+            if is_session and not is_open:
                 event.remove(self._session, "after_transaction_end", self._ended)
-        if not self._session.in_transaction():
+        if not is_open:
             self._call()
 
     def _ended(self, session: Any, transaction: Any) -> None:

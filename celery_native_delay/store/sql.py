@@ -124,9 +124,16 @@ _TAKE = (
     .values(state=_ROW.state + 1, taken_by=bindparam("token"), next_us=bindparam("lease"))
 )
 _STILL_TAKEN = _ROW.taken_by == bindparam("token")
-_HELD = (_MINE, _ROW.state == TAKEN, _STILL_TAKEN)
-_RETAKE = update(TASKS).where(*_HELD).values(next_us=bindparam("lease"))
-_RETAKEN = select(_ROW.id, _ROW.entry, _ROW.refusals).where(*_HELD).order_by(_ROW.id).limit(BATCH)
+# MySQL's updates by an index wait for the rows of each other open transaction. So rows are found by
+# a statement that skips locked ones, and are changed by their ids.
+_RETAKEN = (
+    select(_ROW.id, _ROW.entry, _ROW.refusals)
+    .where(_MINE, _ROW.state == TAKEN, _STILL_TAKEN)
+    .order_by(_ROW.id)
+    .limit(BATCH)
+    .with_for_update(skip_locked=True)
+)
+_RETAKE = update(TASKS).where(_THESE).values(next_us=bindparam("lease"))
 _PUBLISHED = delete(TASKS).where(_THESE, _STILL_TAKEN)
 _REFUSED = (
     update(TASKS)
@@ -141,12 +148,18 @@ _REFUSED = (
 )
 _GIVEN_BACK = (
     update(TASKS)
-    .where(_MINE, _STILL_TAKEN)
+    .where(_THESE, _STILL_TAKEN)
     .values(state=_ROW.state - 1, taken_by=None, next_us=bindparam("at"))
+)
+_FREE = (
+    select(_ROW.id)
+    .where(_MINE, _ROW.state == bindparam("which"), _ROW.next_us <= bindparam("until"))
+    .limit(BATCH)
+    .with_for_update(skip_locked=True)
 )
 _RELEASE = (
     update(TASKS)
-    .where(_MINE, _ROW.state == bindparam("which"), _ROW.next_us <= bindparam("until"))
+    .where(_THESE)
     .values(state=bindparam("then"), taken_by=None, next_us=bindparam("at"))
 )
 
@@ -353,9 +366,10 @@ class SqlStore(Database, Store):
         def retaken(connection: Connection) -> Taken:
             at_us = now_us(connection)
             lease_us = at_us + round(LEASE_SECONDS * 1_000_000)
-            if not connection.execute(_RETAKE, these | {"lease": lease_us}).rowcount:
-                return Taken(token, (), at_us, None)
-            found = connection.execute(_RETAKEN, these)
+            found = connection.execute(_RETAKEN, these).all()
+            if found:
+                ids = [row.id for row in found]
+                connection.execute(_RETAKE, {"ids": ids, "lease": lease_us})
             rows = [TakenRow(row.id, row.entry, row.refusals) for row in found]
             return Taken(token, rows, at_us, None)
 
@@ -374,8 +388,9 @@ class SqlStore(Database, Store):
             at_us = now_us(connection)
             if refused:
                 connection.execute(_REFUSED, [mine | _refused(each, at_us) for each in refused])
-            if len(published) + len(refused) < len(taken.rows):
-                connection.execute(_GIVEN_BACK, self._mine | mine | {"at": at_us})
+            known = {row.key for row in published} | {each.row.key for each in refused}
+            if ids := [row.key for row in taken.rows if row.key not in known]:
+                connection.execute(_GIVEN_BACK, mine | {"ids": ids, "at": at_us})
 
         self.do(settled)
 
@@ -385,8 +400,10 @@ class SqlStore(Database, Store):
             released = 0
             for state, then in _FREED.items():
                 until_us = _EVER if parked and state == PARKED else at_us
-                which = {"which": state, "until": until_us, "then": then, "at": at_us}
-                released += connection.execute(_RELEASE, self._mine | which).rowcount
+                which = self._mine | {"which": state, "until": until_us}
+                while ids := connection.execute(_FREE, which).scalars().all():
+                    these = {"ids": ids, "then": then, "at": at_us}
+                    released += connection.execute(_RELEASE, these).rowcount
             return released
 
         return self.do(released)

@@ -99,12 +99,17 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         #: True if the outage has lasted for PATIENCE_SECONDS, or if a retry cannot end the outage.
         self.has_given_up = False
         self._refused: list[RefusedMessage] = []
+        #: Messages of the user's transaction, which only the user's thread can write.
+        self._joined: list[MessageT] = []
         self._wanted = Event()
         self._closed = Event()
         self._thread = Thread(target=self._send_in_time, name="native-delay-bulk", daemon=True)
 
     def take(self, put: MessageT) -> None:
         """Add a message to the next batch. Callers call :meth:`make_room` first."""
+        if getattr(put, "joined", False):
+            self._joined.append(put)
+            return
         if not self._held:
             self._held_since = monotonic()
             self._want()
@@ -116,6 +121,8 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
 
     def make_room(self) -> None:
         """Send a full batch, and wait for confirms if too many messages are unconfirmed."""
+        if len(self._joined) >= self._batch_size:
+            self._write_joined()
         if len(self._held) >= self._batch_size or self._held_bytes >= _BATCH_BYTES:
             self._close_batch()
         if self._written < len(self._batches):
@@ -154,7 +161,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
 
     @property
     def unconfirmed_count(self) -> int:
-        return len(self._held) + self._unanswered
+        return len(self._held) + len(self._joined) + self._unanswered
 
     def settle(self, *, timeout_seconds: float | None) -> None:
         """Wait until the broker has confirmed or refused every message.
@@ -165,6 +172,7 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         """
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         with self.lock:
+            self._write_joined()
             self._close_batch()
             while self._unanswered:
                 if deadline is not None and monotonic() > deadline:
@@ -192,7 +200,8 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
         """Remove all unconfirmed messages, and return a report about each message."""
         with self.lock:
             self._close_batch()
-            puts = [put for batch in self._batches for put in batch.puts]
+            puts = [put for batch in self._batches for put in batch.puts] + self._joined
+            self._joined = []
             self._batches.clear()
             self._written = self._unanswered = 0
             return self._reports(IN_DOUBT, puts)
@@ -209,6 +218,16 @@ class Outbox(ABC, Generic[MessageT, BatchT]):
             self._lose()
         if self._thread.ident is not None:
             self._thread.join()
+
+    def _write_joined(self) -> None:
+        joined, self._joined = self._joined, []
+        if joined:
+            for reason, puts in self._join(joined).items():
+                self._refuse(reason, puts)
+
+    def _join(self, puts: list[MessageT]) -> dict[str, list[Any]]:
+        """Write messages in the user's transaction; return the refused ones, by reason."""
+        raise NotImplementedError("only a store joins a transaction")
 
     # --- what each broker implements ------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from kombu import Connection
 
 from ..due_time import check_due
-from ..errors import StoreUnavailable, UnsupportedBroker
+from ..errors import SettingsError, StoreUnavailable, UnsupportedBroker
 from ..finding import ADVICE, WRONG, Finding
 from ..message import Delayed
 from ..now import time_ns
@@ -140,7 +140,7 @@ class StoringChannel:
             return False
         try:
             store = self.needed_store
-        except UnsupportedBroker:  # its package is missing: immediate tasks go to the broker
+        except (UnsupportedBroker, SettingsError):  # as without it, immediate tasks are sent
             return False
         if (users := store.users()) is None:
             return False
@@ -167,6 +167,8 @@ class StoringChannel:
     def _watch(self) -> None:
         """Log a warning if tasks are overdue and no process dispatches them."""
         store = self.needed_store
+        if store.users() is not None:  # a failing count would break the user's transaction
+            return
         warn_if_nothing_promotes(store.where, lambda: Status.of(store.where, store.census()))
 
     def store_keyed(self, keyed: RecordedPublish, entry: Entry) -> None:

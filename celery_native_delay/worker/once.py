@@ -24,7 +24,7 @@ from ..settings import DelaySettings
 from ..texts import storable
 from .arrival import Arrival, AskAgain, Drop, Ruling, WaitUntil
 from .leases import Held, leases_of
-from .unique import PAUSE_SECONDS, is_here
+from .unique import PAUSE_SECONDS, give_back, is_here
 
 logger = get_logger(__name__)
 
@@ -69,6 +69,18 @@ class Once:
         """Return True if each task of this name is ``once``, by a setting or its decorator."""
         by_decorator = getattr(self._app.tasks.get(task), "once", False) is True
         return by_decorator or self._settings.is_once(task)
+
+
+def free_taken(arrival: Arrival) -> None:
+    """Free the locks and the claim of a received task that does not run now."""
+    headers = arrival.message.headers
+    give_back(arrival.consumer, headers)
+    token = headers.get(ONCE)
+    if isinstance(token, str):
+        headers[ONCE] = True  # its next delivery is once, too
+        name = _name(arrival.name, arrival.id, arrival.fields.get("retries"))
+        rule = partial(rules.end, token=token)
+        leases_of(arrival.consumer.app).settle_in_time(name, rule, token=token)
 
 
 def _name(task: str, task_id: str, retries: Any) -> str:

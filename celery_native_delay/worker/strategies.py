@@ -38,6 +38,7 @@ from .arrival import (
     Ruling,
     WaitUntil,
 )
+from .once import free_taken
 from .tallying import Tallying
 from .unique import never_runs, rejected
 
@@ -158,6 +159,8 @@ class GatedStrategies(dict[str, Any]):
                     AskAgain(FAULT_SECONDS),
                 )
             if ruling is not None:
+                if isinstance(ruling, Drop | WaitUntil) and task.arrival.has_headers:
+                    free_taken(task.arrival)
                 self._carry_out(ruling, task, number)
                 return
         self._run(task)

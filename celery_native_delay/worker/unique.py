@@ -58,7 +58,6 @@ class Unique:
             return arrival.until_store_answers()
         self._warned = False
         if step.free_us is not None:
-            give_back(arrival.consumer, arrival.message.headers)
             return WaitUntil(step.free_us, otherwise=AskAgain(PAUSE_SECONDS))
         arrival.message.headers[HEADER] = replace(mark, token=token).header()
         return None

@@ -307,6 +307,7 @@ def test_what_rabbitmq_refuses_is_parked_and_doubles_no_other(
             if number % 25 == 0:
                 headers = {"too_large": 1 << 70}
                 publish(connection, number, "jobs", delay=due - time(), headers=headers)
+        publish(connection, "too long", "jobs", delay=due - time(), exchange="x" * 300)
         store: Any = store_of(connection)
         later = Row("later", "later", round(due * 1e6), '[2,"of a later release"]\nbody')
         store.add([later])
@@ -315,12 +316,12 @@ def test_what_rabbitmq_refuses_is_parked_and_doubles_no_other(
         wait_until(lambda: time() > due)
         dispatcher = part.promoter(lambda **options: delaying(vhost_url, **own, **options))
         with beside(dispatcher.run, stop=dispatcher.stop):
-            wait_until(lambda: store.census().parked == 5 + 4 + 1)
+            wait_until(lambda: store.census().parked == 5 + 4 + 1 + 1)
             publish(connection, "last", "jobs")
             arrivals = received.wait_for(101)
         assert sorted(arrival.body for arrival in arrivals[:-1]) == list(range(100))
-        assert (dispatcher.promoted, dispatcher.parked) == (100, 10)
-        assert len(store.parked(20)) == 9  # without the row that this release cannot read
+        assert (dispatcher.promoted, dispatcher.parked) == (100, 11)
+        assert len(store.parked(20)) == 10  # without the row that this release cannot read
 
 
 @pytest.mark.ci

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from queue import Empty, Queue
+from threading import Thread
 from time import monotonic
 from typing import Any
 
@@ -295,9 +297,51 @@ def test_sqlalchemys_transaction_sends_tasks_too(
         send(app, 6)
         connection.commit()
     assert (sent(app), taken(app)) == (["order-6"], 0)
+    with Session(engine) as session, session.begin(), in_transaction(app, session):
+        send(app, 7)
+    assert (sent(app), taken(app)) == (["order-7"], 0)
     assert waiting(app) == ["order-2"]
-    send(app, 7)
-    assert sent(app) == ["order-7"]
+    send(app, 8)
+    assert sent(app) == ["order-8"]
+    engine.dispose()
+
+
+@pytest.mark.rabbitmq
+def test_two_transactions_may_use_a_new_key_at_the_same_time(
+    app: Celery, database_url: str, migrated: Any
+) -> None:
+    """The second waits for the first to commit, and replaces its task."""
+    if database_url.startswith("sqlite"):
+        pytest.skip("SQLite has one writer at a time")
+    install(app, store=database_url)
+    engine = create_engine(database_url)
+    tells: Queue[Any] = Queue()
+
+    def debounce(number: int) -> None:
+        signature = app.tasks["shop.remind"].s(number).set(task_id=f"order-{number}")
+        Delay(app).debounce(signature, key="user:1", seconds=HOUR_SECONDS)
+
+    def second() -> None:
+        try:
+            with Session(engine) as session, in_transaction(app, session):
+                tells.put("begins")
+                debounce(2)
+                session.commit()
+                tells.put(None)
+        except Exception as exc:  # for the assertion
+            tells.put(exc)
+
+    with Session(engine) as session, in_transaction(app, session):
+        debounce(1)
+        thread = Thread(target=second, daemon=True)
+        thread.start()
+        assert tells.get(timeout=PATIENCE_SECONDS) == "begins"
+        with suppress(Empty):  # it waits
+            assert tells.get(timeout=0.5) is None
+        session.commit()
+    assert tells.get(timeout=PATIENCE_SECONDS) is None
+    thread.join(PATIENCE_SECONDS)
+    assert waiting(app) == ["order-2"]
     engine.dispose()
 
 

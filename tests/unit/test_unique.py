@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -18,8 +19,10 @@ from celery_native_delay import Rate, StoreUnavailable, install
 from celery_native_delay.keyed.record import HEADER, LOCKS, Mark, Record, Run
 from celery_native_delay.keyed.records import KeyRecords
 from celery_native_delay.keyed.rules import LEASE_US, Rule, Seen, Step
+from celery_native_delay.message import ONCE
 from celery_native_delay.rates.line import Asked
 from celery_native_delay.worker import leases as leases_module
+from celery_native_delay.worker import once
 from celery_native_delay.worker import unique as module
 from celery_native_delay.worker.arrival import Arrival, AskAgain, Drop, WaitUntil
 from celery_native_delay.worker.leases import Leases
@@ -365,3 +368,22 @@ def test_a_renewal_that_failed_is_tried_again_soon(
     records.record = old
     records.is_away = False
     wait_until(lambda: records.record != old)
+
+
+def test_a_task_that_does_not_run_now_frees_its_locks_and_its_claim(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else it would wait for its own claim, and its line would stand still for a minute."""
+    freed: list[str] = []
+
+    def settle_in_time(name: str, rule: Any, *, token: str) -> None:
+        freed.append(token)
+
+    leases = SimpleNamespace(settle_in_time=settle_in_time)
+    for found in (module, once):
+        monkeypatch.setattr(found, "leases_of", lambda app: leases)
+    waits = arrival(**{LOCKS: [["concurrent", "of a lock"]], ONCE: "of the claim"})
+    waits = replace(waits, consumer=SimpleNamespace(app=None))
+    once.free_taken(waits)
+    assert freed == ["of a lock", "of the claim"]
+    assert (LOCKS in waits.message.headers, waits.message.headers[ONCE]) == (False, True)

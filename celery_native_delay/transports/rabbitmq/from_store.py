@@ -98,11 +98,15 @@ class RowPublisher:
         outcomes: dict[int, str | None] = {}
         waiting: dict[int, Publication] = {}
         for at, entry in enumerate(entries):
-            publication = self._publication(entry)
-            if (reason := self._reason_against(publication.exchange)) is not None:
-                outcomes[at] = reason
-            else:
+            try:
+                publication = self._publication(entry)
+                reason = self._reason_against(publication.exchange)
+            except _UNENCODABLE as exc:
+                reason = f"{type(exc).__name__}: {exc}"
+            if reason is None:
                 waiting[at] = publication
+            else:
+                outcomes[at] = reason
         try:
             if self._send(waiting, outcomes, deadline):
                 return outcomes

@@ -91,6 +91,10 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
         stored, others = packed(puts)
         return (*stored, OutboxBatch(others)) if others else stored
 
+    def _join(self, puts: list[Any]) -> dict[str, list[Any]]:
+        self._connect()
+        return write(self._connection.delays.store, StoredBatch(puts))
+
     def _write(self) -> None:
         self._connect()
         while self._batches:

@@ -60,6 +60,10 @@ class StoreOutbox(CallingOutbox[Any]):
         yield from stored
         yield from (OutboxBatch([put]) for put in others)
 
+    def _join(self, puts: list[Any]) -> dict[str, list[Any]]:
+        self._connect()
+        return write(self.channel.needed_store, StoredBatch(puts))
+
     def _deliver(self, batch: OutboxBatch[Any]) -> None:
         if not isinstance(batch, StoredBatch):
             self._put_plainly(batch.puts[0])
