@@ -299,7 +299,7 @@ def test_on_rabbitmq_with_a_store_the_page_lists_tasks(
         with browser() as chrome:
             page = DelaysPage(chrome, flower)
             page.lists(38)
-            assert re.match(r"5\d min", page.text("#delays-next"))
+            wait_until(lambda: re.match(r"5\d min", page.text("#delays-next")))
             page = DelaysPage(chrome, blind)
             page.wait(lambda: page.text("#delays-levels li"))
             assert page.find("#delays-levels li").is_displayed()
