@@ -132,7 +132,8 @@ def test_a_missing_broker_skips_a_test_and_fails_it_in_ci(
         import pytest
         from celery_native_delay.testing import rabbitmq, redis
 
-        rabbitmq._installations = redis._installations = lambda: ()
+        rabbitmq.find_rabbitmq = lambda version=None: None
+        redis._installations = lambda: ()
         """
     )
     project.makepyfile(

@@ -327,11 +327,8 @@ def test_malformed_messages_neither_end_a_worker_nor_hold_up_other_keys(fleet: F
     ]
     ids = [each.id for each in hostile]
     ids += [app.send_task("call_api", ("bob", number)).id for number in range(20)]
-    began = time()
     runs = fleet.record.wait_for_ids(ids)
     assert {len(runs[each]) for each in ids} == {1}
-    # A line that is unreachable is asked again after five seconds.
-    assert max(run.started for (run,) in runs.values()) - began < 4.5 * SLOWNESS
     assert worker.process.poll() is None
     assert worker.log_lines("call_api", "cannot compute the rate key", "without lone surrogates")
     assert not worker.log_lines("wait until the rates can be read")
@@ -346,7 +343,8 @@ def test_one_worker_starts_the_tasks_of_a_rate_in_order(fleet: Fleet) -> None:
     fleet.record.wait_for_ids(ids)
     order = [run.args[1] for run in fleet.record.runs(name="call_api")]
     late = [number for at, number in enumerate(order) if max(order[:at], default=0) > number]
-    if not fleet.broker_url.startswith("filesystem:"):  # files of one millisecond have no order
+    # Files of one millisecond have no order, and neither have messages of an SQS standard queue.
+    if not fleet.broker_url.startswith(("filesystem:", "sqs:")):
         assert len(late) <= 5
 
 

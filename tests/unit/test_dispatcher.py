@@ -19,6 +19,8 @@ class EmptyStore:
     look_seconds = 0.01
     where = "here"
 
+    def leave_thread(self) -> None: ...
+
     def __init__(self, *, leads: bool) -> None:
         self._leads = leads
         self.looks = 0
