@@ -110,6 +110,13 @@ _WAITS = _ROW.state == WAITING
 _LISTED = _ROW.state.in_((WAITING, PARKED))
 
 _NEXT = select(func.min(_ROW.next_us)).where(_MINE, _ROW.state == bindparam("which"))
+#: The first times of cancelled and of waiting rows, in one statement.
+_FIRSTS = select(
+    *(
+        select(func.min(_ROW.next_us)).where(_MINE, _ROW.state == state).scalar_subquery()
+        for state in (CANCELLED, WAITING)
+    )
+)
 _DUE = (
     select(_ROW.id, _ROW.entry, _ROW.refusals)
     .where(_MINE, _ROW.state == bindparam("which"), _ROW.next_us <= bindparam("until"))
@@ -325,7 +332,7 @@ class SqlStore(Database, Store):
 
     def next_due_us(self) -> int | None:
         def looked(connection: Connection) -> int | None:
-            firsts = (self._first_us(connection, state) for state in (CANCELLED, WAITING))
+            firsts = connection.execute(_FIRSTS, self._mine).one()
             return min((us for us in firsts if us is not None), default=None)
 
         return self.look_up(looked)
@@ -336,8 +343,8 @@ class SqlStore(Database, Store):
 
     def take(self, *, late_us: int = 0) -> Taken:
         def looked(connection: Connection) -> tuple[int, int | None, int | None]:
-            cancelled_us = self._first_us(connection, CANCELLED)
-            return now_us(connection), cancelled_us, self._first_us(connection, WAITING)
+            cancelled_us, waiting_us = connection.execute(_FIRSTS, self._mine).one()
+            return now_us(connection), cancelled_us, waiting_us
 
         # One state after another, because an index finds the first rows of one state only.
         at_us, cancelled_us, next_us = self.look_up(looked)
