@@ -8,6 +8,8 @@ from decimal import Decimal
 
 from .errors import InvalidDueTime
 
+DAY_US = 86_400_000_000
+
 _UNITS_MS = {"d": 86_400_000, "h": 3_600_000, "min": 60_000, "s": 1000}
 
 #: Each pair (A, B): a duration of at least A ms is rounded to a multiple of B ms.

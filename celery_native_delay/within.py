@@ -51,7 +51,7 @@ class Within:
             return future.result(self.seconds)
         except TimeoutError:
             if future.cancel():
-                raise
+                raise TimeoutError(f"no answer within {self.seconds:g} s") from None
             return future.result()  # it came at the last moment, or is the call's own error
 
     def _free_thread(self) -> SimpleQueue[_Job]:

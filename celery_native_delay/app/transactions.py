@@ -9,6 +9,7 @@ from typing import Any
 from celery._state import get_current_task
 from celery.exceptions import Ignore
 
+from ..durations import DAY_US
 from ..errors import CannotDelay
 from ..records.interface import RecordName
 from ..settings import DelaySettings
@@ -50,13 +51,7 @@ def in_transaction(app: Any, session: Any, *, once: bool = False) -> Iterator[No
     store = store_of_app(app)
     with nullcontext() if is_in_clock(app) else store.joining(session):
         if once:
-            task = get_current_task()
-            if task is None:
-                raise CannotDelay("expected in_transaction(…, once=True) in a task that runs")
-            installation = installation_of(app)
-            settings = DelaySettings() if installation is None else installation.settings()
-            if not claim(store, task, days=settings.once_days):
-                raise Ignore("the task has run already, and it is once")
+            claim(app, store, get_current_task())
         yield
 
 
@@ -68,11 +63,18 @@ def store_of_app(app: Any) -> Store:
     return store
 
 
-def claim(store: Store, task: Any, *, days: float) -> bool:
-    """Claim the id and retry number of a running task; False if they were claimed before."""
-    request = task.request
+def claim(app: Any, store: Store, task: Any) -> None:
+    """Claim the id and retry number of a running task.
+
+    Raises Celery's Ignore if they were claimed before, and CannotDelay if *task* is None.
+    """
+    if task is None:
+        raise CannotDelay("expected in_transaction(…, once=True) in a task that runs")
+    installation, request = installation_of(app), task.request
+    settings = DelaySettings() if installation is None else installation.settings()
     name = RecordName("claim", storable(f"{task.name}:{request.id}:{request.retries}"))
-    return store.state.claim(name, kept_us=round(days * 86_400_000_000))
+    if not store.state.claim(name, kept_us=round(settings.once_days * DAY_US)):
+        raise Ignore("the task has run already, and it is once")
 
 
 @contextmanager

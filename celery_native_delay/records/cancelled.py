@@ -5,11 +5,12 @@ The store has no row of such a task, so it keeps the id until the message has co
 
 from __future__ import annotations
 
+from ..durations import DAY_US
 from ..texts import storable
 from .interface import Change, RecordName, Records, Snapshot
 
 #: Microseconds that an id is kept after its message has come: the broker may deliver it again.
-_KEPT_US = 86_400_000_000
+_KEPT_US = DAY_US
 
 
 def note_cancelled(records: Records, task_id: str, *, kept_us: int) -> None:

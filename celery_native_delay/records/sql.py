@@ -29,7 +29,7 @@ from sqlalchemy.dialects.mysql import LONGTEXT
 
 from ..texts import digest_of
 from .database import Database, now_us
-from .interface import Change, Decide, Publish, RecordName, Records, Snapshot, T
+from .interface import Change, Decide, Publish, RecordName, Records, Snapshot, T, tried_again
 
 METADATA = MetaData()
 
@@ -80,10 +80,6 @@ _UPDATE = (
 )
 
 
-#: Attempts of a change, of which another transaction makes the row first.
-_TRIES = 6
-
-
 class _AnotherWasFirst(Exception):
     """Another transaction has inserted the row of a state."""
 
@@ -115,7 +111,7 @@ class SqlRecords(Database, Records):
                 self._publish(connection, change.due_us, publish)
             return change.answer
 
-        return self._done(changed)
+        return self._done(name, changed)
 
     def claim(self, name: RecordName, *, kept_us: int) -> bool:
         # One statement: of two workers at the same time, the second waits for the first to commit.
@@ -149,13 +145,17 @@ class SqlRecords(Database, Records):
                 connection.execute(_UPDATE, updated)
             return answer
 
-        return self._done(changed)
+        return self._done(names[0], changed)
 
-    def _done(self, changed: Callable[[Connection], T]) -> T:
-        for _ in range(_TRIES):
+    def _done(self, name: RecordName, changed: Callable[[Connection], T]) -> T:
+        """Call *changed* in a transaction, again if another one has made the row meanwhile."""
+
+        def attempt() -> tuple[T] | None:
             with suppress(_AnotherWasFirst):
-                return self.do(changed)
-        raise self._unavailable("other transactions keep changing the same state")
+                return (self.do(changed),)
+            return None
+
+        return tried_again(name.name, attempt)[0]
 
     @abstractmethod
     def _messages(

@@ -105,7 +105,7 @@ class DjangoStore(SqlStore):
         try:  # a thread has a connection of its own
             return self._apart(lambda: self._apart_alone(work))
         except TimeoutError as exc:
-            raise self._unavailable(f"no answer within {self._apart.seconds:g} s") from exc
+            raise self._unavailable(str(exc)) from exc
 
     def _apart_alone(self, work: Callable[[Connection], T]) -> T:
         try:

@@ -296,7 +296,7 @@ class Store(ABC):
 
     @abstractmethod
     def findings(self) -> list[Finding]:
-        """Report what is wrong with the server: it does not answer, may forget, or its clock."""
+        """Return what is wrong: the server does not answer, may lose rows, or has a wrong clock."""
 
     @abstractmethod
     def close(self) -> None:

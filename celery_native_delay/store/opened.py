@@ -39,22 +39,17 @@ def store_of(settings: DelaySettings, place: str = "", *, url: str | None = None
     namespace = at_place(settings.namespace, place)
     if len(namespace) > _LONGEST_NAMESPACE:
         namespace = at_place(settings.namespace[:_KEPT], digest_of(namespace))
-    seconds = settings.store_timeout_seconds
-    if address.partition(":")[0] == "django":
-        joins = settings.store_transactions
-        return _stores.get(
-            (address, namespace), lambda: _django(address, namespace, seconds, joins)
-        )
-    key = address, namespace
-    return _stores.get(key, lambda: store_at(address, namespace, timeout_seconds=seconds))
+    seconds, joins = settings.store_timeout_seconds, settings.store_transactions
+    return _stores.get(
+        (address, namespace),
+        lambda: store_at(address, namespace, timeout_seconds=seconds, joins=joins),
+    )
 
 
 def load(settings: DelaySettings) -> None:
     """Import what the store needs, so that the first delayed publish does not wait for it."""
     with suppress(ImportError):  # the first delayed publish raises it
         if settings.store is None:
-            return
-        if settings.store.partition(":")[0] == "django":
             return
         if is_redis_url(settings.store):
             from . import redis  # noqa: F401
@@ -69,19 +64,20 @@ def forget_store(url: str, namespace: str) -> None:
         store.close()
 
 
-def _django(url: str, namespace: str, seconds: float, joins: bool) -> Store:
-    try:
-        from .django import DjangoStore
-    except ImportError as exc:
-        raise UnsupportedBroker(
-            f"native_delay_store={url!r} needs Django, and SQLAlchemy 2 beside it: pip install "
-            f"'celery_native_delay[sql]' ({exc})"
-        ) from exc
-    return DjangoStore(url, namespace, timeout_seconds=seconds, joins=joins)
+def store_at(url: str, namespace: str, *, timeout_seconds: float, joins: bool = True) -> Store:
+    """Make a client of the store at *url*. Nothing is connected yet.
 
-
-def store_at(url: str, namespace: str, *, timeout_seconds: float) -> Store:
-    """Make a client of the store at *url*. Nothing is connected yet."""
+    *joins*: True if a store in Django's database joins the transactions of its user.
+    """
+    if url.partition(":")[0] == "django":
+        try:
+            from .django import DjangoStore
+        except ImportError as exc:
+            raise UnsupportedBroker(
+                f"native_delay_store={url!r} needs Django, and SQLAlchemy 2 beside it: pip install "
+                f"'celery_native_delay[sql]' ({exc})"
+            ) from exc
+        return DjangoStore(url, namespace, timeout_seconds=timeout_seconds, joins=joins)
     if is_redis_url(url):
         try:
             from .redis import RedisStore

@@ -109,7 +109,6 @@ _MINE = _ROW.namespace == bindparam("mine")
 _WAITS = _ROW.state == WAITING
 _LISTED = _ROW.state.in_((WAITING, PARKED))
 
-_NEXT = select(func.min(_ROW.next_us)).where(_MINE, _ROW.state == bindparam("which"))
 #: The first times of cancelled and of waiting rows, in one statement.
 _FIRSTS = select(
     *(
@@ -266,8 +265,7 @@ class SqlStore(Database, Store):
         try:
             return self._within(call)
         except TimeoutError as error:
-            reason = str(error) or f"no answer within {self._within.seconds:g} s"
-            raise self._unavailable(reason) from error
+            raise self._unavailable(str(error)) from error
 
     def _unavailable(self, reason: str) -> NativeDelayError:
         return StoreUnavailable(f"the store at {self.where} does not work: {reason}")
@@ -336,10 +334,6 @@ class SqlStore(Database, Store):
             return min((us for us in firsts if us is not None), default=None)
 
         return self.look_up(looked)
-
-    def _first_us(self, connection: Connection, state: int) -> int | None:
-        first: int | None = connection.execute(_NEXT, self._mine | {"which": state}).scalar()
-        return first
 
     def take(self, *, late_us: int = 0) -> Taken:
         def looked(connection: Connection) -> tuple[int, int | None, int | None]:
@@ -424,7 +418,7 @@ class SqlStore(Database, Store):
         def counted(connection: Connection) -> Census:
             at_us = now_us(connection)
             found: dict[int, int] = dict(connection.execute(counts, self._mine).all())
-            first_us = self._first_us(connection, WAITING)
+            _, first_us = connection.execute(_FIRSTS, self._mine).one()
             overdue = connection.execute(late, self._mine | {"until": at_us}).scalar()
             return Census(
                 found.get(WAITING, 0),

@@ -15,6 +15,8 @@ from functools import cached_property
 from secrets import token_hex
 from typing import Any, Protocol
 
+from kombu import Connection
+
 from ..durations import duration
 from ..errors import NativeDelayError, NoStore
 from ..finding import Finding
@@ -333,6 +335,12 @@ def lines_of(channel: Any, settings: DelaySettings) -> Lines:
         raise without_store(channel)
     lines: Lines = channel.lines(settings)
     return lines
+
+
+def copy_of(client: Any) -> Connection:
+    """Return another kombu connection like *client*, without heartbeats, which no thread sends."""
+    # The method clone() of a pooled connection does not work.
+    return Connection(**dict(client._info(resolve=False), heartbeat=0))
 
 
 def without_store(channel: Any) -> NoStore:

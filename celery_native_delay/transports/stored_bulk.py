@@ -58,19 +58,19 @@ def packed(puts: Sequence[Any]) -> tuple[list[StoredBatch], list[Any]]:
     return [StoredBatch(rows)] if rows else [], others
 
 
-def write(store: Store, batch: OutboxBatch[Any]) -> dict[str, list[StoredMessage]]:
-    """Write a batch, and return the messages that the store refused, by reason.
+def write(store: Store, puts: Sequence[StoredMessage]) -> dict[str, list[StoredMessage]]:
+    """Write messages, and return those that the store refused, by reason.
 
     It may be repeated: a row of the same name is in the store once. Raises StoreUnavailable if the
     store does not answer.
     """
     refused: dict[str, list[StoredMessage]] = {}
-    joined = [put for put in batch.puts if put.joined]
+    joined = [put for put in puts if put.joined]
     if joined and store.users() is None:
         refused[_TOO_LATE] = joined
         joined = []
     with outside_transaction():
-        _add(store, [put for put in batch.puts if not put.joined], refused)
+        _add(store, [put for put in puts if not put.joined], refused)
     _add(store, joined, refused)
     return refused
 

@@ -14,8 +14,6 @@ from shlex import quote
 from threading import Thread
 from typing import Any, TypeVar
 
-from kombu import Connection
-
 from ..due_time import check_due
 from ..errors import SettingsError, StoreUnavailable, UnsupportedBroker
 from ..finding import ADVICE, WRONG, Finding
@@ -42,6 +40,7 @@ from .interface import (
     Told,
     Wait,
     WorkerPart,
+    copy_of,
     without_store,
 )
 from .status import Status, refuse_waiting
@@ -57,7 +56,7 @@ _beside_consumer = Within(2.0, name="native-delay-store")
 PUBLISH_SECONDS = 20.0
 
 #: Seconds that the process of the user's transaction waits for them.
-RELAY_SECONDS = 5.0
+CONFIRM_SECONDS = 5.0
 
 
 class StoringChannel:
@@ -118,12 +117,13 @@ class StoringChannel:
     def due_in_store(self, headers: Mapping[str, Any] | None, due_us: int | None) -> int | None:
         """Return when the store publishes a message, in µs; None if it goes to the broker.
 
-        *due_us*: the time ahead until which the message is delayed, or None if it is immediate. In
-        the user's transaction, an immediate task goes into the store, too.
+        *due_us*: the ETA of the message, or None without one. In the user's transaction, an
+        immediate task goes into the store, too.
         """
-        if due_us is not None:
+        now_us = time_ns() // 1000
+        if due_us is not None and due_us > now_us:
             return due_us if self.waits_in_store(headers) else None
-        return time_ns() // 1000 if self.joins(headers) else None
+        return now_us if self.joins(headers) else None
 
     def waits_in_store(self, headers: Mapping[str, Any] | None) -> bool:
         """Return True if a message with these headers waits in the store, if it is delayed."""
@@ -144,11 +144,10 @@ class StoringChannel:
             return False
         if (users := store.users()) is None:
             return False
-        # Between two transactions, no heartbeats are sent.
-        known = dict(self.connection.client._info(resolve=False), heartbeat=0)
+        client = self.connection.client
         users.relay = _relays.get(
             (store.where, store.namespace),
-            lambda: Relay(store, lambda: self.publisher_of(Connection(**known), RELAY_SECONDS)),
+            lambda: Relay(store, lambda: self.publisher_of(copy_of(client), CONFIRM_SECONDS)),
         )
         return True
 
@@ -303,8 +302,7 @@ def _briefly(call: Callable[[], T], within: Within = _beside_consumer) -> T:
     try:
         return within(call)
     except TimeoutError as exc:
-        why = str(exc) or f"no answer within {within.seconds:g} s"
-        raise StoreUnavailable(f"the store does not answer the worker: {why}") from exc
+        raise StoreUnavailable(f"the store does not answer the worker: {exc}") from exc
 
 
 class _Both:

@@ -104,7 +104,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         except SettingsError:
             settings = DelaySettings()  # start() logs the error
         teach_tasks(installation)  # before the pool forks
-        let_claim(c.app, settings)
+        let_claim(c.app)
         self._revoked = Revoked()
         self._tallying = Tallying(c, settings.rates_by_task)
         self._rated = Rated(settings, c.app.tasks) if settings.rates else None

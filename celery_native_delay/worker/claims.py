@@ -6,17 +6,14 @@ from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
-from celery.exceptions import Ignore
-
 from ..app.installation import is_in_clock
 from ..app.transactions import claim, store_of_app
 from ..errors import NoStore
 from ..per_process import PerProcess
-from ..settings import DelaySettings
 from ..store.interface import Store
 
-#: By the id of an app.
-_stores: PerProcess[int, Store] = PerProcess()
+#: By app.
+_stores: PerProcess[Any, Store] = PerProcess()
 
 
 def claims(task: Any) -> bool:
@@ -33,14 +30,14 @@ def check_claims(app: Any, store: Store) -> None:
         )
 
 
-def let_claim(app: Any, settings: DelaySettings) -> None:
+def let_claim(app: Any) -> None:
     """Wrap the tasks of an app that are ``once="transaction"``, before the pool forks."""
     for task in app.tasks.values():
         if claims(task) and not hasattr(task.run, "native_delay_claims"):
-            task.run = _in_one_transaction(app, task, settings)
+            task.run = _in_one_transaction(app, task)
 
 
-def _in_one_transaction(app: Any, task: Any, settings: DelaySettings) -> Any:
+def _in_one_transaction(app: Any, task: Any) -> Any:
     body = task.run
 
     @wraps(body)
@@ -48,10 +45,9 @@ def _in_one_transaction(app: Any, task: Any, settings: DelaySettings) -> Any:
         if task.request.called_directly or task.request.is_eager:
             return body(*args, **kwargs)
         in_clock = is_in_clock(app)
-        store = store_of_app(app) if in_clock else _stores.get(id(app), lambda: store_of_app(app))
+        store = store_of_app(app) if in_clock else _stores.get(app, lambda: store_of_app(app))
         with nullcontext() if in_clock else store.one_transaction():
-            if not claim(store, task, days=settings.once_days):
-                raise Ignore("the task has run already, and it is once")
+            claim(app, store, task)
             return body(*args, **kwargs)
 
     run.native_delay_claims = True  # type: ignore[attr-defined]

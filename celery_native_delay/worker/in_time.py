@@ -36,7 +36,6 @@ def in_time(call: Callable[[], T], *, undo: Callable[[T], object] = lambda resul
         answer = _within(call, undo=undo)
     except TimeoutError as exc:
         _asked_again_at = monotonic() + _backoff.failed()
-        why = str(exc) or f"no answer within {PATIENCE_SECONDS:g} s"
-        raise StoreUnavailable(f"the store does not answer the worker: {why}") from exc
+        raise StoreUnavailable(f"the store does not answer the worker: {exc}") from exc
     _backoff.reset()
     return answer

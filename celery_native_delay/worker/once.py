@@ -15,6 +15,7 @@ from celery.utils.log import get_logger
 from celery.worker import state as worker_state
 
 from ..app.installation import installation_of
+from ..durations import DAY_US
 from ..errors import described
 from ..keyed import rules
 from ..keyed.record import name_of
@@ -27,9 +28,6 @@ from .leases import Held, leases_of
 from .unique import PAUSE_SECONDS, give_back, is_here
 
 logger = get_logger(__name__)
-
-#: Microseconds of a day.
-_DAY_US = 86_400_000_000
 
 
 class Once:
@@ -114,6 +112,6 @@ def settle(sender: Any = None, state: Any = None, **_: Any) -> None:
     name, token = claim
     rule = partial(rules.end, token=token)
     if state == states.SUCCESS:
-        kept_us = round(installation.settings().once_days * _DAY_US)
+        kept_us = round(installation.settings().once_days * DAY_US)
         rule = partial(rules.ran_once, task_id=sender.request.id, kept_us=kept_us)
     leases_of(sender.app).settle(name, rule, token=token)

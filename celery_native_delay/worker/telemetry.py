@@ -22,6 +22,7 @@ from celery.utils.log import get_logger
 
 from ..app.installation import Installation, installation_of
 from ..due_time import due_us_or_none
+from ..durations import DAY_US
 from ..message import due_ms_of
 from ..rates.retry_after import RetryAfter
 from . import attempt
@@ -40,8 +41,6 @@ WAITED = "native_delay_waited"
 STARTED = "native_delay_started_us"
 
 _as_json = json.JSONEncoder(separators=(",", ":"), default=str).encode
-
-DAY_US = 86_400_000_000
 
 #: Stands for a message that does not say if it waited.
 _UNTOLD = object()

@@ -16,10 +16,10 @@ from celery.contrib.testing.worker import start_worker
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_native_delay import install
+from celery_native_delay.durations import DAY_US
 from celery_native_delay.message import Delayed
 from celery_native_delay.worker import bootsteps, telemetry
 from celery_native_delay.worker.telemetry import (
-    DAY_US,
     DailyFiles,
     outcome_of,
     retry_due_us,

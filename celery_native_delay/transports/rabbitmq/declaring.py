@@ -16,9 +16,9 @@ from amqp.exceptions import (
     NotFound,
     PreconditionFailed,
 )
-from kombu import Connection
 
 from ...errors import NotDeclared, NotPermitted, TopologyMismatch, UnsupportedBroker
+from ..interface import copy_of
 from .address import refusal_fits
 from .channels import OwnChannel, Publication
 from .topology import Binding, Change, Exchange, Queue, Topology, Unbinding
@@ -77,9 +77,8 @@ class Declarer:
         if self.refusal_fits(name):
             yield self.channel
             return
-        # RabbitMQ may close a connection if the name is too long for the error text. This other
-        # connection has no heartbeats, because no thread would send heartbeats.
-        client = Connection(**dict(self.connection.client._info(resolve=False), heartbeat=0))
+        # RabbitMQ may close a connection if the name is too long for the error text.
+        client = copy_of(self.connection.client)
         try:
             yield OwnChannel(client.connection)
         except (InternalError, UnicodeDecodeError) as exc:

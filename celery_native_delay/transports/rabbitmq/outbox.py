@@ -93,7 +93,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
 
     def _join(self, puts: list[Any]) -> dict[str, list[Any]]:
         self._connect()
-        return write(self._connection.delays.store, StoredBatch(puts))
+        return write(self._connection.delays.store, puts)
 
     def _write(self) -> None:
         self._connect()
@@ -107,7 +107,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
 
     def _write_rows(self, batch: StoredBatch) -> None:
         store = self._connection.delays.store
-        for reason, puts in write(store, batch).items():
+        for reason, puts in write(store, batch.puts).items():
             self._refuse(reason, puts)
         self._batches.popleft()
         self._count()

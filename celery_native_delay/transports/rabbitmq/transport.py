@@ -115,13 +115,10 @@ class Channel(StoringChannel, pyamqp.Channel):  # type: ignore[misc]
             return None
         due_us = due_of(headers)
         if connection is not None:
-            is_ahead = due_us is not None and due_us > time_ns() // 1000
-            stored_us = self.due_in_store(headers, due_us if is_ahead else None)
+            stored_us = self.due_in_store(headers, due_us)
             if stored_us is not None:
                 self.store_one(self._entry(msg, exchange, routing_key, due_us=stored_us))
                 return None
-            if due_us is not None and self.waits_in_store(headers):
-                due_us = None
         if due_us is not None and connection is not None and not connection.drains:
             waits = connection.delays.publish(
                 Publication(msg, exchange, routing_key, mandatory=False),
@@ -264,8 +261,7 @@ class BulkChannel(Channel):
         publication = Publication(msg, exchange, routing_key, mandatory)
         headers = msg.properties.get("application_headers")
         due_us = due_of(headers)
-        is_ahead = due_us is not None and due_us > time_ns() // 1000
-        stored_us = self.due_in_store(headers, due_us if is_ahead else None)
+        stored_us = self.due_in_store(headers, due_us)
         if stored_us is not None:
             self.check_reach(stored_us)
             entry = self._entry(msg, exchange, routing_key, due_us=stored_us)

@@ -171,7 +171,7 @@ class FolderChannel(StoreDelayingChannel):
     """A mixin for kombu's filesystem channel: it writes and reads only complete message files."""
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
-        if underway.get() is not None or self.stored_us(message) is not None:
+        if underway.get() is not None or self.stored_us(message, self.due_of(message)) is not None:
             return super()._put(queue, message, **kwargs)
         return self._put_file(queue, message)
 

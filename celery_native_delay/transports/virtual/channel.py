@@ -87,7 +87,7 @@ class DelayingChannel(StoringChannel):
                 f"expected a task with a key to go to a queue, got the exchange {exchange!r}, "
                 f"which broadcasts: name its queue"
             )
-        stored_us = self.stored_us(message)
+        stored_us = self.stored_us(message, self.due_of(message))
         if stored_us is None:
             return False
         self.store_one(entry_of(message, None, due_us=stored_us))
@@ -131,20 +131,23 @@ class DelayingChannel(StoringChannel):
             return None
         return due_us
 
-    def stored_us(self, message: dict[str, Any]) -> int | None:
-        """Return when the store publishes a message, in µs; None if it goes to the broker."""
+    def stored_us(self, message: dict[str, Any], due_us: int | None) -> int | None:
+        """Return when the store publishes a message, in µs; None if it goes to the broker.
+
+        *due_us* is the result of :meth:`due_of`, which takes a while.
+        """
         if message.get("redelivered"):
             return None
-        return self.due_in_store(message.get("headers"), self.due_of(message))
+        return self.due_in_store(message.get("headers"), due_us)
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
         keyed = underway.get() and publish_of(message.get("headers"))
         if keyed is not None:
             return self._put_keyed(queue, message, keyed, **kwargs)
-        stored_us = self.stored_us(message)
+        due_us = self.due_of(message)
+        stored_us = self.stored_us(message, due_us)
         if stored_us is not None:
             return self.store_one(entry_of(message, queue, due_us=stored_us))
-        due_us = self.due_of(message)
         if due_us is None:
             return super()._put(queue, message, **kwargs)  # type: ignore[misc]
         return self.let_wait(queue, message, due_us=due_us, **kwargs)

@@ -32,7 +32,7 @@ class StoreCollecting(Collecting):
         return StoredMessage(row, joined=self.joins(message.get("headers")))
 
     def _stored(self: Any, message: dict[str, Any], queue: str) -> StoredMessage | None:
-        due_us = self.stored_us(message)
+        due_us = self.stored_us(message, self.due_of(message))
         if due_us is None:
             return None
         self.check_reach(due_us)
@@ -62,13 +62,13 @@ class StoreOutbox(CallingOutbox[Any]):
 
     def _join(self, puts: list[Any]) -> dict[str, list[Any]]:
         self._connect()
-        return write(self.channel.needed_store, StoredBatch(puts))
+        return write(self.channel.needed_store, puts)
 
     def _deliver(self, batch: OutboxBatch[Any]) -> None:
         if not isinstance(batch, StoredBatch):
             self._put_plainly(batch.puts[0])
             return
-        for reason, puts in write(self.channel.needed_store, batch).items():
+        for reason, puts in write(self.channel.needed_store, batch.puts).items():
             self._settled(batch, puts, reason=reason)
 
     def _reports(self, reason: str, puts: Iterable[Any]) -> list[RefusedMessage]:
