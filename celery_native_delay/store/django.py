@@ -8,6 +8,7 @@ from time import sleep
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from django.core.exceptions import ImproperlyConfigured
 from django.db import DataError, Error, IntegrityError, OperationalError, connections, transaction
 from sqlalchemy import Connection, Dialect, Engine, create_engine
 from sqlalchemy.pool import NullPool
@@ -51,7 +52,14 @@ class DjangoStore(SqlStore):
         self.alias = url.partition(":")[2] or "default"
         self._joins = joins
         # For the dialect alone: all statements run on Django's connections.
-        if self.alias not in connections:
+        try:
+            is_known = self.alias in connections
+        except ImproperlyConfigured as exc:
+            raise UnsupportedBroker(
+                f"native_delay_store={url!r} needs Django's settings: set DJANGO_SETTINGS_MODULE, "
+                f"or call settings.configure(), before tasks are sent"
+            ) from exc
+        if not is_known:
             raise UnsupportedBroker(
                 f"expected native_delay_store={url!r} to name one of Django's databases "
                 f"{sorted(connections)}: correct the name after the colon"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
 from time import monotonic
@@ -449,3 +453,25 @@ def test_a_worker_publishes_the_tasks_of_a_process_that_died_after_its_commit(
         with beside(dispatcher.run, stop=dispatcher.stop):
             wait_until(lambda: dispatcher.promoted == 10)
     assert sent(app) == [f"order-{number}" for number in range(10)]
+
+
+def test_without_djangos_settings_a_delayed_task_says_so_and_an_immediate_one_is_sent(
+    tmp_path: Path,
+) -> None:
+    asked = """
+from celery import Celery
+from celery_native_delay import install
+app = install(Celery("shop", broker="memory://"), store="django")
+app.send_task("shop.remind")
+app.send_task("shop.remind", countdown=60)
+"""
+    environ = {name: text for name, text in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
+    told = subprocess.run(
+        [sys.executable, "-c", asked], env=environ, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert told.stderr.splitlines()[-1].startswith(
+        "celery_native_delay.errors.UnsupportedBroker: native_delay_store='django' needs Django's "
+        "settings: set DJANGO_SETTINGS_MODULE"
+    )
+    assert told.stderr.count("Traceback") == 2  # the delayed task, and what Django said
+    assert "line 6, in <module>" in told.stderr
