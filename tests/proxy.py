@@ -59,7 +59,11 @@ class Proxy:
             while True:
                 client, _ = self._listener.accept()
                 self._open.append(client)
-                server = self._connect()
+                try:
+                    server = self._connect()
+                except OSError:  # the server restarts
+                    client.shutdown(socket.SHUT_RDWR)
+                    continue
                 self._open.append(server)
                 self._start(self._pass_on, client, server)
                 self._start(self._pass_on, server, client)
