@@ -17,7 +17,7 @@ from benchmarks.charts import bars
 from benchmarks.measuring import Bench, Result, Target, median, percentile
 from celery_native_delay import Delay, Rate
 from celery_native_delay.bulk import bulk
-from celery_native_delay.rates.in_records import Lines
+from celery_native_delay.rates.in_records import RecordedLines
 from celery_native_delay.rates.in_redis import RedisLines
 from celery_native_delay.rates.line import Asked
 from celery_native_delay.records.redis_listing import IndexKeys
@@ -68,9 +68,9 @@ def gate(bench: Bench, server: PrivateRedis, result: Result) -> None:
     pool = redis.ConnectionPool.from_url(server.url)
     connection = pool.make_connection()
     store = SqlStore(f"sqlite:///{bench.folder}/rates.db", "bench", timeout_seconds=5)
-    kept: dict[str, Lines] = {
+    kept: dict[str, RecordedLines] = {
         "Redis": RedisLines(pool, IndexKeys("bench"), server.url),
-        "SQLite": Lines(store.state),
+        "SQLite": RecordedLines(store.state),
     }
     for where, lines in kept.items():
         starting: list[float] = []
@@ -112,7 +112,7 @@ def pinged_us(connection: Any) -> float:
     return (perf_counter_ns() - before) / 1000
 
 
-def asked_us(lines: Lines, rate: Rate, *tasks: str) -> float:
+def asked_us(lines: RecordedLines, rate: Rate, *tasks: str) -> float:
     asked = [Asked(task, "ada", rate) for task in tasks]
     before = perf_counter_ns()
     lines.ask(asked)

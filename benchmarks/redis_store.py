@@ -27,7 +27,7 @@ from benchmarks.measuring import (
 )
 from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.transports.redis.entry import Destination, entry_of
-from celery_native_delay.transports.redis.store import BATCH, Rounds, Store
+from celery_native_delay.transports.redis.store import BATCH, RedisBrokerStore, Rounds
 
 FEW, MANY = 1_000, 1_000_000
 ROUNDS = 60
@@ -49,7 +49,7 @@ class Pending:
 
     count: int
     redis: PrivateRedis
-    store: Store
+    store: RedisBrokerStore
     rounds: Rounds
     bytes_each: float = 0.0
     """The bytes of Redis' memory per message, without the envelope (encoded message)."""

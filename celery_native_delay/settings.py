@@ -222,7 +222,7 @@ class DelaySettings:
         return cls(**values)
 
 
-class Keywords(TypedDict, total=False):
+class InstallKeywords(TypedDict, total=False):
     """The settings for type checkers, as ``install()`` takes them: lists may be any collection."""
 
     enabled: bool | Literal["drain"]

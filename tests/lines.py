@@ -10,7 +10,7 @@ from celery import Celery
 
 from celery_native_delay import Rate
 from celery_native_delay.app.installation import delaying_channel
-from celery_native_delay.rates.in_records import Lines
+from celery_native_delay.rates.in_records import RecordedLines
 from celery_native_delay.rates.line import Asked, Line
 
 #: Windows of so much of a period are looked at: a machine that does much else may let more time
@@ -28,7 +28,7 @@ def most_in_a_window(starts: list[float], seconds: float) -> int:
 
 
 @contextmanager
-def lines_of(app: Celery) -> Iterator[Lines]:
+def lines_of(app: Celery) -> Iterator[RecordedLines]:
     """The rate limiter of *app*, on its broker or in its records."""
     with app.connection_for_write() as connection:
         channel, settings = delaying_channel(app, connection)

@@ -26,7 +26,7 @@ from ..rates.line import Asked, Line, RateLine, name_of, places_in
 from ..rates.rate import Rate, key_text
 from ..records import waiting
 from ..records.interface import TRIES
-from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
+from ..records.waiting import Bar, Outcome, Query, Verdict, Waiting, WaitingPage, WaitingTasks
 from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
 from .installation import ask_broker, checked_app, installed
@@ -67,7 +67,7 @@ class Delay(KeyedCalls):
 
     # --- seeing --------------------------------------------------------------------------
 
-    def ls(self, search: str | Query = "", *, limit: int = 50, offset: int = 0) -> Page:
+    def ls(self, search: str | Query = "", *, limit: int = 50, offset: int = 0) -> WaitingPage:
         """List the waiting tasks that match *search*, earliest due time first.
 
         Args:
@@ -89,7 +89,7 @@ class Delay(KeyedCalls):
         _check_count("offset", offset, least=0)
         query = _query(search)
         page = self._ask(lambda found: found.page(query, offset=offset, limit=limit))
-        return Page(tuple(self._with_holds(page.tasks)), page.total)
+        return WaitingPage(tuple(self._with_holds(page.tasks)), page.total)
 
     def show(self, task_id: TaskId) -> list[Waiting]:
         """Return the waiting messages of a task: usually one, none if the task is not waiting."""
@@ -384,7 +384,7 @@ class Delay(KeyedCalls):
                 self._sets_results = revoke_result(self._app, task.id, task.name, reason="revoked")
 
 
-def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:
+def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[WaitingPage, bool]:
     """Return a page of tasks that match *query*, and True if the page's *total* is exact.
 
     If the second value is False, *total* is a lower bound.
@@ -396,7 +396,7 @@ def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, b
         behind = offset and not page.tasks
         total = delay.count(query) if behind else offset + len(page.tasks)
     counted = not searched or len(page.tasks) < limit + _COUNTED
-    return Page(page.tasks[:limit], total), counted
+    return WaitingPage(page.tasks[:limit], total), counted
 
 
 def adopt_rates(app: Celery) -> Callable[[], int] | None:

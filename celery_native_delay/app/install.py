@@ -13,7 +13,7 @@ from celery.utils.imports import symbol_by_name
 from kombu import pools
 
 from ..per_process import in_forked_children
-from ..settings import Keywords, check_settings
+from ..settings import InstallKeywords, check_settings
 from ..transports.aliases import OPTION, register_transports
 from .installation import PREFIX, Installation, checked_app, installation_of, keep_celerys_own_off
 from .retrying import task_from_fun, teach_tasks
@@ -24,7 +24,7 @@ App = TypeVar("App", bound=Celery)
 BOOTSTEP = "celery_native_delay.worker.bootsteps:NativeDelay"
 
 
-def install(app: App, **settings: Unpack[Keywords]) -> App:
+def install(app: App, **settings: Unpack[InstallKeywords]) -> App:
     """Make the delayed tasks of *app* wait in the broker instead of in the workers.
 
     Call ``install`` before or after the app is configured. A second call adds or changes settings.

@@ -28,7 +28,7 @@ from ..errors import (
 from ..now import moment, time_ns
 from ..records.interface import Change, RecordName, Records, Snapshot, tried_again
 from ..records.publishing import RecordedPublish, publishing
-from ..schedules.entry import Entry, Unreadable
+from ..schedules.entry import ScheduleEntry, Unreadable
 from ..schedules.release import GONE_US, Release, Rival, rivalled, taken_over
 from ..schedules.state import (
     BEAT_TASK,
@@ -148,7 +148,7 @@ class Schedules:
         self._connection = connection  # by default one of the app's pool
         self._settings = installed(app).settings()
         self._scheduler: Any = None
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, ScheduleEntry] = {}
         self._published: Release | None = None
         self._has_told_of_rival = False
 
@@ -206,7 +206,7 @@ class Schedules:
             entry = self._entries.get(name) if in_force.is_ours else None
 
             def wanted(
-                state: State | None, now_us: int, entry: Entry | None = entry
+                state: State | None, now_us: int, entry: ScheduleEntry | None = entry
             ) -> State | None:
                 found = entry and planned(state, entry, now_us)
                 return found or (state and sent_again(state, now_us))
@@ -362,7 +362,7 @@ class Schedules:
 
     # --- Celery's entries ----------------------------------------------------------------
 
-    def _read_entries(self) -> dict[str, Entry]:
+    def _read_entries(self) -> dict[str, ScheduleEntry]:
         if not self._is_own:
             return {}
         if self._scheduler is None:
@@ -379,13 +379,13 @@ class Schedules:
         self._entries = {name: _entry_or_why(name, each, zone) for name, each in found.items()}
         return self._entries
 
-    def _entry_of(self, name: str, state: State) -> Entry:
+    def _entry_of(self, name: str, state: State) -> ScheduleEntry:
         entries = self._entries or self._read_entries()
         ours = entries.get(name)
         if ours is not None and state.entry in ("", ours.text):
             return ours
         try:
-            found = Entry.from_text(state.entry)
+            found = ScheduleEntry.from_text(state.entry)
         except SoftTimeLimitExceeded:
             raise
         except Exception as exc:  # of another release, or of a machine with other time zones
@@ -511,7 +511,7 @@ class Schedules:
 
     def _send(
         self,
-        entry: Entry,
+        entry: ScheduleEntry,
         send: Callable[..., Any],
         task_id: str,
         from_us: int,
@@ -575,7 +575,7 @@ class _Settings(Scheduler):  # type: ignore[misc]
                 self.schedule[name] = exc
 
 
-def _entry_or_why(name: str, found: Any, zone: Any) -> Entry:
+def _entry_or_why(name: str, found: Any, zone: Any) -> ScheduleEntry:
     """Return an entry of a scheduler; if it cannot be read, an entry that says why."""
     try:
         if isinstance(found, Exception):
@@ -586,14 +586,14 @@ def _entry_or_why(name: str, found: Any, zone: Any) -> Entry:
         raise
     except Exception as exc:
         task = str(getattr(found, "task", "?"))
-        return Entry(name, task, Unreadable(why(exc)), zone)
+        return ScheduleEntry(name, task, Unreadable(why(exc)), zone)
     return entry
 
 
-def _entry(name: str, found: Any, zone: Any) -> Entry:
+def _entry(name: str, found: Any, zone: Any) -> ScheduleEntry:
     model = getattr(found, "model", None)  # of django-celery-beat
     starts, ends = getattr(model, "start_time", None), getattr(model, "expires", None)
-    return Entry(
+    return ScheduleEntry(
         name,
         found.task,
         found.schedule,

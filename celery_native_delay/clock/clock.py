@@ -15,7 +15,7 @@ from .. import now
 from ..app.delay import Delay
 from ..app.installation import checked_app, installed
 from ..due_time import due_us
-from ..records.waiting import Page, Query
+from ..records.waiting import Query, WaitingPage
 from .inline_worker import InlineWorker
 from .replacing import in_memory
 from .running import Running
@@ -112,7 +112,7 @@ class Clock:
         with self._as_worker() as running:
             return running.run_all(limit)
 
-    def due(self, search: str | Query = "", *, limit: int = 1000) -> Page:
+    def due(self, search: str | Query = "", *, limit: int = 1000) -> WaitingPage:
         """Return up to *limit* waiting tasks that match *search*, earliest due time first."""
         return Delay(self._app).ls(search, limit=limit)
 

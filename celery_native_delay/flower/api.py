@@ -16,7 +16,7 @@ from ..durations import seconds_of
 from ..errors import InvalidDueTime, InvalidQuery
 from ..records.waiting import Outcome
 from ..transports.interface import AdminPart
-from .pages import Errors, Parked, ScheduleEntries, long_json
+from .pages import Errors, ParkedHandler, ScheduleEntries, long_json
 
 #: The time limit of a change, in seconds. Changing one task takes a millisecond or two.
 _CHANGE_SECONDS = 60.0
@@ -148,7 +148,7 @@ class ChangeSchedule(ApiHandler):
         self.write(answer)
 
 
-class ListParked(ApiHandler, Parked):
+class ListParked(ApiHandler, ParkedHandler):
     """Responds with the parked messages (due, but without a bound queue)."""
 
 

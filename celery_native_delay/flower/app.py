@@ -70,14 +70,14 @@ def patched(name: str, text: str) -> str:
 
 
 HANDLERS = [
-    url(r"/delays", pages.Page, {"name": "delays"}, name="delays"),
+    url(r"/delays", pages.PageHandler, {"name": "delays"}, name="delays"),
     url(r"/delays/summary", pages.Summary, name="delays-summary"),
     url(r"/delays/datatable", pages.DataTable, name="delays-datatable"),
-    url(r"/delays/parked", pages.Parked, name="delays-parked"),
+    url(r"/delays/parked", pages.ParkedHandler, name="delays-parked"),
     url(r"/delays/ids", pages.MatchingIds, name="delays-ids"),
-    url(r"/delays/rates", pages.Page, {"name": "rates"}, name="rates"),
-    url(r"/delays/rates/lines", pages.Lines, name="delays-lines"),
-    url(r"/delays/schedules", pages.Page, {"name": "schedules"}, name="schedules"),
+    url(r"/delays/rates", pages.PageHandler, {"name": "rates"}, name="rates"),
+    url(r"/delays/rates/lines", pages.LinesHandler, name="delays-lines"),
+    url(r"/delays/schedules", pages.PageHandler, {"name": "schedules"}, name="schedules"),
     url(r"/delays/schedules/entries", pages.ScheduleEntries, name="schedules-entries"),
     url(
         r"/delays/static/(.*)", StaticFileHandler, {"path": str(pages.STATIC)}, name="delays-static"

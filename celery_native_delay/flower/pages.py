@@ -72,7 +72,7 @@ class Errors(BaseHandler):
         return Query.parse(search).due_within(*edges)
 
 
-class Page(Errors):
+class PageHandler(Errors):
     """Renders one HTML page: "delays", "rates" or "schedules"."""
 
     def initialize(self, name: str) -> None:
@@ -150,7 +150,7 @@ class Summary(Shared):
             return found | {"error": str(exc)}
 
 
-class Lines(Shared):
+class LinesHandler(Shared):
     """Sends the lines (waiting tasks with the same rate limit and key), longest line first."""
 
     kept_as = "delays_lines"
@@ -194,7 +194,7 @@ def _numbers(delay: Delay) -> dict[str, Any]:
     }
 
 
-class Parked(Errors):
+class ParkedHandler(Errors):
     @web.authenticated
     async def get(self) -> None:
         """Respond with the number of parked messages (``total``), and up to 50 of them (``tasks``).

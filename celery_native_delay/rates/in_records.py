@@ -10,7 +10,7 @@ from .line import Asked, Decide, Line, RateLine, Turn, ask_all, at_rate, seen_lo
 from .rate import Rate
 
 
-class Lines:
+class RecordedLines:
     """The storage of all lines; methods may raise StoreUnavailable.
 
     A line is the queue of waiting tasks with the same rate limit and the same key.

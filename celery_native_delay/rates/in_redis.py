@@ -14,7 +14,7 @@ from ..records.interface import RecordName, T, tried_again
 from ..records.redis import RedisRecords
 from ..records.redis_link import RedisLink
 from ..records.redis_listing import IndexKeys
-from .in_records import Lines
+from .in_records import RecordedLines
 from .line import KEPT_US, SET_KEPT_US, VERSION, Asked, Decide, Line, Turn
 from .rate import Rate
 
@@ -129,7 +129,7 @@ return ''
 """
 
 
-class RedisLines(Lines):
+class RedisLines(RecordedLines):
     """The lines (queues of tasks with the same rate limit and key), stored in Redis."""
 
     def __init__(self, pool: Any, keys: IndexKeys, where: str) -> None:

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any
 
 from .interface import RecordName
-from .waiting import ALL, Page, Query, Waiting, WaitingTasks
+from .waiting import ALL, Query, Waiting, WaitingPage, WaitingTasks
 
 #: Entries that one script searches: so many take 1-2 ms, in which Redis serves no other client.
 CHUNK = 500
@@ -110,15 +110,15 @@ class RedisListing(WaitingTasks):
                 return end - first
             return sum(1 for _ in self._matching(query, first, end))
 
-    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
+    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> WaitingPage:
         with self._explained():
             first, end = self._ranks(query)
             if query.is_by_time_only:
                 # The page is filled up from the next entries if some are not shown.
                 matching = self._matching(query, first + offset, end, chunk=min(limit, CHUNK))
-                return Page(tuple(islice(matching, limit)), end - first)
+                return WaitingPage(tuple(islice(matching, limit)), end - first)
             matching = self._matching(query, first, end)
-            return Page(tuple(islice(matching, offset, offset + limit)), None)
+            return WaitingPage(tuple(islice(matching, offset, offset + limit)), None)
 
     def counts(self, edges_us: Sequence[int]) -> list[int]:
         with self._explained():

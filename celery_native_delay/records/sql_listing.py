@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import Column, ColumnElement, Connection, Select, func, select
 
 from .interface import T
-from .waiting import ALL, Page, Query, Waiting, WaitingTasks
+from .waiting import ALL, Query, Waiting, WaitingPage, WaitingTasks
 
 #: Rows that one query of a search reads, and intervals that one query counts.
 _CHUNK = 1000
@@ -54,15 +54,15 @@ class SqlListing(WaitingTasks):
 
         return self._look_up(counted)
 
-    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
-        def paged(connection: Connection) -> Page:
+    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> WaitingPage:
+        def paged(connection: Connection) -> WaitingPage:
             if not query.is_by_time_only:
                 matching = self._matching(connection, query)
-                return Page(tuple(islice(matching, offset, offset + limit)), None)
+                return WaitingPage(tuple(islice(matching, offset, offset + limit)), None)
             total = self._count(connection, query.from_us, query.until_us)
             # The page is filled up from the next rows if some are not shown.
             tasks = self._matching(connection, query, offset, chunk=max(1, min(limit, _CHUNK)))
-            return Page(tuple(islice(tasks, limit)), total)
+            return WaitingPage(tuple(islice(tasks, limit)), total)
 
         return self._look_up(paged)
 

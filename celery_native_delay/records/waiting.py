@@ -174,7 +174,7 @@ ALL = Query()
 
 
 @dataclass(frozen=True)
-class Page(Sequence[Waiting]):
+class WaitingPage(Sequence[Waiting]):
     """Waiting tasks, earliest due time first, and the total number of matching tasks.
 
     *total* is None if the matching tasks were not counted.
@@ -298,7 +298,7 @@ class WaitingTasks(ABC):
         """Return the number of waiting tasks that match a search."""
 
     @abstractmethod
-    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
+    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> WaitingPage:
         """Return up to *limit* tasks that match a search, earliest first. Skip *offset* tasks."""
 
     def ids(self, query: Query = ALL) -> Iterator[str]:

@@ -27,7 +27,7 @@ _SIMPLE = (str, int, float, datetime, timedelta)
 
 
 @dataclass(frozen=True)
-class Entry:
+class ScheduleEntry:
     """A schedule entry of Celery, such as an item of ``beat_schedule``.
 
     The task runs only between *starts_us* and *ends_us* (epoch microseconds). If *one_off* is True,
@@ -78,7 +78,7 @@ class Entry:
             return json.dumps(made | {"whole": False}, sort_keys=True, default=_kind)
 
     @classmethod
-    def from_text(cls, text: str) -> Entry | None:
+    def from_text(cls, text: str) -> ScheduleEntry | None:
         """Decode a schedule entry from JSON; None if incomplete or from another version."""
         made = loads(text)
         if made.pop("v") != VERSION or not made.pop("whole"):

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from ..records.interface import Change, Snapshot
-from .entry import Entry
+from .entry import ScheduleEntry
 from .state import KEPT_US
 
 #: The time since the last look of a worker is stored to the nearest 15 s.
@@ -38,7 +38,7 @@ class Release:
     looked_us: int = field(default=0, compare=False)
 
     @classmethod
-    def of(cls, version: int | str | None, entries: Mapping[str, Entry]) -> Release:
+    def of(cls, version: int | str | None, entries: Mapping[str, ScheduleEntry]) -> Release:
         # Texts compare as numbers and as dates do.
         comparable = f"{version:020d}" if isinstance(version, int) else version or ""
         texts = "".join(entries[name].text for name in sorted(entries))

@@ -15,7 +15,7 @@ from celery.schedules import crontab
 
 from ..records.interface import Change, Snapshot
 from ..texts import is_text
-from .entry import Entry
+from .entry import ScheduleEntry
 
 #: The header of an occurrence: the names of app and schedule entry, and the occurrence's number.
 HEADER = "native_delay_schedule"
@@ -111,7 +111,7 @@ def occurrence_of(headers: Mapping[str, Any]) -> Occurrence | None:
     return Occurrence(str(app), str(name), number)
 
 
-def planned(state: State | None, entry: Entry, now_us: int) -> State | None:
+def planned(state: State | None, entry: ScheduleEntry, now_us: int) -> State | None:
     """Return the state for a new or changed schedule entry; None if unchanged.
 
     If only the task or the arguments changed, the due time stays. A new due time would postpone a
@@ -144,7 +144,7 @@ def sent_again(state: State, now_us: int) -> State | None:
 
 def advanced(
     state: State,
-    entry: Entry,
+    entry: ScheduleEntry,
     task_id: str,
     now_us: int,
     catch_up: CatchUp,
@@ -221,7 +221,7 @@ def paused(state: State) -> State:
     return replace(state, paused=True, due_us=None, number=state.number + 1)
 
 
-def resumed(state: State, entry: Entry, now_us: int) -> State:
+def resumed(state: State, entry: ScheduleEntry, now_us: int) -> State:
     """Return an unpaused copy of *state*, with the next due time."""
     return _next(state, _first_us(entry, state, now_us), now_us, paused=False)
 
@@ -259,7 +259,7 @@ def _next(state: State, due_us: int | None, now_us: int, *, missed: int = 0, **n
     return replace(state, number=number, due_us=due_us, sent_us=now_us, **new)
 
 
-def _first_us(entry: Entry, state: State, now_us: int) -> int | None:
+def _first_us(entry: ScheduleEntry, state: State, now_us: int) -> int | None:
     if not entry.one_off or (entry.ends_us is not None and entry.ends_us < now_us):
         return entry.next_us(now_us)
     # The workers may read a one-off entry after its only time. Then the entry runs late.
@@ -268,7 +268,7 @@ def _first_us(entry: Entry, state: State, now_us: int) -> int | None:
     return entry.next_us(now_us) or entry.next_us(0)
 
 
-def _later_us(entry: Entry, due_us: int, next_us: int, now_us: int) -> int | None:
+def _later_us(entry: ScheduleEntry, due_us: int, next_us: int, now_us: int) -> int | None:
     """Return the first due time after *now_us*.
 
     An interval keeps its rhythm: an hourly task that was due at 10:05 is next due at 13:05 if the

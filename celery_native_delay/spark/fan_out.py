@@ -20,7 +20,7 @@ from .app import AppFacts, Call
 from .encode import SENT_COLUMNS
 from .executor import ANSWERS, answers_of, checker, sender
 from .live_counts import LiveCounts, context_of
-from .options import FanOutOptions, Keywords
+from .options import FanOutKeywords, FanOutOptions
 from .plan import Plan, make_plan
 from .receipts import Failure, Receipt
 from .sending import SendJob, warn_of_late_sending
@@ -108,7 +108,7 @@ class FanOut:
         InvalidFanOut: an option or a column is wrong.
     """
 
-    def __init__(self, df: Any, **options: Unpack[Keywords]) -> None:
+    def __init__(self, df: Any, **options: Unpack[FanOutKeywords]) -> None:
         try:
             self.options = FanOutOptions(**options)
         except TypeError as exc:

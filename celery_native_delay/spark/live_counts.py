@@ -29,7 +29,7 @@ _STOP = b"stop"
 
 
 @dataclass(frozen=True)
-class Report:
+class CountsReport:
     """The number of Celery tasks that one Spark task attempt has sent until now."""
 
     job: str
@@ -46,7 +46,7 @@ class LiveCounts:
 
     def __init__(self, spark: Any, job: str) -> None:
         self._job = job
-        self._reports: dict[tuple[int, int], Report] = {}
+        self._reports: dict[tuple[int, int], CountsReport] = {}
         self._senders: set[Any] = set()
         self._changed = Condition()
         self._is_stopped = False
@@ -116,7 +116,7 @@ class LiveCounts:
                 text, sender = self._socket.recvfrom(1024)
                 if not text:
                     return
-                report = Report(**json.loads(text))
+                report = CountsReport(**json.loads(text))
             except OSError:
                 return
             except (ValueError, TypeError):
@@ -124,7 +124,7 @@ class LiveCounts:
             if report.job == self._job:
                 self._add(report, sender)
 
-    def _add(self, report: Report, sender: Any) -> None:
+    def _add(self, report: CountsReport, sender: Any) -> None:
         with self._changed:
             key = report.partition, report.attempt
             known = self._reports.get(key)
@@ -175,7 +175,7 @@ class Reporter:
         self._next = monotonic() + _REPORT_SECONDS
         sent, in_doubt = batch.result.sent, batch.unconfirmed_count
         confirmed = sent - in_doubt - len(batch.result.refused)
-        report = Report(*self._identity, sent, confirmed, in_doubt, is_last)
+        report = CountsReport(*self._identity, sent, confirmed, in_doubt, is_last)
         with suppress(OSError):
             self._socket.send(json.dumps(asdict(report)).encode())
             return self._socket.recv(16) == _STOP

@@ -114,7 +114,7 @@ class FanOutOptions:
         return self.kwargs
 
 
-class Keywords(TypedDict, total=False):
+class FanOutKeywords(TypedDict, total=False):
     """The options for type checkers, as ``FanOut`` takes them."""
 
     app: Required[str]

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from ..backoff import Backoff
 from ..errors import NativeDelayError, StoreUnavailable
-from .entry import Entry
+from .entry import StoreEntry
 from .interface import Refusal, Store, Taken, TakenRow
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _RELAY_PAUSES_SECONDS = (1.0, 60.0)
 class Publisher(Protocol):
     """Publishes due messages to the broker, each where its producer sent it."""
 
-    def publish(self, entries: Sequence[Entry]) -> Mapping[int, str | None]:
+    def publish(self, entries: Sequence[StoreEntry]) -> Mapping[int, str | None]:
         """Publish messages, and wait for the broker's confirms.
 
         Returns, by the index in *entries*, None for a confirmed message, or the reason of the
@@ -158,10 +158,10 @@ class Dispatcher:
 
     def _publish(self, rows: Sequence[TakenRow], outcomes: _Outcomes) -> None:
         """Publish rows, and note each outcome."""
-        readable: list[tuple[TakenRow, Entry]] = []
+        readable: list[tuple[TakenRow, StoreEntry]] = []
         for row in rows:
             try:
-                readable.append((row, Entry.decoded(row.entry)))
+                readable.append((row, StoreEntry.decoded(row.entry)))
             except ValueError as exc:
                 outcomes.append((row, f"the row cannot be read: {exc}"))
         # A row that was refused before is sent alone, as it may close the channel again.
@@ -253,7 +253,7 @@ class Dispatcher:
                 publisher.close()
 
 
-class Relay(Dispatcher):
+class TransactionRelay(Dispatcher):
     """Publishes the immediate tasks of transactions that this process has committed."""
 
     def __init__(self, store: Store, connect: Callable[[], Publisher]) -> None:

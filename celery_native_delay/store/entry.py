@@ -31,7 +31,7 @@ _IN_BASE64 = ("", "=")
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoreEntry:
     """A message as its producer published it, and the due time at which it is published again.
 
     - *due_us*: the due time in microseconds since the epoch.
@@ -100,7 +100,7 @@ class Entry:
         return f"{_as_json(known)}\n{body}"
 
     @classmethod
-    def decoded(cls, text: str) -> Entry:
+    def decoded(cls, text: str) -> StoreEntry:
         """Decode the text; raises ValueError if a later release of this package wrote it."""
         line, _, body = text.partition("\n")
         version, *fields = loads(line)
@@ -112,13 +112,13 @@ class Entry:
             due_us, exchange, key, known, data, delivery_id, queue, expires_ms, bool(cancelled)
         )
 
-    def due_at(self, due_us: int) -> Entry:
+    def due_at(self, due_us: int) -> StoreEntry:
         """Return the entry with another due time, which is also its ETA."""
         headers = {**self.headers, "eta": eta_of(due_us)}
         properties = {**self.properties, "application_headers": headers}
         return replace(self, due_us=due_us, properties=properties)
 
-    def moved(self, due_us: int) -> Entry:
+    def moved(self, due_us: int) -> StoreEntry:
         """Return the entry with another due time, for a caller who reschedules the task.
 
         Raises CannotDelay if the message is not a task of protocol 2.
@@ -130,7 +130,7 @@ class Entry:
             )
         return self.due_at(due_us)
 
-    def revoked(self, now_us: int) -> Entry:
+    def revoked(self, now_us: int) -> StoreEntry:
         """Return the entry of the cancelled task, which a worker announces at once."""
         return replace(self.due_at(now_us), cancelled=True)
 

@@ -23,7 +23,7 @@ from ..errors import NoStore
 from ..finding import Finding
 from ..records.interface import Change, RecordName, Records, Snapshot
 from ..records.waiting import WaitingTasks
-from .entry import Entry
+from .entry import StoreEntry
 from .joined import UsersTransaction
 
 #: Seconds that a dispatcher has to publish the rows that it took.
@@ -66,7 +66,7 @@ class Row(NamedTuple):
     entry: str
 
     @classmethod
-    def of(cls, entry: Entry) -> Row:
+    def of(cls, entry: StoreEntry) -> Row:
         return cls(entry.name, entry.task_id, entry.due_us, entry.encoded())
 
 
@@ -137,7 +137,7 @@ class Census(NamedTuple):
 class ParkedRow(NamedTuple):
     """A row that the broker refused, with the broker's last reason."""
 
-    entry: Entry
+    entry: StoreEntry
     reason: str
 
     @classmethod
@@ -146,7 +146,7 @@ class ParkedRow(NamedTuple):
         found = []
         for entry, reason in rows:
             with suppress(ValueError):
-                found.append(cls(Entry.decoded(entry), reason))
+                found.append(cls(StoreEntry.decoded(entry), reason))
         return found
 
 

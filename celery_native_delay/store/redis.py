@@ -21,7 +21,7 @@ from ..records.waiting import Waiting, WaitingTasks
 from ..redis_server import findings
 from ..texts import storable
 from ..urls import without_password
-from .entry import Entry, waiting_of
+from .entry import StoreEntry, waiting_of
 from .interface import (
     BATCH,
     LEASE_SECONDS,
@@ -237,7 +237,7 @@ return {
 )
 
 
-class Keys(IndexKeys):
+class RedisStoreKeys(IndexKeys):
     """The names of the Redis keys of one namespace."""
 
     def __init__(self, namespace: str) -> None:
@@ -286,7 +286,7 @@ class RedisStore(Store):
 
     def _use(self, namespace: str) -> None:
         self.namespace = namespace
-        self.keys = Keys(namespace)
+        self.keys = RedisStoreKeys(namespace)
 
     def _namespaces(self) -> list[str]:
         return sorted(name.decode() for name in self.link.ask("SMEMBERS", self.keys.family))
@@ -435,7 +435,7 @@ class RedisTasks(RedisListing):
     def _replace(
         self, member: str, entry: bytes, due_us: int | None, *, cancelled: bool
     ) -> tuple[str, int] | None:
-        before = Entry.decoded(entry.decode())
+        before = StoreEntry.decoded(entry.decode())
         at_us = self._store.now_us() if due_us is None else due_us
         new = ""
         if before.is_task or not cancelled:  # no other consumer would know the mark

@@ -45,7 +45,7 @@ from ..records.sql_listing import SqlListing
 from ..records.waiting import Waiting, WaitingTasks
 from ..texts import digest_of, storable
 from ..within import Within
-from .entry import Entry, waiting_of
+from .entry import StoreEntry, waiting_of
 from .interface import (
     BATCH,
     LEASE_SECONDS,
@@ -588,7 +588,7 @@ class SqlTasks(SqlListing):
     def _replace(
         self, member: int, entry: str, due_us: int | None, *, cancelled: bool
     ) -> tuple[int, int] | None:
-        before = Entry.decoded(entry)
+        before = StoreEntry.decoded(entry)
 
         def replaced(connection: Connection) -> int | None:
             new_us = now_us(connection) if due_us is None else due_us

@@ -21,7 +21,7 @@ from ..durations import duration
 from ..errors import NativeDelayError, NoStore
 from ..finding import Finding
 from ..message import Delayed
-from ..rates.in_records import Lines
+from ..rates.in_records import RecordedLines
 from ..settings import DelaySettings
 
 
@@ -329,11 +329,11 @@ class AdminPart(ABC):
         return 0
 
 
-def lines_of(channel: Any, settings: DelaySettings) -> Lines:
+def lines_of(channel: Any, settings: DelaySettings) -> RecordedLines:
     """Return the storage for rate-limited tasks; raise NoStore if there is no storage."""
     if not hasattr(channel, "lines"):
         raise without_store(channel)
-    lines: Lines = channel.lines(settings)
+    lines: RecordedLines = channel.lines(settings)
     return lines
 
 

@@ -16,7 +16,7 @@ from kombu.transport import pgmq
 from ..durations import duration
 from ..finding import WRONG, Finding
 from ..settings import DelaySettings
-from ..store.entry import Entry
+from ..store.entry import StoreEntry
 from .bulk_publisher import BulkPublisher
 from .interface import AdminPart, Backlog, Told, Wait, WorkerPart
 from .lasting import is_lasting_sql
@@ -35,7 +35,7 @@ _WAITING = "vt > clock_timestamp()"
 _UNREAD = f"vt < clock_timestamp() - interval '{_UNREAD_SECONDS} s'"
 
 
-class Delays(SendingDelays):
+class PgmqDelays(SendingDelays):
     """Publishes delayed messages to pgmq, which delays them by itself."""
 
     def _put(self, queue: str, message: dict[str, Any], due_us: int) -> PlainMessage:
@@ -50,7 +50,7 @@ class Delays(SendingDelays):
 class Channel(DelayingChannel, pgmq.Channel):  # type: ignore[misc]
     """A channel of kombu's pgmq transport; delayed messages stay invisible in pgmq until due."""
 
-    delays_class = Delays
+    delays_class = PgmqDelays
 
     def _pgmq_send_kwargs(self, message: dict[str, Any]) -> dict[str, Any]:
         """Add the message's delay to kombu's arguments for pgmq's ``send``."""
@@ -82,7 +82,7 @@ class Channel(DelayingChannel, pgmq.Channel):  # type: ignore[misc]
         if not self.put_broadcast(exchange, message, *args[:1]):
             super()._put_topic(exchange, message, *args, **more)
 
-    def put_due(self, message: dict[str, Any], entry: Entry) -> None:
+    def put_due(self, message: dict[str, Any], entry: StoreEntry) -> None:
         if entry.queue is None and self.typeof(entry.exchange).type == "topic":
             pgmq.Channel._put_topic(self, entry.exchange, message, entry.routing_key)
         else:
@@ -191,7 +191,7 @@ class PgmqCollecting(Collecting):
         super()._put_topic(*args, **kwargs)  # type: ignore[misc]
 
 
-class Outbox(CallingOutbox[PlainMessage]):
+class PgmqOutbox(CallingOutbox[PlainMessage]):
     """Publishes many messages to pgmq, 100 messages in each transaction."""
 
     collecting = PgmqCollecting
@@ -238,4 +238,4 @@ class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
         if self.has_store:
             found: BulkPublisher = self.store_publisher(window)
             return found
-        return publisher(Outbox(self.client, window))
+        return publisher(PgmqOutbox(self.client, window))

@@ -11,7 +11,7 @@ from secrets import token_hex
 from typing import Any, NamedTuple
 
 from ..errors import CannotDelay, RefusedMessage
-from ..store.entry import Entry
+from ..store.entry import StoreEntry
 from ..store.interface import Row, Store
 from ..store.joined import outside_transaction
 from .bulk_publisher import RandomIds, TaskTemplate, TaskValues
@@ -42,7 +42,7 @@ class StoredMessage:
         """Do nothing: a row is text already."""
 
     def refused(self, reason: str) -> RefusedMessage:
-        entry = Entry.decoded(self.row.entry)
+        entry = StoreEntry.decoded(self.row.entry)
         where = entry.exchange, entry.routing_key
         return RefusedMessage(reason, *where, entry.headers, entry.body, entry.delivery_id)
 
@@ -104,7 +104,7 @@ class _Fields(NamedTuple):
 class StoredTemplate(TaskTemplate):
     """Makes rows of tasks that have the same destination and options."""
 
-    def __init__(self, entry: Entry, longest_seconds: float) -> None:
+    def __init__(self, entry: StoreEntry, longest_seconds: float) -> None:
         super().__init__(_body_of(entry))
         headers, properties = dict(entry.headers), dict(entry.properties)
         self._is_base64 = properties.get("body_encoding") == "base64"
@@ -119,7 +119,7 @@ class StoredTemplate(TaskTemplate):
         if "delivery_tag" in properties:  # of kombu's virtual transports
             properties["delivery_tag"] = marks.delivery_id
         # A number cannot be a mark, so the due time stands between two others.
-        marked = Entry(
+        marked = StoreEntry(
             _DUE_MARK,
             entry.exchange,
             entry.routing_key,
@@ -139,7 +139,7 @@ class StoredTemplate(TaskTemplate):
 
     @classmethod
     def of(cls, message: StoredMessage, channel: Any) -> StoredTemplate | None:
-        entry = Entry.decoded(message.row.entry)
+        entry = StoreEntry.decoded(message.row.entry)
         headers = entry.headers
         is_plain = (
             entry.is_task
@@ -156,11 +156,13 @@ class StoredTemplate(TaskTemplate):
 
     @staticmethod
     def headers_of(message: StoredMessage) -> Mapping[str, Any]:
-        told: Mapping[str, Any] = Entry.decoded(message.row.entry).told()["application_headers"]
+        told: Mapping[str, Any] = StoreEntry.decoded(message.row.entry).told()[
+            "application_headers"
+        ]
         return told
 
     def makes(self, message: StoredMessage, values: TaskValues) -> bool:
-        entry = Entry.decoded(message.row.entry)
+        entry = StoreEntry.decoded(message.row.entry)
         return self._row(entry.due_us, entry.delivery_id, values) == message.row
 
     def another(
@@ -189,14 +191,14 @@ class StoredTemplate(TaskTemplate):
 _DUE_MARK = 8_970_163_845_120_771_093
 
 
-def values_of(entry: Entry) -> TaskValues:
+def values_of(entry: StoreEntry) -> TaskValues:
     """Return the values by which similar tasks differ."""
     headers = entry.headers
     known = (headers["id"], headers["eta"], headers["argsrepr"], headers["kwargsrepr"])
     return (*known, _body_of(entry))
 
 
-def _body_of(entry: Entry) -> bytes:
+def _body_of(entry: StoreEntry) -> bytes:
     is_base64 = entry.properties.get("body_encoding") == "base64"
     return b64decode(entry.body) if is_base64 else entry.body
 

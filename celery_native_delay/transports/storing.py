@@ -20,14 +20,14 @@ from ..finding import ADVICE, WRONG, Finding
 from ..message import Delayed
 from ..now import time_ns
 from ..per_process import PerProcess
-from ..rates.in_records import Lines
+from ..rates.in_records import RecordedLines
 from ..records.cancelled import note_cancelled
 from ..records.interface import Records
 from ..records.publishing import RecordedPublish
 from ..records.waiting import WaitingTasks
 from ..settings import DelaySettings
-from ..store.dispatcher import Dispatcher, Publisher, Relay
-from ..store.entry import Entry
+from ..store.dispatcher import Dispatcher, Publisher, TransactionRelay
+from ..store.entry import StoreEntry
 from ..store.interface import ParkedRow, Row, Store
 from ..urls import is_redis_url
 from ..within import Within
@@ -103,11 +103,11 @@ class StoringChannel:
         longest_us = round(self.delays.settings.longest_delay_seconds * 1_000_000)
         note_cancelled(self.needed_store.state, task_id, kept_us=longest_us)
 
-    def lines(self, settings: DelaySettings) -> Lines:
+    def lines(self, settings: DelaySettings) -> RecordedLines:
         """Return the lines of rate-limited tasks; raise NoStore without a store."""
         store: Any = self.needed_store
         if not is_redis_url(store.url):
-            return Lines(store.state)
+            return RecordedLines(store.state)
         from ..rates.in_redis import RedisLines
 
         return RedisLines(store.client.connection_pool, store.keys, store.where)
@@ -147,7 +147,9 @@ class StoringChannel:
         client = self.connection.client
         users.relay = _relays.get(
             (store.where, store.namespace),
-            lambda: Relay(store, lambda: self.publisher_of(copy_of(client), CONFIRM_SECONDS)),
+            lambda: TransactionRelay(
+                store, lambda: self.publisher_of(copy_of(client), CONFIRM_SECONDS)
+            ),
         )
         return True
 
@@ -157,7 +159,7 @@ class StoringChannel:
         task = str((headers or {}).get("task") or "")
         return self.store is not None and settings.waits_in_store(task)
 
-    def store_one(self, entry: Entry) -> None:
+    def store_one(self, entry: StoreEntry) -> None:
         """Write the message of a delayed task into the store."""
         self.check_reach(entry.due_us)
         self.needed_store.add([Row.of(entry)])
@@ -170,7 +172,7 @@ class StoringChannel:
             return
         warn_if_nothing_promotes(store.where, lambda: Status.of(store.where, store.census()))
 
-    def store_keyed(self, keyed: RecordedPublish, entry: Entry) -> None:
+    def store_keyed(self, keyed: RecordedPublish, entry: StoreEntry) -> None:
         """Change the state of a key or schedule entry, and write its task, in one step."""
 
         def row(due_us: int, delivery_id: str, clock_ahead_us: int) -> Row:
@@ -202,7 +204,7 @@ class StoringChannel:
         """Return what the commands need for tasks that wait in this broker."""
 
     @abstractmethod
-    def entry_of_wait(self, wait: Wait) -> Entry:
+    def entry_of_wait(self, wait: Wait) -> StoreEntry:
         """Return the message of a task that a worker puts back, for one queue."""
 
     @abstractmethod
@@ -222,7 +224,7 @@ class StoringChannel:
 
 
 #: What publishes the immediate tasks of this process's transactions, by store.
-_relays: PerProcess[tuple[str, str], Relay] = PerProcess()
+_relays: PerProcess[tuple[str, str], TransactionRelay] = PerProcess()
 
 
 class StoreWorkerPart(WorkerPart):

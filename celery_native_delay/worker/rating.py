@@ -26,7 +26,7 @@ from celery.worker import state
 
 from ..app.retrying import limit_of_call
 from ..errors import StoreUnavailable, described
-from ..rates.in_records import Lines
+from ..rates.in_records import RecordedLines
 from ..rates.line import Asked, places_in
 from ..rates.rate import Rate
 from ..records.waiting import PLACE
@@ -64,7 +64,7 @@ class Rated:
     """Delays rate-limited tasks in a worker until their rate permits the start."""
 
     def __init__(self, settings: DelaySettings, tasks: Mapping[str, Any]) -> None:
-        self.lines: Lines | None = None
+        self.lines: RecordedLines | None = None
         self.come_back_late_us = SHORTEST_WAIT_US
         self._rates = settings.rates_by_task
         self._signatures = signatures(self._rates, tasks)
@@ -92,7 +92,7 @@ class Rated:
             return wait
         return self._ask_line(arrival, entry, wait)
 
-    def begin(self, lines: Lines) -> None:
+    def begin(self, lines: RecordedLines) -> None:
         """Use *lines* as the storage of all lines, and forget the lost connection's tasks."""
         self.close()
         self.lines = lines

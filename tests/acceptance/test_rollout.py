@@ -16,7 +16,7 @@ import pytest
 
 from celery_native_delay import Delay
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
-from celery_native_delay.transports.redis.keys import Keys
+from celery_native_delay.transports.redis.keys import RedisBrokerKeys
 from tests.acceptance.worker import REPOSITORY, Fleet, fleet_on
 from tests.brokers import in_ci
 from tests.documents import EXAMPLES, only
@@ -294,5 +294,7 @@ def test_the_rollback_page_works_as_shown(tmp_path: Path, empty_redis: PrivateRe
 
         wait_until(lambda: held() == [far.id])
         left = {key.decode() for key in empty_redis.client.keys("celery_delay*")}
-        assert left <= {Keys("", "celery_delay").promoting}, "the heartbeat ends by itself"
+        assert left <= {RedisBrokerKeys("", "celery_delay").promoting}, (
+            "the heartbeat ends by itself"
+        )
         assert len(fleet.record.wait_for(task_id=soon.id)) == 1

@@ -29,7 +29,7 @@ from celery_native_delay.records.database import now_us as server_time_us
 from celery_native_delay.records.interface import Change, RecordName, Snapshot
 from celery_native_delay.records.waiting import WaitingTasks
 from celery_native_delay.store.dispatcher import Dispatcher
-from celery_native_delay.store.entry import Entry
+from celery_native_delay.store.entry import StoreEntry
 from celery_native_delay.store.interface import (
     BATCH,
     REFUSALS_UNTIL_PARKED,
@@ -92,7 +92,7 @@ class Broker:
     """A publisher that keeps what it gets, and refuses or fails if told so."""
 
     def __init__(self) -> None:
-        self.published: list[Entry] = []
+        self.published: list[StoreEntry] = []
         self.refuses: set[str] = set()
         self.is_away = False
 
@@ -122,9 +122,9 @@ def now_us() -> int:
     return time_ns() // 1000
 
 
-def entry(number: int, *, wait_us: int = HOUR_US, **headers: Any) -> Entry:
+def entry(number: int, *, wait_us: int = HOUR_US, **headers: Any) -> StoreEntry:
     own = {"task": "shop.remind", "id": f"order-{number}", "retries": 0, "eta": None, **headers}
-    return Entry(
+    return StoreEntry(
         now_us() + wait_us,
         "shop",
         "orders.new",
@@ -175,7 +175,9 @@ def test_a_task_is_published_as_its_producer_published_it(store: Store) -> None:
 @pytest.mark.parametrize("body", [b"", b"=x", b"\0\n\xff", "käse\n\n[]".encode()])
 def test_a_body_may_have_any_bytes(store: Store, body: bytes) -> None:
     one = entry(1, wait_us=-1, x="\0\ud800")
-    odd = Entry(*[getattr(one, name) for name in one.__dataclass_fields__][:4], body, "d", "q", 7)
+    odd = StoreEntry(
+        *[getattr(one, name) for name in one.__dataclass_fields__][:4], body, "d", "q", 7
+    )
     store.add([Row.of(odd)])
     broker = Broker()
     dispatched(store, broker)
@@ -441,7 +443,7 @@ def test_rows_can_be_read_and_removed_one_after_another(store: Store) -> None:
     seen, row = [], None
     while rows := store.rows_after(row, limit=3):
         row = rows[-1]
-        seen += [Entry.decoded(each.entry).task_id for each in rows]
+        seen += [StoreEntry.decoded(each.entry).task_id for each in rows]
         assert all(store.remove(each.key, each.entry) for each in rows)
         assert not store.remove(row.key, row.entry)
     assert sorted(seen) == sorted(each.task_id for each in waits)

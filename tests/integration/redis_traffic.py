@@ -9,9 +9,9 @@ from typing import Any
 from kombu import Connection
 
 from celery_native_delay.redis_server import Server
-from celery_native_delay.transports.redis.delays import Delays
-from celery_native_delay.transports.redis.promoter import Promoter
-from celery_native_delay.transports.redis.store import HandedOver, Store
+from celery_native_delay.transports.redis.delays import RedisDelays
+from celery_native_delay.transports.redis.promoter import RedisPromoter
+from celery_native_delay.transports.redis.store import HandedOver, RedisBrokerStore
 from tests.traffic import beside
 
 
@@ -22,24 +22,24 @@ def delaying(url: str, *, transport_options: dict[str, Any] | None = None, **set
     )
 
 
-def delays_of(connection: Any) -> Delays:
-    delays: Delays = connection.default_channel.delays
+def delays_of(connection: Any) -> RedisDelays:
+    delays: RedisDelays = connection.default_channel.delays
     return delays
 
 
-def store_of(connection: Any) -> Store:
+def store_of(connection: Any) -> RedisBrokerStore:
     return delays_of(connection).own
 
 
-def promote(store: Store) -> HandedOver:
+def promote(store: RedisBrokerStore) -> HandedOver:
     """Hand over the due messages, by the script for the server's version."""
     return store.promote(version=Server.from_info(store.client.info()).version)
 
 
 @contextmanager
-def promoting(connect: Callable[..., Any]) -> Iterator[Promoter]:
+def promoting(connect: Callable[..., Any]) -> Iterator[RedisPromoter]:
     """Run a promoter in a thread, as a worker does."""
-    promoter = Promoter(connect)
+    promoter = RedisPromoter(connect)
     with beside(promoter.run, stop=promoter.stop):
         yield promoter
 

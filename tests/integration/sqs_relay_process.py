@@ -24,7 +24,7 @@ if __name__ == "__main__":
     hops.HOP_SECONDS = HOP_SECONDS
     relay.QueueRelay._delete = die  # type: ignore[method-assign]
     relay.VISIBILITY_SECONDS = int(visibility_seconds)
-    doomed = relay.Relay(lambda: delaying(url), [queue])
+    doomed = relay.SqsRelay(lambda: delaying(url), [queue])
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     doomed.run()

@@ -10,7 +10,7 @@ from kombu import Connection
 
 from celery_native_delay import DelaySettings
 from celery_native_delay.transports.sqs.delay_queue import ASKED, waiting_in
-from celery_native_delay.transports.sqs.relay import Relay
+from celery_native_delay.transports.sqs.relay import SqsRelay
 from example_project.private_sqs import PrivateSqs
 from tests.traffic import beside
 
@@ -43,9 +43,9 @@ def part_of(connection: Any, *queues: str) -> Any:
 
 
 @contextmanager
-def relaying(connect: Callable[..., Any], *queues: str, **options: Any) -> Iterator[Relay]:
+def relaying(connect: Callable[..., Any], *queues: str, **options: Any) -> Iterator[SqsRelay]:
     """Run a relay in a thread, as a worker does."""
-    relay = Relay(connect, queues, **options)
+    relay = SqsRelay(connect, queues, **options)
     with beside(relay.run, stop=relay.stop):
         yield relay
 

@@ -18,8 +18,8 @@ import pytest
 from celery_native_delay.store.opened import store_at
 from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.transports.redis.entry import opened_entry
-from celery_native_delay.transports.redis.keys import Keys
-from celery_native_delay.transports.redis.store import Store
+from celery_native_delay.transports.redis.keys import RedisBrokerKeys
+from celery_native_delay.transports.redis.store import RedisBrokerStore
 from tests.unit.test_compatibility import (
     BODY,
     DESTINATION,
@@ -35,7 +35,7 @@ from tests.unit.test_compatibility import (
 #: A key that expires sooner, in milliseconds, is gone when the next release comes.
 SHORT_MS = 60_000
 
-BROKER = Keys("", "celery_delay")
+BROKER = RedisBrokerKeys("", "celery_delay")
 
 
 def dumped(client: Any) -> list[list[Any]]:
@@ -67,7 +67,7 @@ def test_this_release_works_on_the_redis_of_all_releases(
         empty_redis.client.execute_command(*command)
     with closing(store_at(empty_redis.url, OWNER, timeout_seconds=5)) as store:
         assert_works(store)
-    waiting = Store(empty_redis.client, BROKER)
+    waiting = RedisBrokerStore(empty_redis.client, BROKER)
     assert waiting.promote(version=(6, 2)).delivered == 1
     assert empty_redis.client.lrange("eu", 0, -1) == [BODY.encode()]
     (kept,) = empty_redis.client.hvals(BROKER.messages)
@@ -79,6 +79,6 @@ if __name__ == "__main__":
         with closing(store_at(redis.url, OWNER, timeout_seconds=5)) as made:
             filled(made)
         for name, due_us in {"due": 1, "waiting": FAR_US}.items():
-            Store(redis.client, BROKER).add(name, due_us, entry_of(DESTINATION, BODY))
+            RedisBrokerStore(redis.client, BROKER).add(name, due_us, entry_of(DESTINATION, BODY))
         lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in dumped(redis.client))
     (GOLDEN / f"redis_{sys.argv[1]}.json").write_text(in_the_past(f"[\n{lines}\n]\n"))

@@ -21,7 +21,7 @@ from celery_native_delay.app.doctor import examine
 from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG, Finding
 from celery_native_delay.records import database
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis
-from celery_native_delay.transports.redis.keys import Keys
+from celery_native_delay.transports.redis.keys import RedisBrokerKeys
 from example_project.private_sqs import PrivateSqs
 from tests.brokers import in_ci, on_one_version
 from tests.conformance.brokers import options_of, running_broker, settings_of
@@ -72,7 +72,7 @@ def the_wrong(app: Celery, check: str) -> Finding:
 
 def make_overdue(server: PrivateRedis, number: int, *, seconds: float = 60) -> None:
     """Make the first *number* waiting messages *seconds* overdue."""
-    due = Keys("", "celery_delay").due
+    due = RedisBrokerKeys("", "celery_delay").due
     (now, _), members = server.client.time(), server.client.zrange(due, 0, number - 1)
     server.client.zadd(due, dict.fromkeys(members, (now - seconds) * 1000000))
 
@@ -119,13 +119,13 @@ def test_redis_overdue_tasks_beside_a_running_promoter_are_found(
     app = app_on(empty_redis.url)
     app.send_task("shop.remind", countdown=600)
     make_overdue(empty_redis, 1)
-    empty_redis.client.set(Keys("", "celery_delay").promoting, "", ex=60)
+    empty_redis.client.set(RedisBrokerKeys("", "celery_delay").promoting, "", ex=60)
     assert "although a promoter runs" in the_wrong(app, "promoting").problem
 
 
 @redis_only
 def test_a_draining_app_is_reminded_of_its_rollback(empty_redis: PrivateRedis) -> None:
-    empty_redis.client.set(Keys("", "celery_delay").promoting, "", ex=60)
+    empty_redis.client.set(RedisBrokerKeys("", "celery_delay").promoting, "", ex=60)
     (finding,) = of_level(app_on(empty_redis.url, enabled="drain"), ADVICE)
     assert 'native_delay_enabled is "drain"' in finding.problem
     assert "delay uninstall" in finding.remedy
@@ -175,7 +175,7 @@ def test_a_producer_warns_once_that_no_promoter_runs(
     assert "1 message(s) overdue, the first for " in said
     assert "run `celery -A PROJ delay promote`" in said
 
-    empty_redis.client.set(Keys("", "celery_delay").promoting, "", ex=60)
+    empty_redis.client.set(RedisBrokerKeys("", "celery_delay").promoting, "", ex=60)
     assert produce(project) == ""  # it promotes, and is late
 
 
@@ -204,7 +204,7 @@ def test_a_producer_without_permission_to_check_publishes(
     said = produce(project)
     empty_redis.client.execute_command("ACL", "DELUSER", "sender")
     assert said == ""
-    assert empty_redis.client.zcard(Keys("", "celery_delay").due) == 4
+    assert empty_redis.client.zcard(RedisBrokerKeys("", "celery_delay").due) == 4
 
 
 def produce(project: Project) -> str:
@@ -235,7 +235,7 @@ def test_a_promoter_shows_that_it_runs_on_a_full_redis(
     app = app_on(own_redis.url)
     with promoting(project):
         wait_until(lambda: not examine(app))
-        key = Keys("", "celery_delay").promoting
+        key = RedisBrokerKeys("", "celery_delay").promoting
         own_redis.client.config_set("maxmemory", "1mb")
         own_redis.client.expire(key, 12)
         wait_until(lambda: own_redis.client.ttl(key) > 12)
@@ -492,7 +492,7 @@ def test_problems_of_a_store_in_redis_are_found(vhost_url: str, own_redis: Priva
 def test_a_telemetry_folder_without_write_permission_is_found(
     empty_redis: PrivateRedis, tmp_path: Path
 ) -> None:
-    empty_redis.client.set(Keys("", "celery_delay").promoting, "", ex=600)
+    empty_redis.client.set(RedisBrokerKeys("", "celery_delay").promoting, "", ex=600)
     folder = tmp_path / "telemetry"
     app = app_on(empty_redis.url, telemetry=str(folder))
     assert "on this machine: " in the_wrong(app, "telemetry").problem

@@ -23,7 +23,7 @@ from celery_native_delay.testing import PrivateRabbitMQ, private_redis
 from celery_native_delay.transports.rabbitmq.declaring import apply
 from celery_native_delay.transports.rabbitmq.inspection import examine, verify
 from celery_native_delay.transports.rabbitmq.management import ManagementAPI, management_of
-from celery_native_delay.transports.rabbitmq.status import Status, status
+from celery_native_delay.transports.rabbitmq.status import RabbitStatus, status
 from celery_native_delay.transports.rabbitmq.topology import Binding, Exchange, Queue, Topology
 from tests.brokers import in_ci, on_one_version
 from tests.integration.project import APP, Project
@@ -71,7 +71,7 @@ def verified(connection: Any, management_url: str | None) -> Verified:
     )
 
 
-def counted(connection: Any, management_url: str | None) -> Status:
+def counted(connection: Any, management_url: str | None) -> RabbitStatus:
     return status(delays_of(connection), api_of(connection, management_url))
 
 

@@ -25,7 +25,7 @@ from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.interface import Wait
 from celery_native_delay.transports.rabbitmq import topology
 from celery_native_delay.transports.rabbitmq.channels import Nacked, WindowChannel
-from celery_native_delay.transports.rabbitmq.delays import Delays
+from celery_native_delay.transports.rabbitmq.delays import RabbitDelays
 from celery_native_delay.transports.rabbitmq.parking import rescue
 from tests.brokers import on_one_version
 from tests.integration.traffic import (
@@ -584,7 +584,7 @@ def test_a_batch_put_back_tells_which_message_the_broker_did_not_take(
     ]
     waits = [Wait(each, "orders", due_us(each.headers["eta"])) for each in received]
     part = channel.worker_part(channel.delays.settings)
-    wait_all, wrapped = WindowChannel.wait_all, Delays._wrapped
+    wait_all, wrapped = WindowChannel.wait_all, RabbitDelays._wrapped
 
     def nack(self: WindowChannel, **options: Any) -> None:
         refused = [sent for sent in self.unconfirmed if sent.message.body == b"nacked"]
@@ -592,7 +592,7 @@ def test_a_batch_put_back_tells_which_message_the_broker_did_not_take(
         if refused:
             raise Nacked(refused)
 
-    def spoil(self: Delays, message: Any, *args: Any, **options: Any) -> Any:
+    def spoil(self: RabbitDelays, message: Any, *args: Any, **options: Any) -> Any:
         publication = wrapped(self, message, *args, **options)
         if message.body == b"bad":
             publication.message.properties["expiration"] = str(10**15)
@@ -601,7 +601,7 @@ def test_a_batch_put_back_tells_which_message_the_broker_did_not_take(
     monkeypatch.setattr(WindowChannel, "wait_all", nack)
     results = part.put_back([wait for wait in waits if wait.message.body != "bad"])
     assert [type(result) for result in results] == [NoneType, MessageNacked, NoneType, NoneType]
-    monkeypatch.setattr(Delays, "_wrapped", spoil)
+    monkeypatch.setattr(RabbitDelays, "_wrapped", spoil)
     results = part.put_back(waits)
     expected = [NoneType, PublishRefused, MessageNacked, NoneType, NoneType]
     assert [type(result) for result in results] == expected

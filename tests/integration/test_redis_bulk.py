@@ -18,12 +18,12 @@ from celery_native_delay import PublishRefused, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.testing.redis import ServerName
-from celery_native_delay.transports.redis.keys import Keys
+from celery_native_delay.transports.redis.keys import RedisBrokerKeys
 from tests.integration.redis_traffic import connector, promoting
 from tests.sentinel import private_sentinel
 from tests.waiting import wait_until
 
-KEYS = Keys("", "celery_delay")
+KEYS = RedisBrokerKeys("", "celery_delay")
 
 
 def make_app(url: str, **transport_options: Any) -> Celery:

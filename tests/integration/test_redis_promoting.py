@@ -13,7 +13,7 @@ from celery_native_delay.testing import PrivateRedis, private_redis, require_red
 from celery_native_delay.testing.redis import ServerName
 from celery_native_delay.transports.redis import promoter as module
 from celery_native_delay.transports.redis.entry import Destination, entry_of
-from celery_native_delay.transports.redis.promoter import Promoter
+from celery_native_delay.transports.redis.promoter import RedisPromoter
 from pytest_celery_native_delay import installed
 from tests.brokers import self_signed_certificate
 from tests.integration.redis_traffic import connector, delaying, promoting, store_of
@@ -186,7 +186,7 @@ def test_a_promoter_logs_why_it_cannot_connect_and_retries(
     def refusing(**_: Any) -> Any:
         raise ConnectionRefusedError("nobody there")
 
-    promoter = Promoter(refusing)
+    promoter = RedisPromoter(refusing)
     with promoting(refusing):
         wait_until(lambda: "nobody there" in caplog.text)
     assert "promoting stopped, next attempt in 0.1 s: ConnectionRefusedError" in caplog.text

@@ -13,24 +13,24 @@ from celery_native_delay import BrokerFull, NotPermitted
 from celery_native_delay.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis.entry import Destination, entry_of
-from celery_native_delay.transports.redis.keys import Keys
-from celery_native_delay.transports.redis.store import BATCH, Rounds, Store
+from celery_native_delay.transports.redis.keys import RedisBrokerKeys
+from celery_native_delay.transports.redis.store import BATCH, RedisBrokerStore, Rounds
 from tests.integration.redis_traffic import promote
 from tests.waiting import PATIENCE_SECONDS
 
-KEYS = Keys("", "tests")
+KEYS = RedisBrokerKeys("", "tests")
 
 #: JSON that Redis's cjson would change.
 ENVELOPE = json.dumps({"a": [], "f": 1.0, "big": 12345678901234567, "text": "äöü\n\x00"})
 
 
 @pytest.fixture
-def store(empty_redis: PrivateRedis) -> Store:
-    return Store(empty_redis.client, KEYS)
+def store(empty_redis: PrivateRedis) -> RedisBrokerStore:
+    return RedisBrokerStore(empty_redis.client, KEYS)
 
 
 @pytest.fixture(params=[(7, 0), (6, 2)], ids=["with script flags", "without"])
-def version(request: pytest.FixtureRequest, store: Store) -> tuple[int, ...]:
+def version(request: pytest.FixtureRequest, store: RedisBrokerStore) -> tuple[int, ...]:
     """The server version whose script promotes; the script for 6.2 runs on newer servers, too."""
     wanted: tuple[int, ...] = request.param
     if Server.from_info(store.client.info()).version < wanted:
@@ -38,17 +38,21 @@ def version(request: pytest.FixtureRequest, store: Store) -> tuple[int, ...]:
     return wanted
 
 
-def add(store: Store, name: str, *, to: str = "jobs", in_ms: int = 0, **more: Any) -> None:
+def add(
+    store: RedisBrokerStore, name: str, *, to: str = "jobs", in_ms: int = 0, **more: Any
+) -> None:
     """Store a message whose body is its name."""
     store.add(name, store.now_us() + in_ms * 1000, entry_of(Destination((to,), **more), name))
 
 
-def queue(store: Store, name: str = "jobs") -> list[str]:
+def queue(store: RedisBrokerStore, name: str = "jobs") -> list[str]:
     """A queue's messages in the order of delivery."""
     return [envelope.decode() for envelope in reversed(store.client.lrange(name, 0, -1))]
 
 
-def test_a_due_message_is_handed_over_byte_for_byte(store: Store, version: tuple[int, ...]) -> None:
+def test_a_due_message_is_handed_over_byte_for_byte(
+    store: RedisBrokerStore, version: tuple[int, ...]
+) -> None:
     store.add("one", store.now_us(), entry_of(Destination(("jobs",)), ENVELOPE))
     handed = store.promote(version=version)
     assert (handed.taken, handed.delivered, handed.parked, handed.wait_us) == (1, 1, 0, None)
@@ -57,7 +61,7 @@ def test_a_due_message_is_handed_over_byte_for_byte(store: Store, version: tuple
 
 
 def test_a_message_that_is_not_due_stays_and_its_wait_is_returned(
-    store: Store, version: tuple[int, ...]
+    store: RedisBrokerStore, version: tuple[int, ...]
 ) -> None:
     add(store, "late", in_ms=60_000)
     handed = store.promote(version=version)
@@ -67,7 +71,7 @@ def test_a_message_that_is_not_due_stays_and_its_wait_is_returned(
     assert queue(store) == []
 
 
-def test_a_due_time_is_kept_to_the_microsecond(store: Store) -> None:
+def test_a_due_time_is_kept_to_the_microsecond(store: RedisBrokerStore) -> None:
     """The due time is not rounded."""
     due_us = store.now_us() + 200_000 + 1
     store.add("one", due_us, entry_of(Destination(("jobs",)), "one"))
@@ -80,7 +84,7 @@ def test_a_due_time_is_kept_to_the_microsecond(store: Store) -> None:
     assert handed.now_us >= due_us
 
 
-def test_messages_for_many_queues_keep_their_order_in_each(store: Store) -> None:
+def test_messages_for_many_queues_keep_their_order_in_each(store: RedisBrokerStore) -> None:
     names = ["jobs", "mail", "jobs:10"]
     for number in range(60):
         add(store, f"{number:02}", to=names[number % 7 % 3])
@@ -89,7 +93,9 @@ def test_messages_for_many_queues_keep_their_order_in_each(store: Store) -> None
         assert queue(store, name) == [f"{n:02}" for n in range(60) if n % 7 % 3 == at]
 
 
-def test_pipelined_rounds_share_the_due_messages(store: Store, version: tuple[int, ...]) -> None:
+def test_pipelined_rounds_share_the_due_messages(
+    store: RedisBrokerStore, version: tuple[int, ...]
+) -> None:
     """Also if the server does not know the script yet."""
     for number in range(BATCH + 1):
         add(store, f"{number:03}")
@@ -105,7 +111,7 @@ def test_pipelined_rounds_share_the_due_messages(store: Store, version: tuple[in
 
 
 @pytest.mark.parametrize("key", ["with space", "line\nbreak", "jobs\x06\x163", "ünïcode", "{x}:y"])
-def test_a_queue_may_have_any_name(store: Store, key: str) -> None:
+def test_a_queue_may_have_any_name(store: RedisBrokerStore, key: str) -> None:
     add(store, "one", to=key)
     add(store, "two", to="jobs")
     promote(store)
@@ -113,7 +119,7 @@ def test_a_queue_may_have_any_name(store: Store, key: str) -> None:
     assert queue(store) == ["two"]
 
 
-def test_a_message_added_twice_waits_once(store: Store) -> None:
+def test_a_message_added_twice_waits_once(store: RedisBrokerStore) -> None:
     """A client that lost the answer adds it again."""
     due_us = store.now_us()
     for _ in range(2):
@@ -121,7 +127,7 @@ def test_a_message_added_twice_waits_once(store: Store) -> None:
     assert promote(store).delivered == 1
 
 
-def test_a_due_time_without_a_message_is_skipped(store: Store) -> None:
+def test_a_due_time_without_a_message_is_skipped(store: RedisBrokerStore) -> None:
     add(store, "one")
     store.client.zadd(KEYS.due, {"nobody": 0})
     handed = promote(store)
@@ -132,7 +138,7 @@ def test_a_due_time_without_a_message_is_skipped(store: Store) -> None:
 # ---- the wake-up marker ------------------------------------------------------------------------
 
 
-def test_only_a_new_first_due_time_sets_the_wake_up_marker(store: Store) -> None:
+def test_only_a_new_first_due_time_sets_the_wake_up_marker(store: RedisBrokerStore) -> None:
     def marked() -> bool:
         return bool(store.client.zpopmin(KEYS.wake))
 
@@ -148,7 +154,7 @@ def test_only_a_new_first_due_time_sets_the_wake_up_marker(store: Store) -> None
 
 
 def test_messages_for_a_key_of_the_wrong_type_are_parked_and_others_delivered(
-    store: Store, version: tuple[int, ...]
+    store: RedisBrokerStore, version: tuple[int, ...]
 ) -> None:
     store.client.set("poison", "no list")
     for number in range(10):
@@ -163,7 +169,7 @@ def test_messages_for_a_key_of_the_wrong_type_are_parked_and_others_delivered(
 
 
 def test_parked_messages_are_rescued_when_their_destination_is_a_list(
-    store: Store, version: tuple[int, ...]
+    store: RedisBrokerStore, version: tuple[int, ...]
 ) -> None:
     store.client.set("poison", "no list")
     add(store, "one", to="poison")
@@ -178,7 +184,7 @@ def test_parked_messages_are_rescued_when_their_destination_is_a_list(
     assert store.census().entries == 0
 
 
-def test_a_due_broadcast_reaches_all_subscribers(store: Store) -> None:
+def test_a_due_broadcast_reaches_all_subscribers(store: RedisBrokerStore) -> None:
     pubsub = store.client.pubsub()
     pubsub.subscribe("/0.news", "/{db}.news")
     for _ in range(2):
@@ -194,7 +200,7 @@ def test_a_due_broadcast_reaches_all_subscribers(store: Store) -> None:
     pubsub.close()
 
 
-def test_a_delivery_extends_the_ttl_of_all_priority_lists(store: Store) -> None:
+def test_a_delivery_extends_the_ttl_of_all_priority_lists(store: RedisBrokerStore) -> None:
     store.client.lpush("jobs:9", "another")
     store.client.lpush("other", "not ours")
     destination = Destination(("jobs", "jobs:3", "jobs:9"), ttl_ms=50_000)
@@ -209,7 +215,7 @@ def test_a_delivery_extends_the_ttl_of_all_priority_lists(store: Store) -> None:
 
 
 @pytest.fixture
-def full(store: Store) -> Iterator[Store]:
+def full(store: RedisBrokerStore) -> Iterator[RedisBrokerStore]:
     """A store with 500 due messages, on a full server."""
     for number in range(500):
         add(store, f"{number:03}")
@@ -220,7 +226,7 @@ def full(store: Store) -> Iterator[Store]:
 
 
 def test_a_full_server_refuses_messages_and_hands_over_waiting_ones(
-    full: Store, version: tuple[int, ...]
+    full: RedisBrokerStore, version: tuple[int, ...]
 ) -> None:
     with pytest.raises(BrokerFull, match="reached maxmemory"):
         add(full, "one more")
@@ -231,7 +237,7 @@ def test_a_full_server_refuses_messages_and_hands_over_waiting_ones(
     assert full.census().entries == 0
 
 
-def test_a_full_server_parks_messages(full: Store, version: tuple[int, ...]) -> None:
+def test_a_full_server_parks_messages(full: RedisBrokerStore, version: tuple[int, ...]) -> None:
     full.client.config_set("maxmemory", 0)
     full.client.set("poison", "no list")
     add(full, "bad", to="poison", in_ms=-60_000)
@@ -245,21 +251,21 @@ def test_a_full_server_parks_messages(full: Store, version: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("rights", ["~jobs +@all", "~* +@all -zadd"])
 def test_missing_permissions_are_named_in_the_error(
-    store: Store, empty_redis: PrivateRedis, rights: str
+    store: RedisBrokerStore, empty_redis: PrivateRedis, rights: str
 ) -> None:
     """For the keys of a script, and for a command in it."""
     client = empty_redis.client
     client.execute_command(*["ACL", "SETUSER", "guest", "on", "nopass", *rights.split()])
     guest = type(client)(unix_socket_path=str(empty_redis.socket), username="guest", password="x")
     with closing(guest), pytest.raises(NotPermitted, match=r"~tests\.v2\.\*"):
-        Store(guest, KEYS).add("one", 0, b"push 0 4\njobsx")
+        RedisBrokerStore(guest, KEYS).add("one", 0, b"push 0 4\njobsx")
     client.execute_command("ACL", "DELUSER", "guest")
 
 
 # ---- census and purge --------------------------------------------------------------------------
 
 
-def test_the_census_counts(store: Store) -> None:
+def test_the_census_counts(store: RedisBrokerStore) -> None:
     store.client.set("poison", "no list")
     add(store, "bad", to="poison")
     promote(store)
@@ -275,7 +281,7 @@ def test_the_census_counts(store: Store) -> None:
     assert 40_000_000 < due_us <= 60_000_000
 
 
-def test_purge_deletes_waiting_or_parked_messages(store: Store) -> None:
+def test_purge_deletes_waiting_or_parked_messages(store: RedisBrokerStore) -> None:
     store.client.set("poison", "no list")
     add(store, "bad", to="poison")
     promote(store)
@@ -287,7 +293,7 @@ def test_purge_deletes_waiting_or_parked_messages(store: Store) -> None:
     assert store.census().entries == 0
 
 
-def test_flushed_scripts_are_loaded_again(store: Store) -> None:
+def test_flushed_scripts_are_loaded_again(store: RedisBrokerStore) -> None:
     add(store, "one")
     store.client.script_flush()
     add(store, "two")

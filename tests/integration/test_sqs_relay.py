@@ -189,7 +189,7 @@ def test_a_relay_releases_its_messages_when_a_send_fails(sqs: PrivateSqs) -> Non
         publish(connection, "far", "jobs", delay=60)
         publish(connection, "hello", "jobs", delay=1.5)
         line = relay_module.QueueRelay(
-            relay_module.Relay(lambda: None, []), connection.default_channel, "jobs"
+            relay_module.SqsRelay(lambda: None, []), connection.default_channel, "jobs"
         )
 
         def fail(**_: Any) -> None:
@@ -214,7 +214,7 @@ def test_a_message_that_cannot_be_deleted_is_not_sent_twice(
     make_delay_queue(sqs)
     with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
         publish(connection, "hello", "jobs", delay=1.5)
-        relay = relay_module.Relay(lambda: None, [])
+        relay = relay_module.SqsRelay(lambda: None, [])
         line = relay_module.QueueRelay(relay, connection.default_channel, "jobs")
 
         def fail(**_: Any) -> None:

@@ -15,7 +15,7 @@ from kombu import Exchange, Queue
 
 from celery_native_delay import UnsupportedBroker, install
 from celery_native_delay.bulk import bulk
-from celery_native_delay.store.entry import Entry
+from celery_native_delay.store.entry import StoreEntry
 from celery_native_delay.store.interface import Store
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
@@ -38,12 +38,12 @@ def store_of(app: Celery) -> Store:
         return store
 
 
-def entries(store: Store) -> list[Entry]:
-    found: list[Entry] = []
+def entries(store: Store) -> list[StoreEntry]:
+    found: list[StoreEntry] = []
     row = None
     while rows := store.rows_after(row, limit=500):
         row = rows[-1]
-        found += [Entry.decoded(each.entry) for each in rows]
+        found += [StoreEntry.decoded(each.entry) for each in rows]
     return found
 
 

@@ -31,7 +31,7 @@ from celery_native_delay import (
 )
 from celery_native_delay.app.installation import delaying_channel
 from celery_native_delay.bulk import bulk
-from celery_native_delay.store.dispatcher import Relay
+from celery_native_delay.store.dispatcher import TransactionRelay
 from celery_native_delay.testing import PrivateRabbitMQ
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci
@@ -442,7 +442,7 @@ def test_requests_go_on_while_the_broker_is_away_and_their_tasks_follow_in_order
 def test_a_worker_publishes_the_tasks_of_a_process_that_died_after_its_commit(
     app: Celery, atomic: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Relay, "__call__", lambda self, token: None)
+    monkeypatch.setattr(TransactionRelay, "__call__", lambda self, token: None)
     with atomic():
         for number in range(10):
             send(app, number)

@@ -13,7 +13,7 @@ from kombu import Connection
 
 from celery_native_delay import DelaySettings
 from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
-from celery_native_delay.transports.rabbitmq.delays import Delays
+from celery_native_delay.transports.rabbitmq.delays import RabbitDelays
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests import traffic
 from tests.waiting import wait_until
@@ -32,8 +32,8 @@ def delaying(url: str, *, transport_options: dict[str, Any] | None = None, **set
     return Connection(url, transport_options=option | (transport_options or {}))
 
 
-def delays_of(connection: Any) -> Delays:
-    delays: Delays = connection.default_channel.delays
+def delays_of(connection: Any) -> RabbitDelays:
+    delays: RabbitDelays = connection.default_channel.delays
     return delays
 
 

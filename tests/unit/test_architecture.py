@@ -17,7 +17,7 @@ import pytest
 from celery import _state
 
 import celery_native_delay
-from celery_native_delay.settings import DelaySettings, Keywords, setting_names
+from celery_native_delay.settings import DelaySettings, InstallKeywords, setting_names
 
 PACKAGE = Path(celery_native_delay.__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,7 @@ def test_a_consumer_passes_pyright(tmp_path: Path) -> None:
 
 def test_the_types_of_keywords_are_those_of_the_settings() -> None:
     """Type checkers read a dict, because they cannot read the keywords off a dataclass."""
-    found, taken = get_type_hints(DelaySettings), get_type_hints(Keywords)
+    found, taken = get_type_hints(DelaySettings), get_type_hints(InstallKeywords)
     assert list(taken) == setting_names()
     for name, kind in taken.items():
         wanted = {found[name], *get_args(found[name])}

@@ -28,10 +28,10 @@ from celery_native_delay.rates.line import Line, places_in
 from celery_native_delay.rates.rate import Rate
 from celery_native_delay.records.cancelled import note_cancelled, was_cancelled
 from celery_native_delay.records.interface import Change, RecordName, Snapshot
-from celery_native_delay.schedules.entry import Entry as ScheduleEntry
+from celery_native_delay.schedules.entry import ScheduleEntry as ScheduleEntry
 from celery_native_delay.schedules.release import Release, Rival, rivalled, taken_over
 from celery_native_delay.schedules.state import Occurrence, State, occurrence_of
-from celery_native_delay.store.entry import Entry
+from celery_native_delay.store.entry import StoreEntry
 from celery_native_delay.store.interface import Refusal, Row, Store
 from celery_native_delay.store.opened import store_at
 from celery_native_delay.transports.rabbitmq.wrapping import unwrap, wrap
@@ -94,9 +94,9 @@ MARK = Mark("unique", "shop.remind", "ada № 7", "end", "9a3e")
 PLACES = {"shop.remind\nada": 17, "api": -1}
 
 STORED = {
-    "a task": Entry(DUE_US, "orders", "eu.orders", ROW, BODY.encode(), "7c1f"),
-    "for one queue": Entry(DUE_US, "", "eu", ROW, b"", "7c1f", "eu", DUE_US // 1000, True),
-    "no text": Entry(DUE_US, "", "eu", {"correlation_id": "c"}, b"\xff\0=", "7c1f"),
+    "a task": StoreEntry(DUE_US, "orders", "eu.orders", ROW, BODY.encode(), "7c1f"),
+    "for one queue": StoreEntry(DUE_US, "", "eu", ROW, b"", "7c1f", "eu", DUE_US // 1000, True),
+    "no text": StoreEntry(DUE_US, "", "eu", {"correlation_id": "c"}, b"\xff\0=", "7c1f"),
 }
 NOTHING = Snapshot(NOW_US, None)
 KEYS = {
@@ -117,7 +117,7 @@ STATE = State(
 )
 DESTINATION = Destination(("eu", "eu\x06\x163"), 60_000)
 BROADCAST = Destination(("/0.news",), broadcast=True)
-SQS = sqs.Entry("b0e6", 1_000_000, DUE_US // 1000, sqs.Payload("e30=", {"a": {"b": 1}}, "g"), 2)
+SQS = sqs.SqsEntry("b0e6", 1_000_000, DUE_US // 1000, sqs.Payload("e30=", {"a": {"b": 1}}, "g"), 2)
 
 
 def written() -> dict[str, Any]:
@@ -179,7 +179,7 @@ def read(text: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
         yield name, opened_entry(text[name].encode()), (destination, BODY.encode())
     yield "SQS", sqs.opened(text["SQS"]), SQS
     for name, entry in STORED.items():
-        yield f"store, {name}", Entry.decoded(text[f"store, {name}"]), entry
+        yield f"store, {name}", StoreEntry.decoded(text[f"store, {name}"]), entry
     for name, record in KEYS.items():
         yield f"key, {name}", Record.decoded(text[f"key, {name}"]), record
     marked = {"task": "shop.remind", "native_delay_key": text["header of a key"]}
@@ -230,7 +230,7 @@ def filled(store: Store) -> None:
     def add(**due_us: int) -> None:
         for name, due in due_us.items():
             headers = {"application_headers": {**TASK, "id": name}}
-            store.add([Row.of(Entry(due, "", "eu", headers, BODY.encode(), name, "eu"))])
+            store.add([Row.of(StoreEntry(due, "", "eu", headers, BODY.encode(), name, "eu"))])
 
     add(parked=1)
     taken = store.take()
@@ -264,7 +264,7 @@ def assert_works(store: Store) -> None:
     assert was_cancelled(store.state, "in the broker")
     assert store.leads("another")  # its predecessor's lease has ended
     store.release()
-    taken = [Entry.decoded(row.entry) for _ in range(2) for row in store.take().rows]
+    taken = [StoreEntry.decoded(row.entry) for _ in range(2) for row in store.take().rows]
     assert {each.task_id: each.cancelled for each in taken} == {"cancelled": True, "taken": False}
     assert {each.body for each in taken} == {BODY.encode()}
 

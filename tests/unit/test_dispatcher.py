@@ -10,7 +10,7 @@ import pytest
 from celery_native_delay.errors import StoreUnavailable
 from celery_native_delay.store import dispatcher as dispatcher_module
 from celery_native_delay.store.dispatcher import Dispatcher
-from celery_native_delay.store.entry import Entry
+from celery_native_delay.store.entry import StoreEntry
 from celery_native_delay.store.interface import Taken, TakenRow
 from tests.waiting import wait_until
 
@@ -72,7 +72,7 @@ class LeavingStore(EmptyStore):
 
     def __init__(self) -> None:
         super().__init__(leads=True)
-        self.row = TakenRow("a", Entry(0, "", "jobs", {}, b"", "a").encoded(), 0)
+        self.row = TakenRow("a", StoreEntry(0, "", "jobs", {}, b"", "a").encoded(), 0)
         self.asked: list[str] = []
         self.published: list[TakenRow] = []
 

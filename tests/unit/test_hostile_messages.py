@@ -19,7 +19,7 @@ from celery_native_delay.keyed.record import HEADER as UNIQUE
 from celery_native_delay.keyed.record import LOCKS
 from celery_native_delay.keyed.rules import Step
 from celery_native_delay.message import HEADER, ONCE, Delayed
-from celery_native_delay.rates.in_records import Lines
+from celery_native_delay.rates.in_records import RecordedLines
 from celery_native_delay.schedules.state import HEADER as OCCURRENCE
 from celery_native_delay.store.opened import store_at
 from celery_native_delay.transports.rabbitmq.wrapping import unwrap
@@ -177,11 +177,11 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lines]:
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecordedLines]:
     folder: Path = tmp_path_factory.mktemp("lines")
     store = store_at(f"sqlite:///{folder}/store.db", "test", timeout_seconds=5)
     with closing(store):
-        yield Lines(store.state)
+        yield RecordedLines(store.state)
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def messages(headers: dict[str, Any], payload: Any, consumer: Any) -> Iterator[A
 @example(headers=ODD_HEADERS, payload=ODD_PAYLOAD)
 @example(headers={"task": RATED, "id": "0", HEADER: ODD_OURS}, payload=None)
 def test_no_gate_raises_or_keeps_a_task_for_ever(
-    lines: Lines,
+    lines: RecordedLines,
     scheduling: Scheduling,
     monkeypatch: pytest.MonkeyPatch,
     key: Any,

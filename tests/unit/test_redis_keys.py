@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from redis import ConnectionPool
 
 from celery_native_delay.transports.redis.entry import Destination, entry_of, opened_entry
-from celery_native_delay.transports.redis.keys import Keys, member_of
+from celery_native_delay.transports.redis.keys import RedisBrokerKeys, member_of
 from celery_native_delay.urls import redis_py_url
 
 
@@ -20,7 +20,7 @@ def message(tag: str = "tag-1", **headers: Any) -> dict[str, Any]:
 
 def test_the_names_of_version_2_are_frozen() -> None:
     """Messages in production wait in these keys. To change a name, add a version."""
-    keys = Keys("shop:", "celery_delay")
+    keys = RedisBrokerKeys("shop:", "celery_delay")
     assert [keys.due, keys.messages, keys.wake, keys.parked, keys.ids] == [
         "shop:celery_delay.v2.due",
         "shop:celery_delay.v2.messages",
@@ -33,7 +33,7 @@ def test_the_names_of_version_2_are_frozen() -> None:
 
 def test_a_hash_tag_in_the_prefix_stays_first() -> None:
     """All keys then share the cluster slot of the queues."""
-    assert Keys("{queue}:", "d").due.startswith("{queue}:")
+    assert RedisBrokerKeys("{queue}:", "d").due.startswith("{queue}:")
 
 
 def test_retries_and_copies_of_a_task_have_different_members() -> None:

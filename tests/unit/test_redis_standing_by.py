@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from celery_native_delay.transports.redis import promoter as module
-from celery_native_delay.transports.redis.promoter import Promoter
+from celery_native_delay.transports.redis.promoter import RedisPromoter
 from celery_native_delay.transports.redis.store import HandedOver
 
 #: Between two messages, in microseconds.
@@ -36,7 +36,7 @@ class ScriptedRounds:
 class RecordingAlarm:
     """An alarm whose sleeps take no time; *wakes* tells for each if it ended early."""
 
-    def __init__(self, promoter: Promoter, wakes: list[bool]) -> None:
+    def __init__(self, promoter: RedisPromoter, wakes: list[bool]) -> None:
         self.lags_ms: list[float] = []
         self._promoter = promoter
         self._wakes: Iterator[bool] = iter(wakes)
@@ -53,7 +53,7 @@ class RecordingAlarm:
 def lags_ms(takes: list[int], monkeypatch: pytest.MonkeyPatch, woken: int | None = None) -> Any:
     """The milliseconds by which a promoter lags behind the next due time, round by round."""
     monkeypatch.setattr(module, "monotonic", lambda: 0.0)
-    promoter = Promoter(lambda **_: None)
+    promoter = RedisPromoter(lambda **_: None)
     alarm = RecordingAlarm(promoter, [number == woken for number in range(len(takes))])
     promoter._promote(ScriptedRounds(takes), alarm)  # type: ignore[arg-type]
     promoter.run()  # the promoter is stopped, so run() only closes its connections

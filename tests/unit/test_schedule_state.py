@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from celery_native_delay.errors import CannotDelay
 from celery_native_delay.records.interface import Change, Snapshot
-from celery_native_delay.schedules.entry import Entry
+from celery_native_delay.schedules.entry import ScheduleEntry
 from celery_native_delay.schedules.release import InForce, Release, taken_over
 from celery_native_delay.schedules.state import (
     EXPIRED,
@@ -36,12 +36,12 @@ S = 1_000_000
 NOW_US = round(datetime(2026, 11, 23, 12, 0, tzinfo=UTC).timestamp()) * S
 
 
-def entry(every: float = 10, **fields: Any) -> Entry:
+def entry(every: float = 10, **fields: Any) -> ScheduleEntry:
     of = schedule(timedelta(seconds=every))
-    return Entry("tick", "shop.tick", fields.pop("schedule", of), UTC, **fields)
+    return ScheduleEntry("tick", "shop.tick", fields.pop("schedule", of), UTC, **fields)
 
 
-def waiting(of: Entry, **fields: Any) -> State:
+def waiting(of: ScheduleEntry, **fields: Any) -> State:
     state = planned(None, of, NOW_US)
     assert state is not None
     return replace(state, **fields)
@@ -73,7 +73,7 @@ def test_another_worker_can_plant_an_entry_from_its_text(of: Any) -> None:
     made = entry(
         schedule=of, args=[1, datetime(2026, 1, 1, tzinfo=UTC)], kwargs={"a": "ü"}, ends_us=7
     )
-    found = Entry.from_text(made.text)
+    found = ScheduleEntry.from_text(made.text)
     assert found is not None
     assert found.text == made.text
     assert (found.args, found.kwargs, found.ends_us) == (made.args, made.kwargs, 7)
@@ -117,7 +117,7 @@ schedules = st.one_of(
 @given(schedules)
 def test_each_schedule_of_celery_is_read_by_another_process_as_it_was(of: Any) -> None:
     made = entry(schedule=of)
-    found = Entry.from_text(made.text)
+    found = ScheduleEntry.from_text(made.text)
     assert found is not None
     assert found.schedule == of
     assert (found.text, found.words) == (made.text, made.words)
@@ -134,7 +134,7 @@ def test_the_same_times_in_another_form_are_no_changed_schedule() -> None:
 @pytest.mark.parametrize("every", [0, -5])
 def test_an_interval_that_never_ends_is_refused_by_each_process(every: float) -> None:
     made = entry(every)
-    found = Entry.from_text(made.text)
+    found = ScheduleEntry.from_text(made.text)
     for each in (made, found):
         assert each is not None
         with pytest.raises(CannotDelay, match=f"expected an interval above 0 s, got {every} s"):
@@ -151,7 +151,7 @@ class Odd(BaseSchedule):
 )
 def test_what_json_cannot_hold_only_a_worker_with_the_entry_can_plant(fields: Any) -> None:
     made = entry(**fields)
-    assert Entry.from_text(made.text) is None
+    assert ScheduleEntry.from_text(made.text) is None
     assert entry(**fields).text == made.text  # no address of an object
 
 
@@ -401,7 +401,7 @@ def test_a_header_that_cannot_be_read_marks_no_occurrence(header: Any) -> None:
 # ---- the newest configuration --------------------------------------------------------------------
 
 
-def release(version: Any = None, **entries: Entry) -> Release:
+def release(version: Any = None, **entries: ScheduleEntry) -> Release:
     return Release.of(version, entries)
 
 

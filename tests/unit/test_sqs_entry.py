@@ -22,8 +22,8 @@ from celery_native_delay.transports.sqs.delay_queue import (
 )
 from celery_native_delay.transports.sqs.entry import (
     MOST_BYTES,
-    Entry,
     Payload,
+    SqsEntry,
     check_size,
     opened,
 )
@@ -63,7 +63,7 @@ def test_an_entry_survives_every_hop(
     body: str, left_ms: int, due_ms: int, entry_id: str, with_attributes: bool
 ) -> None:
     payload = Payload(body, ATTRIBUTES if with_attributes else {}, "group")
-    entry = Entry(entry_id, left_ms, due_ms, payload)
+    entry = SqsEntry(entry_id, left_ms, due_ms, payload)
     for _ in range(3):
         assert opened(entry.text()) == entry
         assert entry.text().endswith(f"\n{body}")
@@ -71,7 +71,7 @@ def test_an_entry_survives_every_hop(
 
 
 def test_the_deduplication_id_differs_per_hop_and_not_per_attempt() -> None:
-    first = Entry("id", 5000, 1, Payload("body"))
+    first = SqsEntry("id", 5000, 1, Payload("body"))
     assert first.arguments()["MessageDeduplicationId"] == "id:0"
     assert first.again(1).arguments()["MessageDeduplicationId"] == "id:1"
     assert first.again(9).again(1).arguments()["MessageDeduplicationId"] == "id:2"
@@ -92,7 +92,7 @@ def test_a_message_of_the_largest_size_passes_and_one_byte_more_is_refused() -> 
     check_size(payload.size_bytes, queue="jobs")
     with pytest.raises(CannotDelay, match=r"at most 1,048,576 bytes.*got 1,048,577 for 'jobs'"):
         check_size(Payload("x" * (MOST_BYTES + 1)).size_bytes, queue="jobs")
-    entry = Entry("id", 5000, 1, Payload("x" * (MOST_BYTES - 10)))
+    entry = SqsEntry("id", 5000, 1, Payload("x" * (MOST_BYTES - 10)))
     assert entry.size_bytes > MOST_BYTES, "the line in front counts as well"
 
 

@@ -15,7 +15,7 @@ from celery_native_delay.message import Delayed
 from celery_native_delay.transports.rabbitmq.channels import Publication
 from celery_native_delay.transports.rabbitmq.template import (
     FramedTask,
-    Template,
+    RabbitTemplate,
     fields_of,
     frames_of,
 )
@@ -92,7 +92,7 @@ def publication(draw: Any, kind: dict[str, Any]) -> Publication:
 @given(st.data(), kinds())
 def test_the_frames_of_a_template_are_py_amqps(data: st.DataObject, kind: dict[str, Any]) -> None:
     """The template is made of one task and used for another of its kind; long bodies are split."""
-    template = Template(publication(data.draw, kind).message.properties)
+    template = RabbitTemplate(publication(data.draw, kind).message.properties)
     other = publication(data.draw, kind)
     where = {"channel_id": data.draw(st.integers(1, 2047)), "frame_max": 4096}
     assert template.frames(fields_of(other), **where) == frames_of(other, **where)
@@ -102,7 +102,7 @@ def test_the_frames_of_a_template_are_py_amqps(data: st.DataObject, kind: dict[s
 def test_a_refused_task_of_a_template_looks_like_any_refused_task(
     data: st.DataObject, kind: dict[str, Any]
 ) -> None:
-    template = Template(publication(data.draw, kind).message.properties)
+    template = RabbitTemplate(publication(data.draw, kind).message.properties)
     other = publication(data.draw, kind)
     to = (kind["exchange"], kind["key"])
     framed = FramedTask(template, fields_of(other), to)
@@ -120,7 +120,7 @@ def test_a_refused_task_of_a_template_looks_like_any_refused_task(
 )
 def test_a_template_refuses_anything_but_a_delayed_task(properties: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected a delayed Celery task"):
-        Template(properties)
+        RabbitTemplate(properties)
 
 
 simple = st.one_of(st.none(), st.booleans(), st.integers(), texts)

@@ -14,7 +14,7 @@ from kombu.utils.json import dumps
 
 from celery_native_delay.due_time import eta_of
 from celery_native_delay.transports.bulk_publisher import RandomIds
-from celery_native_delay.transports.virtual.template import Template, fields_of, refused_of
+from celery_native_delay.transports.virtual.template import VirtualTemplate, fields_of, refused_of
 from celery_native_delay.transports.virtual.wrapping import encoded, wrapped
 
 texts = st.text(max_size=80)
@@ -79,7 +79,7 @@ def test_the_envelope_of_a_template_is_the_channels(
     data: st.DataObject, kind: dict[str, Any]
 ) -> None:
     """The template is made of one task and used for another of its kind."""
-    template = Template(envelope(data.draw, kind))
+    template = VirtualTemplate(envelope(data.draw, kind))
     other = envelope(data.draw, kind)
     assert template.envelope(fields_of(other)) == encoded(other)
 
@@ -110,9 +110,9 @@ def test_a_template_refuses_anything_but_a_delayed_task(change: dict[str, Any], 
         "headers": {"id": "1", "native_delay": {"v": 1, "due": 0}},
         "properties": {"correlation_id": "1", "body_encoding": "base64", "delivery_tag": "t"},
     }
-    Template(good)
+    VirtualTemplate(good)
     with pytest.raises(ValueError, match=f"expected {text}"):
-        Template(json.loads(json.dumps(good | change)))
+        VirtualTemplate(json.loads(json.dumps(good | change)))
 
 
 def test_uuids_are_valid_and_differ() -> None:

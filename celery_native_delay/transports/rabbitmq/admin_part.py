@@ -17,7 +17,7 @@ from .inspection import examine, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, rescue
 from .removing import remove_all
-from .status import Status, levels, status
+from .status import RabbitStatus, levels, status
 
 
 class RabbitMQAdminPart(AdminPart):
@@ -54,7 +54,7 @@ class RabbitMQAdminPart(AdminPart):
             found = self.status()
             return [*found.findings(), *examine(self._delays, self._api(), found)]
 
-    def status(self) -> Status:
+    def status(self) -> RabbitStatus:
         with permissions_explained(self._topology):
             return status(self._delays, self._api(), self._queues)
 

@@ -38,7 +38,7 @@ from .wrapping import COUNTED_BY_THE_QUEUE, wrap
 _failed = local()
 
 
-class Delays:
+class RabbitDelays:
     """Publishes delayed messages on one AMQP connection."""
 
     def __init__(

@@ -14,7 +14,7 @@ from amqp.exceptions import ChannelError, FrameSyntaxError
 
 from ...errors import errors_ignored
 from ...message import HEADER
-from ...store.entry import Entry
+from ...store.entry import StoreEntry
 from ..interface import Wait
 from ..moving import expires_ms_of
 from .channels import OwnChannel, Publication, WindowChannel
@@ -33,14 +33,14 @@ _UNENCODABLE = (FrameSyntaxError, struct.error, TypeError, ValueError)
 
 def entry_of(
     message: amqp.Message, exchange: str, routing_key: str, *, due_us: int, now_us: int
-) -> Entry:
+) -> StoreEntry:
     """Return the entry of a message that a producer publishes."""
     properties = dict(message.properties)
     body = message.body
     if isinstance(body, str):  # as py-amqp does
         body = body.encode(properties.setdefault("content_encoding", "utf-8"))
     expires_ms = expires_ms_of(properties, now_us=now_us)
-    return Entry(
+    return StoreEntry(
         due_us,
         exchange,
         routing_key,
@@ -51,7 +51,7 @@ def entry_of(
     )
 
 
-def entry_of_wait(wait: Wait) -> Entry:
+def entry_of_wait(wait: Wait) -> StoreEntry:
     """Return the entry of a message that a worker received, for the worker's queue only."""
     properties = dict(wait.message.properties)
     headers = dict(properties.get("application_headers") or {})
@@ -59,7 +59,7 @@ def entry_of_wait(wait: Wait) -> Entry:
         headers.pop(name, None)
     properties["application_headers"] = {**headers, **wait.headers}
     info, earlier = wait.message.delivery_info, wait.message.native_delay
-    return Entry(
+    return StoreEntry(
         wait.due_us,
         info["exchange"],
         info["routing_key"],
@@ -93,7 +93,7 @@ class RowPublisher:
         with errors_ignored():  # the connection is given up anyway
             self._kombus.close()
 
-    def publish(self, entries: Sequence[Entry]) -> dict[int, str | None]:
+    def publish(self, entries: Sequence[StoreEntry]) -> dict[int, str | None]:
         deadline = monotonic() + self._timeout_seconds
         outcomes: dict[int, str | None] = {}
         waiting: dict[int, Publication] = {}
@@ -137,7 +137,7 @@ class RowPublisher:
         self._exchanges.add(exchange)
         return None
 
-    def _publication(self, entry: Entry) -> Publication:
+    def _publication(self, entry: StoreEntry) -> Publication:
         properties = entry.told()
         keep_user_id(properties, properties["application_headers"][HEADER], self._user)
         message = amqp.Message(entry.body, **properties)

@@ -17,10 +17,10 @@ from ...finding import (
 )
 from .blueprint import blueprint
 from .declaring import broker_version
-from .delays import Delays
+from .delays import RabbitDelays
 from .elsewhere import celerys_levels
 from .management import ManagementAPI, overriding_policies, refusing_findings
-from .status import Status, status
+from .status import RabbitStatus, status
 from .topology import Binding, Declaration, Exchange, Queue, Topology
 
 #: Messages of a queue that RabbitMQ dead-letters at a time: the default of
@@ -42,7 +42,7 @@ _HELD_UP = (
 )
 
 
-def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> list[Finding]:
+def verify(delays: RabbitDelays, api: ManagementAPI, queues: Sequence[Any] = ()) -> list[Finding]:
     """Find missing or wrong queues, exchanges, bindings and policies on RabbitMQ."""
     topology = delays.topology
     if topology.settings.declare:
@@ -62,7 +62,7 @@ def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> li
         return found + known_faults(broker_version(delays.connection), replicated=None)
 
 
-def _by_rights(delays: Delays, found: list[Finding]) -> list[Finding]:
+def _by_rights(delays: RabbitDelays, found: list[Finding]) -> list[Finding]:
     """Replace the findings that a missing right of the user explains by one that names the right.
 
     Without ``native_delay_declare``, the user needs fewer rights, and lacks none of them here.
@@ -92,7 +92,7 @@ def _by_rights(delays: Delays, found: list[Finding]) -> list[Finding]:
     return [Finding("permissions", WRONG, problem, way_out), *found]
 
 
-def examine(delays: Delays, api: ManagementAPI, found: Status) -> list[Finding]:
+def examine(delays: RabbitDelays, api: ManagementAPI, found: RabbitStatus) -> list[Finding]:
     """Find due messages of the counts *found* that stay in dead-lettering."""
     findings = []
     if suspected := _held_up(found):
@@ -110,7 +110,7 @@ def examine(delays: Delays, api: ManagementAPI, found: Status) -> list[Finding]:
     return findings
 
 
-def _held_up(found: Status) -> dict[str, str]:
+def _held_up(found: RabbitStatus) -> dict[str, str]:
     levels = {
         level.queue: f"has {level.stuck} message(s) stuck in dead-lettering: others cannot pass"
         for level in found.levels
@@ -164,7 +164,7 @@ def _celerys_levels(api: ManagementAPI) -> Iterator[Finding]:
         yield Finding("delay levels", ADVICE, problem, way_out)
 
 
-def _missing(delays: Delays, plan: Sequence[Declaration]) -> Iterator[Finding]:
+def _missing(delays: RabbitDelays, plan: Sequence[Declaration]) -> Iterator[Finding]:
     """Find missing exchanges and queues over AMQP, without the management API."""
     for declaration in plan:
         if isinstance(declaration, Binding):

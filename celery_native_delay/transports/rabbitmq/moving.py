@@ -20,11 +20,11 @@ from ...errors import CannotDelay, ManagementUnavailable, UnsupportedBroker
 from ...records.cancelled import was_cancelled
 from ...records.publishing import RecordedPublish
 from ...settings import DelaySettings
-from ...store.entry import Entry
+from ...store.entry import StoreEntry
 from ..moving import Found, Moving, MovingPart, Reach, Source
 from .channels import OwnChannel, Publication, WindowChannel, received
 from .declaring import permissions_explained
-from .delays import Delays
+from .delays import RabbitDelays
 from .elsewhere import (
     CelerysLevels,
     celerys_levels,
@@ -46,7 +46,7 @@ Read = Callable[..., Found]
 class QueueSource(Source):
     """Reads the waiting messages of several queues, one queue after another."""
 
-    def __init__(self, delays: Delays, name: str, queues: Sequence[str], read: Read) -> None:
+    def __init__(self, delays: RabbitDelays, name: str, queues: Sequence[str], read: Read) -> None:
         self.name = name
         self._delays = delays
         self._queues = queues
@@ -99,7 +99,7 @@ class QueueSource(Source):
 class SetSource(QueueSource):
     """Reads the waiting messages of all delay queues with one name prefix."""
 
-    def __init__(self, delays: Delays, topology: Topology) -> None:
+    def __init__(self, delays: RabbitDelays, topology: Topology) -> None:
         # The longest TTL comes first: a message that moves to a shorter one is found later.
         queues = [hop.queue for hop in reversed(topology.level_queues)]
         super().__init__(delays, topology.name, queues, self._read_set)
@@ -111,7 +111,7 @@ class SetSource(QueueSource):
 class RabbitMQMovingPart(MovingPart):
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(channel)
-        self._delays: Delays = channel.delays
+        self._delays: RabbitDelays = channel.delays
         self._settings = settings
         self._topology = self._delays.topology
         store = channel.store
@@ -148,7 +148,7 @@ class RabbitMQMovingPart(MovingPart):
         delayed, state = moving.delayed, self._channel.needed_store.state
         task_id = moving.task_id
         cancelled = delayed.cancelled or (task_id is not None and was_cancelled(state, task_id))
-        entry = Entry(
+        entry = StoreEntry(
             delayed.due_us,
             delayed.exchange,
             delayed.routing_key,

@@ -31,7 +31,7 @@ class SingleMessage(OutboxBatch[Message]):
     """A batch of one message, used to find the message that RabbitMQ refuses."""
 
 
-class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
+class RabbitOutbox(outbox.Outbox[Message, OutboxBatch[Message]]):
     """Keeps the messages of a bulk publisher until RabbitMQ confirms the messages."""
 
     #: py-amqp raises AttributeError if the connection was lost meanwhile.

@@ -19,7 +19,7 @@ from ...message import HEADER, Delayed, cancel
 from ..interface import Rescue
 from .address import queue_of_address
 from .channels import Nacked, OwnChannel, Publication, WindowChannel, received
-from .delays import Delays
+from .delays import RabbitDelays
 from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id, unwrap
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Parked:
 
 @dataclass
 class _RescueState:
-    delays: Delays
+    delays: RabbitDelays
     publisher: WindowChannel
     outcome: Rescue = field(default_factory=Rescue)
     exchanges: dict[str, bool] = field(default_factory=dict)
@@ -77,12 +77,12 @@ class _RescueState:
     redeclared: bool = False
 
 
-def count(delays: Delays) -> int:
+def count(delays: RabbitDelays) -> int:
     """Return the number of messages in the parking queue (due, but unroutable)."""
     return delays.declarer.depth(delays.topology.parking_queue) or 0
 
 
-def rescue(delays: Delays) -> Rescue | None:
+def rescue(delays: RabbitDelays) -> Rescue | None:
     """Publish the parking queue's messages to their destinations; return the counts by outcome.
 
     Return None if another process holds the lock of the parking queue.
@@ -109,7 +109,7 @@ def rescue(delays: Delays) -> Rescue | None:
         return None
 
 
-def rescue_in_turn(delays: Delays) -> Rescue | None:
+def rescue_in_turn(delays: RabbitDelays) -> Rescue | None:
     """Like :func:`rescue`, but return None in the pause that all workers make after a rescue."""
     pause = delays.topology.rescue_pause_queue
     if not count(delays):
@@ -131,7 +131,7 @@ def rescue_in_turn(delays: Delays) -> Rescue | None:
     return outcome
 
 
-def peek(delays: Delays, *, limit: int) -> list[Parked]:
+def peek(delays: RabbitDelays, *, limit: int) -> list[Parked]:
     """Return up to *limit* undeliverable due messages; the messages stay in the parking queue."""
     channel = OwnChannel(delays.connection)
     try:
@@ -274,7 +274,7 @@ def _exists(work: _RescueState, exchange: str) -> bool:
 class _Arrivals:
     """Consumes the parking queue, and acks many messages with one ack."""
 
-    def __init__(self, delays: Delays) -> None:
+    def __init__(self, delays: RabbitDelays) -> None:
         self._messages: deque[amqp.Message] = deque()
         self._channel = OwnChannel(delays.connection)
         self._channel.basic_qos(0, BATCH, False)
@@ -300,7 +300,7 @@ class _Arrivals:
 
 
 @contextmanager
-def _lock(delays: Delays) -> Iterator[None]:
+def _lock(delays: RabbitDelays) -> Iterator[None]:
     """Hold an exclusive queue as a lock; raise ResourceLocked if another connection has it."""
     queue = delays.topology.rescue_lock_queue
     channel = OwnChannel(delays.connection)

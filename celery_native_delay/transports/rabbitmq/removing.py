@@ -10,13 +10,13 @@ from amqp.exceptions import NotFound
 
 from ...errors import NativeDelayError
 from .declaring import permissions_explained
-from .delays import Delays
+from .delays import RabbitDelays
 from .inspection import COUNTED_ANEW_SECONDS
 from .management import ManagementAPI
 from .topology import Topology
 
 
-def remove_all(delays: Delays, api: ManagementAPI) -> str:
+def remove_all(delays: RabbitDelays, api: ManagementAPI) -> str:
     """Delete all queues and exchanges of the app's namespace; return a text that counts them.
 
     Raises NativeDelayError, without deleting a queue, if messages wait.
@@ -50,7 +50,7 @@ def _entrances(topology: Topology) -> set[str]:
     return {topology.ready_exchange, *(hop.entry for hop in topology.level_queues)}
 
 
-def _is_any_left(queues: Sequence[str], delays: Delays, api: ManagementAPI) -> bool:
+def _is_any_left(queues: Sequence[str], delays: RabbitDelays, api: ManagementAPI) -> bool:
     counted = {
         queue["name"]: queue.get("messages", 0) + queue.get("messages_dlx", 0)
         for queue in api.named("queues", "")
@@ -58,7 +58,7 @@ def _is_any_left(queues: Sequence[str], delays: Delays, api: ManagementAPI) -> b
     return any(delays.declarer.depth(name) or counted.get(name) for name in queues)
 
 
-def _delete_exchanges(delays: Delays, names: Iterable[str]) -> None:
+def _delete_exchanges(delays: RabbitDelays, names: Iterable[str]) -> None:
     for name in names:
         with suppress(NotFound):
             delays.declarer.channel.exchange_delete(name)

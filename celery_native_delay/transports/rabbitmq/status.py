@@ -14,7 +14,7 @@ from ...errors import ManagementUnavailable
 from ...finding import WRONG, Finding
 from ..interface import LevelQueue
 from ..status import parked_finding
-from .delays import Delays
+from .delays import RabbitDelays
 from .management import ManagementAPI
 from .parking import count
 
@@ -50,7 +50,7 @@ class UnconsumedQueue:
 
 
 @dataclass(frozen=True)
-class Status:
+class RabbitStatus:
     """The counts of messages and tasks that ``delay status`` prints."""
 
     name: str
@@ -126,7 +126,7 @@ class Status:
         ]
 
 
-def status(delays: Delays, api: ManagementAPI, consumed: Iterable[Any] = ()) -> Status:
+def status(delays: RabbitDelays, api: ManagementAPI, consumed: Iterable[Any] = ()) -> RabbitStatus:
     """Count waiting messages, and due messages that RabbitMQ could not deliver.
 
     Workers should consume from the queues *consumed*, which are kombu's objects.
@@ -156,10 +156,10 @@ def status(delays: Delays, api: ManagementAPI, consumed: Iterable[Any] = ()) -> 
     unconsumed = list(_unconsumed(delays, [queue.name for queue in consumed]))
     alone = delays.settings.store is None
     parked = count(delays)
-    return Status(topology.name, levels, landings, parked, within, alone, unconsumed)
+    return RabbitStatus(topology.name, levels, landings, parked, within, alone, unconsumed)
 
 
-def _unconsumed(delays: Delays, names: Iterable[str]) -> Iterator[UnconsumedQueue]:
+def _unconsumed(delays: RabbitDelays, names: Iterable[str]) -> Iterator[UnconsumedQueue]:
     for name in names:
         with suppress(AccessRefused):
             found = delays.declarer.look_at(name)
@@ -167,7 +167,7 @@ def _unconsumed(delays: Delays, names: Iterable[str]) -> Iterator[UnconsumedQueu
                 yield UnconsumedQueue(name, int(found.message_count))
 
 
-def levels(delays: Delays) -> Iterator[LevelQueue]:
+def levels(delays: RabbitDelays) -> Iterator[LevelQueue]:
     """Count the messages of each delay queue over AMQP."""
     topology = delays.topology
     for hop in topology.level_queues:

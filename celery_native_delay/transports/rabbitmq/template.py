@@ -52,7 +52,7 @@ _DELIVERY, _DUE_MS = "\0" * _DELIVERY_ID_BYTES, 0x7EED_0DE1_0DE1_0DE1
 _EXPIRATION = "\0expiration\0"
 
 
-class TaskFields(NamedTuple):
+class RabbitTaskFields(NamedTuple):
     """The message fields that :class:`Template` inserts for each task."""
 
     exchange: str
@@ -67,7 +67,7 @@ class TaskFields(NamedTuple):
     expiration: str
 
 
-class Template:
+class RabbitTemplate:
     """Makes AMQP frames fast for tasks that differ only in id, due time and arguments."""
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
@@ -89,7 +89,7 @@ class Template:
         )
         self._form, self._form_bytes = _frame(table, properties)
 
-    def frames(self, fields: TaskFields, *, channel_id: int, frame_max: int) -> bytes:
+    def frames(self, fields: RabbitTaskFields, *, channel_id: int, frame_max: int) -> bytes:
         exchange, key, task_id, eta, argsrepr, kwargsrepr, body, delivery, due_ms, expires = fields
         method = _method(channel_id, exchange, key)
         id_ = task_id.encode()
@@ -123,7 +123,7 @@ class Template:
             _body_frames(body, channel_id, frame_max - FRAME_BYTES),
         )
 
-    def headers(self, fields: TaskFields) -> dict[str, Any]:
+    def headers(self, fields: RabbitTaskFields) -> dict[str, Any]:
         headers = self.user_headers | {
             "id": fields.task_id,
             "eta": fields.eta,
@@ -138,7 +138,9 @@ class FramedTask:
 
     __slots__ = ("fields", "frames", "template", "to")
 
-    def __init__(self, template: Template, fields: TaskFields, to: tuple[str, str]) -> None:
+    def __init__(
+        self, template: RabbitTemplate, fields: RabbitTaskFields, to: tuple[str, str]
+    ) -> None:
         self.template = template
         self.fields = fields
         #: The exchange and routing key that the user gave.
@@ -251,12 +253,12 @@ class FramedPublication:
         return self.publication.refused(reason)
 
 
-class TaskTemplate(bulk_publisher.TaskTemplate):
+class RabbitTaskTemplate(bulk_publisher.TaskTemplate):
     """Makes task messages with one destination, but with different ids, due times and arguments."""
 
     def __init__(
         self,
-        template: Template,
+        template: RabbitTemplate,
         to: tuple[str, str],
         delays: Any,
         body: bytes,
@@ -271,14 +273,14 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
         self._entry = lru_cache(maxsize=4096)(self._entry_of)
 
     @classmethod
-    def of(cls, message: FramedPublication, channel: Any) -> TaskTemplate | None:
+    def of(cls, message: FramedPublication, channel: Any) -> RabbitTaskTemplate | None:
         publication = message.publication
         properties = publication.message.properties
         headers = properties.get("application_headers") or {}
         if HEADER not in headers or "BCC" in headers or "expires" in headers[HEADER]:
             return None
         try:
-            template, fields = Template(properties), fields_of(publication)
+            template, fields = RabbitTemplate(properties), fields_of(publication)
             same = _is_made_by(template, fields, publication)
         except ValueError:
             return None
@@ -310,7 +312,9 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
             return None
         exchange, key = self._entry(units)  # or DelayTooLong
         expiration = str(topology.first_ttl_ms(units, remaining_us=due_us - now_us))
-        fields = TaskFields(exchange, key, *values, ids.hex(), milliseconds_up(due_us), expiration)
+        fields = RabbitTaskFields(
+            exchange, key, *values, ids.hex(), milliseconds_up(due_us), expiration
+        )
         return FramedTask(self._template, fields, self._to)
 
     def _entry_of(self, units: int) -> tuple[str, str]:
@@ -320,17 +324,19 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
         return topology.entry_exchange(units), topology.routing_key(units, self._address)
 
 
-def _is_made_by(template: Template, fields: TaskFields, publication: Publication) -> bool:
+def _is_made_by(
+    template: RabbitTemplate, fields: RabbitTaskFields, publication: Publication
+) -> bool:
     return template.frames(fields, **_SOMEWHERE) == frames_of(publication, **_SOMEWHERE)
 
 
-def fields_of(publication: Publication) -> TaskFields:
+def fields_of(publication: Publication) -> RabbitTaskFields:
     """Read the :class:`TaskFields` of a message; raise ValueError if a field is missing."""
     message = publication.message
     headers = message.properties["application_headers"]
     body = message.body
     try:
-        return TaskFields(
+        return RabbitTaskFields(
             publication.exchange,
             publication.routing_key,
             headers["id"],

@@ -19,7 +19,7 @@ from ...now import time_ns
 from ...per_process import in_forked_children
 from ...records.publishing import publish_of, underway
 from ...settings import DelaySettings
-from ...store.entry import Entry
+from ...store.entry import StoreEntry
 from ...store.interface import Row
 from ...store.opened import load
 from ..aliases import OPTION, asks_for_delays, settings_from_option
@@ -28,10 +28,10 @@ from ..moving import MovingPart
 from ..stored_bulk import StoredMessage, template_class
 from ..storing import PUBLISH_SECONDS, StoringChannel
 from .channels import Publication
-from .delays import Delays
+from .delays import RabbitDelays
 from .from_store import RowPublisher, entry_of, entry_of_wait
 from .mirror import is_internal
-from .template import FramedPublication, TaskTemplate
+from .template import FramedPublication, RabbitTaskTemplate
 from .wrapping import unwrap
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 TCP_USER_TIMEOUT_MS = 60_000
 
 
-class Message(pyamqp.Message):  # type: ignore[misc]
+class RabbitMessage(pyamqp.Message):  # type: ignore[misc]
     """A received message, with the properties that the user published."""
 
     #: Destination and due time; None for a message that was not delayed.
@@ -60,7 +60,7 @@ class Message(pyamqp.Message):  # type: ignore[misc]
 class Channel(StoringChannel, pyamqp.Channel):  # type: ignore[misc]
     """An AMQP channel that delays messages with a future ETA."""
 
-    Message = Message
+    Message = RabbitMessage
     entry_of_wait = staticmethod(entry_of_wait)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -69,8 +69,8 @@ class Channel(StoringChannel, pyamqp.Channel):  # type: ignore[misc]
         self.__dict__.pop("basic_publish", None)
 
     @property
-    def delays(self) -> Delays:
-        delays: Delays = self.connection.delays
+    def delays(self) -> RabbitDelays:
+        delays: RabbitDelays = self.connection.delays
         return delays
 
     def own_worker_part(self, settings: DelaySettings) -> WorkerPart:
@@ -142,7 +142,7 @@ class Channel(StoringChannel, pyamqp.Channel):  # type: ignore[misc]
         )
 
     @staticmethod
-    def _entry(message: Any, exchange: str, routing_key: str, *, due_us: int) -> Entry:
+    def _entry(message: Any, exchange: str, routing_key: str, *, due_us: int) -> StoreEntry:
         return entry_of(message, exchange, routing_key, due_us=due_us, now_us=time_ns() // 1000)
 
     def prepare_message(
@@ -282,10 +282,10 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
         kwargs["socket_settings"] = _patient(kwargs.get("socket_settings"))
         super().__init__(*args, **kwargs)
         try:
-            self.delays = Delays(self, settings_from_option(option))
+            self.delays = RabbitDelays(self, settings_from_option(option))
         except SettingsError as exc:
             # Immediate messages are published as ever; each delayed message raises the error.
-            self.delays = Delays(self, DelaySettings(), refusal=exc)
+            self.delays = RabbitDelays(self, DelaySettings(), refusal=exc)
 
         #: True if new messages with an ETA do not wait in the broker.
         self.drains = self.delays.settings.drains
@@ -358,9 +358,9 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
 
     def bulk_publisher(self, *, window: int) -> Any:
         from ..bulk_publisher import BulkPublisher
-        from .outbox import Outbox
+        from .outbox import RabbitOutbox
 
-        return BulkPublisher(Outbox(self.client, window), template_class(TaskTemplate))
+        return BulkPublisher(RabbitOutbox(self.client, window), template_class(RabbitTaskTemplate))
 
 
 class SSLTransport(Transport, pyamqp.SSLTransport):  # type: ignore[misc]

@@ -12,7 +12,7 @@ from ...errors import NotPermitted, PublishRefused
 from ...finding import Finding
 from ...message import Delayed
 from ..interface import Rescue, Wait, WorkerPart
-from .delays import Delays
+from .delays import RabbitDelays
 from .management import management_of, overriding_policies, refusing_queues
 from .mirror import diverted
 from .parking import rescue, rescue_in_turn
@@ -109,7 +109,7 @@ class RabbitMQWorkerPart(WorkerPart):
     def rescue_in_turn(self) -> Rescue | None:
         return self._permitted(rescue_in_turn)
 
-    def _permitted(self, rescue: Callable[[Delays], Rescue | None]) -> Rescue | None:
+    def _permitted(self, rescue: Callable[[RabbitDelays], Rescue | None]) -> Rescue | None:
         try:
             return rescue(self._delays)
         except AccessRefused as exc:

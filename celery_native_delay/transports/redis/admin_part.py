@@ -12,14 +12,14 @@ from ..interface import AdminPart, Backlog, ParkedTask, Rescue, Told
 from ..status import Status, refuse_waiting
 from ..virtual.wrapping import unwrapped
 from .entry import opened_entry
-from .store import Census, Store
+from .store import RedisBrokerCensus, RedisBrokerStore
 from .worker_part import rescue
 
 
 class RedisAdminPart(AdminPart):
     def __init__(self, channel: Any) -> None:
         self._delays = channel.delays
-        self._store: Store = self._delays.own
+        self._store: RedisBrokerStore = self._delays.own
         self.name = self._delays.keys.space
         self.parking = self._delays.keys.parked
 
@@ -72,7 +72,7 @@ def _parked_task(entry: bytes) -> ParkedTask:
     return ParkedTask.of(*unwrapped(message.get("headers"), message["properties"]))
 
 
-def _compare(name: str, census: Census) -> list[Finding]:
+def _compare(name: str, census: RedisBrokerCensus) -> list[Finding]:
     surplus = census.entries - census.waiting - census.parked
     if not surplus:
         return []

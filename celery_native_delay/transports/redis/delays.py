@@ -19,18 +19,18 @@ from ..virtual import delays
 from ..virtual.wrapping import due_then, encoded, wrapped
 from ..watching import warn_if_nothing_promotes
 from .entry import Destination, entry_of
-from .keys import Keys, member_of
-from .store import BrokerRecords, Store
+from .keys import RedisBrokerKeys, member_of
+from .store import BrokerRecords, RedisBrokerStore
 
 
-class Delays(delays.Delays):
+class RedisDelays(delays.VirtualDelays):
     """Publishes delayed messages to Redis on one kombu channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(channel, settings)
-        self.keys = Keys(channel.global_keyprefix or "", settings.namespace)
+        self.keys = RedisBrokerKeys(channel.global_keyprefix or "", settings.namespace)
         self._shown = f"{self.keys.space} of {channel.connection.client.as_uri()}"
-        self._own: Store | None = None
+        self._own: RedisBrokerStore | None = None
         self._server: Server | None = None
 
     @property
@@ -40,11 +40,11 @@ class Delays(delays.Delays):
         return f"{database}.{self.keys.prefix}" if self.keys.prefix else database
 
     @property
-    def own(self) -> Store:
+    def own(self) -> RedisBrokerStore:
         """Return the waiting messages in this Redis broker."""
         pool = self._channel.pool
         if self._own is None or self._own.client.connection_pool is not pool:
-            self._own = Store(redis.Redis(connection_pool=pool), self.keys)
+            self._own = RedisBrokerStore(redis.Redis(connection_pool=pool), self.keys)
         return self._own
 
     @property

@@ -19,7 +19,7 @@ VERSION = 2
 _DIGEST_BYTES = 9
 
 
-class Keys(IndexKeys):
+class RedisBrokerKeys(IndexKeys):
     """The names of all Redis keys of one namespace."""
 
     def __init__(self, prefix: str, namespace: str) -> None:

@@ -15,7 +15,7 @@ from ..moving import Found, Reach, Source, Stays
 from ..virtual import moving
 from .entry import opened_entry
 from .keys import member_of
-from .store import Store
+from .store import RedisBrokerStore
 
 #: How many messages are read at a time.
 _CHUNK = 100
@@ -24,7 +24,7 @@ _CHUNK = 100
 _KNOWN_SECONDS = 30 * 86_400
 
 
-class RedisMovingPart(moving.MovingPart):
+class RedisMovingPart(moving.VirtualMovingPart):
     def __init__(self, channel: Any) -> None:
         super().__init__(channel)
         if channel.store is None:
@@ -46,7 +46,7 @@ class RedisMovingPart(moving.MovingPart):
         if self._channel.store is not None:
             return False
         destination = self._channel.destination(queue, message)
-        store: Store = self._channel.delays.own
+        store: RedisBrokerStore = self._channel.delays.own
         member = member_of(message, destination.keys[0])
         return store.client.zscore(store.keys.due, member) is not None
 
@@ -61,7 +61,7 @@ class RedisSource(Source):
 
     def __init__(self, channel: Any) -> None:
         channel.delays.prepare()
-        self._store: Store = channel.delays.own
+        self._store: RedisBrokerStore = channel.delays.own
         self._records = KeyRecords(channel.delays.records)
         self._queue_of = channel.queue_of
         self.name = self._store.keys.space
@@ -129,7 +129,7 @@ class PlainSource(Source):
 
 def held_by_queues(channel: Any, reaches: Sequence[Reach]) -> Iterator[PlainSource]:
     """Find tasks with a future ETA, in normal queues and among unacknowledged messages."""
-    store: Store = channel.delays.own
+    store: RedisBrokerStore = channel.delays.own
     prefix, client = store.keys.prefix, store.client
     way_out = "let an installed worker consume its queue, which puts it into the store"
     queues = {reach.queue for reach in reaches}

@@ -20,7 +20,7 @@ from ..virtual import outbox as virtual
 from ..virtual.collecting import Collecting
 from ..virtual.wrapping import encoded
 from .entry import Destination, front_of
-from .keys import Keys, member
+from .keys import RedisBrokerKeys, member
 from .promoter import CONNECTION_OPTIONS
 from .scripts import ADD_MANY, PUSH
 from .store import refusals_explained
@@ -88,7 +88,7 @@ class ScriptBatch(outbox.OutboxBatch[RedisMessage]):
         return connection.pack_command(*name, len(self.keys), *self.keys, *self.arguments)
 
 
-class Outbox(virtual.Outbox[RedisMessage, ScriptBatch]):
+class RedisOutbox(virtual.VirtualOutbox[RedisMessage, ScriptBatch]):
     """Publishes messages to Redis in bulk, 100 per script call."""
 
     lost = (
@@ -100,7 +100,7 @@ class Outbox(virtual.Outbox[RedisMessage, ScriptBatch]):
     )
     connection_options = CONNECTION_OPTIONS
     collecting = RedisCollecting
-    _keys: Keys
+    _keys: RedisBrokerKeys
 
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)

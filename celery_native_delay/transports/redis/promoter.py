@@ -59,7 +59,7 @@ _GRACE_SECONDS = 15.0
 _SELECTABLE = 1024
 
 
-class Promoter:
+class RedisPromoter:
     """A loop that moves due messages to their queues in Redis."""
 
     def __init__(self, connect: Callable[..., Any]) -> None:

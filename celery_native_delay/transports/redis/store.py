@@ -21,7 +21,7 @@ from ...records.redis_link import digest_of
 from ...records.redis_listing import throw_away
 from ...redis_server import RIGHTS, now_us
 from ..watching import SHOWN_SECONDS
-from .keys import Keys
+from .keys import RedisBrokerKeys
 from .scripts import ADD, ALLOW_OOM, CENSUS, HAND_OVER, REMOVE, REPLACE
 
 #: How many messages one script moves into their queues. More are hardly faster, and block other
@@ -50,7 +50,7 @@ class HandedOver:
         return None if self.next_us is None else max(self.next_us - self.now_us, 0)
 
 
-class Census(NamedTuple):
+class RedisBrokerCensus(NamedTuple):
     """Counts of delayed messages in Redis at one moment; the fields are as in a store's census.
 
     *entries*: the number of all stored messages, waiting, rejected or lost.
@@ -64,13 +64,13 @@ class Census(NamedTuple):
     promoting: bool
 
 
-class Store:
+class RedisBrokerStore:
     """The waiting messages of one ``native_delay_namespace`` in a Redis broker.
 
     Each message has a name (*member* of the sorted sets), and a content (*entry* of the hash).
     """
 
-    def __init__(self, client: Any, keys: Keys) -> None:
+    def __init__(self, client: Any, keys: RedisBrokerKeys) -> None:
         """*client* is a plain ``redis.Redis`` that returns bytes."""
         self.client = client
         self.keys = keys
@@ -146,11 +146,11 @@ class Store:
     def now_us(self) -> int:
         return now_us(self.client)
 
-    def census(self) -> Census:
+    def census(self) -> RedisBrokerCensus:
         keys = [self.keys.due, self.keys.messages, self.keys.parked, self.keys.promoting]
         waiting, parked, entries, overdue, first, promoting = self.run(CENSUS, keys)
         until_first_us = first if isinstance(first, int) else None
-        return Census(waiting, parked, entries, overdue, until_first_us, bool(promoting))
+        return RedisBrokerCensus(waiting, parked, entries, overdue, until_first_us, bool(promoting))
 
     def peek_parked(self, *, limit: int) -> list[bytes]:
         """Return up to *limit* due but undeliverable messages."""
@@ -171,14 +171,14 @@ class BrokerRecords(RedisRecords):
 
     needs_connection = True
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: RedisBrokerStore) -> None:
         super().__init__(store, store.keys, (store.keys.wake, store.keys.parked))
 
 
 class Rounds:
     """Uses a Redis connection of its own to call the script that moves due messages."""
 
-    def __init__(self, connection: Any, keys: Keys, *, version: tuple[int, ...]) -> None:
+    def __init__(self, connection: Any, keys: RedisBrokerKeys, *, version: tuple[int, ...]) -> None:
         """*connection* is a redis-py connection; *version* is the server's version."""
         self._connection = connection
         self._keys = keys
@@ -231,7 +231,7 @@ def _handed_over(reply: Any) -> HandedOver:
 
 
 @contextmanager
-def refusals_explained(keys: Keys) -> Iterator[None]:
+def refusals_explained(keys: RedisBrokerKeys) -> Iterator[None]:
     """In a ``with`` block, turn permission and memory errors into NotPermitted and BrokerFull."""
     try:
         yield

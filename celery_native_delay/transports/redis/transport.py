@@ -13,7 +13,7 @@ from kombu.transport import redis
 from redis.exceptions import RedisError
 
 from ...errors import SettingsError, UnsupportedBroker
-from ...rates.in_records import Lines
+from ...rates.in_records import RecordedLines
 from ...records.interface import Records
 from ...records.publishing import RecordedPublish
 from ...records.waiting import WaitingTasks
@@ -21,9 +21,9 @@ from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
 from ..moving import MovingPart
 from ..virtual.channel import DelayingChannel, DelayingTransport
-from .delays import Delays
+from .delays import RedisDelays
 from .entry import Destination
-from .keys import Keys
+from .keys import RedisBrokerKeys
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class RedisDelayingChannel(DelayingChannel):
     """A mixin for kombu's Redis channels: delayed messages wait in Redis."""
 
     QoS = QoS
-    delays_class = Delays
+    delays_class = RedisDelays
 
     def own_worker_part(self, settings: DelaySettings) -> WorkerPart:
         from .worker_part import RedisWorkerPart
@@ -78,7 +78,7 @@ class RedisDelayingChannel(DelayingChannel):
 
         return RedisWaitingTasks(self)
 
-    def lines(self: Any, settings: DelaySettings) -> Lines:
+    def lines(self: Any, settings: DelaySettings) -> RecordedLines:
         if self.store is not None:
             return super().lines(settings)
         from ...rates.in_redis import RedisLines
@@ -178,22 +178,22 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
     def waits_in(self, settings: DelaySettings) -> str:
         """Return the name of the Redis key in which delayed messages wait."""
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
-        return Keys(prefix, settings.namespace).due
+        return RedisBrokerKeys(prefix, settings.namespace).due
 
     def bulk_publisher(self, *, window: int) -> Any:
         if self.has_store:
             return self.store_publisher(window)
         from ..virtual.template import publisher
-        from .outbox import Outbox
+        from .outbox import RedisOutbox
 
-        return publisher(Outbox(self.client, window))
+        return publisher(RedisOutbox(self.client, window))
 
 
 #: URLs of Redis servers that this process has looked at.
 _looked_at: set[str] = set()
 
 
-def _log_refusal_once(delays: Delays, where: str) -> None:
+def _log_refusal_once(delays: RedisDelays, where: str) -> None:
     """Log an error once per server if Redis cannot store delayed messages."""
     if where in _looked_at:
         return

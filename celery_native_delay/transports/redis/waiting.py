@@ -22,7 +22,7 @@ from ...records.redis_listing import RedisListing
 from ...records.waiting import Outcome, Waiting
 from ..virtual.wrapping import delivery_id_of, encoded, unwrapped, wrapped
 from .entry import entry_of, opened_entry
-from .store import Store
+from .store import RedisBrokerStore
 
 
 class RedisWaitingTasks(RedisListing):
@@ -47,7 +47,7 @@ class RedisWaitingTasks(RedisListing):
     def _replace(
         self, member: str, entry: bytes, due_us: int | None, *, cancelled: bool
     ) -> tuple[str, int] | None:
-        store: Store = self._delays.own
+        store: RedisBrokerStore = self._delays.own
         destination, envelope = opened_entry(entry)
         new_due_us = time_ns() // 1000 if due_us is None else due_us
         new = changed(envelope, new_due_us, cancelled=cancelled)

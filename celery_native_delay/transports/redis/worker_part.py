@@ -8,7 +8,7 @@ from typing import Any
 from ...finding import Finding
 from ...redis_server import clocks
 from ..interface import Rescue, Wait, WorkerPart
-from .promoter import Promoter
+from .promoter import RedisPromoter
 from .store import BATCH
 
 #: How many scripts one rescue runs at most, so that a destination that always rejects costs little.
@@ -37,8 +37,8 @@ class RedisWorkerPart(WorkerPart):
     def rescue(self) -> Rescue:
         return rescue(self._delays)
 
-    def promoter(self, connect: Callable[..., Any]) -> Promoter:
-        return Promoter(connect)
+    def promoter(self, connect: Callable[..., Any]) -> RedisPromoter:
+        return RedisPromoter(connect)
 
 
 def rescue(delays: Any) -> Rescue:

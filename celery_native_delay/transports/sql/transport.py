@@ -25,7 +25,7 @@ from ...errors import CannotDelay, UnsupportedBroker
 from ...finding import WRONG, Finding
 from ...records.publishing import underway
 from ...settings import DelaySettings, is_a_store_url
-from ...store.entry import Entry
+from ...store.entry import StoreEntry
 from ...store.interface import Store
 from ...store.opened import store_of
 from ...urls import without_password
@@ -33,13 +33,13 @@ from ..aliases import OPTION, originals
 from ..interface import AdminPart, Backlog, Told, Wait, WorkerPart
 from ..moving import Source
 from ..virtual import delays
-from ..virtual.channel import DelayingChannel, DelayingTransport, Message
-from ..virtual.moving import MovingPart
+from ..virtual.channel import DelayingChannel, DelayingTransport, VirtualMessage
+from ..virtual.moving import VirtualMovingPart
 from ..virtual.store_source import StoreSource
 from .whole_files import is_folder, is_next_unfinished, put_file
 
 
-class Delays(delays.Delays):
+class SqlDelays(delays.VirtualDelays):
     """Knows the store in which all delayed tasks of this broker wait."""
 
     @cached_property
@@ -57,7 +57,7 @@ class Delays(delays.Delays):
 class StoreDelayingChannel(DelayingChannel):
     """A mixin for kombu's channels: all delayed tasks wait in a store."""
 
-    delays_class = Delays
+    delays_class = SqlDelays
     keeps_all_in_store = True
 
     def returns_to_store(self, headers: Mapping[str, Any] | None) -> bool:
@@ -79,7 +79,7 @@ class StoreDelayingChannel(DelayingChannel):
             super()._put_fanout(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
 
 
-class StoreMovingPart(MovingPart):
+class StoreMovingPart(VirtualMovingPart):
     """Moves tasks out of the store of a broker that cannot delay."""
 
     def _source(self) -> Source:
@@ -175,7 +175,7 @@ class FolderChannel(StoreDelayingChannel):
             return super()._put(queue, message, **kwargs)
         return self._put_file(queue, message)
 
-    def put_due(self: Any, message: dict[str, Any], entry: Entry) -> None:
+    def put_due(self: Any, message: dict[str, Any], entry: StoreEntry) -> None:
         bound = self.get_table(entry.exchange) if entry.queue is None else ()
         for queue in [entry.queue] if entry.queue else [each.queue for each in bound]:
             # Without the folder, the broker is away: this is an OSError, and refuses no message.
@@ -235,7 +235,7 @@ def delaying(kombus: type[virtual.Transport]) -> type[virtual.Transport]:
         mixin = FolderChannel
     names: dict[str, Any] = {"__module__": __name__}
     if plain.Message is not virtual.Message:
-        names["Message"] = type("Message", (Message, plain.Message), {})
+        names["Message"] = type("Message", (VirtualMessage, plain.Message), {})
     names["disconnected"] = disconnected_of(kombus)
     channel = type("Channel", (mixin, plain), names)
     return type(

@@ -29,7 +29,7 @@ _RELAY = (
 _DELAYED = "ApproximateNumberOfMessagesDelayed"
 
 
-class Status:
+class SqsStatus:
     """Approximate counts of waiting messages in SQS, for ``delay status``."""
 
     def __init__(self, name: str, queues: list[dict[str, Any]]) -> None:
@@ -119,8 +119,8 @@ class SqsAdminPart(AdminPart):
             found.append(Finding("relaying", UNCHECKED, problem, f"make sure of it: {_RELAY}"))
         return found
 
-    def status(self) -> Status:
-        return Status(self.name, self._counted())
+    def status(self) -> SqsStatus:
+        return SqsStatus(self.name, self._counted())
 
     def backlog(self) -> Backlog:
         return Backlog(self.status().waiting, 0)

@@ -22,7 +22,7 @@ from .delay_queue import (
     overdue_in,
     why_not_made,
 )
-from .entry import MOST_BYTES, Entry, Payload, SqsMessage, check_size
+from .entry import MOST_BYTES, Payload, SqsEntry, SqsMessage, check_size
 from .queues import Queues, explained, is_gone
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class KnownDelayQueue(NamedTuple):
     most_bytes: int = MOST_BYTES  # the largest message that the destination accepts
 
 
-class Delays(delays.SendingDelays):
+class SqsDelays(delays.SendingDelays):
     """Publishes delayed messages on one SQS channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
@@ -96,7 +96,7 @@ class Delays(delays.SendingDelays):
                     raise
                 self.queues.forget(queue)
 
-    def _send_into_delay_queue(self, queue: str, entry: Entry) -> bool:
+    def _send_into_delay_queue(self, queue: str, entry: SqsEntry) -> bool:
         """Send a message to the delay queue; return False if the delay queue is missing."""
         name = delay_queue_of(queue)
         for _ in range(2):

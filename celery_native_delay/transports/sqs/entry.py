@@ -72,7 +72,7 @@ class Payload:
 
 
 @dataclass(frozen=True)
-class Entry:
+class SqsEntry:
     """A message in a delay queue, for a delay over 15 minutes."""
 
     id: str
@@ -81,7 +81,7 @@ class Entry:
     payload: Payload
     hop: int = 0  # the number of earlier waits in the delay queue
 
-    def again(self, left_ms: int) -> Entry:
+    def again(self, left_ms: int) -> SqsEntry:
         """Return a copy of this message with the remaining delay *left_ms*."""
         return replace(self, left_ms=left_ms, hop=self.hop + 1)
 
@@ -150,12 +150,12 @@ class SqsMessage(NamedTuple):
         """Return the ``DelaySeconds`` for a send to the destination queue: at most 900."""
         return min(hops.seconds_up(self.wait_ms(now_us=now_us)), hops.HOP_SECONDS)
 
-    def entry(self, *, now_us: int) -> Entry:
+    def entry(self, *, now_us: int) -> SqsEntry:
         wait_ms = self.wait_ms(now_us=now_us)
-        return Entry(self.id, wait_ms, milliseconds_up(self.due_us), self.payload)
+        return SqsEntry(self.id, wait_ms, milliseconds_up(self.due_us), self.payload)
 
 
-def opened(text: str) -> Entry:
+def opened(text: str) -> SqsEntry:
     """Decode a delay queue's message body; raise ValueError if this package did not send it."""
     head, newline, body = text.partition("\n")
     found = loads(head) if newline else None
@@ -163,7 +163,7 @@ def opened(text: str) -> Entry:
         raise ValueError("expected a message that celery_native_delay sent")
     try:
         payload = Payload(body, found.get("attributes") or {}, found.get("group_id"))
-        return Entry(found["id"], found["left"], found["due"], payload, found["hop"])
+        return SqsEntry(found["id"], found["left"], found["due"], payload, found["hop"])
     except KeyError as exc:
         raise ValueError(f"expected a message with its {exc}") from exc
 

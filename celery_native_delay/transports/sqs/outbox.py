@@ -23,7 +23,7 @@ from ..outbox import OutboxBatch
 from ..virtual.collecting import Collecting, PlainMessage
 from ..virtual.outbox import CallingOutbox
 from .delay_queue import can_delay, delay_queue_of
-from .delays import Delays
+from .delays import SqsDelays
 from .entry import SqsMessage, in_requests
 from .queues import explained
 
@@ -56,14 +56,14 @@ class SqsCollecting(Collecting):
 
     def check(self: Any, put: SqsMessage) -> None:
         """Raise an error if SQS cannot accept the encoded message."""
-        delays: Delays = self.delays
+        delays: SqsDelays = self.delays
         now_us = time_ns() // 1000
         delays.check_size(put, now_us=now_us)
         with explained(delays.queues.name(put.queue), "sqs:CreateQueue"):
             delays.queues.url(put.queue)
 
 
-class Outbox(CallingOutbox[SqsMessage | PlainMessage]):
+class SqsOutbox(CallingOutbox[SqsMessage | PlainMessage]):
     """Sends delayed messages to SQS, ten per request, and immediate messages one by one."""
 
     lost = (*CallingOutbox.lost, BotoCoreError, ClientError, NotYet)
@@ -145,6 +145,6 @@ class Outbox(CallingOutbox[SqsMessage | PlainMessage]):
             super()._lose()
 
     @property
-    def _delays(self) -> Delays:
-        delays: Delays = self.channel.delays
+    def _delays(self) -> SqsDelays:
+        delays: SqsDelays = self.channel.delays
         return delays

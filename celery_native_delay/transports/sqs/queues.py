@@ -23,7 +23,7 @@ _MESSAGE_REFUSED = (
 _DENIED = ("AccessDenied", "AccessDeniedException")
 
 
-class Failure(NamedTuple):
+class SqsFailure(NamedTuple):
     """SQS's error for one message. If *is_final* is True, a retry is useless."""
 
     reason: str
@@ -83,7 +83,7 @@ class Queues:
 
     def send_many(
         self, queue: str, messages: Sequence[Mapping[str, Any]], *, url: Callable[[], str]
-    ) -> dict[int, Failure]:
+    ) -> dict[int, SqsFailure]:
         """Send up to ten messages in one request; the function *url* returns the queue's URL.
 
         Returns a dict of the failures. A key is the position of the message in *messages*, from 0.
@@ -105,12 +105,12 @@ class Queues:
             elif not is_about_a_message(exc):
                 raise
             elif len(messages) == 1:
-                return {0: Failure(str(exc), is_final=True)}
+                return {0: SqsFailure(str(exc), is_final=True)}
             else:  # one message must not keep the others from being sent
                 alone = (self.send_many(queue, [message], url=url) for message in messages)
                 return {at: failed[0] for at, failed in enumerate(alone) if failed}
         return {
-            int(each["Id"]): Failure(
+            int(each["Id"]): SqsFailure(
                 f"{each['Code']}: {each.get('Message')}", is_final=bool(each.get("SenderFault"))
             )
             for each in answer.get("Failed") or []

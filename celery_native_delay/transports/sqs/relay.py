@@ -29,7 +29,7 @@ from kombu.exceptions import KombuError
 from ...backoff import Backoff
 from ...errors import NativeDelayError
 from .delay_queue import delay_queue_of
-from .entry import Entry, in_requests, opened
+from .entry import SqsEntry, in_requests, opened
 from .hops import BATCH, Reception, retry_seconds, seconds_up
 from .queues import Queues, dated_ms, is_gone
 
@@ -57,7 +57,7 @@ _EXPECTED = (NativeDelayError, ClientError, BotoCoreError, KombuError, OSError)
 class _Received:
     """A message that a thread received from a delay queue."""
 
-    entry: Entry
+    entry: SqsEntry
     reception: Reception
     at: float  # the monotonic time
     message_id: str
@@ -74,7 +74,7 @@ class _Received:
         return retry_seconds(self.reception.receive_count)
 
 
-class Relay:
+class SqsRelay:
     """Moves messages out of the SQS delay queues, with one thread for each queue."""
 
     parked = 0
@@ -158,7 +158,7 @@ class _NoDelayQueue(NativeDelayError):
 class QueueRelay:
     """Moves messages out of one SQS delay queue."""
 
-    def __init__(self, relay: Relay, channel: Any, queue: str) -> None:
+    def __init__(self, relay: SqsRelay, channel: Any, queue: str) -> None:
         self._relay = relay
         self._queues: Queues = channel.delays.queues
         self._destination = queue

@@ -13,13 +13,13 @@ from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
 from ..virtual.channel import DelayingChannel, DelayingTransport
 from .delay_queue import can_delay
-from .delays import Delays, leave_to_celery
+from .delays import SqsDelays, leave_to_celery
 
 
 class Channel(DelayingChannel, SQS.Channel):  # type: ignore[misc]
     """kombu's SQS channel, which can also delay messages."""
 
-    delays_class = Delays
+    delays_class = SqsDelays
 
     @property
     def _queue_cache(self) -> dict[str, str]:
@@ -59,6 +59,6 @@ class Transport(DelayingTransport, SQS.Transport):  # type: ignore[misc]
         if self.has_store:
             return self.store_publisher(window)
         from ..virtual.template import publisher
-        from .outbox import Outbox
+        from .outbox import SqsOutbox
 
-        return publisher(Outbox(self.client, window))
+        return publisher(SqsOutbox(self.client, window))

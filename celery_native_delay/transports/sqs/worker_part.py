@@ -17,7 +17,7 @@ from ...settings import DelaySettings
 from ..interface import Wait, WorkerPart
 from . import hops
 from .delay_queue import can_delay, delay_queue_of, mismatches, why_not_made
-from .relay import Relay
+from .relay import SqsRelay
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,8 @@ class SqsWorkerPart(WorkerPart):
         except (ClientError, BotoCoreError) as exc:
             raise OperationalError(str(exc)) from exc
 
-    def promoter(self, connect: Callable[..., Any]) -> Relay:
-        return Relay(connect, self._queues)
+    def promoter(self, connect: Callable[..., Any]) -> SqsRelay:
+        return SqsRelay(connect, self._queues)
 
 
 def set_up(

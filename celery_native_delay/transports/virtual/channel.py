@@ -15,7 +15,7 @@ from ...message import Delayed, due_of
 from ...now import time_ns
 from ...records.publishing import RecordedPublish, publish_of, underway
 from ...settings import DelaySettings
-from ...store.entry import Entry
+from ...store.entry import StoreEntry
 from ...store.opened import load
 from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..storing import PUBLISH_SECONDS, StoringChannel
@@ -23,7 +23,7 @@ from .from_store import ChannelPublisher, entry_of, entry_of_wait
 from .wrapping import due_then, unwrapped
 
 
-class Message(virtual.Message):  # type: ignore[misc]
+class VirtualMessage(virtual.Message):  # type: ignore[misc]
     """A received message, whose header ``native_delay`` is parsed and then removed."""
 
     headers: dict[str, Any]
@@ -39,7 +39,7 @@ class Message(virtual.Message):  # type: ignore[misc]
 class DelayingChannel(StoringChannel):
     """A mixin that lets channels of kombu's virtual transports delay messages."""
 
-    Message = Message
+    Message = VirtualMessage
     entry_of_wait = staticmethod(entry_of_wait)
 
     delays_class: ClassVar[Callable[..., Any]]
@@ -61,16 +61,16 @@ class DelayingChannel(StoringChannel):
         self.store_keyed(keyed, entry_of(message, queue, due_us=0))
 
     def moving_part(self, settings: DelaySettings) -> Any:
-        from .moving import MovingPart
+        from .moving import VirtualMovingPart
 
-        return MovingPart(self)
+        return VirtualMovingPart(self)
 
     def publisher_of(
         self, connection: Any, timeout_seconds: float = PUBLISH_SECONDS
     ) -> ChannelPublisher:
         return ChannelPublisher(connection)
 
-    def put_due(self: Any, message: dict[str, Any], entry: Entry) -> None:
+    def put_due(self: Any, message: dict[str, Any], entry: StoreEntry) -> None:
         """Publish the message of a due row, which no clock delays again."""
         if entry.queue is None:
             super()._put_fanout(entry.exchange, message, entry.routing_key)  # type: ignore[misc]

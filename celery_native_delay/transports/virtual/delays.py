@@ -16,7 +16,7 @@ from ...store.opened import store_of
 from .wrapping import wrapped
 
 
-class Delays:
+class VirtualDelays:
     """Publishes delayed messages on one channel; each broker has a subclass."""
 
     refusal: NativeDelayError | None = None
@@ -51,7 +51,7 @@ class Delays:
         )
 
 
-class SendingDelays(Delays):
+class SendingDelays(VirtualDelays):
     """Publishes delayed messages to SQS or pgmq, which delay by themselves."""
 
     def put_of(

@@ -10,14 +10,14 @@ from billiard.exceptions import SoftTimeLimitExceeded
 
 from ...errors import errors_ignored
 from ...message import HEADER
-from ...store.entry import Entry
+from ...store.entry import StoreEntry
 from ..interface import Wait
 
 #: Headers of kombu's message that are AMQP properties in a row.
 _CONTENT = {"content-type": "content_type", "content-encoding": "content_encoding"}
 
 
-def entry_of(message: Mapping[str, Any], queue: str | None, *, due_us: int) -> Entry:
+def entry_of(message: Mapping[str, Any], queue: str | None, *, due_us: int) -> StoreEntry:
     """Return the entry of kombu's *message* for *queue*, or for a fanout exchange if it is None."""
     properties = dict(message["properties"])
     info = properties.get("delivery_info") or {}
@@ -25,7 +25,7 @@ def entry_of(message: Mapping[str, Any], queue: str | None, *, due_us: int) -> E
     for name, known_as in _CONTENT.items():
         if message.get(name) is not None:
             properties[known_as] = message[name]
-    return Entry(
+    return StoreEntry(
         due_us,
         str(info.get("exchange") or ""),
         str(info.get("routing_key") or ""),
@@ -36,7 +36,7 @@ def entry_of(message: Mapping[str, Any], queue: str | None, *, due_us: int) -> E
     )
 
 
-def entry_of_wait(wait: Wait) -> Entry:
+def entry_of_wait(wait: Wait) -> StoreEntry:
     """Return the entry of a message that a worker received, for the worker's queue only."""
     message = wait.on(wait.message._raw)
     headers = {name: value for name, value in message["headers"].items() if name != HEADER}
@@ -46,7 +46,7 @@ def entry_of_wait(wait: Wait) -> Entry:
     return entry_of(own, wait.queue, due_us=wait.due_us)
 
 
-def message_of(entry: Entry) -> dict[str, Any]:
+def message_of(entry: StoreEntry) -> dict[str, Any]:
     """Return kombu's message for a due entry, with this package's header."""
     properties = entry.told()
     headers = properties.pop("application_headers")
@@ -77,7 +77,7 @@ class ChannelPublisher:
         with errors_ignored():  # the connection is given up anyway
             self._connection.close()
 
-    def publish(self, entries: Sequence[Entry]) -> dict[int, str | None]:
+    def publish(self, entries: Sequence[StoreEntry]) -> dict[int, str | None]:
         outcomes: dict[int, str | None] = {}
         for at, entry in enumerate(entries):
             try:

@@ -25,7 +25,7 @@ LEFT = Stays("it is due within 5 s where it is", is_error=False)
 _KOMBUS = ("body_encoding", "delivery_info", "delivery_tag")
 
 
-class MovingPart(moving.MovingPart):
+class VirtualMovingPart(moving.MovingPart):
     """Migrates waiting messages (``delay migrate``) into or out of one of kombu's brokers."""
 
     def __init__(self, channel: Any) -> None:

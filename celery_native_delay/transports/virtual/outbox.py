@@ -21,7 +21,7 @@ MessageT = TypeVar("MessageT", bound=CollectedMessage)
 BatchT = TypeVar("BatchT", bound=OutboxBatch[Any])
 
 
-class Outbox(outbox.Outbox[MessageT, BatchT]):
+class VirtualOutbox(outbox.Outbox[MessageT, BatchT]):
     """Stores a bulk publisher's messages in memory until the broker's confirm."""
 
     collecting: ClassVar[type[Collecting]]
@@ -64,7 +64,7 @@ class NotTaken(Exception):
     """Raised if the broker rejects a whole batch; then each message is sent alone."""
 
 
-class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
+class CallingOutbox(VirtualOutbox[MessageT, OutboxBatch[MessageT]]):
     """Sends the messages of a bulk publisher with blocking calls."""
 
     @abstractmethod

@@ -14,7 +14,7 @@ from ..stored_bulk import StoredBatch, StoredMessage, packed, template_class, wr
 from .collecting import Collecting, PlainMessage
 from .from_store import entry_of
 from .outbox import CallingOutbox
-from .template import TaskTemplate
+from .template import VirtualTaskTemplate
 
 
 class StoreCollecting(Collecting):
@@ -79,4 +79,4 @@ class StoreOutbox(CallingOutbox[Any]):
 
 def store_publisher(client: Any, window: int) -> BulkPublisher:
     """Return a bulk publisher of an app whose tasks wait in a store."""
-    return BulkPublisher(StoreOutbox(client, window), template_class(TaskTemplate))
+    return BulkPublisher(StoreOutbox(client, window), template_class(VirtualTaskTemplate))

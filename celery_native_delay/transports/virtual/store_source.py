@@ -10,7 +10,7 @@ from kombu.utils.json import dumps
 from ...keyed.records import KeyRecords
 from ...message import Delayed
 from ...records.interface import Change, RecordName, Snapshot
-from ...store.entry import Entry
+from ...store.entry import StoreEntry
 from ...store.interface import Store
 from ..moving import Found, Moving, Source
 from .from_store import message_of
@@ -56,7 +56,7 @@ class StoreSource(Source):
                 if census.promoting and row.next_us < now_us + LEFT_US:
                     yield LEFT
                     continue
-                self._last, entry = (row.key, row.entry), Entry.decoded(row.entry)
+                self._last, entry = (row.key, row.entry), StoreEntry.decoded(row.entry)
                 self._note(entry.name)
                 yield replace(moving_of_entry(entry), again=entry.name == interrupted)
 
@@ -78,7 +78,7 @@ class StoreSource(Source):
         self._is_moving = name is not None
 
 
-def moving_of_entry(entry: Entry) -> Moving:
+def moving_of_entry(entry: StoreEntry) -> Moving:
     """Convert an entry, of RabbitMQ or of a kombu channel, to a message that can be moved."""
     if "delivery_tag" in entry.properties:  # of kombu's virtual transports
         return moving_of(dumps(message_of(entry)), queue=entry.queue or "", due_us=entry.due_us)

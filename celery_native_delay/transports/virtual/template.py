@@ -24,7 +24,7 @@ from .collecting import CollectedMessage
 from .wrapping import encoded, unwrapped
 
 
-class TaskFields(NamedTuple):
+class VirtualTaskFields(NamedTuple):
     """The values that differ between the messages of tasks with the same options."""
 
     task_id: str
@@ -36,7 +36,7 @@ class TaskFields(NamedTuple):
     delivery_tag: str
 
 
-class Template:
+class VirtualTemplate:
     """Makes copies of a delayed message with another id, ETA and arguments."""
 
     def __init__(self, envelope: Mapping[str, Any]) -> None:
@@ -47,7 +47,7 @@ class Template:
         if properties.get("body_encoding") != "base64":
             raise ValueError(f"expected a body in base64, got {properties.get('body_encoding')!r}")
         # The marks are random texts, which no message contains.
-        marks = {name: f"{name} {token_hex(16)}" for name in TaskFields._fields}
+        marks = {name: f"{name} {token_hex(16)}" for name in VirtualTaskFields._fields}
         marked = {**headers, "id": marks["task_id"]}
         marked |= {name: marks[name] for name in ("eta", "argsrepr", "kwargsrepr")}
         if headers.get("root_id") == task_id:
@@ -68,10 +68,10 @@ class Template:
         names = {f'"{mark}"': name for name, mark in marks.items()}
         pieces = re.split(f"({'|'.join(names)})", text)
         self._form = "%s".join(piece.replace("%", "%%") for piece in pieces[::2])
-        order = [TaskFields._fields.index(names[piece]) for piece in pieces[1::2]]
+        order = [VirtualTaskFields._fields.index(names[piece]) for piece in pieces[1::2]]
         self._in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*order)
 
-    def envelope(self, fields: TaskFields) -> str:
+    def envelope(self, fields: VirtualTaskFields) -> str:
         """Return kombu's message as JSON, with the task values *fields*."""
         task_id, eta, argsrepr, kwargsrepr, body, due_ms, delivery_tag = fields
         values = (
@@ -86,11 +86,11 @@ class Template:
         return self._form % self._in_order(values)
 
 
-def fields_of(envelope: Mapping[str, Any]) -> TaskFields:
+def fields_of(envelope: Mapping[str, Any]) -> VirtualTaskFields:
     """Read the values of a task (:class:`TaskFields`) from a message."""
     headers, properties = envelope["headers"], envelope["properties"]
     try:
-        return TaskFields(
+        return VirtualTaskFields(
             headers["id"],
             headers["eta"],
             headers["argsrepr"],
@@ -120,22 +120,22 @@ def refused_of(reason: str, text: str | bytes) -> RefusedMessage:
     )
 
 
-class TaskTemplate(bulk_publisher.TaskTemplate):
+class VirtualTaskTemplate(bulk_publisher.TaskTemplate):
     """Makes the messages of tasks that have the same destination and options."""
 
-    def __init__(self, template: Template, put: CollectedMessage, body: bytes) -> None:
+    def __init__(self, template: VirtualTemplate, put: CollectedMessage, body: bytes) -> None:
         super().__init__(body)
         self._template = template
         self._put = put
 
     @classmethod
-    def of(cls, message: CollectedMessage, channel: Any) -> TaskTemplate | None:
+    def of(cls, message: CollectedMessage, channel: Any) -> VirtualTaskTemplate | None:
         if not message.due_us:
             return None
         text = text_of(message)
         envelope = json.loads(text)
         try:
-            template, fields = Template(envelope), fields_of(envelope)
+            template, fields = VirtualTemplate(envelope), fields_of(envelope)
         except ValueError:
             return None
         return cls(template, message, fields.body) if template.envelope(fields) == text else None
@@ -150,7 +150,7 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
         except ValueError:
             return False
         tag = theirs.delivery_tag
-        text = self._template.envelope(TaskFields(*values, theirs.due_ms, tag))
+        text = self._template.envelope(VirtualTaskFields(*values, theirs.due_ms, tag))
         due_us = message.due_us
         return message == self._put.another(
             text, due_us=due_us, task_id=values[0], delivery_tag=tag
@@ -161,13 +161,13 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
     ) -> CollectedMessage:
         channel.delays.check_reach(due_us)
         tag = ids.uuid()
-        envelope = self._template.envelope(TaskFields(*values, milliseconds_up(due_us), tag))
+        envelope = self._template.envelope(VirtualTaskFields(*values, milliseconds_up(due_us), tag))
         return self._put.another(envelope, due_us=due_us, task_id=values[0], delivery_tag=tag)
 
 
 def publisher(outbox: Any) -> BulkPublisher:
     """Return a bulk publisher that sends the messages with *outbox*."""
-    return BulkPublisher(outbox, TaskTemplate)
+    return BulkPublisher(outbox, VirtualTaskTemplate)
 
 
 def text_of(put: CollectedMessage) -> str:
