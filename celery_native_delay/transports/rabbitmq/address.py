@@ -13,11 +13,11 @@ from urllib.parse import unquote
 SHORTSTR_BYTES = 255
 
 #: The most bytes of a word in a name. A longer word is hashed, so that the broker's error text can
-#: hold the name (:func:`refusal_fits`). The key is True for ASCII words.
+#: hold the name (:func:`is_nameable`). The key is True for ASCII words.
 _LONGEST_WORD_BYTES = {True: 100, False: 24}
 
-#: Bytes of the broker's longest error text, without the names in it.
-_REFUSAL_BYTES = 125
+#: The bytes of an error text, without the 125 bytes of the broker's longest text around the names.
+NAMEABLE_BYTES = SHORTSTR_BYTES - 125
 
 _ESCAPES = str.maketrans({"%": "%25", ".": "%2E", "*": "%2A", "#": "%23"})
 _HASHED = "%h"
@@ -63,12 +63,12 @@ def short_word(name: str) -> str:
     return word if fits else _HASHED + _digest(name)
 
 
-def refusal_fits(*names: str) -> bool:
+def is_nameable(*names: str) -> bool:
     """Return True if all *names* are ASCII, or if RabbitMQ's error texts have room for them."""
     # RabbitMQ cuts an error text at 255 bytes. If the text is not ASCII, RabbitMQ 4.3 closes the
     # connection (541), and RabbitMQ 3.10 may send half a character, which py-amqp cannot decode.
     text = "".join(names)
-    return text.isascii() or len(text.encode()) <= SHORTSTR_BYTES - _REFUSAL_BYTES
+    return text.isascii() or len(text.encode()) <= NAMEABLE_BYTES
 
 
 def _join(exchange: str, words: list[str]) -> str:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import amqp
 from amqp import spec
 from amqp.exceptions import (
     AccessRefused,
-    AMQPError,
     ChannelError,
-    InternalError,
     NotFound,
     PreconditionFailed,
 )
 
-from ...errors import NotDeclared, NotPermitted, TopologyMismatch, UnsupportedBroker
-from ..interface import copy_of
-from .address import refusal_fits
+from ...errors import CannotDelay, NotDeclared, NotPermitted, TopologyMismatch, UnsupportedBroker
+from .address import NAMEABLE_BYTES, is_nameable
 from .channels import OwnChannel, Publication
 from .topology import Binding, Change, Exchange, Queue, Topology, Unbinding
 
@@ -57,52 +54,52 @@ class Declarer:
     @property
     def channel(self) -> OwnChannel:
         if self._channel is None or self._channel.connection is None:
+            self.check_name("")
             self._channel = OwnChannel(self.connection)
         return self._channel
+
+    def can_name(self, name: str) -> bool:
+        """Return True if a delayed message can go to the queue or exchange *name*.
+
+        An empty *name* checks the virtual host, the user and this package's own names.
+        """
+        return self._can_quote(name, self.topology.landing_queue(name))
+
+    def check_name(self, name: str) -> None:
+        """Raise CannotDelay unless :meth:`can_name`."""
+        self.check_quoted(name, self.topology.landing_queue(name))
+
+    def check_quoted(self, *names: str) -> None:
+        """Raise CannotDelay if RabbitMQ's error texts have no room for one of *names*."""
+        if not self._can_quote(*names):
+            raise CannotDelay(
+                f"expected a name that RabbitMQ can quote in an error, beside the user and the "
+                f"virtual host (all ASCII, or {NAMEABLE_BYTES} bytes together), got "
+                f"{names[0] or names[-1]!r}, user {self.user!r} and virtual host "
+                f"{self.connection.virtual_host!r}: shorten what is not ASCII"
+            )
+
+    def _can_quote(self, *names: str) -> bool:
+        place = f"{self.connection.virtual_host}{self.user}"
+        return all(is_nameable(name, place) for name in names)
+
+    @property
+    def user(self) -> str:
+        return str(self.connection.client.userid or "guest")
 
     def apply(self, declarations: Iterable[Change]) -> None:
         """Declare queues, exchanges and bindings, or remove bindings, on RabbitMQ."""
         apply(self.channel, declarations)
 
-    def refusal_fits(self, name: str) -> bool:
-        connection = self.connection
-        return refusal_fits(name, connection.virtual_host, connection.client.userid or "guest")
-
-    @contextmanager
-    def channel_for(self, name: str, *, unreadable: type[ChannelError]) -> Iterator[OwnChannel]:
-        """Yield a channel for checking that the queue or exchange *name* exists.
-
-        If a long *name* makes RabbitMQ's error text unreadable, raise *unreadable*.
-        """
-        if self.refusal_fits(name):
-            yield self.channel
-            return
-        # RabbitMQ may close a connection if the name is too long for the error text.
-        client = copy_of(self.connection.client)
-        try:
-            yield OwnChannel(client.connection)
-        except (InternalError, UnicodeDecodeError) as exc:
-            raise unreadable(f"RabbitMQ refused {name!r}") from exc
-        finally:
-            # py-amqp raises AttributeError if the connection was lost.
-            with suppress(AMQPError, OSError, AttributeError):
-                if client._connection is not None:
-                    client._connection.collect()
-                client.close()
-
-    def look_for_exchange(self, name: str, *, unreadable: type[ChannelError] = NotFound) -> None:
-        """Raise NotFound if the exchange *name* is missing.
-
-        If a long *name* makes RabbitMQ's error text unreadable, raise *unreadable*.
-        """
-        with self.channel_for(name, unreadable=unreadable) as channel:
-            channel.exchange_declare(name, "fanout", passive=True)
+    def look_for_exchange(self, name: str) -> None:
+        """Raise NotFound if the exchange *name* is missing."""
+        self.channel.exchange_declare(name, "fanout", passive=True)
 
     def has_exchange(self, name: str, *, if_refused: bool) -> bool:
         """Return True if the exchange exists; if RabbitMQ refuses access, return *if_refused*."""
         try:
             try:
-                self.look_for_exchange(name, unreadable=AccessRefused)
+                self.look_for_exchange(name)
             except AccessRefused:  # RabbitMQ 4.3 also needs a permission for this question
                 self._publish_to_marker(name)
         except NotFound:
@@ -144,17 +141,15 @@ class Declarer:
         If the queue does not exist, return None.
         """
         try:
-            with self.channel_for(queue, unreadable=NotFound) as channel:
-                return channel.queue_declare(queue, passive=True)
+            return self.channel.queue_declare(queue, passive=True)
         except NotFound:
             return None
 
     def _publish_to_marker(self, exchange: str) -> None:
         """Check that an exchange exists by publishing a test message to the exchange."""
-        with self.channel_for(exchange, unreadable=NotFound) as channel:
-            # No queue is bound to the exchange, so the broker returns the message.
-            _publish_nothing(channel, exchange)
-            channel.take_returned()
+        # No queue is bound to the exchange, so the broker returns the message.
+        _publish_nothing(self.channel, exchange)
+        self.channel.take_returned()
 
 
 def apply(channel: Any, declarations: Iterable[Change]) -> None:

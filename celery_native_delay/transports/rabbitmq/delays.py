@@ -50,8 +50,8 @@ class RabbitDelays:
         self._refusal = refusal
         self._longest_delay_seconds = settings.longest_delay_seconds
         self.topology = Topology(settings)
-        self.mirror = Mirror(self.topology)
         self.declarer = Declarer(connection, self.topology)
+        self.mirror = Mirror(self.topology, self.declarer.can_name)
         self.routes = Routes(self.mirror, self.declarer)
         self.preparation = Preparation(self.mirror, self.routes, self.declarer, refusal=refusal)
         #: Our channels for publishing. A key is True if the channel is in confirm mode.
@@ -59,10 +59,6 @@ class RabbitDelays:
         self._in_batch = False
         #: Queues that are bound by their names. Each value is the mirror's version at that time.
         self._declared_queues: dict[str, int] = {}
-
-    @property
-    def user(self) -> str:
-        return str(self.connection.client.userid or "guest")
 
     @cached_property
     def store(self) -> Store | None:
@@ -171,6 +167,7 @@ class RabbitDelays:
         return self._wrapped(message, delayed, now_us=now_us, units=units, landing=landing)
 
     def _declare_for(self, exchange: str, routing_key: str) -> None:
+        self.declarer.check_name(exchange or routing_key)
         if not exchange:  # the routing key is the name of a queue
             self.mirror.queue_bound_once(routing_key)
         if not self.preparation.is_ready or self.mirror.is_pending:
@@ -189,6 +186,7 @@ class RabbitDelays:
     ) -> None:
         """Publish a received message again, so that the message waits until the due time."""
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
+        self.declarer.check_name(queue or exchange or routing_key)
         if queue is not None or not exchange:
             self.mirror.queue_bound_once(routing_key if queue is None else queue)
         self.preparation.prepare()
@@ -209,7 +207,7 @@ class RabbitDelays:
             now_us=now_us,
             units=units,
             landing=landing,
-            user=self.user,
+            user=self.declarer.user,
         )
         self._send(
             publication,

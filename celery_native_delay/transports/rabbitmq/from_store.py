@@ -17,6 +17,7 @@ from ...message import HEADER
 from ...store.entry import StoreEntry
 from ..interface import Wait
 from ..moving import expires_ms_of
+from .address import is_nameable
 from .channels import OwnChannel, Publication, WindowChannel
 from .template import FramedPublication
 from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id
@@ -128,6 +129,8 @@ class RowPublisher:
         """
         if not exchange or exchange in self._exchanges:
             return None
+        if not is_nameable(exchange, self._connection.virtual_host, self._user):
+            return "RabbitMQ cannot quote the exchange's long name in an error"
         channel = OwnChannel(self._connection)
         try:
             channel.exchange_declare(exchange, "", passive=True)

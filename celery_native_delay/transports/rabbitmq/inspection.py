@@ -80,7 +80,7 @@ def _by_rights(delays: RabbitDelays, found: list[Finding]) -> list[Finding]:
         return found
     names = f"^{topology.settings.namespace}\\."
     problem = (
-        f"user {delays.user!r} may not {' or '.join(refused)} {names} on the virtual host "
+        f"user {delays.declarer.user!r} may not {' or '.join(refused)} {names} on the virtual host "
         f"{connection.virtual_host!r}"
     )
     if "configure" in refused and missing:
@@ -167,7 +167,7 @@ def _celerys_levels(api: ManagementAPI) -> Iterator[Finding]:
 def _missing(delays: RabbitDelays, plan: Sequence[Declaration]) -> Iterator[Finding]:
     """Find missing exchanges and queues over AMQP, without the management API."""
     for declaration in plan:
-        if isinstance(declaration, Binding):
+        if isinstance(declaration, Binding) or not delays.declarer.can_name(declaration.name):
             continue
         name, kind = declaration.name, type(declaration).__name__.lower()
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
@@ -55,8 +55,12 @@ class Mirrored(NamedTuple):
 class Mirror:
     """Remembers the queues, exchanges and bindings that the user declares on a connection."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(
+        self, topology: Topology, can_name: Callable[[str], bool] = lambda name: True
+    ) -> None:
+        """*can_name* returns True for names of queues and exchanges that the broker can quote."""
         self._topology = topology
+        self._can_name = can_name
         self.types: ChainMap[str, str] = ChainMap({}, BUILTIN_TYPES)
         #: A counter that each declaration, binding and deletion by the user increases.
         self.version = 0
@@ -76,6 +80,10 @@ class Mirror:
         if exchange not in BUILTIN_TYPES:
             remember(self.types.maps[0], exchange, kind)
 
+    def ignores(self, name: str) -> bool:
+        """Return True if no delayed message can go to the queue or exchange *name*."""
+        return is_internal(name) or not self._can_name(name)
+
     # --- what the user does --------------------------------------------------------------
 
     def exchange_declared(self, exchange: str, kind: str, arguments: dict[str, Any] | None) -> None:
@@ -87,8 +95,7 @@ class Mirror:
     def exchange_bound(self, source: str) -> None:
         """Remember that the user bound another exchange to the exchange *source*."""
         # This binding cannot be copied, so delayed messages need a landing queue.
-        if not is_internal(source):
-            self._note_landing(source)
+        self._note_landing(source)
 
     def exchange_deleted(self, exchange: str) -> list[Unbinding]:
         """Forget a deleted exchange; return the bindings to remove from the delivery exchange."""
@@ -117,7 +124,7 @@ class Mirror:
 
     def queue_bound(self, queue: str, exchange: str, routing_key: str) -> None:
         """Remember a user's queue binding; ignore Celery's internal queues and exchanges."""
-        if not queue or is_internal(exchange) or is_internal(queue):
+        if not queue or self.ignores(exchange) or self.ignores(queue):
             return
         mirrored = Mirrored(queue, exchange, routing_key)
         self._remember_binding(mirrored)
@@ -246,6 +253,8 @@ class Mirror:
         return [Unbinding(binding.source, end, binding.routing_key) for end in ends]
 
     def _note_landing(self, exchange: str) -> None:
+        if self.ignores(exchange):
+            return
         self.pending_landings[exchange] = None
         if (forgotten := remember(self._landings, exchange, None)) is not None:
             self.pending_landings.pop(forgotten, None)

@@ -13,7 +13,7 @@ from typing import Any
 import amqp
 from amqp.exceptions import AccessRefused, ChannelError, NotFound, ResourceLocked
 
-from ...errors import DelayTooLong
+from ...errors import CannotDelay, DelayTooLong
 from ...keyed.record import HEADER as KEY
 from ...message import HEADER, Delayed, cancel
 from ..interface import Rescue
@@ -205,7 +205,7 @@ def _rescue_batch(work: _RescueState, batch: list[Parked]) -> None:
     work.outcome.delivered += sum(map(len, sent.values()))
     work.outcome.still_parked += len(stay)
     for parked in stay:
-        message = _as_parked(parked, work.delays.user)
+        message = _as_parked(parked, work.delays.declarer.user)
         work.publisher.send(
             Publication(message, "", work.delays.topology.parking_queue, mandatory=False)
         )
@@ -245,7 +245,7 @@ def _publish_original(
 ) -> None:
     properties = dict(parked.properties)
     header = dict(parked.message.headers[HEADER])
-    keep_user_id(properties, header, work.delays.user)
+    keep_user_id(properties, header, work.delays.declarer.user)
     headers = {**properties["application_headers"], HEADER: header}
     if delayed.cancelled:
         cancel(headers, header)
@@ -263,8 +263,9 @@ def _exists(work: _RescueState, exchange: str) -> bool:
     if exchange and exchange not in work.exchanges:
         work.exchanges[exchange] = True
         try:
+            work.delays.declarer.check_name(exchange)
             work.delays.declarer.look_for_exchange(exchange)
-        except NotFound:
+        except (CannotDelay, NotFound):
             work.exchanges[exchange] = False
         except AccessRefused:
             logger.debug("may not ask for exchange %r: assuming that it exists", exchange)

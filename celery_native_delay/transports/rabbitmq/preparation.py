@@ -12,7 +12,7 @@ from amqp.exceptions import AccessRefused, ChannelError, NotFound
 
 from ...errors import NativeDelayError, NotPermitted
 from .declaring import Declarer, check_broker, not_declared, refusals_explained
-from .mirror import Mirror, Mirrored, is_internal, remember
+from .mirror import Mirror, Mirrored, remember
 from .routes import Routes
 
 logger = logging.getLogger(__name__)
@@ -106,11 +106,7 @@ class Preparation:
         bindings, landings = self._mirror.take_pending()
         if not self._declares:
             return 0
-        mirrored = [
-            binding
-            for binding in bindings
-            if self._routes.exists(binding.exchange) and self._can_bind(binding.queue)
-        ]
+        mirrored = [binding for binding in bindings if self._routes.exists(binding.exchange)]
         self._look_for_diverted({binding.queue for binding in mirrored})
         groups = self._mirror.marker_declarations(mirrored, landings, consuming=consuming)
         bound = [declaration for b in mirrored for declaration in self._mirror.declarations(b)]
@@ -138,19 +134,6 @@ class Preparation:
             found = any_diverted and self._declarer.has_queue(landing, if_refused=False)
             remember(self._mirror.diverted, queue, found)
 
-    def _can_bind(self, queue: str) -> bool:
-        """Return False if the queue is missing and a bind would close the connection.
-
-        RabbitMQ closes the connection if the queue's name is too long for the error text.
-        Otherwise, RabbitMQ closes only the channel.
-        """
-        return (
-            queue in self._mirror.rejects
-            or queue in self._mirror.diverted
-            or self._declarer.refusal_fits(queue)
-            or self._declarer.has_queue(queue, if_refused=True)
-        )
-
     def _mirror_each(self, bindings: list[Mirrored]) -> None:
         refused: dict[Mirrored, NotPermitted] = {}
         for binding in bindings:
@@ -174,7 +157,7 @@ class Preparation:
 
     def empty_landing_queue(self, queue: str) -> str | None:
         """Return the landing queue that dead-letters to *queue*; None if it is missing or full."""
-        if self._declares and not is_internal(queue):
+        if self._declares and not self._mirror.ignores(queue):
             landing = self._topology.queue_landing_queue(queue)
             # Quorum queues have no if-empty. Messages leave a landing queue at once.
             with suppress(ChannelError):
@@ -204,6 +187,8 @@ class Preparation:
     def queue_unbound(self, queue: str, exchange: str, routing_key: str) -> None:
         """Remove this package's copy of a binding that the user removed."""
         binding = self._mirror.queue_unbound(queue, exchange, routing_key)
+        if self._mirror.ignores(queue) or self._mirror.ignores(exchange):
+            return
         try:
             if self._declares and self._is_complete() and self._routes.exists(exchange):
                 self._declarer.apply(self._mirror.unbindings_of(binding))

@@ -166,8 +166,6 @@ class Routes:
         return there
 
     def _ask_type(self, exchange: str, *, likely: str = "") -> str:
-        if not self._declarer.refusal_fits(exchange):
-            return likely or ("" if self._has_landing(exchange) else "direct")
         asked = sorted(ASKED_TYPES, key=lambda kind: kind != likely)
         try:
             return next(filter(partial(self._is_of_type, exchange), asked), "")

@@ -162,7 +162,7 @@ def status(delays: RabbitDelays, api: ManagementAPI, consumed: Iterable[Any] = (
 def _unconsumed(delays: RabbitDelays, names: Iterable[str]) -> Iterator[UnconsumedQueue]:
     for name in names:
         with suppress(AccessRefused):
-            found = delays.declarer.look_at(name)
+            found = None if delays.mirror.ignores(name) else delays.declarer.look_at(name)
             if found is not None and found.message_count and not found.consumer_count:
                 yield UnconsumedQueue(name, int(found.message_count))
 

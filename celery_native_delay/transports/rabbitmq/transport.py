@@ -141,8 +141,9 @@ class Channel(StoringChannel, pyamqp.Channel):  # type: ignore[misc]
             **kwargs,
         )
 
-    @staticmethod
-    def _entry(message: Any, exchange: str, routing_key: str, *, due_us: int) -> StoreEntry:
+    def _entry(self, message: Any, exchange: str, routing_key: str, *, due_us: int) -> StoreEntry:
+        if exchange:  # for which the dispatcher asks
+            self.delays.declarer.check_quoted(exchange)
         return entry_of(message, exchange, routing_key, due_us=due_us, now_us=time_ns() // 1000)
 
     def prepare_message(
