@@ -77,8 +77,8 @@ def test_the_types_of_keywords_are_those_of_the_settings() -> None:
 def test_the_types_of_keywords_are_those_of_a_fan_outs_options() -> None:
     options = pytest.importorskip("celery_native_delay.spark.options")
     kinds = get_type_hints(options.FanOutOptions)
-    assert get_type_hints(options.Keywords) == kinds
-    marked = get_type_hints(options.Keywords, include_extras=True)
+    assert get_type_hints(options.FanOutKeywords) == kinds
+    marked = get_type_hints(options.FanOutKeywords, include_extras=True)
     required = {name for name, kind in marked.items() if get_origin(kind) is Required}
     missing = (field.name for field in fields(options.FanOutOptions) if not has_default(field))
     assert required == set(missing)
