@@ -194,10 +194,9 @@ def _publish(pipe: Pipe, url: str, load: Load, total: int) -> None:
         url,
         fused_bits=load.settings.fused_bits,
         resolution=load.delays.resolution_ms / 1000,
-        confirm_window=WINDOW,
     )
     declare_for("ours", app)
-    with bulk(app) as batch:
+    with bulk(app, window=WINDOW) as batch:
 
         def send(number: int) -> None:
             due_us = time_ns() // 1000 + round(load.delays.draw(draw) * 1_000_000)

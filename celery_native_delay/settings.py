@@ -22,9 +22,6 @@ from .urls import is_redis_url, without_password
 #: time, a message could be due up to a millisecond too early: rabbit_fifo.erl, expire_msgs/4.
 TTL_EXTRA_MS = 1
 
-#: A million unconfirmed messages of 1 kB take a gigabyte of memory.
-MAX_CONFIRM_WINDOW = 1_000_000
-
 #: Bits in one group: a message waits in one of the group's 15 queues, instead of up to four queues.
 FUSED_WIDTH = 4
 #: The lowest group has three bits: the fractions of a second at the default resolution. The next
@@ -94,8 +91,6 @@ class DelaySettings:
     confirm_timeout_seconds: float = 30.0
     """Seconds that a publish waits for RabbitMQ to take and confirm a delayed message. Then the
     publish raises ``NotConfirmed``, for example during a memory alarm. Defaults to 30.0."""
-    confirm_window: int = 1000
-    """Largest number of messages of ``bulk(app)`` that wait for a confirm. Defaults to 1000."""
     declare: bool = True
     """If off, this package declares, binds and deletes nothing on RabbitMQ, and raises
     ``NotDeclared`` if a queue, exchange or binding is missing. `celery -A PROJ delay export` writes
@@ -108,9 +103,6 @@ class DelaySettings:
     """Names of queues that may be full and then refuse messages. ``*`` stands for any characters. A
     due message for one of these queues goes to a queue of this package, so that a full queue delays
     only its own tasks. Defaults to none."""
-    adopt: bool = True
-    """If on, workers return tasks that arrive before their ETA to the broker, instead of holding
-    the tasks in memory. Defaults to True."""
     management_url: str | None = None
     """URL of RabbitMQ's management API, ``http://user:password@host:15672``. Only ``doctor``,
     ``verify``, ``status`` and a worker's check of policies read this API. Defaults to None: the
@@ -138,9 +130,6 @@ class DelaySettings:
     store_timeout_seconds: float = 5.0
     """Seconds in which the store must answer a producer or a command. Otherwise they raise
     ``StoreUnavailable``. Default: 5."""
-    strict: bool = False
-    """If on, an app with an unsupported broker raises ``UnsupportedBroker``. If off, the app logs a
-    warning. Defaults to False."""
 
     telemetry: str | None = None
     """Folder for telemetry. Every process of a worker writes one line of JSON when a task starts,
@@ -149,10 +138,6 @@ class DelaySettings:
     """Rate limits by task name, such as ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
     ``{"shop.call_api": ["10/s", "5000/d"]}``. Tasks beyond a rate limit wait in the broker.
     Defaults to none."""
-    retry_after_limit: float = 86_400.0
-    """Seconds after a task first raises ``RetryAfter``. Within this time, each ``RetryAfter``
-    retries the task. Later, a ``RetryAfter`` fails the task. No ``RetryAfter`` waits longer than
-    this. Defaults to 86,400 (one day)."""
 
     schedules: bool = False
     """If on, periodic tasks such as those of ``beat_schedule`` are delayed tasks, and no ``celery
@@ -229,11 +214,9 @@ class InstallKeywords(TypedDict, total=False):
     namespace: str
     confirm_publish: bool
     confirm_timeout_seconds: float
-    confirm_window: int
     declare: bool
     landing_exchanges: Names
     landing_queues: Names
-    adopt: bool
     management_url: str | None
     store: str | None
     store_tasks: Names
@@ -241,10 +224,8 @@ class InstallKeywords(TypedDict, total=False):
     once_days: float
     store_transactions: bool
     store_timeout_seconds: float
-    strict: bool
     telemetry: str | None
     rates: Mapping[str, AnyRate | Sequence[AnyRate]]
-    retry_after_limit: float
     schedules: bool
     schedules_version: int | str | None
     schedules_catch_up: Literal["one", "none", "all"]
@@ -308,9 +289,7 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
     match name:
         case "enabled":
             return isinstance(value, bool) or value == DRAIN, f'True, False or "{DRAIN}"'
-        case (
-            "adopt" | "confirm_publish" | "declare" | "strict" | "schedules" | "store_transactions"
-        ):
+        case "confirm_publish" | "declare" | "schedules" | "store_transactions":
             return isinstance(value, bool), "True or False"
         case "namespace":
             fits = is_text and _NAMESPACE.fullmatch(value) and len(value) <= _NAMESPACE_BYTES
@@ -319,9 +298,6 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
             return True, ""
         case "confirm_timeout_seconds":
             return _is_number(value) and 0 < value < 86_400, "seconds above 0 and below a day"
-        case "confirm_window":
-            fits = _is_int(value) and 1 <= value <= MAX_CONFIRM_WINDOW
-            return fits, f"a whole number from 1 to {MAX_CONFIRM_WINDOW}"
         case "landing_exchanges" | "landing_queues":
             fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
             return fits, f"a list of {name[8:-1]} names"
@@ -347,8 +323,6 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
                 for pair in value
             )
             return fits, 'a dict of rates by task, such as {"shop.call_api": "100/m"}'
-        case "retry_after_limit":
-            return _is_number(value) and value > 0, "seconds above 0"
         case "schedules_version":
             fits = value is None or is_text or (_is_int(value) and value >= 0)
             return fits, 'None, a number from 0, or a date such as "2026-11-23"'

@@ -154,9 +154,8 @@ class Installation:
     def _fits(self, connection: Connection, settings: DelaySettings | SettingsError) -> bool:
         """Return True if the transport of *connection* can delay; otherwise warn in the log.
 
-        The only exceptions: this method raises UnsupportedBroker if ``native_delay_strict`` is
-        True, in a ``delay`` command, or if another URL of the same broker, such as ``pyamqp://``,
-        can delay.
+        The only exceptions: this method raises UnsupportedBroker in a ``delay`` command, or if
+        another URL of the same broker, such as ``pyamqp://``, can delay.
         """
         name = connection.transport_cls
         # With wrong settings take our transport: then a delayed publish raises the error.
@@ -172,7 +171,7 @@ class Installation:
                 f"remove broker_transport, or set native_delay_enabled = False"
             )
         why = why_nothing_waits(name)
-        if self.raises_if_unsupported or (isinstance(settings, DelaySettings) and settings.strict):
+        if self.raises_if_unsupported:
             raise UnsupportedBroker(why)
         if name not in self._warned_of:
             self._warned_of.add(name)

@@ -16,7 +16,7 @@ from ..errors import described
 from ..now import time_ns, utc_now
 from ..rates.line import Asked, Line, places_in
 from ..rates.rate import Rate
-from ..rates.retry_after import RetryAfter
+from ..rates.retry_after import RETRIED_FOR_SECONDS, RetryAfter
 from ..records.waiting import PLACE
 from .installation import Installation, delaying_channel
 
@@ -59,7 +59,7 @@ def _retrying(installation: Installation, task: Any, run: Callable[..., Any]) ->
             if request.called_directly or not installation.enabled:
                 raise
             settings = installation.settings()
-            longest_seconds = min(settings.retry_after_limit, settings.longest_delay_seconds)
+            longest_seconds = min(RETRIED_FOR_SECONDS, settings.longest_delay_seconds)
             seconds = min(exc.seconds(utc_now()), longest_seconds)
             headers = dict(request.as_execution_options().get("headers") or {})
             headers.pop(PLACE, None)
@@ -71,7 +71,7 @@ def _retrying(installation: Installation, task: Any, run: Callable[..., Any]) ->
                     task.name, request.id, rate, known, lambda: (args, kwargs), headers
                 )
                 _hold(installation.app, task.name, limit, seconds, headers)
-            if not isinstance(since, int | float) or now - since > settings.retry_after_limit:
+            if not isinstance(since, int | float) or now - since > RETRIED_FOR_SECONDS:
                 raise
             # In eager mode every retry counts: Celery retries at once, and would never end.
             uncounted = not (exc.counts or request.is_eager)

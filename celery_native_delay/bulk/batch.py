@@ -48,6 +48,9 @@ _SIMPLE = frozenset((str, int, bool, type(None)))
 _ENCODER = json.JSONEncoder()
 _NO_CANVAS = ', {"callbacks": null, "errbacks": null, "chain": null, "chord": null}]'
 
+#: The largest number of unconfirmed messages, unless the caller names another.
+WINDOW = 1000
+
 #: ``send`` raises PublishRefused when the broker has refused this many tasks.
 MOST_REFUSED = 10_000
 
@@ -94,7 +97,7 @@ class Bulk:
         self,
         app: Celery,
         *,
-        window: int | None = None,
+        window: int = WINDOW,
         check: bool = True,
         timeout_seconds: float | None = 60.0,
         headers: Mapping[str, Any] | None = None,
@@ -104,12 +107,12 @@ class Bulk:
             raise UnsupportedBroker(
                 "expected an app with native delays: call celery_native_delay.install(app) first"
             )
-        if window is not None and (not isinstance(window, int) or window < 1):
+        if not isinstance(window, int) or window < 1:
             raise ValueError(f"expected window to be a whole number from 1, got {window!r}")
         self.result = BulkResult()
         self._app = installation.app
         self._installation = installation
-        self._window = window or installation.settings().confirm_window
+        self._window = window
         self._check = check
         self._timeout_seconds = timeout_seconds
         self._headers = dict(headers or {})
@@ -300,7 +303,7 @@ class Bulk:
 def bulk(
     app: Celery,
     *,
-    window: int | None = None,
+    window: int = WINDOW,
     check: bool = True,
     timeout_seconds: float | None = 60.0,
     headers: Mapping[str, Any] | None = None,
@@ -312,8 +315,7 @@ def bulk(
 
     Args:
         app: a Celery app with ``install(app)``.
-        window: the largest number of unconfirmed messages, which the batch keeps in memory;
-            ``native_delay_confirm_window`` by default.
+        window: the largest number of unconfirmed messages, which the batch keeps in memory.
         check: True (the default) raises PublishRefused at the end of the block if tasks were not
             confirmed. With False, read these tasks in ``batch.result``.
         timeout_seconds: seconds to wait for confirms at the end of the block; 60 by default, None

@@ -8,6 +8,9 @@ from email.utils import parsedate_to_datetime
 
 from ..errors import InvalidDueTime
 
+#: Seconds after a task first raises RetryAfter in which it is retried; also the longest wait.
+RETRIED_FOR_SECONDS = 86_400.0
+
 
 class RetryAfter(Exception):
     """Raise this exception in a task to retry the task later.
@@ -17,10 +20,9 @@ class RetryAfter(Exception):
     celery_native_delay.rates.retry_after.RetryAfter: 30
 
     Until the retry, all tasks with the same rate limit and key wait, too. If the task has no rate
-    limit, only this task waits. The retry comes after at most ``native_delay_retry_after_limit``
-    seconds, even if *when* is later. The task fails if it raises RetryAfter again later than
-    ``native_delay_retry_after_limit`` after its first RetryAfter. In eager mode Celery retries the
-    task at once, and counts the retry.
+    limit, only this task waits. The retry comes after at most a day, even if *when* is later. The
+    task fails if it raises RetryAfter again more than a day after its first RetryAfter. In eager
+    mode Celery retries the task at once, and counts the retry.
 
     Args:
         when: seconds, or the text of an HTTP header ``Retry-After`` (seconds or a date).

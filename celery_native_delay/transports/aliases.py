@@ -138,9 +138,7 @@ _NOT_FOR_PUBLISHING = (
     "telemetry",
     "once",
     "once_days",
-    "strict",
     "rates",
-    "retry_after_limit",
 )
 
 #: Settings whose URLs may hold a password. The option must not show the password.

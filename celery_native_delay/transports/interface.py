@@ -100,11 +100,10 @@ class WorkerPart(ABC):
 
     @property
     def terms(self) -> str:
-        """Return a text for the worker's log: the longest delay, and if adopting is on or off."""
+        """Return a text for the worker's log: the longest delay, or that the app drains."""
         if self.settings.drains:
             return "draining: new delayed tasks do not wait here"
-        longest = duration(self.settings.longest_delay_seconds)
-        return f"longest delay {longest}; adopting {'on' if self.settings.adopt else 'off'}"
+        return f"longest delay {duration(self.settings.longest_delay_seconds)}"
 
     def dangers(self) -> Iterable[Finding]:
         """Report broker settings that can cause message loss or wrong delivery times.

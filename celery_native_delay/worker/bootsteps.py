@@ -20,22 +20,15 @@ from ..app.retrying import teach_tasks
 from ..app.schedules import schedule_records, scheduler_class
 from ..errors import NativeDelayError, SettingsError, StoreUnavailable, described
 from ..settings import DelaySettings
-from ..transports.interface import (
-    Promoter,
-    Wait,
-    WorkerPart,
-    lines_of,
-)
+from ..transports.interface import Promoter, Wait, WorkerPart, lines_of
 from .attendant import Attendant
-from .claims import check_claims, claims, let_claim
-from .gates import gates
+from .gates import Revoked, gates
 from .in_time import in_time
-from .once import Once
+from .once import Once, check_claims, claims, let_claim
 from .rating import Rated
-from .revoked import Revoked
 from .scheduling import LeftToBeat, Scheduling
 from .strategies import GatedStrategies, Waker
-from .tallying import Tallying
+from .tally import Tallying
 from .telemetry import Telemetry
 from .unique import Unique
 
@@ -113,9 +106,15 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._scheduling = LeftToBeat(c.app, c.timer)
         elif settings.schedules:
             self._scheduling = self.scheduling_class(c.app, c.timer)
-        # Unique comes last: this gate takes the key's lease, after which the task must not wait.
-        once, unique = Once(c.app, settings), Unique(c.app)
-        passed = gates(settings, self._revoked, self._scheduling, self._rated, once, unique)
+        once = Once(c.app, settings)
+        passed = gates(
+            settings,
+            revoked=self._revoked,
+            scheduling=self._scheduling,
+            rated=self._rated,
+            once=once,
+            unique=Unique(c.app),
+        )
 
         def has_gates(task: str) -> bool:
             return self._rated is not None or once.concerns(task)

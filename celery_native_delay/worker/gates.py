@@ -1,38 +1,49 @@
-"""Functions that check a received task, one after another, before the task runs.
+"""The checks of a received task, and their order.
 
-Each function takes an :class:`~celery_native_delay.worker.arrival.Arrival` and returns a decision.
-:mod:`~celery_native_delay.worker.strategies` carries out the decisions. To add a check, write a
-function and add the function to :func:`gates`.
+A *gate* takes an :class:`~celery_native_delay.worker.arrival.Arrival` and returns a decision, which
+:mod:`~celery_native_delay.worker.strategies` carries out. To add a check, write a function or class
+and add it to :func:`gates`.
 """
 
 from __future__ import annotations
 
+from celery.utils.log import get_logger
+
 from ..due_time import due_us
+from ..errors import described
+from ..records.cancelled import was_cancelled
+from ..records.interface import Records
 from ..settings import DelaySettings
 from .arrival import Announce, Arrival, Drop, Gate, Ruling, WaitUntil
+from .in_time import in_time
+
+logger = get_logger(__name__)
 
 
 def gates(
-    settings: DelaySettings, revoked: Gate, scheduling: Gate | None, *more: Gate | None
+    settings: DelaySettings,
+    *,
+    revoked: Gate | None = None,
+    scheduling: Gate | None = None,
+    rated: Gate | None = None,
+    once: Gate | None = None,
+    unique: Gate | None = None,
 ) -> tuple[Gate, ...]:
-    """Return the functions that check a received task, in calling order."""
-    # Early tasks go back first, so that the store is asked once per task, when it is due.
-    # A cancelled occurrence of a schedule entry publishes the next one, and then is announced.
-    adopting = (early_of_ours if settings.drains else early) if settings.adopt else None
-    ordered = (adopting, revoked, scheduling, cancelled, expired, *more)
+    """Return the checks of a received task, in calling order; None leaves a check out."""
+    ordered = (
+        # First, so that a task asks the store once, when it is due.
+        early_of_ours if settings.drains else early,
+        revoked,
+        # Before the next two: an occurrence that does not run publishes the next one, too.
+        scheduling,
+        cancelled,
+        expired,
+        rated,
+        once,
+        # Last: it locks the task's key, and then the task must not wait.
+        unique,
+    )
     return tuple(gate for gate in ordered if gate is not None)
-
-
-def cancelled(arrival: Arrival) -> Ruling | None:
-    """A check before a task runs: let Celery announce a cancelled task as revoked."""
-    return Announce() if arrival.is_cancelled else None
-
-
-def expired(arrival: Arrival) -> Ruling | None:
-    """A check before a task runs: drop a message whose ``expiration`` has passed."""
-    if arrival.fields.get("expires") or not arrival.is_expired:
-        return None  # Celery itself announces a task whose ``expires`` has passed
-    return Drop("it has expired", expired=True)
 
 
 def early(arrival: Arrival) -> Ruling | None:
@@ -51,3 +62,46 @@ def early(arrival: Arrival) -> Ruling | None:
 def early_of_ours(arrival: Arrival) -> Ruling | None:
     """A check in a draining app: return only tasks that already waited in the broker."""
     return None if arrival.delayed is None else early(arrival)
+
+
+class Revoked:
+    """A check before a task runs: announce a task that was cancelled while it waited in the broker.
+
+    Nothing can remove the message from the broker, so the store keeps the id of the cancelled task.
+    If the store is away, the task waits.
+    """
+
+    def __init__(self) -> None:
+        self.state: Records | None = None
+        """The state in the store; None if no task waits in the broker beside a store."""
+        self._is_told = False
+
+    def __call__(self, arrival: Arrival) -> Ruling | None:
+        delayed, state = arrival.delayed, self.state
+        if delayed is None or delayed.stored or state is None or not arrival.has_headers:
+            return None
+        try:
+            is_revoked = in_time(lambda: was_cancelled(state, arrival.id))
+        except Exception as exc:  # of any driver
+            if not self._is_told:
+                self._is_told = True
+                logger.warning(
+                    "native delay: tasks that waited in the broker wait until the store answers, "
+                    "as it knows the cancelled ones: %s",
+                    described(exc),
+                )
+            return arrival.until_store_answers(delayed.delivery_id)
+        self._is_told = False
+        return Announce() if is_revoked else None
+
+
+def cancelled(arrival: Arrival) -> Ruling | None:
+    """A check before a task runs: let Celery announce a cancelled task as revoked."""
+    return Announce() if arrival.is_cancelled else None
+
+
+def expired(arrival: Arrival) -> Ruling | None:
+    """A check before a task runs: drop a message whose ``expiration`` has passed."""
+    if arrival.fields.get("expires") or not arrival.is_expired:
+        return None  # Celery itself announces a task whose ``expires`` has passed
+    return Drop("it has expired", expired=True)

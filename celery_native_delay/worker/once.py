@@ -3,25 +3,31 @@
 Before the task runs, its worker claims the task's id and retry number in the store. After a success
 the claim stays for days, and further deliveries are acknowledged and not run. If the worker dies,
 its claim ends with its lease, and the next delivery runs.
+
+A task that is ``once="transaction"`` runs in one transaction with its claim and its sends.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from contextlib import nullcontext
+from functools import partial, wraps
 from typing import Any
 
 from celery import signals, states
 from celery.utils.log import get_logger
 from celery.worker import state as worker_state
 
-from ..app.installation import installation_of
+from ..app.installation import installation_of, is_in_clock
+from ..app.transactions import claim, store_of_app
 from ..durations import DAY_US
-from ..errors import described
+from ..errors import NoStore, described
 from ..keyed import rules
 from ..keyed.record import name_of
 from ..message import ONCE
+from ..per_process import PerProcess
 from ..records.waiting import number_of
 from ..settings import DelaySettings
+from ..store.interface import Store
 from ..texts import storable
 from .arrival import Arrival, AskAgain, Drop, Ruling, WaitUntil
 from .leases import Held, leases_of
@@ -115,3 +121,47 @@ def settle(sender: Any = None, state: Any = None, **_: Any) -> None:
         kept_us = round(installation.settings().once_days * DAY_US)
         rule = partial(rules.ran_once, task_id=sender.request.id, kept_us=kept_us)
     leases_of(sender.app).settle(name, rule, token=token)
+
+
+# ---- in a transaction ----------------------------------------------------------------------------
+
+#: By app.
+_stores: PerProcess[Any, Store] = PerProcess()
+
+
+def claims(task: Any) -> bool:
+    """Return True if the task is ``once="transaction"``."""
+    return getattr(task, "once", False) == "transaction"
+
+
+def check_claims(app: Any, store: Store) -> None:
+    """Raise NoStore if the store cannot hold the transaction of a task, except in a test clock."""
+    if not store.has_one_transaction and not is_in_clock(app):
+        raise NoStore(
+            f'expected native_delay_store="django" for tasks that are once="transaction", got '
+            f"{store.where}: set it, or use in_transaction(app, session, once=True) in the task"
+        )
+
+
+def let_claim(app: Any) -> None:
+    """Wrap the tasks of an app that are ``once="transaction"``, before the pool forks."""
+    for task in app.tasks.values():
+        if claims(task) and not hasattr(task.run, "native_delay_claims"):
+            task.run = _in_one_transaction(app, task)
+
+
+def _in_one_transaction(app: Any, task: Any) -> Any:
+    body = task.run
+
+    @wraps(body)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if task.request.called_directly or task.request.is_eager:
+            return body(*args, **kwargs)
+        in_clock = is_in_clock(app)
+        store = store_of_app(app) if in_clock else _stores.get(app, lambda: store_of_app(app))
+        with nullcontext() if in_clock else store.one_transaction():
+            claim(app, store, task)
+            return body(*args, **kwargs)
+
+    run.native_delay_claims = True  # type: ignore[attr-defined]
+    return run

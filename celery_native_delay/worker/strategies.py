@@ -39,7 +39,7 @@ from .arrival import (
     WaitUntil,
 )
 from .once import free_taken
-from .tallying import Tallying
+from .tally import Tallying
 from .unique import never_runs, rejected
 
 #: Ids of cancelled tasks until they are announced; True if we added them to Celery's revoked list.

@@ -295,8 +295,8 @@ def worker_without_delay(fleet: Fleet, *reason: str, **conf: Any) -> Worker:
 @pytest.mark.parametrize(
     ("conf", "reason"),
     [
-        ({"native_delay_adopt": 0}, "expected native_delay_adopt to be True or False"),
-        ({"native_delay_adpot": 3}, "unknown setting native_delay_adpot; did you mean"),
+        ({"native_delay_declare": 0}, "expected native_delay_declare to be True or False"),
+        ({"native_delay_delcare": 3}, "unknown setting native_delay_delcare; did you mean"),
     ],
 )
 def test_a_wrong_setting_in_the_configuration(

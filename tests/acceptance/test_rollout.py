@@ -208,24 +208,6 @@ def test_celery_handles_expired_and_revoked_early_tasks(
 
 
 @pytest.mark.ci
-def test_adoption_can_be_switched_off(fleet: Fleet) -> None:
-    """Without adoption the worker holds early tasks in memory, as Celery does."""
-    worker = fleet.worker(native_delay_adopt=False)
-    inspect = fleet.app().control.inspect(destination=[worker.name], timeout=10)
-    code = "print(*[app.tasks['note'].apply_async(('x',), countdown=n).id for n in (2, 600)])"
-    task_id, far_id = fleet.produce(code).split()
-    (run,) = fleet.record.wait_for(task_id=task_id)
-
-    def holds_the_far_one() -> bool:
-        held = inspect.scheduled() or {}
-        return [entry["request"]["id"] for entry in held.get(worker.name, [])] == [far_id]
-
-    wait_until(holds_the_far_one)
-    assert run.due is not None
-    run.assert_on_time(run.due)
-
-
-@pytest.mark.ci
 def test_tasks_waiting_in_celerys_own_levels_run_after_the_upgrade(fleet: Fleet) -> None:
     """With quorum queues Celery delays natively itself; its waiting tasks and their retries run."""
     fleet.conf["queue_type"] = "quorum"

@@ -222,12 +222,12 @@ def test_a_worker_with_a_shorter_limit_puts_a_message_back_until_it_is_due(url: 
 
 
 def test_with_a_wrong_setting_immediate_messages_go_and_delayed_ones_are_refused(url: str) -> None:
-    wrong = {"native_delay": SETTINGS | settings_of(url) | {"adopt": 0}}
+    wrong = {"native_delay": SETTINGS | settings_of(url) | {"declare": 0}}
     with (
         delaying(url, transport_options=wrong) as connection,
         inbox(connection, "jobs") as received,
     ):
-        with pytest.raises(SettingsError, match="native_delay_adopt"):
+        with pytest.raises(SettingsError, match="native_delay_declare"):
             publish(connection, "later", "jobs", delay=1)
         publish(connection, "now", "jobs")
         assert received.wait_for(1)[0].body == "now"

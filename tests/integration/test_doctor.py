@@ -514,11 +514,11 @@ def test_a_missing_install_and_a_wrong_setting_are_found(project: Project) -> No
         APP.replace("install(app, **{settings!r})", "install(app)\n{settings}"), "redis://"
     )
     source = (project.folder / "shop.py").read_text()
-    (project.folder / "shop.py").write_text(f"{source}app.conf.native_delay_adopt = 0\n")
+    (project.folder / "shop.py").write_text(f"{source}app.conf.native_delay_declare = 0\n")
     told = project.told("doctor", status=1)
     (finding,) = told["findings"]
     assert finding["check"] == "settings"
-    assert "native_delay_adopt" in finding["problem"]
+    assert "native_delay_declare" in finding["problem"]
 
 
 # ---- rates -------------------------------------------------------------------------------------

@@ -721,8 +721,11 @@ def test_commands_need_an_installed_app(project: Project) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"adpot": 9}, "unknown setting native_delay_adpot; did you mean native_delay_adopt?"),
-        in_ci({"adopt": 0}, "native_delay_adopt to be True or False, got 0"),
+        (
+            {"delcare": 9},
+            "unknown setting native_delay_delcare; did you mean native_delay_declare?",
+        ),
+        in_ci({"declare": 0}, "native_delay_declare to be True or False, got 0"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -49,7 +49,7 @@ def test_a_task_put_back_keeps_its_delivery_id(
     """Without a relay a task with a long delay reaches a worker after each hop."""
     shared_sqs.wipe()
     monkeypatch.setattr(delays, "_said", set())
-    with new_app(shared_sqs.url, adopt=True) as app, app.connection_for_write() as connection:
+    with new_app(shared_sqs.url, declare=True) as app, app.connection_for_write() as connection:
         part = part_of(connection, "lonely")
         send_task(app, 1, countdown=3600, queue="lonely")
         with inbox(connection, "lonely") as arriving:

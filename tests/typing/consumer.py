@@ -41,11 +41,11 @@ class Shop(Celery):
 
 
 def installing() -> Shop:
-    app = install(Shop("shop", broker="amqp://"), confirm_window=28, store="redis://")
+    app = install(Shop("shop", broker="amqp://"), once_days=28, store="redis://")
     assert_type(app, Shop)
     install(app, store_tasks=["shop.remind"], rates={"shop.call_api": "100/m"}, enabled="drain")
     install(app, level=28)  # type: ignore[call-arg]
-    install(app, confirm_window="many")  # type: ignore[arg-type]
+    install(app, once_days="many")  # type: ignore[arg-type]
     install(app, schedules_catch_up="some")  # type: ignore[arg-type]
     install(app, landing_queues="orders")  # type: ignore[arg-type]
     return app
@@ -111,8 +111,8 @@ def plain_kombu() -> dict[str, str]:
 
 
 def settings() -> float:
-    chosen = DelaySettings(confirm_window=20, namespace="shop")
-    chosen.confirm_window = 21  # type: ignore[misc]
+    chosen = DelaySettings(once_days=20, namespace="shop")
+    chosen.once_days = 21  # type: ignore[misc]
     assert_type(chosen.store, str | None)
     return chosen.longest_delay_seconds
 

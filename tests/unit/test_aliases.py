@@ -194,8 +194,8 @@ def test_with_enabled_false_the_connection_is_kombus(offline: None, option: Any)
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ({"adopt": 0}, "expected native_delay_adopt to be"),
-        ({"adpot": 12}, "did you mean native_delay_adopt"),
+        ({"declare": 0}, "expected native_delay_declare to be"),
+        ({"delcare": 12}, "did you mean native_delay_declare"),
         ("yes", "got 'yes'"),
         (option_of(SettingsError("expected this, got that")), "expected this, got that"),
     ],
@@ -246,7 +246,7 @@ def test_an_option_of_another_type_is_refused(option: Any) -> None:
     [
         DelaySettings(),
         DelaySettings(levels=12),
-        DelaySettings(landing_exchanges=("news",), fused_bits=4, adopt=False),
+        DelaySettings(landing_exchanges=("news",), fused_bits=4, declare=False),
     ],
 )
 def test_settings_survive_the_conversion_to_an_option_and_back(wanted: DelaySettings) -> None:

@@ -121,7 +121,7 @@ NEVER_IN_A_TASK = (
     "worker/bootsteps.py",
     "worker/once.py",
     "worker/rating.py",
-    "worker/revoked.py",
+    "worker/gates.py",
     "worker/scheduling.py",
     "worker/strategies.py",
     "worker/unique.py",

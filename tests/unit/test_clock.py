@@ -416,8 +416,8 @@ def test_the_clock_replaces_what_a_setting_names(
 
 
 def test_a_wrong_setting_is_raised_and_changes_nothing(app: Celery) -> None:
-    app.conf.native_delay_adopt = 99
-    with pytest.raises(SettingsError, match="native_delay_adopt"), Clock(app):
+    app.conf.native_delay_declare = 99
+    with pytest.raises(SettingsError, match="native_delay_declare"), Clock(app):
         pass
     assert app.connection_for_write().hostname == "nowhere.invalid"
 

@@ -235,17 +235,17 @@ def test_anything_but_an_app_is_refused(made: Callable[[Any], Any], app: Any) ->
 def test_the_error_for_a_keyword_with_the_prefix_says_to_leave_the_prefix_out() -> None:
     app = Celery("shop", broker="memory://", set_as_current=False)
     with pytest.raises(SettingsError) as refused:
-        install(app, native_delay_confirm_window=31)
+        install(app, native_delay_once_days=31)
     assert str(refused.value) == (
-        "expected settings without their prefix here, got native_delay_confirm_window: write "
-        "confirm_window=31"
+        "expected settings without their prefix here, got native_delay_once_days: write "
+        "once_days=31"
     )
     with pytest.raises(SettingsError, match=r"write store=…$"):
         install(app, native_delay_store="redis://:secret@localhost")
-    with pytest.raises(SettingsError, match="unknown setting native_delay_adpot; did you mean"):
-        install(app, native_delay_adpot=31)
-    with pytest.raises(SettingsError, match="got native_delay_adopt: write adopt=False"):
-        settings_from_option({"native_delay_adopt": False})
+    with pytest.raises(SettingsError, match="unknown setting native_delay_delcare; did you mean"):
+        install(app, native_delay_delcare=31)
+    with pytest.raises(SettingsError, match="got native_delay_declare: write declare=False"):
+        settings_from_option({"native_delay_declare": False})
 
 
 @pytest.mark.parametrize("options", [{"window": 0}, {"window": "x"}])

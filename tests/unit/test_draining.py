@@ -15,8 +15,7 @@ from celery_native_delay.now import utc_now
 from celery_native_delay.schedules.state import HEADER as OCCURRENCE
 from celery_native_delay.settings import DelaySettings
 from celery_native_delay.worker.arrival import Arrival, Drop, WaitUntil
-from celery_native_delay.worker.gates import gates
-from celery_native_delay.worker.revoked import Revoked
+from celery_native_delay.worker.gates import Revoked, gates
 from celery_native_delay.worker.scheduling import LeftToBeat, Scheduling
 from tests.unit.test_gates import IN_A_MINUTE, WAITED, arrival
 
@@ -103,7 +102,7 @@ def test_a_draining_worker_drops_occurrences_that_beat_sends_again(
 
 def test_a_draining_worker_holds_new_tasks_and_puts_back_those_that_already_waited() -> None:
     settings = DelaySettings(enabled="drain")
-    early, *_ = gates(settings, Revoked(), None)
+    early, *_ = gates(settings, revoked=Revoked())
     assert early(arrival(eta=IN_A_MINUTE)) is None
     assert isinstance(early(arrival(WAITED, eta=IN_A_MINUTE)), WaitUntil)
 

@@ -19,8 +19,7 @@ from celery_native_delay.worker.arrival import (
     Drop,
     WaitUntil,
 )
-from celery_native_delay.worker.gates import cancelled, early, expired, gates
-from celery_native_delay.worker.revoked import Revoked
+from celery_native_delay.worker.gates import Revoked, cancelled, early, expired, gates
 
 NOW_US = 1_795_176_000_000_000
 IN_A_MINUTE = "2026-11-20T12:01:00+00:00"
@@ -101,5 +100,10 @@ def test_the_order_of_the_gates() -> None:
         return None
 
     first = revoked(None)
-    assert gates(DelaySettings(), first, None, once) == (early, first, cancelled, expired, once)
-    assert early not in gates(DelaySettings(adopt=False), first, None, once)
+    assert gates(DelaySettings(), revoked=first, once=once) == (
+        early,
+        first,
+        cancelled,
+        expired,
+        once,
+    )

@@ -28,10 +28,9 @@ from celery_native_delay.worker import in_time, unique
 from celery_native_delay.worker import once as worker_once
 from celery_native_delay.worker import scheduling as worker_scheduling
 from celery_native_delay.worker.arrival import Arrival, Ruling
-from celery_native_delay.worker.gates import gates
+from celery_native_delay.worker.gates import Revoked, gates
 from celery_native_delay.worker.once import Once
 from celery_native_delay.worker.rating import PLACE, Rated
-from celery_native_delay.worker.revoked import Revoked
 from celery_native_delay.worker.scheduling import Scheduling
 from celery_native_delay.worker.unique import Unique
 from tests.waiting import PATIENCE_SECONDS
@@ -235,7 +234,14 @@ def test_no_gate_raises_or_keeps_a_task_for_ever(
     once = Once(SimpleNamespace(tasks={}), delay)
     consumer = SimpleNamespace(app=None, pool=SimpleNamespace(num_processes=2))
     for arrival in messages({**headers}, payload, consumer):
-        for gate in gates(delay, revoked, scheduling, rated, once, Unique(None)):
+        for gate in gates(
+            delay,
+            revoked=revoked,
+            scheduling=scheduling,
+            rated=rated,
+            once=once,
+            unique=Unique(None),
+        ):
             ruling: Ruling | None = gate(arrival)
             assert ruling != arrival.until_store_answers()
             if gate is rated and ruling is not None:  # it has a place, and may take its locks

@@ -31,7 +31,7 @@ def eta_in(seconds: float) -> str:
 def opened(**settings: Any) -> Any:
     channel = object.__new__(pgmq.Channel)
     channel.connection = object()
-    channel._delays = pgmq.Delays(channel, DelaySettings(**settings))
+    channel._delays = pgmq.PgmqDelays(channel, DelaySettings(**settings))
     return channel
 
 

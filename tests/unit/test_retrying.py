@@ -102,7 +102,7 @@ def test_the_task_is_retried_first_in_its_queue(
 def test_a_task_and_its_line_wait_equally_long_for_an_absurd_answer(
     sent: Sent, settings: dict[str, Any], bound: float
 ) -> None:
-    """At most ``native_delay_retry_after_limit``, and at most the longest delay."""
+    """At most a day, and at most the longest delay."""
     task = refused(app_with(rates=RATES, **settings), when=1e12)
     with running(task, "ada"), pytest.raises(Retry) as raised:
         task.run("ada")
@@ -140,10 +140,10 @@ def test_a_retry_that_counts_uses_up_max_retries(sent: Sent) -> None:
 def test_after_the_limit_the_last_answer_is_the_error_and_still_holds_the_others(
     sent: Sent,
 ) -> None:
-    task = refused(app_with(rates=RATES, retry_after_limit=600))
-    with running(task, "ada", **{SINCE: time() - 500}), pytest.raises(Retry):
+    task = refused(app_with(rates=RATES))
+    with running(task, "ada", **{SINCE: time() - 86_300}), pytest.raises(Retry):
         task.run("ada")
-    with running(task, "ada", **{SINCE: time() - 700}), pytest.raises(RetryAfter):
+    with running(task, "ada", **{SINCE: time() - 86_500}), pytest.raises(RetryAfter):
         task.run("ada")
     assert len(sent.held) == 2
     with running(task, "ada", **{SINCE: "x"}), pytest.raises(RetryAfter):

@@ -29,10 +29,9 @@ from celery_native_delay.worker.arrival import (
     Ruling,
     WaitUntil,
 )
-from celery_native_delay.worker.gates import gates
-from celery_native_delay.worker.revoked import Revoked
+from celery_native_delay.worker.gates import Revoked, gates
 from celery_native_delay.worker.strategies import GatedStrategies, Waker, forget_eta
-from celery_native_delay.worker.tallying import Tallying
+from celery_native_delay.worker.tally import Tallying
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
 
@@ -158,7 +157,7 @@ class Worker:
     consumer: Consumer = field(default_factory=Consumer)
 
     def strategies(self) -> GatedStrategies:
-        passed = gates(DelaySettings(), Revoked(), self.gate)
+        passed = gates(DelaySettings(), revoked=Revoked(), scheduling=self.gate)
         strategies = GatedStrategies(self.consumer, passed, self._put_back, Tallying(self.consumer))
         strategies["t"] = lambda *args, **kwargs: self.ran.append((args, kwargs))
         return strategies
