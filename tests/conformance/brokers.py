@@ -28,34 +28,23 @@ from celery_native_delay.testing import (
 from celery_native_delay.testing.redis import ServerName
 from example_project.private_sqs import PrivateSqs, private_sqs, require_sqs
 from pytest_celery_native_delay import installed
-from tests.brokers import CI, MORTAL, ON_RABBITMQS, in_ci, installed_rabbitmq
+from tests.brokers import MORTAL, ON_RABBITMQS, in_ci, installed_rabbitmq
 from tests.postgresql import PrivatePostgreSQL, find_postgresql, private_postgresql
 
-#: The brokers on which tasks can have keys.
-KEEPING_KEYS = [
+BROKERS = [
     *(pytest.param(each.id, marks=each.marks) for each in ON_RABBITMQS),
     pytest.param("redis", marks=pytest.mark.redis),
     in_ci("valkey"),
     "filesystem",
-    in_ci("filesystem-postgresql"),
     in_ci("sqla"),
     in_ci("sqs"),
     in_ci("pgmq"),
 ]
 
-BROKERS = KEEPING_KEYS
 
-#: pgmq is left out: kombu 5.7 publishes a topic message with headers by a function that pgmq lacks.
-WITH_TOPICS = [each for each in BROKERS if "pgmq" not in getattr(each, "values", (each,))]
-
-
-def at_home_on(*names: str) -> list[Any]:
-    """All brokers with topics; ``make test`` at home runs the tests on *names* only."""
-    brokers = []
-    for broker in WITH_TOPICS:
-        (name,), marks = getattr(broker, "values", (broker,)), getattr(broker, "marks", ())
-        brokers.append(broker if name in names else pytest.param(name, marks=[*marks, CI]))
-    return brokers
+def without(*names: str) -> list[Any]:
+    """All brokers but those on which a module's tests would show nothing new, or cannot run."""
+    return [each for each in BROKERS if getattr(each, "values", (each,))[0] not in names]
 
 
 #: The stores beside the spaces of a test that gives a store to a broker that can delay.

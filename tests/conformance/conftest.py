@@ -27,8 +27,9 @@ from tests.postgresql import PrivatePostgreSQL, find_postgresql, private_postgre
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize *broker* with all brokers, or with the module's ``BROKERS``."""
-    if "broker" in metafunc.fixturenames:
+    """Parametrize *broker* with the module's ``BROKERS``, unless the test does; else with all."""
+    chosen = {mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")}
+    if "broker" in metafunc.fixturenames and "broker" not in chosen:
         names = getattr(metafunc.module, "BROKERS", BROKERS)
         metafunc.parametrize("broker", names, indirect=True, scope="session")
 

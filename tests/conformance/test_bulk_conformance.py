@@ -17,18 +17,19 @@ from kombu.exceptions import EncodeError
 from celery_native_delay import DelayTooLong, InvalidDueTime, UnsupportedBroker, install
 from celery_native_delay.bulk import bulk
 from tests.conformance.brokers import (
-    WITH_TOPICS,
     Broker,
     options_of,
     settings_of,
     whole_seconds,
+    without,
 )
 from tests.conformance.traffic import SETTINGS, attended, delaying
 from tests.integration.traffic import Arrival, Inbox, bodies
 from tests.traffic import eta_in
 from tests.waiting import wait_until
 
-BROKERS = WITH_TOPICS
+#: kombu 5.7 publishes a topic message with headers by a function that pgmq lacks.
+BROKERS = without("valkey", "pgmq")
 
 ORDERS = Queue("orders", Exchange("shop", type="topic"), routing_key="order.#")
 PLAIN = Queue("plain")
@@ -124,39 +125,36 @@ def seen(arrival: Arrival) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"priority": 3},
-        {"queue": "orders"},
-        {"exchange": "shop", "routing_key": "order.new", "declare": [ORDERS]},
-        {"expires": 600},
-        {"serializer": "pickle"},
-        {"compression": "gzip"},
-        {"headers": {"tenant": "a"}},
-        {"ignore_result": False, "shadow": "other", "soft_time_limit": 5},
-    ],
-    ids=str,
-)
-def test_a_task_in_bulk_is_the_task_that_apply_async_sends(
-    shared_app: Celery, options: dict[str, Any]
-) -> None:
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"priority": 3},
+    {"queue": "orders"},
+    {"exchange": "shop", "routing_key": "order.new", "declare": [ORDERS]},
+    {"expires": 600},
+    {"serializer": "pickle"},
+    {"compression": "gzip"},
+    {"headers": {"tenant": "a"}},
+    {"ignore_result": False, "shadow": "other", "soft_time_limit": 5},
+]
+
+
+def test_a_task_in_bulk_is_the_task_that_apply_async_sends(shared_app: Celery) -> None:
+    """With each of the options, the second and third by template."""
     send = shared_app.tasks["shop.remind"].apply_async
     arguments = (7,), {"text": 'é % "quoted"'}
     with inbox(shared_app.conf.broker_url, "plain", "orders") as letters:
-        send(*arguments, countdown=0.3, **options)
+        single_of = {}
         with bulk(shared_app) as batch:
-            ids = [
-                batch.send("shop.remind", *arguments, countdown=0.3, **options) for _ in range(3)
-            ]
-        single, *many = letters.wait_for(4)
-    if single.message.headers["id"] in ids:
-        single = next(a for a in many if a.message.headers["id"] not in ids)
-        many = [a for a in letters.arrivals if a is not single]
-    assert sorted(a.message.headers["id"] for a in many) == sorted(ids)
-    for arrival in many:
-        assert seen(arrival) == seen(single)
+            for options in OPTIONS:
+                single = send(*arguments, countdown=0.3, **options).id
+                for _ in range(3):
+                    sent = batch.send("shop.remind", *arguments, countdown=0.3, **options)
+                    single_of[sent] = single
+        arrived = {a.message.headers["id"]: a for a in letters.wait_for(4 * len(OPTIONS))}
+    assert arrived.keys() == single_of.keys() | {*single_of.values()}
+    for sent, single in single_of.items():
+        arrival = arrived[sent]
+        assert seen(arrival) == seen(arrived[single]), single
         assert arrival.message.headers["root_id"] == arrival.message.headers["id"]
         assert arrival.message.properties["correlation_id"] == arrival.message.headers["id"]
         assert arrival.at >= datetime.fromisoformat(arrival.message.headers["eta"]).timestamp()

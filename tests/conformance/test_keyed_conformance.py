@@ -36,17 +36,17 @@ from celery_native_delay.keyed.record import HEADER, name_of
 from celery_native_delay.keyed.records import KeyRecords
 from celery_native_delay.keyed.rules import Seen
 from tests.conformance.brokers import (
-    KEEPING_KEYS,
     Broker,
     needs_store,
     options_of,
     settings_of,
+    without,
 )
 from tests.conformance.traffic import SETTINGS, attended
 from tests.traffic import Inbox
 from tests.waiting import wait_until
 
-BROKERS = KEEPING_KEYS
+BROKERS = without("valkey")
 
 TASK = "shop.reindex"
 

@@ -27,18 +27,18 @@ from celery_native_delay.bulk import bulk
 from celery_native_delay.cli import delay as cli
 from celery_native_delay.testing import vhost_name
 from tests.conformance.brokers import (
-    KEEPING_KEYS,
     Broker,
     RabbitMQ,
     needs_store,
     options_of,
     settings_of,
+    without,
 )
 from tests.conformance.traffic import SETTINGS, attended
 from tests.traffic import JOBS, Inbox, inbox, send_task
 from tests.waiting import wait_until
 
-BROKERS = KEEPING_KEYS
+BROKERS = without("valkey")
 
 #: For delays of hours.
 LEVELS = 20
