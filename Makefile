@@ -13,9 +13,10 @@ TESTS := $(wildcard tests/unit tests/conformance tests/integration tests/accepta
 # run with CI=true, adds what is marked.
 ifeq ($(CI),true)
 AND_ALONE := || scripts/test_alone.sh $$?
+CHOSEN := not tools
 else
 NOT_AT_HOME := ci$(if $(NATIVE_DELAY_TEST_43),, or rabbitmq43)
-HOME_ONLY := -m 'not ($(NOT_AT_HOME) or spark)'
+CHOSEN := not ($(NOT_AT_HOME) or spark or tools)
 endif
 
 # What the demo needs, which is a tenth of the development set.
@@ -26,7 +27,7 @@ DEMO_SET_sqs := '.[sqs]' rich moto flask flask-cors
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv brokers test test-spark test-fast check docs bench chaos demo demo-broker demo-spark public-suites clean
+.PHONY: help venv brokers test test-spark test-fast test-tools check docs bench chaos demo demo-broker demo-spark public-suites clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,7 +64,7 @@ ifeq ($(CI),true)
 else
 	@scripts/setup_brokers.sh || true
 endif
-	$(PYTHON) -m pytest --numprocesses=$(TEST_PROCESSES) $(HOME_ONLY) $(TESTS) $(AND_ALONE)
+	$(PYTHON) -m pytest --numprocesses=$(TEST_PROCESSES) -m '$(CHOSEN)' $(TESTS) $(AND_ALONE)
 
 test-spark: venv ## run the promises of Spark, on a local one
 	@scripts/setup_spark.sh
@@ -72,7 +73,11 @@ test-spark: venv ## run the promises of Spark, on a local one
 
 test-fast: venv ## run the unit tests, and the conformance suite on a folder: no broker, under a minute
 	$(PYTHON) -m pytest --numprocesses=$(TEST_PROCESSES) \
-		-m 'not (ci or redis or rabbitmq or rabbitmq43)' tests/unit tests/conformance
+		-m 'not (ci or redis or rabbitmq or rabbitmq43 or tools)' tests/unit tests/conformance
+
+test-tools: venv ## run the tests of make chaos, make bench, the scripts and the pictures of the docs
+	@scripts/setup_brokers.sh || true
+	$(PYTHON) -m pytest --numprocesses=$(TEST_PROCESSES) -m tools $(TESTS)
 
 check: venv ## lint, format, types, the direction of imports, and plain words
 	$(PYTHON) -m ruff check .

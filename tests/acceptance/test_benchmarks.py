@@ -17,7 +17,7 @@ from pytest_celery_native_delay import installed
 from tests.acceptance.worker import REPOSITORY
 from tests.brokers import on_one_version
 
-pytestmark = pytest.mark.ci
+pytestmark = pytest.mark.tools
 
 
 @on_one_version

@@ -19,7 +19,7 @@ from celery_native_delay import Delay
 from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
 from tests.acceptance.worker import Fleet, fleet_on
-from tests.brokers import ON_RABBITMQS, ON_SYSTEM, installed_rabbitmq
+from tests.brokers import ON_RABBITMQS, ON_SYSTEM, installed_rabbitmq, on_one_version
 from tests.traffic import beside
 from tests.waiting import SLOWNESS, wait_until
 
@@ -154,20 +154,20 @@ def test_a_cancelled_task_never_runs_and_its_result_and_events_say_so(fleet: Fle
 
 @pytest.mark.ci
 @pytest.mark.parametrize("fleet", [ON_SYSTEM, "redis"], indirect=True)
-def test_exactly_the_thousand_cancelled_of_ten_thousand_tasks_do_not_run(
+def test_exactly_the_hundred_cancelled_of_a_thousand_tasks_do_not_run(
     fleet: Fleet,
 ) -> None:
     app = fleet.app()
-    eta = datetime.now(UTC) + timedelta(seconds=75)
+    eta = datetime.now(UTC) + timedelta(seconds=15 * SLOWNESS)
     with bulk(app) as batch:
-        for number in range(10_000):
+        for number in range(1_000):
             batch.send("note", (number,), task_id=f"task-{number}", eta=eta, ignore_result=True)
-    cancelled = {f"task-{number}" for number in range(0, 10_000, 10)}
+    cancelled = {f"task-{number}" for number in range(0, 1_000, 10)}
     worker = fleet.worker(pool="solo", log_level="WARNING", wait=False)
     outcomes = Delay(app).cancel_all(sorted(cancelled))
     assert datetime.now(UTC) < eta, "the machine is too busy for this test"
     assert [outcome for outcome in outcomes if not outcome] == []
-    others = [f"task-{number}" for number in range(10_000) if number % 10]
+    others = [f"task-{number}" for number in range(1_000) if number % 10]
     found = fleet.record.wait_for_ids(others)
     assert not found.keys() & cancelled
     assert [len(runs) for runs in found.values()] == [1] * len(others)
@@ -231,6 +231,7 @@ def sleep_until_dropped_messages_have_arrived(due: dict[str, float]) -> None:
     wait_until(lambda: monotonic() > until)
 
 
+@on_one_version
 @pytest.mark.ci
 @pytest.mark.parametrize("store_tasks", [("*",), ("nothing",)], ids=["in store", "in broker"])
 def test_due_tasks_wait_while_the_store_is_unreachable(

@@ -23,6 +23,7 @@ from celery_native_delay import (
 )
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Worker, fleet_on
+from tests.brokers import on_one_version
 from tests.rabbitmqs import private_rabbitmq
 from tests.waiting import wait_until
 
@@ -58,6 +59,7 @@ def levels(rabbitmq: PrivateRabbitMQ, vhost: str, namespace: str = OUR_NAMES) ->
 # ---- several apps ---------------------------------------------------------------------------
 
 
+@on_one_version
 @pytest.mark.ci
 def test_two_namespaces_on_one_vhost_are_separate(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
@@ -83,6 +85,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@on_one_version
 @pytest.mark.ci
 def test_one_worker_serves_producers_with_different_settings(fleet: Fleet) -> None:
     """One worker runs the tasks of producers with different settings and sets of levels."""
@@ -103,6 +106,7 @@ def test_one_worker_serves_producers_with_different_settings(fleet: Fleet) -> No
 # ---- connections ----------------------------------------------------------------------------
 
 
+@on_one_version
 @pytest.mark.ci
 def test_separate_read_and_write_urls(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
     """Separate read and write URLs with two users; the worker may also put early tasks back."""
@@ -122,6 +126,7 @@ def test_separate_read_and_write_urls(fleet: Fleet, rabbitmq: PrivateRabbitMQ, v
     run.assert_on_time(run.due)
 
 
+@on_one_version
 @pytest.mark.ci
 def test_a_failover_to_another_broker(
     rabbitmq: PrivateRabbitMQ, rabbitmq_version: str, vhost_url: str, tmp_path: Any
@@ -140,6 +145,7 @@ def test_a_failover_to_another_broker(
             send_and_wait(fleet, app, queue="side")
 
 
+@on_one_version
 @pytest.mark.ci
 def test_delays_with_publisher_confirms(fleet: Fleet) -> None:
     """Publisher confirms: py-amqp then replaces basic_publish on the channel instance."""
@@ -152,6 +158,7 @@ def test_delays_with_publisher_confirms(fleet: Fleet) -> None:
     assert len(fleet.record.wait_for(3, task_id=result.id)) == 3
 
 
+@on_one_version
 def test_a_connection_that_the_user_created(fleet: Fleet) -> None:
     """`apply_async(connection=…)` and `producer=…` with objects that the user created."""
     fleet.worker()
@@ -213,6 +220,7 @@ APPS: list[Callable[[Fleet], Celery]] = [
 ]
 
 
+@on_one_version
 @pytest.mark.ci
 def test_install_at_any_time_in_an_apps_life(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
@@ -235,6 +243,7 @@ def test_install_at_any_time_in_an_apps_life(
         assert worker.log_lines("put", "early task") == [], make
 
 
+@on_one_version
 def test_with_enabled_false_the_worker_holds_the_task(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
@@ -253,6 +262,7 @@ def test_with_enabled_false_the_worker_holds_the_task(
 # ---- queues and policies --------------------------------------------------------------------
 
 
+@on_one_version
 def test_quorum_task_queues_on_a_topic_exchange(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
@@ -270,6 +280,7 @@ def test_quorum_task_queues_on_a_topic_exchange(
     assert worker.log_lines("CRITICAL") == []
 
 
+@on_one_version
 def test_a_worker_names_a_policy_that_overrides_the_levels_at_boot(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
@@ -292,6 +303,7 @@ def worker_without_delay(fleet: Fleet, *reason: str, **conf: Any) -> Worker:
     return worker
 
 
+@on_one_version
 @pytest.mark.parametrize(
     ("conf", "reason"),
     [
@@ -312,6 +324,7 @@ def test_a_wrong_setting_in_the_configuration(
     assert len(worker.log_lines("CRITICAL")) == 1
 
 
+@on_one_version
 def test_a_user_without_permission_to_declare_the_levels(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
@@ -334,6 +347,7 @@ def test_a_user_without_permission_to_declare_the_levels(
     send_and_wait(fleet, fleet.app(), exchange="shop", routing_key="orders.new")
 
 
+@on_one_version
 def test_a_level_queue_that_exists_with_different_arguments(fleet: Fleet) -> None:
     with Connection(fleet.broker_url) as connection:
         connection.default_channel.queue_declare(
@@ -349,6 +363,7 @@ def test_a_level_queue_that_exists_with_different_arguments(fleet: Fleet) -> Non
     run_now(fleet, app)
 
 
+@on_one_version
 @pytest.mark.parametrize(
     ("options", "error", "sentence"),
     [
@@ -375,6 +390,7 @@ def test_an_impossible_due_time_is_refused(
 # ---- beat -----------------------------------------------------------------------------------
 
 
+@on_one_version
 def test_a_beat_entry_with_a_countdown(fleet: Fleet) -> None:
     """Beat publishes through the app, so its delayed entries wait in the broker too."""
     entry = {"task": "note", "args": ["beat"], "schedule": 1.0, "options": {"countdown": 1.5}}

@@ -19,6 +19,7 @@ from celery_native_delay import NotDeclared, install
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests.acceptance.worker import FEW_LEVELS, Fleet, fleet_on
+from tests.brokers import on_one_version
 from tests.documents import ROOT, only
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -51,6 +52,7 @@ def import_export(rabbitmq: PrivateRabbitMQ, app: Celery) -> Topology:
     return Topology(settings)
 
 
+@on_one_version
 def test_users_without_configure_permission_delay_and_run_tasks(
     rabbitmq: PrivateRabbitMQ, vhost: str, limited: Fleet
 ) -> None:
@@ -92,6 +94,7 @@ def permissions_of_the_guide() -> dict[str, dict[str, str]]:
     return by_user
 
 
+@on_one_version
 def test_the_permissions_of_the_guide_are_enough(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str, tmp_path: Path
 ) -> None:
@@ -142,6 +145,7 @@ def remind(user):
 """
 
 
+@on_one_version
 def test_the_app_of_the_guide_runs_tasks_as_the_users_of_the_guide(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str, tmp_path: Path
 ) -> None:
@@ -169,6 +173,7 @@ def test_the_app_of_the_guide_runs_tasks_as_the_users_of_the_guide(
     assert "access" not in log.read_text().lower()
 
 
+@on_one_version
 def test_a_worker_without_imported_definitions_names_the_missing_ones_and_runs_immediate_tasks(
     vhost_url: str, tmp_path: Path
 ) -> None:

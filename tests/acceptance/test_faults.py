@@ -15,6 +15,7 @@ from kombu import Connection
 
 from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Worker, fleet_on
+from tests.brokers import on_one_version
 from tests.waiting import wait_until
 
 PARKED = "celery_delay.v1.parked"
@@ -66,6 +67,7 @@ def test_the_broker_is_killed_while_tasks_wait(
     assert worker.process.poll() is None
 
 
+@on_one_version
 @pytest.mark.ci
 def test_a_worker_is_killed_while_tasks_wait(fleet: Fleet) -> None:
     """The tasks run as planned, because they wait in the broker."""
@@ -135,6 +137,7 @@ def wait_for_exchange(url: str, exchange: str | None) -> bool:
     return exchange is None or wait_until(exists)
 
 
+@on_one_version
 def test_tasks_sent_before_the_first_worker_starts(fleet: Fleet) -> None:
     """The producer declares the levels and the task queue, so the tasks wait for the worker."""
     app = fleet.app()
@@ -178,6 +181,7 @@ def test_tasks_to_a_deleted_queue_park_and_come_back(fleet: Fleet) -> None:
 LEVEL = f"celery_delay.v1.{FEW_LEVELS}x125ms.f0.quorum.level-{{}}"
 
 
+@on_one_version
 def test_a_level_queue_deleted_before_the_task_is_sent(fleet: Fleet) -> None:
     """The producer notices the missing queue, declares it and publishes again."""
     fleet.worker()
@@ -214,6 +218,7 @@ def delete_queue(fleet: Fleet, queue: str) -> None:
         connection.default_channel.queue_delete(queue)
 
 
+@on_one_version
 @pytest.mark.ci
 def test_the_broker_is_down(mortal_rabbitmq: PrivateRabbitMQ, own_fleet: Fleet) -> None:
     """While the broker is down, sending a delayed task fails as sending an immediate one does."""

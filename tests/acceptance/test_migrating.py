@@ -16,6 +16,7 @@ import pytest
 
 from celery_native_delay.testing import PrivateRabbitMQ
 from tests.acceptance.worker import REPOSITORY, Fleet
+from tests.brokers import on_one_version
 from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.ci
@@ -74,6 +75,7 @@ print(json.dumps(sent))
 """
 
 
+@on_one_version
 def test_nothing_is_lost_when_migration_is_killed_every_two_seconds(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, record_property: Any
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from celery_native_delay.testing import PrivateRabbitMQ
 from tests.acceptance.worker import Fleet
+from tests.brokers import on_one_version
 from tests.waiting import wait_until
 
 EARLY_TASKS = 100
@@ -25,6 +26,7 @@ print(json.dumps([
 """
 
 
+@on_one_version
 @pytest.mark.ci
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent"])
 def test_a_pool_runs_delayed_tasks_and_holds_none(

@@ -6,6 +6,7 @@ import pytest
 from kombu import Connection
 
 from celery_native_delay.testing import BrokerFailed, BrokerMissing, PrivateRabbitMQ, vhost_name
+from tests.brokers import on_one_version
 from tests.processes import assert_nothing_left_when_killed, processes_of
 from tests.rabbitmqs import private_rabbitmq
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -35,12 +36,14 @@ def test_a_new_vhost_is_empty_and_its_counts_are_fresh(rabbitmq: PrivateRabbitMQ
         rabbitmq.queues(vhost_name(url))
 
 
+@on_one_version
 def test_a_user_has_exactly_the_given_permissions(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
     url = rabbitmq.add_user("reader@home", "p/w d", configure="^$", vhost=vhost)
     with Connection(url) as connection, pytest.raises(connection.channel_errors, match="403"):
         connection.default_channel.queue_declare("mine")
 
 
+@on_one_version
 def test_a_policy_reaches_the_queues(rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str) -> None:
     with Connection(vhost_url) as connection, connection.SimpleQueue("orders"):
         rabbitmq.set_policy(vhost, "short", "^orders$", {"max-length": 10})
@@ -49,6 +52,7 @@ def test_a_policy_reaches_the_queues(rabbitmq: PrivateRabbitMQ, vhost_url: str, 
     assert rabbitmq.api("GET", f"/policies/{vhost}") == []
 
 
+@on_one_version
 @pytest.mark.ci
 def test_a_durable_message_survives_kill_and_stop(rabbitmq_version: str) -> None:
     with private_rabbitmq(version=rabbitmq_version) as broker:
@@ -68,6 +72,7 @@ def test_a_durable_message_survives_kill_and_stop(rabbitmq_version: str) -> None
                 message.requeue()
 
 
+@on_one_version
 @pytest.mark.ci
 def test_no_process_or_folder_is_left_after_the_block(rabbitmq_version: str) -> None:
     with private_rabbitmq(version=rabbitmq_version, management=False) as broker:
@@ -79,6 +84,7 @@ def test_no_process_or_folder_is_left_after_the_block(rabbitmq_version: str) -> 
     wait_until(lambda: processes_of(folder.name) == [])
 
 
+@on_one_version
 @pytest.mark.ci
 def test_no_process_or_folder_is_left_when_the_test_process_is_killed(
     rabbitmq_version: str,
@@ -87,6 +93,7 @@ def test_no_process_or_folder_is_left_when_the_test_process_is_killed(
     assert_nothing_left_when_killed(broker, "broker.data_dir.parent", module="tests.rabbitmqs")
 
 
+@on_one_version
 @pytest.mark.ci
 def test_configuration_is_passed_on(rabbitmq_version: str) -> None:
     with private_rabbitmq(
@@ -101,6 +108,7 @@ def test_configuration_is_passed_on(rabbitmq_version: str) -> None:
         assert broker.rabbitmqctl("eval", prefetch) == "{ok,64}\n"
 
 
+@on_one_version
 def test_a_broker_that_cannot_start_says_why(rabbitmq_version: str) -> None:
     with (
         pytest.raises(BrokerFailed, match="no_such_setting"),

@@ -15,6 +15,7 @@ from kombu.exceptions import OperationalError
 
 from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 from tests.acceptance.worker import fleet_on
+from tests.brokers import on_one_version
 from tests.cluster import PrivateRabbitMQCluster, private_rabbitmq_cluster
 from tests.processes import assert_nothing_left_when_killed
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -91,6 +92,7 @@ def test_a_delayed_task_outlives_a_node(cluster: PrivateRabbitMQCluster, tmp_pat
     runs[later][0].assert_on_time(later_due)
 
 
+@on_one_version
 @only_root
 def test_a_minority_confirms_nothing_until_the_network_is_restored(
     cluster: PrivateRabbitMQCluster,
@@ -110,6 +112,7 @@ def test_a_minority_confirms_nothing_until_the_network_is_restored(
     assert [get(url), get(url)] == ["before", "meanwhile"]
 
 
+@on_one_version
 def test_a_paused_node_answers_only_when_it_has_resumed(cluster: PrivateRabbitMQCluster) -> None:
     node = cluster.nodes[2]
     node.pause()
@@ -122,6 +125,7 @@ def test_a_paused_node_answers_only_when_it_has_resumed(cluster: PrivateRabbitMQ
         assert connection.recv(1)
 
 
+@on_one_version
 @only_root
 def test_no_process_or_folder_is_left_when_the_test_process_is_killed(
     rabbitmq_version: str,

@@ -18,7 +18,7 @@ from celery_native_delay import Delay
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from celery_native_delay.transports.redis.keys import RedisBrokerKeys
 from tests.acceptance.worker import REPOSITORY, Fleet, fleet_on
-from tests.brokers import in_ci
+from tests.brokers import in_ci, on_one_version
 from tests.documents import EXAMPLES, only
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -32,6 +32,7 @@ ROUTES: dict[str, dict[str, Any]] = {
 }
 
 
+@on_one_version
 def test_a_plain_worker_runs_tasks_delayed_by_an_installed_producer(fleet: Fleet) -> None:
     """A worker without the package ignores everything that the producer adds."""
     worker = fleet.worker(installed=False, concurrency=3)
@@ -49,6 +50,7 @@ def test_a_plain_worker_runs_tasks_delayed_by_an_installed_producer(fleet: Fleet
         run.assert_on_time(before + 1.5, after + 1.5)
 
 
+@on_one_version
 def test_a_retry_on_a_plain_worker_is_delayed_by_celery_itself(fleet: Fleet) -> None:
     """A plain worker holds its own retries of such a task in memory."""
     fleet.worker(installed=False)
@@ -74,6 +76,7 @@ print(json.dumps(ids))
 """
 
 
+@on_one_version
 def test_an_installed_worker_puts_early_tasks_back_into_the_broker(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
@@ -109,6 +112,7 @@ def test_an_installed_worker_puts_early_tasks_back_into_the_broker(
     assert worker.log_lines("ERROR") == []
 
 
+@on_one_version
 @pytest.mark.ci
 def test_an_early_task_comes_back_to_the_queue_it_was_in(fleet: Fleet) -> None:
     """Other queues of the same exchange get no second copy."""
@@ -138,6 +142,7 @@ def test_an_early_task_comes_back_to_the_queue_it_was_in(fleet: Fleet) -> None:
         assert run.delivery_info == as_ever.delivery_info
 
 
+@on_one_version
 @pytest.mark.parametrize("installed", [True, in_ci(False)], ids=["installed", "plain"])
 def test_a_task_of_protocol_1_waits_in_the_broker(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str, installed: bool
@@ -166,6 +171,7 @@ def test_a_task_of_protocol_1_waits_in_the_broker(
     assert [run.id for run in fleet.record.runs()] == [task_id]
 
 
+@on_one_version
 @pytest.mark.ci
 def test_a_task_of_protocol_1_is_retried_through_the_levels(fleet: Fleet) -> None:
     fleet.worker(task_protocol=1)
@@ -174,6 +180,7 @@ def test_a_task_of_protocol_1_is_retried_through_the_levels(fleet: Fleet) -> Non
     assert [run.retries for run in runs] == [0, 1, 2, 3]
 
 
+@on_one_version
 @pytest.mark.ci
 def test_celery_handles_expired_and_revoked_early_tasks(
     fleet: Fleet, tmp_path_factory: Any
@@ -207,6 +214,7 @@ def test_celery_handles_expired_and_revoked_early_tasks(
     assert [run.id for run in fleet.record.runs()] == [good_id]
 
 
+@on_one_version
 @pytest.mark.ci
 def test_tasks_waiting_in_celerys_own_levels_run_after_the_upgrade(fleet: Fleet) -> None:
     """With quorum queues Celery delays natively itself; its waiting tasks and their retries run."""

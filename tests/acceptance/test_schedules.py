@@ -42,16 +42,16 @@ ENTRIES = {
     for number in range(20)
 }
 KILL_EVERY_SECONDS = 5
-KILLS = 12 if IN_CI else 4  # CI kills for a minute
+KILLS = 6 if IN_CI else 4
 
 
-@pytest.fixture(
-    params=[
-        "redis",
-        f"{ON_SYSTEM.id}-redis",
-        *map(in_ci, ("store", "rabbitmq-4.3-postgresql")),
-    ]
+#: The three kinds of places that keep the state of entries.
+KINDS = pytest.mark.parametrize(
+    "fleet", ["redis", *map(in_ci, ("store", "rabbitmq-4.3-postgresql"))], indirect=True
 )
+
+
+@pytest.fixture(params=["redis", in_ci(f"{ON_SYSTEM.id}-redis")])
 def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
     conf: dict[str, Any] = {"native_delay_schedules": True}
     match request.param.split("-"):
@@ -87,6 +87,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
             server.delete_vhost(vhost_name(url))
 
 
+@KINDS
 def test_every_occurrence_runs_although_workers_are_killed(fleet: Fleet) -> None:
     """None early, none left out, none twice but after a kill, and never two chains of an entry."""
     # kombu's filesystem transport loses the messages of a killed worker. So only workers that send
@@ -129,8 +130,8 @@ def test_every_occurrence_runs_although_workers_are_killed(fleet: Fleet) -> None
             assert last_skipped <= by_due[one][0].started, "skipped"
 
 
-@pytest.mark.parametrize("count", [4, in_ci(10)])
-def test_workers_that_boot_at_once_publish_each_entry_once(fleet: Fleet, count: int) -> None:
+@KINDS
+def test_workers_that_boot_at_once_publish_each_entry_once(fleet: Fleet) -> None:
     entries = {f"far-{n}": {"task": "note", "schedule": 900.0, "args": [n]} for n in range(10)}
     if fleet.broker_url.startswith("filesystem"):
         # kombu creates its files of exchanges empty, and a second worker fails if it reads one.
@@ -138,7 +139,7 @@ def test_workers_that_boot_at_once_publish_each_entry_once(fleet: Fleet, count: 
         with app.connection_for_write() as connection:
             for queue in app.amqp.queues.values():
                 queue(connection.default_channel).declare()
-    workers = [fleet.worker(beat_schedule=entries, pool="solo", wait=False) for _ in range(count)]
+    workers = [fleet.worker(beat_schedule=entries, pool="solo", wait=False) for _ in range(6)]
     for worker in workers:
         worker.wait_ready()
     app = fleet.app()

@@ -19,8 +19,8 @@ from tests.conformance.brokers import Broker, options_of, running_broker, settin
 from tests.integration.test_store_dispatching import away, space_of
 from tests.waiting import wait_until
 
-SENT = 5_000
-KILLS = 6
+SENT = 2_000
+KILLS = 4
 
 
 @pytest.fixture(scope="module", params=["filesystem", in_ci("sqla")])
@@ -52,7 +52,7 @@ def ran(record: Record) -> int:
 
 
 @pytest.mark.ci
-def test_all_of_5000_tasks_run_although_dispatchers_are_killed_repeatedly(
+def test_all_tasks_run_although_dispatchers_are_killed_repeatedly(
     fleet: Fleet,
 ) -> None:
     """Only tasks that a killed dispatcher had taken, and not deleted yet, may run twice.
@@ -65,7 +65,7 @@ def test_all_of_5000_tasks_run_although_dispatchers_are_killed_repeatedly(
     start = time() + 10
     with bulk(app) as batch:
         ids = [
-            batch.send("note", (number,), countdown=start + number / 500 - time())
+            batch.send("note", (number,), countdown=start + number / 300 - time())
             for number in range(SENT)
         ]
     assert Delay(app).count() == SENT

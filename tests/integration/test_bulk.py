@@ -16,7 +16,7 @@ from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq.channels import WindowChannel
 from celery_native_delay.transports.rabbitmq.outbox import RabbitOutbox
-from tests.brokers import LARGEST_MESSAGE
+from tests.brokers import LARGEST_MESSAGE, on_one_version
 from tests.integration.traffic import SETTINGS, TOPOLOGY, Inbox, delete_levels, inbox
 from tests.traffic import eta_in
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -164,6 +164,7 @@ def numbers(letters: Inbox) -> set[int]:
     return {arrival.body[0][0] for arrival in letters.arrivals}
 
 
+@on_one_version
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("options", "count"), [({}, 6_000), ({"headers": {"tenant": "a"}}, 600)], ids=str

@@ -77,6 +77,7 @@ def test_a_producer_declares_the_levels_on_an_empty_virtual_host(vhost_url: str)
         assert_on_time(Inbox(connection).consume(["orders"]).wait_for(1)[0])
 
 
+@on_one_version
 @pytest.mark.parametrize("confirm", [True, False])
 def test_a_connection_keeps_its_own_confirm_mode(vhost_url: str, confirm: bool) -> None:
     options = {"confirm_publish": confirm}
@@ -89,6 +90,7 @@ def test_a_connection_keeps_its_own_confirm_mode(vhost_url: str, confirm: bool) 
         assert bodies(letters.wait_for(2)) == ["now", "later"]
 
 
+@on_one_version
 @pytest.mark.skipif(not hasattr(Producer, "batch"), reason="kombu has it since 5.7")
 def test_in_kombus_producer_batch_each_message_is_published_at_once(connection: Any) -> None:
     """As with kombu's own transport for RabbitMQ; delayed messages wait."""
@@ -106,6 +108,7 @@ def test_in_kombus_producer_batch_each_message_is_published_at_once(connection: 
 # ---- retries and lost brokers ----------------------------------------------------------------
 
 
+@on_one_version
 def test_a_publish_that_kombu_retries_keeps_its_delivery_id(
     connection: Any, vhost_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +202,7 @@ def test_a_publish_during_a_memory_alarm_raises_in_time_and_arrives_afterwards(
     assert bodies(arrives(mortal_url, "orders")) == ["hello"]
 
 
+@on_one_version
 def test_a_message_that_becomes_due_during_a_retry_is_confirmed(
     connection: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,6 +358,7 @@ LONG_KEYS = {
 }
 
 
+@on_one_version
 @pytest.mark.parametrize("key", LONG_KEYS.values(), ids=LONG_KEYS)
 @pytest.mark.parametrize("kind", ["direct", "topic"])
 def test_a_long_routing_key(connection: Any, vhost_url: str, kind: str, key: str) -> None:
@@ -373,6 +378,7 @@ def test_a_long_routing_key(connection: Any, vhost_url: str, kind: str, key: str
     assert {a.message.delivery_info["routing_key"] for a in came} == {key}
 
 
+@on_one_version
 @pytest.mark.parametrize("kind", ["direct", "topic", "fanout", "headers"])
 @pytest.mark.parametrize("overflow", ["drop-head", "reject-publish"])
 def test_an_unbound_queue_gets_no_delayed_messages(
@@ -487,6 +493,7 @@ def test_a_queue_declared_again_without_reject_publish_gets_each_message_once(
 # ---- due times -------------------------------------------------------------------------------
 
 
+@on_one_version
 def test_no_message_comes_even_a_part_of_a_millisecond_too_early(
     vhost_url: str, connection: Any
 ) -> None:
@@ -551,6 +558,7 @@ def test_x_death_headers_of_users_queues_are_kept(connection: Any) -> None:
     assert headers == died.headers
 
 
+@on_one_version
 def test_a_task_put_back_twice_has_one_delivery_id(connection: Any, vhost_url: str) -> None:
     """Put back twice after a lost confirm: both messages are copies of one delivery."""
     declare_queue(connection, "orders")

@@ -73,9 +73,10 @@ ROUTES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("prefix", ["", "pfx:", "{queue}:"])
-@pytest.mark.parametrize("priority", [None, 0, 3, 5, 6, 9])
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("route", "priority", "prefix"),
+    [*zip(ROUTES, [None, 0, 3, 5, 6, 9], ["", "pfx:", "{queue}:"] * 2, strict=True)],
+)
 def test_a_delayed_message_goes_to_the_lists_of_the_immediate_one(
     empty_redis: PrivateRedis, route: str, priority: int | None, prefix: str
 ) -> None:

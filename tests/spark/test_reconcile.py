@@ -221,6 +221,7 @@ def test_tasks_sent_after_they_are_due_do_not_count_as_late(spark: SparkSession)
 
 
 @pytest.mark.ci
+@pytest.mark.tools
 def test_the_benchmark_finds_all_faults_it_injects(spark: SparkSession, tmp_path: Path) -> None:
     result = measure(spark, Bench(None, 5_000 / PLANNED, tmp_path))  # type: ignore[arg-type]
     assert {row["verdict"]: row["found"] for row in result.rows} == {

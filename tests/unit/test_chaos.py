@@ -31,6 +31,8 @@ from tests.chaos.report import as_markdown, draw, findings_as_text, result_of, u
 from tests.chaos.run import Outcome, Plan
 from tests.chaos.schedule import SETTLE_SECONDS, SHORTEST_GAP_SECONDS, FaultKind, schedule
 
+pytestmark = pytest.mark.tools
+
 PATIENCE_SECONDS = 60.0
 
 SENT = Sent("a", "default", sent_at=100, due_at=110, confirmed_at=100.1)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.tools
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/test_alone.sh"
 NAME = "test_it.py::test_it"
 

@@ -13,6 +13,8 @@ from celery_native_delay.settings import DelaySettings
 from celery_native_delay.transports.rabbitmq.topology import Binding, Queue, Topology
 from tests.documents import ROOT
 
+pytestmark = pytest.mark.tools
+
 
 @pytest.fixture
 def drawing(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:

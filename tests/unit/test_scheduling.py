@@ -6,6 +6,8 @@ import pytest
 
 from tests.scheduling import broker_of, rank_of, scope_of
 
+pytestmark = pytest.mark.tools
+
 ACCEPTANCE, INTEGRATION = "tests/acceptance", "tests/integration"
 CONFORMANCE = "tests/conformance/test_conformance.py"
 
